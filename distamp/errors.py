@@ -1,0 +1,65 @@
+"""The exception tree.
+
+::
+
+    DistampError             everything distamp raises
+    +-- SettingError         (ValueError, AssertionError) a setting outside what is allowed
+    +-- StageError           (RuntimeError, AssertionError) scaler calls in an impossible order
+    +-- GradientError        (RuntimeError) unreadable gradients, or changed behind the scaler
+    +-- LockstepError        (RuntimeError) ranks differ in call, optimizer, scale or settings
+    +-- LossScaleCollapse    (RuntimeError) too many steps in a row were skipped
+    +-- RegionError          (RuntimeError) a region left in the wrong thread or order
+
+Each class also derives from the builtin that torch raises in the same place, so code written
+against torch keeps catching what it caught. Other argument mistakes raise plain ``ValueError`` or
+``TypeError``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DistampError",
+    "GradientError",
+    "LockstepError",
+    "LossScaleCollapse",
+    "RegionError",
+    "SettingError",
+    "StageError",
+]
+
+
+class DistampError(Exception):
+    """Base of the errors that have a name of their own here."""
+
+
+class SettingError(DistampError, ValueError, AssertionError):
+    """A setting is outside what is allowed; torch asserts some of these, hence the bases."""
+
+
+class StageError(DistampError, RuntimeError, AssertionError):
+    """``scale``, ``unscale_``, ``step`` and ``update`` were called in an impossible order."""
+
+
+class GradientError(DistampError, RuntimeError):
+    """Gradients cannot be read as they are, or changed between two scaler calls."""
+
+
+class LockstepError(DistampError, RuntimeError):
+    """The ranks of a group hold different calls, optimizers, scales or settings."""
+
+
+class LossScaleCollapse(DistampError, RuntimeError):
+    """More steps in a row were skipped than ``max_consecutive_skips`` allows.
+
+    Attributes:
+        report: The ``OverflowReport`` of the step that reached the limit, or None where it could
+            not be taken.
+    """
+
+    def __init__(self, message: str, report: object | None = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class RegionError(DistampError, RuntimeError):
+    """An autocast region was left in another thread, another task or out of order."""
