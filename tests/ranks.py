@@ -1,0 +1,470 @@
+"""A persistent pool of real gloo ranks: send a function, get what it returned on every rank.
+
+The processes are forked from a server that has imported torch once, so a pool costs tens of
+milliseconds and a call on it costs about one. A rank that raises, dies or hangs ends its pool; the
+next call starts a new one, so no test inherits another's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["Died", "RankError", "RankPool", "mesh", "subgroup"]
+
+# What a rank is likely to need; the server imports it once and every rank inherits it.
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.testing",
+    "tests.ranks",
+]
+# A call that takes longer has hung: nothing here is within an order of magnitude of it.
+TIMEOUT_S = 60.0
+# How long the other ranks may go on once one has failed, before their stacks are taken.
+GRACE_S = 2.0
+
+
+class RankError(Exception):
+    """A call failed on at least one rank; the message holds what each rank was doing."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Died:
+    """Stands in the results of ``run(..., may_die=...)`` for a rank that did not come back."""
+
+    rank: int
+    exitcode: int | None
+
+
+@dataclass
+class _Worker:
+    """The pool's side of one rank."""
+
+    process: Any
+    connection: multiprocessing.connection.Connection
+    folder: Path
+
+    def stack(self) -> str:
+        return _tail(self.folder / "stack", 6000)
+
+    def output(self) -> str:
+        return _tail(self.folder / "output", 2000)
+
+
+def _tail(path: Path, characters: int) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")[-characters:].strip()
+    return ""
+
+
+class RankPool:
+    """``world_size`` processes with one gloo group among them, waiting for functions to run.
+
+    Unlike ``torch.multiprocessing.spawn`` it outlives the call, and unlike torch's
+    ``MultiProcContinuousTest`` it survives a failed one.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds after which a call counts as hung.
+        group_timeout: the process group's own timeout, in seconds.
+    """
+
+    def __init__(
+        self, world_size: int, *, timeout: float = TIMEOUT_S, group_timeout: float = 600.0
+    ) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self._group_timeout = group_timeout
+        self._workers: list[_Worker] = []
+        self._folder: Path | None = None
+        self._store: dist.TCPStore | None = None
+        self._generation = itertools.count()
+        self._group: str | None = None
+        self.starts = 0
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Fork the ranks. ``run`` does this when needed."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # The pool holds the store, as an elastic agent would: no rank's death takes it away.
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        for rank in range(self.world_size):
+            here, there = multiprocessing.Pipe()
+            folder = self._folder / str(rank)
+            folder.mkdir()
+            process = context.Process(
+                target=_serve,
+                args=(there, rank, self.world_size, self._store.port, self._group_timeout, folder),
+                name=f"rank-{rank}-of-{self.world_size}",
+                daemon=True,
+            )
+            with _light_main(), _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
+                process.start()
+            there.close()
+            self._workers.append(_Worker(process, here, folder))
+        self.starts += 1
+
+    def close(self) -> None:
+        """Kill the ranks and forget them; the next ``run`` starts new ones."""
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.process.pid, signal.SIGKILL)
+        for worker in self._workers:
+            worker.process.join(10)
+            worker.process.close()
+            worker.connection.close()
+        self._workers.clear()
+        self._group = None
+        self._store = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def kill(self, rank: int) -> None:
+        """Send SIGKILL to one rank."""
+        os.kill(self._workers[rank].process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- one call -----------------------------------------------------------------------------
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        group: str = "default",
+        may_die: Collection[int] = (),
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` on every rank.
+
+        Args:
+            function: importable by name (module level). It finds its rank with ``dist.get_rank()``,
+                or in the environment variable ``RANK`` where there is no group.
+            args: picklable arguments, the same on every rank.
+            timeout: seconds; the pool's if None.
+            group: ``"default"`` keeps the group of the last call, ``"fresh"`` makes a new one (in
+                new processes), ``"none"`` runs with torch.distributed not initialised.
+            may_die: ranks whose death is part of the test.
+            kwargs: picklable keyword arguments.
+
+        Returns:
+            What each rank returned, in order of rank (``Died`` for a rank in ``may_die``).
+
+        Raises:
+            RankError: a rank raised, died or hung. The pool is closed.
+        """
+        wanted = None if group == "none" else self._group or f"group-{next(self._generation)}"
+        if group == "fresh":
+            wanted = f"group-{next(self._generation)}"
+        if self._workers and wanted != self._group:
+            # torch keeps what it derived from a mesh, found again by ranks and names, beyond the
+            # life of its groups: processes serve one group.
+            self.close()
+        if not self._workers:
+            self.start()
+        self._group = wanted
+        request = pickle.dumps((self._group, function, args, kwargs))
+        for worker in self._workers:
+            with contextlib.suppress(BrokenPipeError):  # found dead below
+                worker.connection.send_bytes(request)
+        answers = self._collect(timeout or self.timeout, set(may_die))
+        failed = [rank for rank, answer in answers.items() if isinstance(answer, _Failure)]
+        dead = [rank for rank, answer in answers.items() if isinstance(answer, Died)]
+        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        if failed or missing or set(dead) - set(may_die):
+            self._fail(function, answers, timeout or self.timeout)
+        if dead or any(isinstance(a, _Success) and a.dirty for a in answers.values()):
+            self.close()
+        return [
+            answer.value if isinstance(answer, _Success) else answer
+            for _, answer in sorted(answers.items())
+        ]
+
+    def _collect(self, timeout: float, may_die: set[int]) -> dict[int, Any]:
+        """What ranks answered in time. After a failure the rest have a short grace."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in multiprocessing.connection.wait(list(waiting), left):
+                rank = waiting.pop(ready)
+                worker = self._workers[rank]
+                try:
+                    answers[rank] = pickle.loads(worker.connection.recv_bytes())
+                except (EOFError, OSError):
+                    worker.process.join(10)
+                    answers[rank] = Died(rank, worker.process.exitcode)
+                if isinstance(answers[rank], _Failure) or (
+                    isinstance(answers[rank], Died) and rank not in may_die
+                ):
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _fail(self, function: Callable[..., Any], answers: dict[int, Any], timeout: float) -> None:
+        """Take the stacks of whoever is still running, end the pool, raise."""
+        running = [rank for rank in range(self.world_size) if rank not in answers]
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+        if running:
+            time.sleep(0.3)
+        name = f"{function.__module__}.{function.__qualname__}"
+        said: dict[str, list[int]] = {}
+        first, skip = None, None
+        for rank, worker in enumerate(self._workers):
+            answer = answers.get(rank)
+            if isinstance(answer, _Failure):
+                first = rank if first is None else first
+                skip = answer.skip or skip
+                text = f"raised:\n{answer.text}"
+            elif isinstance(answer, Died):
+                first = rank if first is None else first
+                text = f"died with exit code {answer.exitcode}"
+            elif answer is None:
+                text = f"was still running:\n{worker.stack()}"
+            else:
+                text = "returned"
+            if not isinstance(answer, _Success) and (output := worker.output()):
+                text += f"\nand printed:\n{output}"
+            said.setdefault(text, []).append(rank)
+        # Ranks that say the same are told once.
+        parts = [f"rank {', '.join(map(str, those))} {text}" for text, those in said.items()]
+        self.close()
+        if skip is not None:
+            import pytest
+
+            pytest.skip(skip)
+        if first is None:
+            first = running[0]
+            head = f"{name}: ranks {running} of {self.world_size} hung for {timeout:g} s"
+        else:
+            head = f"{name} failed on rank {first} of {self.world_size}"
+        raise RankError("\n\n".join([head, *parts]), first)
+
+
+@dataclass(frozen=True)
+class _Success:
+    value: Any
+    dirty: bool
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+    skip: str | None = None
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set variables for the forkserver, which takes them over at its first start."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _light_main() -> Iterator[None]:
+    """Keep multiprocessing from importing pytest's own main module in every rank.
+
+    A script's main module is left alone: it holds the functions that the ranks must find.
+    """
+    main = sys.modules["__main__"]
+    if "pytest" not in sys.modules:
+        yield
+        return
+    hidden = {name: getattr(main, name, None) for name in ("__spec__", "__file__")}
+    main.__spec__ = None
+    main.__file__ = None
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
+
+
+# -- in the rank ------------------------------------------------------------------------------
+
+
+class _Rank:
+    """One process of a pool: its group, and what it keeps between calls."""
+
+    def __init__(self, rank: int, world_size: int, port: int, group_timeout: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timedelta(seconds=group_timeout)
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.group: str | None = None
+        self.world: Any = None
+
+    def join(self, group: str | None) -> None:
+        """Be a member of the group of this name; the same one at every call."""
+        if group is not None and self.group is None:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(group, self.store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=self.timeout,
+            )
+        self.group = group
+        self.world = dist.group.WORLD
+
+    def dirty(self) -> bool:
+        """Whether the call left another default group than it found."""
+        return dist.group.WORLD is not self.world
+
+    def tidy(self) -> None:
+        """Drop groups that the call made and nobody keeps."""
+        if not dist.is_initialized() or self.dirty():
+            return
+        kept = {id(dist.group.WORLD)}
+        for value in _kept.values():
+            kept |= {id(g) for g in (value.get_all_groups() if _is_mesh(value) else [value])}
+        strangers = [g for g in dist.distributed_c10d._world.pg_map if id(g) not in kept]
+        if strangers:
+            gc.collect()
+            for group in strangers:
+                with contextlib.suppress(ValueError, AssertionError):
+                    dist.destroy_process_group(group)
+
+
+def _is_mesh(value: object) -> bool:
+    return isinstance(value, DeviceMesh)
+
+
+def _serve(
+    connection: multiprocessing.connection.Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    group_timeout: float,
+    folder: Path,
+) -> None:
+    """Answer requests until the pool goes away."""
+    _die_with_parent()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    output = (folder / "output").open("w", buffering=1)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    stack = (folder / "stack").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    torch.set_num_threads(1)
+    me = _Rank(rank, world_size, port, group_timeout)
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            answer = pickle.dumps(_answer(me, request))
+        except BaseException:
+            answer = pickle.dumps(_Failure(traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _answer(me: _Rank, request: bytes) -> _Success | _Failure:
+    try:
+        group, function, args, kwargs = pickle.loads(request)
+        me.join(group)
+        random.seed(0)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            strict_warnings()
+            value = function(*args, **kwargs)
+        me.tidy()
+        return _Success(value, me.dirty())
+    except BaseException as error:
+        skip = str(error) if type(error).__name__ == "Skipped" else None
+        return _Failure(traceback.format_exc(), skip)
+
+
+def strict_warnings() -> None:
+    """Warnings are errors in ranks as they are in pytest, but for what torch says of itself."""
+    warnings.simplefilter("error")
+    for message in (
+        r".*FSDP.*",
+        r".*barrier\(\).*",
+        r".*`torch.distributed.*` is deprecated.*",
+        r".*deprecated.*",
+    ):
+        warnings.filterwarnings("ignore", message=message, module=r"(torch|fairscale)\b.*")
+
+
+def _die_with_parent() -> None:
+    """A rank inside a collective would outlive a killed pytest: have the kernel end it."""
+    with contextlib.suppress(OSError, AttributeError):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+# -- helpers for the functions that run on ranks ------------------------------------------------
+
+_kept: dict[Any, Any] = {}
+
+
+def mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """``init_device_mesh("cpu", ...)``, made once in the life of the default group."""
+    key = ("mesh", tuple(shape), tuple(names))
+    if key not in _kept:
+        _kept[key] = init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+    return _kept[key]
+
+
+def subgroup(ranks: Sequence[int]) -> Any:
+    """``dist.new_group(ranks)``, made once in the life of the default group; all ranks call it."""
+    key = ("group", tuple(ranks))
+    if key not in _kept:
+        _kept[key] = dist.new_group(list(ranks))
+    return _kept[key]

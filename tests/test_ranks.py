@@ -1,0 +1,183 @@
+"""The pool of ranks itself: results, errors, hangs, deaths, and the counting of collectives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives import count_collectives
+from tests.ranks import Died, RankError, mesh, subgroup
+
+
+def _sum(x: float) -> tuple[int, float]:
+    value = torch.tensor(x + dist.get_rank())
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_every_rank_answers_in_order(ranks, world_size):
+    total = sum(10 + rank for rank in range(world_size))
+    assert ranks(world_size).run(_sum, 10.0) == [(rank, total) for rank in range(world_size)]
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def test_ranks_are_kept_between_calls(ranks2):
+    assert ranks2.run(_pid) == ranks2.run(_pid)
+
+
+def test_ranks_are_processes_of_their_own(ranks2):
+    assert len({os.getpid(), *ranks2.run(_pid)}) == 3
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("the planted mistake")
+    dist.barrier()
+
+
+def test_error_names_rank_and_carries_its_traceback(ranks2):
+    with pytest.raises(RankError, match=r"failed on rank 1 of 2(.|\n)*the planted mistake") as e:
+        ranks2.run(_raise_on, 1)
+    assert e.value.rank == 1
+    assert "in _raise_on" in str(e.value)
+
+
+def test_error_leaves_the_next_call_alone(ranks2):
+    with pytest.raises(RankError):
+        ranks2.run(_raise_on, 0)
+    assert ranks2.run(_sum, 0.0) == [(0, 1.0), (1, 1.0)]
+
+
+def _sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_hang_is_cut_and_says_what_each_rank_was_doing(new_ranks):
+    pool = new_ranks(2)
+    pool.run(_pid)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 hung for 0\.5 s") as e:
+        pool.run(_sleep_on, 1, timeout=0.5)
+    assert "in barrier" in str(e.value)
+    assert "in _sleep_on" in str(e.value)
+    assert pool.run(_sum, 0.0) == [(0, 1.0), (1, 1.0)]
+
+
+def _die_on(rank: int) -> str:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+    except RuntimeError:
+        return "peer lost"
+    return "no error"
+
+
+def test_killed_rank_is_reported_where_it_is_part_of_the_test(new_ranks):
+    assert new_ranks(2).run(_die_on, 1, may_die=[1]) == ["peer lost", Died(1, -signal.SIGKILL)]
+
+
+def test_killed_rank_is_an_error_where_it_is_not(new_ranks):
+    with pytest.raises(RankError, match="rank 1 died with exit code -9"):
+        new_ranks(2).run(_die_on, 1)
+
+
+def _initialised() -> bool:
+    return dist.is_initialized()
+
+
+def test_a_call_can_run_without_a_process_group(ranks2):
+    assert ranks2.run(_initialised, group="none") == [False, False]
+    assert ranks2.run(_initialised) == [True, True]
+
+
+def test_a_fresh_process_group_comes_with_fresh_processes(ranks2):
+    kept = ranks2.run(_pid)
+    fresh = ranks2.run(_pid, group="fresh")
+    assert not set(fresh) & set(kept)
+    assert ranks2.run(_sum, 0.0) == [(0, 1.0), (1, 1.0)]
+    assert ranks2.run(_pid) == fresh
+
+
+def _leave_without_group() -> None:
+    dist.destroy_process_group()
+
+
+def test_a_destroyed_group_is_made_anew(ranks2):
+    ranks2.run(_leave_without_group)
+    assert ranks2.run(_sum, 0.0) == [(0, 1.0), (1, 1.0)]
+
+
+def _make_groups() -> int:
+    dist.new_group([0])
+    mesh((2,), ("dp",))
+    subgroup([0, 1])
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def _count_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_groups_a_call_made_are_dropped_but_for_kept_meshes_and_subgroups(ranks2):
+    before = ranks2.run(_count_groups, group="fresh")
+    made = ranks2.run(_make_groups)
+    assert made > before
+    again = ranks2.run(_make_groups)
+    assert again == made
+
+
+def _skip() -> None:
+    pytest.skip("said by a rank")
+
+
+def test_a_skip_on_a_rank_skips_the_test(ranks2):
+    with pytest.raises(pytest.skip.Exception, match="said by a rank"):
+        ranks2.run(_skip)
+
+
+def _collectives() -> list[tuple[list[tuple[str, int]], int]]:
+    group = dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    cases = []
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
+
+    def seen(issue) -> None:
+        start = backend._get_sequence_number_for_group()
+        with count_collectives() as log:
+            issue()
+        cases.append((log.calls, backend._get_sequence_number_for_group() - start))
+
+    seen(lambda: dist.all_reduce(torch.zeros(3)))
+    seen(lambda: group.allreduce([torch.zeros(3)]).wait())
+    seen(lambda: backend.allreduce([torch.zeros(3)]).wait())
+    seen(lambda: dist.all_gather([torch.zeros(2), torch.zeros(2)], torch.zeros(2)))
+    seen(lambda: dist.broadcast(torch.zeros(5, dtype=torch.float16), 0))
+    seen(lambda: model(torch.ones(1, 4)).sum().backward())
+    seen(lambda: torch.ones(3).sum())
+    return cases
+
+
+def test_collectives_are_counted_whichever_way_they_are_issued(ranks2):
+    for cases in ranks2.run(_collectives):
+        calls = [calls for calls, _ in cases]
+        assert calls[:3] == [[("allreduce", 12)]] * 3
+        assert [name for name, _ in calls[3]] == ["allgather"]
+        assert calls[4] == [("broadcast", 10)]
+        assert calls[5] == [("allreduce", 64)]
+        assert calls[6] == []
+
+
+def test_counted_collectives_equal_the_backend_s_own_sequence_number(ranks2):
+    for cases in ranks2.run(_collectives):
+        assert [len(calls) for calls, _ in cases] == [issued for _, issued in cases]
