@@ -1,0 +1,393 @@
+"""All ranks agree: the scaler's message, what is checked by it, and what is raised by it."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distamp.errors import GradientError, LockstepError, StageError
+from distamp.scaler import found_inf
+from distamp.scaler.found_inf import Message, Reply, merged
+from distamp.scaler.identity import describe, living_fingerprints
+from distamp.scaler.known import KnownOptimizers
+from distamp.scaler.process_group import Group, GroupLike, resolve, traffic_over
+
+__all__ = ["Agreement", "Settled"]
+
+Optimizers: TypeAlias = Sequence[torch.optim.Optimizer]
+
+# Messages with room for extras (norms, the largest gradient) after extras were last sent.
+_ROOMY = 8
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What must be the same on every rank, readable for people."""
+
+    call: str
+    iteration: int
+    optimizers: int
+    enabled: bool
+    settings: str
+
+    def digest(self, identities: Sequence[tuple[int, int]]) -> int:
+        """Return this and the optimizers' identities as one number."""
+        words = (
+            zlib.crc32(self.call.encode()),
+            self.iteration,
+            self.optimizers,
+            self.enabled,
+            zlib.crc32(self.settings.encode()),
+        )
+        return hash((words, tuple(identities)))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one rank holds, for all ranks to compare when they are not in lockstep."""
+
+    said: _Call
+    scale: float
+    over: list[str]
+    identities: list[int]
+    living: set[int]
+    fresh: bool
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {**asdict(self.said), "scale": self.scale, "over": self.over}
+
+
+class Settled(NamedTuple):
+    """What all ranks agree on.
+
+    Args:
+        flags: For each optimizer 0-d float32, exactly 0 or 1.
+        norms: The norm words of all ranks, if asked for.
+        largest: 0-d float32, the largest scaled gradient of all ranks, if asked for.
+    """
+
+    flags: list[Tensor]
+    norms: Tensor | None
+    largest: Tensor | None
+
+
+class Agreement:
+    """The ranks this scaler agrees with, and how far they have come together.
+
+    Args:
+        process_group: As given by the user; resolved anew at each message, so that a group that
+            was destroyed and made again is picked up.
+    """
+
+    def __init__(self, process_group: GroupLike) -> None:
+        self.process_group = process_group
+        self._iteration = 0
+        self._announced = False
+        self._group_missing = False
+        self._group: Group | None = None
+        self._resolved: dist.ProcessGroup | None = None
+        self._pending: deque[_Pending] = deque()
+
+    def require_group(self) -> None:
+        """Refuse messages until a group is set again, as after unpickling."""
+        self._group_missing = True
+
+    def next_iteration(self) -> None:
+        """Count one ``update``."""
+        self._iteration += 1
+
+    def restart(self) -> None:
+        """Count iterations from zero again, as after loading a checkpoint on every rank."""
+        self._iteration = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to agree with."""
+        if self._group_missing:
+            raise StageError(
+                "this scaler was pickled with a process group of its own, which a pickle cannot "
+                "carry; set scaler.process_group (None is the default group) before using it"
+            )
+        process_group = self._current()
+        return process_group is None or process_group.size() == 1
+
+    @property
+    def size(self) -> int:
+        """Ranks that agree, this one among them."""
+        return 1 if self.alone else dist.get_world_size(self._current())
+
+    @property
+    def most_at_once(self) -> int:
+        """How many optimizers one message has room for; a larger call makes room for the next.
+
+        Alone, each optimizer is settled by itself, so that an error leaves the others as they are.
+        """
+        process_group = self._current()
+        if process_group is None or process_group.size() == 1:
+            return 1
+        return traffic_over(process_group).flag_slots
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``; for reports, never on the fast path."""
+        if self.alone:
+            return [value]
+        return found_inf.gather(self._channel(torch.device("cpu"), None), value)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the default group; 0 without one."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def rank_zero(self) -> bool:
+        """Whether this process is the one that speaks to people."""
+        return self.rank == 0
+
+    def announce_disabled(self, device_type: str) -> None:
+        """Say once to the others that this rank's scaler is disabled; an enabled one objects."""
+        if self._announced or self.alone:
+            return
+        self._announced = True
+        group = self._channel(torch.device("cpu"), None)
+        call = _Call("disabled", 0, 0, enabled=False, settings="")
+        message = Message(call.digest(()), torch.ones(()), ())
+        if not found_inf.exchange(group, message, room=_has_room(group)).in_lockstep:
+            held = _Held(call, 1.0, over=[], identities=[], living=set(), fresh=False)
+            _raise_apart(group, found_inf.gather(group, held))
+
+    def settle(
+        self,
+        call: str,
+        optimizers: Optimizers,
+        total: int,
+        flags_of: Callable[[torch.optim.Optimizer], Sequence[Tensor]],
+        *,
+        known: KnownOptimizers,
+        scale: Tensor,
+        settings: Callable[[], str],
+        scale_called: bool,
+        norm_words: Callable[[], Tensor] | None = None,
+        largest: Callable[[], Tensor] | None = None,
+    ) -> Settled:
+        """Look at the gradients of ``optimizers`` and agree on one 0-d flag for each.
+
+        Args:
+            call: The method the user called; must be the same on every rank.
+            optimizers: At most ``most_at_once`` of them.
+            total: How many the whole call has.
+            flags_of: The local pass; returns a 0-d flag for each device.
+            known: What the scaler remembers of its optimizers.
+            scale: 0-d float32, the loss scale.
+            settings: Returns the scaler's settings, in words.
+            scale_called: Whether this rank has ever called ``scale()``.
+            norm_words: Computes this rank's words for a gradient norm, after the local pass.
+            largest: Returns the largest magnitude that the local pass met.
+
+        Raises:
+            LockstepError: Ranks differ.
+            Exception: What ``flags_of`` raised on some rank, on every rank.
+        """
+        if self.alone:
+            alone = [merged(flags_of(optimizer), scale.device) for optimizer in optimizers]
+            words = None if norm_words is None else norm_words()[None]
+            return Settled(alone, words, None if largest is None else largest())
+        group = self._channel(scale.device, known)
+        self.drain()
+        flags: list[Sequence[Tensor]] = []
+        error: Exception | None = None
+        for optimizer in optimizers:
+            try:
+                flags.append(flags_of(optimizer))
+            except Exception as raised:
+                # Raised by _Pending.check, on every rank: a rank that left here would leave the
+                # others waiting.
+                error = raised
+                flags.append([torch.zeros((), device=scale.device)])
+        extras = found_inf.joined_extras(
+            None if norm_words is None or error is not None else norm_words(),
+            None if largest is None else largest(),
+        )
+        said = _Call(call, self._iteration, total, enabled=True, settings=settings())
+        identities = known.identities(optimizers)
+        message = Message(
+            said.digest(identities), scale, flags, error is not None, scale_called, extras
+        )
+        wants_extras = norm_words is not None or largest is not None
+        room = _has_room(group)
+        reply = found_inf.exchange(group, message, room=room)
+        for index, optimizer in enumerate(optimizers):
+            known[optimizer].said = (reply, index, group)
+        self._pending.append(
+            _Pending(group, reply, said, scale, optimizers, known, error, wants_extras)
+        )
+        # Without a copy to wait for, at first sight of an optimizer, and before another collective,
+        # the check is immediate.
+        agreed = all(known[optimizer].agreed for optimizer in optimizers)
+        if reply.known or not agreed or (wants_extras and not room):
+            self.drain()
+        agreed_flags = reply.flags(scale.device)
+        if extras is None:
+            return Settled(agreed_flags, None, None)
+        everyones = reply.extras() if room else found_inf.gather_extras(group, extras)
+        norms, met = found_inf.parted_extras(everyones, scale.device)
+        return Settled(
+            agreed_flags,
+            None if norm_words is None else norms,
+            None if largest is None else met,
+        )
+
+    def drain(self) -> None:
+        """Read the replies that are still on the device, and raise what they demand."""
+        while self._pending:
+            self._pending.popleft().check()
+
+    def _current(self) -> dist.ProcessGroup | None:
+        if self.process_group is None or isinstance(self.process_group, dist.ProcessGroup):
+            return resolve(self.process_group)
+        if self._resolved is None:
+            self._resolved = resolve(self.process_group)
+        return resolve(self._resolved)
+
+    def _channel(self, preferred: torch.device, known: KnownOptimizers | None) -> Group:
+        process_group = self._current()
+        assert process_group is not None
+        group = self._group
+        if group is None or group.process_group is not process_group:
+            if group is not None and known is not None:
+                known.forget_agreements()
+            self._iteration = 0
+            self._pending.clear()
+        elif group.preferred == preferred:
+            return group
+        self._group = Group(process_group, preferred)
+        return self._group
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A reply that has been used on the device and not yet read on the host."""
+
+    group: Group
+    reply: Reply
+    said: _Call
+    scale: Tensor
+    optimizers: Optimizers
+    known: KnownOptimizers
+    error: Exception | None
+    wants_extras: bool
+
+    def check(self) -> None:
+        """Raise on every rank what any rank's message demands."""
+        reply = self.reply
+        if not reply.in_lockstep:
+            self._compare()
+        traffic = self.group.traffic
+        traffic.flag_slots = max(traffic.flag_slots, self.said.optimizers)
+        if self.wants_extras:
+            traffic.messages_without_extras = 0
+        for optimizer in self.optimizers:
+            self.known[optimizer].agreed = True
+        if reply.any_error:
+            raise _first_error(self.group, self.error)
+        if not reply.any_scaled:
+            raise StageError(
+                f"Attempted {self.said.call} but _scale is None on every rank.  This may indicate "
+                "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+
+    def named(self) -> list[str]:
+        """Return the optimizers of the call for people to read."""
+        return [
+            f"{describe(o)} [{self.known[o].identity:08x}, number {self.known[o].index}]"
+            for o in self.optimizers
+        ]
+
+    def _compare(self) -> None:
+        """Go on if ranks hold different parts of a model, else raise.
+
+        Pipeline stages hold different parameters behind the same call; there, an optimizer is
+        named by the order of first sight instead. Ranks that swapped two optimizers show in that
+        each of them also has the optimizer that the other one named.
+        """
+        known = [self.known[optimizer] for optimizer in self.optimizers]
+        held = _Held(
+            self.said,
+            self.scale.item(),
+            self.named(),
+            [k.identity for k in known],
+            living_fingerprints(),
+            fresh=not any(k.agreed for k in known),
+        )
+        everyone = found_inf.gather(self.group, held)
+        same_call = all((h.said, h.scale) == (held.said, held.scale) for h in everyone)
+        if not same_call or not all(h.fresh for h in everyone) or _swapped(everyone):
+            _raise_apart(self.group, everyone)
+        for k in known:
+            k.identity = 1 + k.index
+        self.reply.reconciled = True
+
+
+def _has_room(group: Group) -> bool:
+    """Return whether the next message has room for extras, and count it."""
+    traffic = group.traffic
+    traffic.messages_without_extras += 1
+    return traffic.messages_without_extras <= _ROOMY
+
+
+def _swapped(everyone: list[_Held]) -> bool:
+    return any(
+        named_a != named_b and named_a in b.living and named_b in a.living
+        for a, b in combinations(everyone, 2)
+        for named_a, named_b in zip(a.identities, b.identities, strict=True)
+    )
+
+
+def _raise_apart(group: Group, everyone: list[_Held]) -> NoReturn:
+    shown = [held.shown for held in everyone]
+    differing = [key for key in shown[0] if any(held[key] != shown[0][key] for held in shown)]
+    lines = [
+        f"  rank {rank}: " + ", ".join(f"{key}={held[key]!r}" for key in differing or held)
+        for rank, held in zip(group.global_ranks(), shown, strict=True)
+    ]
+    raise LockstepError(
+        "the ranks are not in lockstep; nothing was stepped by this call. They hold\n"
+        + "\n".join(lines)
+        + "\nEvery rank must make the same scaler calls, with the same optimizers in the same "
+        "order and the same settings."
+    )
+
+
+_TOLD: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    OSError,
+    RuntimeError,
+    GradientError,
+    StageError,
+)
+
+
+def _first_error(group: Group, mine: Exception | None) -> Exception:
+    """Return the error that every rank raises: its own, else the lowest rank's."""
+    # A type that another rank may not have, or that takes more than a text, is told as its name.
+    said = None
+    if mine is not None:
+        kind = type(mine)
+        said = (kind, str(mine)) if kind in _TOLD else (RuntimeError, f"{kind.__name__}: {mine}")
+    told: list[tuple[type[Exception], str] | None] = found_inf.gather(group, said)
+    if mine is not None:
+        return mine
+    for rank, held in zip(group.global_ranks(), told, strict=True):
+        if held is not None:
+            kind, text = held
+            return kind(f"{text} (raised on rank {rank}; every rank stops here)")
+    return LockstepError("a rank reported an error and then did not say which")

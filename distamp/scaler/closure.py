@@ -1,0 +1,76 @@
+"""A step whose optimizer evaluates the loss itself, once or many times (LBFGS)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distamp.scaler.gradients import parameters_of
+
+__all__ = ["find_closure", "step_or_restore"]
+
+
+class _Overflow(Exception):
+    """Unwinds ``optimizer.step`` when an evaluation overflowed."""
+
+
+def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among the arguments of ``optimizer.step``, given by position or name."""
+    candidates = [*args, kwargs.get("closure")]
+    return next((candidate for candidate in candidates if callable(candidate)), None)
+
+
+def step_or_restore(
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[[], Any],
+    overflowed: Callable[[Exception | None], bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``optimizer.step`` with a closure whose every evaluation is unscaled and checked.
+
+    An overflow or an error in any evaluation ends the step, and parameters and optimizer state are
+    put back to what they were before it, which takes one copy of both while the step runs.
+
+    Args:
+        optimizer: The optimizer to step.
+        closure: The user's: zeroes gradients, computes the loss, runs the scaled backward pass.
+        overflowed: Unscales the gradients of one evaluation and returns whether a rank overflowed;
+            raises, on every rank, the error that the closure raised on one.
+        args: Positional arguments of ``step``, the closure among them or not.
+        kwargs: Keyword arguments of ``step``, the closure among them or not.
+
+    Returns:
+        What ``optimizer.step`` returned, or None where it was put back.
+    """
+
+    def evaluate() -> Any:
+        loss, error = None, None
+        try:
+            with torch.enable_grad():
+                loss = closure()
+        except Exception as raised:
+            error = raised
+        if overflowed(error):
+            raise _Overflow
+        return loss
+
+    args = tuple(evaluate if argument is closure else argument for argument in args)
+    kwargs = {k: evaluate if value is closure else value for k, value in kwargs.items()}
+    parameters = parameters_of(optimizer)
+    values = [parameter.detach().clone() for parameter in parameters]
+    state = {parameter: copy.deepcopy(held) for parameter, held in optimizer.state.items()}
+    try:
+        return optimizer.step(*args, **kwargs)
+    except Exception as error:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        if isinstance(error, _Overflow):
+            return None
+        raise

@@ -1,0 +1,53 @@
+"""The cells of layouts x optimizers x orders x faults, each a small program."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+
+from tests.scaler.layouts import LAYOUTS
+from tests.scaler.programs import Fault, Iteration, Program
+from tests.scaler.reference import KINDS
+
+__all__ = ["FAULTS", "ORDERS", "cell", "cells", "sample"]
+
+# How a step is made: (order of calls, microbatches, optimizers).
+ORDERS: dict[str, tuple[str, int, int]] = {
+    "step": ("step", 1, 1),
+    "unscale": ("unscale", 1, 1),
+    "clip": ("clip", 1, 1),
+    "accumulate": ("step", 2, 1),
+    "two optimizers": ("unscale", 1, 2),
+    "grouped": ("grouped", 2, 2),
+}
+FAULTS: dict[str, tuple[Fault, ...]] = {
+    "none": (),
+    "inf": (Fault(1, "inf", where=3),),
+    "nan": (Fault(2, "nan", where=1),),
+    "both": (Fault(0, "-inf"), Fault(3, "nan", where=7)),
+    "every rank": tuple(Fault(rank, "inf", where=rank) for rank in range(4)),
+    "loss": (Fault(1, "loss"),),
+}
+
+
+def cell(layout: str, kind: str, order: str, fault: str) -> Program:
+    """A clean step, the faulty one, and a clean one that must go on from the first."""
+    how, micro, optimizers = ORDERS[order]
+    clean = Iteration(how, micro)
+    faulty = Iteration(how, micro, FAULTS[fault])
+    return Program(layout, kind, (clean, faulty, clean), optimizers)
+
+
+def cells(
+    layouts: Iterable[str] = tuple(LAYOUTS),
+    kinds: Iterable[str] = tuple(KINDS),
+    orders: Iterable[str] = tuple(ORDERS),
+    faults: Iterable[str] = tuple(FAULTS),
+) -> Iterator[tuple[str, str, str, str]]:
+    return itertools.product(layouts, kinds, orders, faults)
+
+
+def sample(layout: str, count: int) -> list[tuple[str, str, str, str]]:
+    """The same ``count`` cells of one layout at every call."""
+    return random.Random(layout).sample(list(cells([layout])), count)

@@ -1,0 +1,169 @@
+"""One invariant, and a judge that runs programs on real ranks and holds them to it.
+
+All ranks agree on skipped, scale and parameters; a skipped step changes nothing; a kept step equals
+the float64 reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.ranks import RankError, RankPool
+from tests.scaler.layouts import LAYOUTS
+from tests.scaler.programs import Iteration, Outcome, Program
+from tests.scaler.runner import run_on_rank
+
+# Of float32 against float64 over a few steps; a step that is wrong is off by 1e-3 and more.
+TOLERANCE = 2e-5
+
+
+def complaints(
+    program: Program, ranks: Sequence[Sequence[Outcome]], refused: tuple[str, str] | None = None
+) -> list[str]:
+    """Where the invariant does not hold; empty where it does.
+
+    Args:
+        program: what was run.
+        ranks: each rank's outcomes.
+        refused: the error that the optimizer itself raises on this layout without any scaler.
+    """
+    found: list[str] = []
+    lengths = {len(outcomes) for outcomes in ranks}
+    if len(lengths) != 1:
+        found.append(f"ranks ended after different iterations: {[len(o) for o in ranks]}")
+    came_through = False
+    for number in range(min(lengths)):
+        iteration = program.iterations[number]
+        outcomes = [rank_outcomes[number] for rank_outcomes in ranks]
+        if iteration.faults and not any(any(o.expected_skips) for o in outcomes):
+            found += [
+                f"iteration {number}: the fault did not land"
+                for fault in iteration.faults
+                if fault.optimizer == 0
+            ]
+        for domain in sorted({outcome.domain for outcome in outcomes}):
+            members = [(r, o) for r, o in enumerate(outcomes) if o.domain == domain]
+            if number == len(program.iterations) - 1 and parted(program, members):
+                wrong = _judge_error(members, ("LockstepError", ""))
+            elif any(outcome.error for _, outcome in members):
+                came_through = True
+                wrong = _judge_error(members, refused)
+            else:
+                wrong = _judge(members)
+            found += [f"iteration {number}: {each}" for each in wrong]
+    # Which of the optimizers is refused is not known, so each must have had a step to take.
+    taken = [[not skip for skip in o.expected_skips] for o in ranks[0][: min(lengths)]]
+    kept = bool(taken) and all(map(any, zip(*taken, strict=True)))
+    if refused is not None and kept and not came_through and program.astray is None:
+        found.append(f"the optimizer's own error did not come through: {refused}")
+    return found
+
+
+def parted(program: Program, members: Sequence[tuple[int, Outcome]]) -> bool:
+    """Whether one of several ranks that train one model does something else than the others."""
+    return (
+        program.astray is not None
+        and len(members) > 1
+        and program.astray[1] in [rank for rank, _ in members]
+    )
+
+
+def _judge_error(members: list[tuple[int, Outcome]], refused: tuple[str, str] | None) -> list[str]:
+    found = []
+    for rank, outcome in members:
+        if outcome.error is None:
+            found.append(f"rank {rank} raised nothing while others did")
+        elif refused is None:
+            found.append(f"rank {rank} raised {outcome.error[0]}: {outcome.error[1][:2000]}")
+        elif outcome.error[0] != refused[0] or refused[1] not in outcome.error[1]:
+            found.append(f"rank {rank} raised {outcome.error}, not the optimizer's own {refused}")
+        if not outcome.unchanged_by_error:
+            found.append(f"rank {rank}: parameters changed although the step raised")
+    return found
+
+
+def _judge(members: list[tuple[int, Outcome]]) -> list[str]:
+    found = []
+    digests: dict[str, dict[int, list[int]]] = {}
+    for rank, o in members:
+        if o.scale != o.expected_scale:
+            found.append(f"rank {rank}: scale {o.scale}, should be {o.expected_scale}")
+        for index, skip in enumerate(o.expected_skips):
+            if o.moved[index] is not None and o.moved[index] == skip:
+                found.append(
+                    f"rank {rank}, optimizer {index}: should have "
+                    f"{'skipped, parameters moved' if skip else 'stepped, nothing moved'}"
+                )
+            if o.said_stepped and o.said_stepped[index] == skip:
+                found.append(f"rank {rank}, optimizer {index}: stepped() says {not skip}")
+        if not o.deviation <= TOLERANCE:
+            found.append(f"rank {rank}: parameters are {o.deviation:.3g} off the reference")
+        if not any(o.expected_skips):
+            found += [
+                f"rank {rank}: gradient norm {norm:.6g}, should be {expected:.6g}"
+                for norm, expected in o.norms
+                if not abs(norm - expected) <= 1e-4 * expected
+            ]
+        for name, digest in o.digests.items():
+            digests.setdefault(name, {}).setdefault(digest, []).append(rank)
+    for name, held in digests.items():
+        if len(held) > 1:
+            found.append(f"ranks hold different values of {name}: {sorted(held.values())}")
+    return found
+
+
+class Judge:
+    """Runs programs on a pool of 4 ranks and says what is wrong with each.
+
+    Args:
+        pool: 4 ranks.
+        scaler: which of `SCALERS`.
+        timeout: seconds for one program before it counts as hung.
+    """
+
+    def __init__(self, pool: RankPool, scaler: str = "distamp", timeout: float = 60.0) -> None:
+        self.pool = pool
+        self.scaler = scaler
+        self.timeout = timeout
+        self._refused: dict[tuple[str, str, int], tuple[str, str] | None] = {}
+
+    def refused(self, program: Program) -> tuple[str, str] | None:
+        """The error the optimizer itself raises on this layout with no scaler; None if it works."""
+        key = (program.layout, program.kind, program.optimizers)
+        if key not in self._refused:
+            probe = Program(program.layout, program.kind, (Iteration(),), program.optimizers)
+            ranks = self._run([probe], "none")[0]
+            error = ranks[0][0].error
+            # Object addresses and shapes of shards differ between runs and ranks.
+            self._refused[key] = None if error is None else (error[0], error[1][:40])
+        return self._refused[key]
+
+    def judge(self, *programs: Program) -> list[list[str]]:
+        """For each program its complaints; programs of one group setting share a call."""
+        refused = [self.refused(program) for program in programs]
+        try:
+            runs = self._run(programs, self.scaler)
+        except RankError as error:
+            found = [[str(error)]] * len(programs)
+        else:
+            found = [
+                complaints(program, ranks, error)
+                for program, ranks, error in zip(programs, runs, refused, strict=True)
+            ]
+        if any(found):
+            # Ranks that parted may have left collectives behind for whatever ran after.
+            self.pool.close()
+            if len(programs) > 1:
+                return [self.judge(program)[0] for program in programs]
+        return found
+
+    def _run(self, programs: Sequence[Program], scaler: str) -> list[list[list[Outcome]]]:
+        (group,) = {LAYOUTS[program.layout].group for program in programs}
+        by_rank = self.pool.run(
+            run_on_rank,
+            list(programs),
+            scaler,
+            group=group,
+            timeout=self.timeout + 2.0 * len(programs),
+        )
+        return [[outcomes[i] for outcomes in by_rank] for i in range(len(programs))]

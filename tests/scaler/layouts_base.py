@@ -1,0 +1,258 @@
+"""What a layout is: one process alone, replicas under DDP, experts.
+
+A layout builds the model on this rank, runs backward as a user would, plants a value in this
+rank's own gradients, and gathers the full parameters. It knows nothing of scalers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import subgroup
+from tests.scaler.reference import Kind, Net, Reference, batch, loss_of
+
+WORLD = 4
+LAYERS = ("first", "second", "head", "tail")
+# Which layers each of two optimizers holds. FSDP leaves rank 3 nothing of the second's.
+HALVES = (("first", "second"), ("head", "tail"))
+
+
+class Layout:
+    """Base: the same whole model on every rank, with no wrapper and no group.
+
+    Attributes:
+        widths: of ``head`` and ``tail``.
+        shards: into how many shards the batch is split.
+        group: what ``torch.distributed`` should be: ``"default"``, or ``"none"`` for no group.
+        clips: whether a total norm is defined: where plain tensors hold different parts of the
+            model on different ranks, nothing but the user can tell them from replicas.
+    """
+
+    widths: ClassVar[tuple[int, int]] = (3, 2)
+    shards: ClassVar[int] = 1
+    group: ClassVar[str] = "none"
+    clips: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        torch.manual_seed(0)
+        self.net = self.make_net()
+        self.initial = {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        self.model = self.wrap(self.net)
+
+    # -- what differs between layouts -----------------------------------------------------------
+
+    def make_net(self) -> nn.Module:
+        return Net(*self.widths)
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return net
+
+    def shard_of(self, rank: int) -> int:
+        """Which shard of the batch a rank computes."""
+        return 0
+
+    def domain_of(self, rank: int) -> int:
+        """Ranks of one domain train one model together, and must agree."""
+        return rank
+
+    def process_group(self) -> Any:
+        """What the scaler is given."""
+        return None
+
+    def parts(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of two optimizers on this rank."""
+        return [
+            [p for name in half for p in getattr(self.net, name).parameters()] for half in HALVES
+        ]
+
+    def part_names(self) -> list[list[str]]:
+        """The full names of the same, on all ranks of the domain together."""
+        return [[n for n in self.initial if n.split(".")[0] in half] for half in HALVES]
+
+    def optimizer(self, kind: Kind, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return kind.make(parameters)
+
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Give the wrapper the optimizers, where it needs them."""
+
+    def zero_grad(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
+        """Forward and backward of each microbatch; ``factors`` multiply this rank's losses."""
+        for step in range(micro):
+            with self.accumulating() if step + 1 < micro else contextlib.nullcontext():
+                loss = loss_of(self.model(batch(iteration, step, self.shard_of(self.rank)).float()))
+                scaler.scale(loss * factors[step]).backward()
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def owned(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The parameters whose gradients this rank's step reads."""
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Name -> full value, of every parameter this rank holds or can gather."""
+        return {name: _full(p) for name, p in self.net.named_parameters()}
+
+    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
+        return functional_call(Net(*self.widths).to("meta"), dict(parameters), (x,))
+
+    # -- what does not --------------------------------------------------------------------------
+
+    def reference(self, kind: Kind, optimizers: int) -> Reference:
+        parts = self.part_names()
+        if optimizers == 1:
+            parts = [[name for part in parts for name in part]]
+        return Reference(self.initial, parts, self.forward64, kind, self.shards)
+
+    def plant(self, optimizer: torch.optim.Optimizer, value: float, where: int) -> bool:
+        """Write ``value`` into one element of this rank's gradients; False if it has none."""
+        gradients = [
+            local
+            for p in self.owned(optimizer)
+            if p.grad is not None and (local := _local(p.grad)).numel() > 0
+        ]
+        if not gradients:
+            return False
+        flat = gradients[where % len(gradients)].view(-1)
+        flat[where % flat.numel()] = value
+        return True
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """torch's clipping for this layout, for scalers that have none of their own."""
+        norm = torch.nn.utils.clip_grad_norm_(self.owned(optimizer), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _full(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+class Alone(Layout):
+    """No process group: each process trains by itself."""
+
+
+class World(Layout):
+    """All ranks train one model."""
+
+    group = "default"
+    shards = WORLD
+
+    def shard_of(self, rank: int) -> int:
+        return rank
+
+    def domain_of(self, rank: int) -> int:
+        return 0
+
+
+class DDP(World):
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return DistributedDataParallel(net)
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        return self.model.no_sync()
+
+
+class DDPSubgroups(DDP):
+    """Ranks 0, 1 and ranks 2, 3 train two models; each has a scaler over its own group."""
+
+    shards = 2
+
+    def process_group(self) -> Any:
+        groups = [subgroup([0, 1]), subgroup([2, 3])]
+        return groups[self.domain_of(self.rank)]
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return DistributedDataParallel(net, process_group=self.process_group())
+
+    def shard_of(self, rank: int) -> int:
+        return rank % 2
+
+    def domain_of(self, rank: int) -> int:
+        return rank // 2
+
+
+class _ExpertNet(Net):
+    """Net and an expert in the middle, which some ranks send no tokens to."""
+
+    def __init__(self, *widths: int, used: bool) -> None:
+        super().__init__(*widths)
+        self.expert = nn.Linear(8, 8)
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if self.used:
+            x = x + self.expert(x)
+        return self.tail(torch.tanh(self.head(x)))
+
+
+class DDPExperts(DDP):
+    """DDP that ignores the experts: each rank holds its own, with its own gradients."""
+
+    clips = False
+    used: ClassVar[tuple[bool, ...]] = (True,) * WORLD
+
+    def make_net(self) -> nn.Module:
+        return _ExpertNet(*self.widths, used=self.used[self.rank])
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        ignored = [name for name, _ in net.named_parameters() if name.startswith("expert.")]
+        experts = {name: self.initial.pop(name) for name in ignored}
+        for shard in range(WORLD):
+            for name, value in experts.items():
+                self.initial[f"{name}@{shard}"] = value + 0.01 * shard
+        with torch.no_grad():
+            for parameter in net.expert.parameters():
+                parameter += 0.01 * self.rank
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        return super().wrap(net)
+
+    def parts(self) -> list[list[nn.Parameter]]:
+        expert = list(self.net.expert.parameters())
+        mine = {id(p) for p in expert}
+        return [[p for p in self.net.parameters() if id(p) not in mine], expert]
+
+    def part_names(self) -> list[list[str]]:
+        shared = [name for name in self.initial if "@" not in name]
+        return [shared, [name for name in self.initial if "@" in name]]
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        values = super().full_parameters()
+        return {
+            f"{name}@{self.rank}" if name.startswith("expert.") else name: value
+            for name, value in values.items()
+        }
+
+    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
+        mine = {
+            name.split("@")[0]: value
+            for name, value in parameters.items()
+            if "@" not in name or name.endswith(f"@{shard}")
+        }
+        net = _ExpertNet(*self.widths, used=self.used[shard]).to("meta")
+        return functional_call(net, mine, (x,))
+
+
+class DDPIdleExperts(DDPExperts):
+    """Ranks 1 and 3 send no tokens to their expert: its gradients are None there."""
+
+    used = (True, False, True, False)

@@ -1,0 +1,165 @@
+"""What a step should have done, in float64 and without any wrapper or scaler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BATCH = 4
+FEATURES = 8
+
+
+class Net(nn.Module):
+    """Four linear layers; ``head`` and ``tail`` are too narrow to give each of 4 ranks a row."""
+
+    def __init__(self, head: int = 3, tail: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 16)
+        self.second = nn.Linear(16, FEATURES)
+        self.head = nn.Linear(FEATURES, head)
+        self.tail = nn.Linear(head, tail)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.tail(torch.tanh(self.head(x)))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    # A target far from the output keeps every gradient well away from zero, where Adam's first
+    # step, g / (|g| + eps), would magnify rounding.
+    return (output - 2.0).square().mean()
+
+
+def batch(iteration: int, micro: int, shard: int) -> Tensor:
+    """The input that one shard of the batch holds: the same on every rank that asks."""
+    generator = torch.Generator().manual_seed(1000 * iteration + 100 * micro + shard)
+    return torch.randn(BATCH, FEATURES, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer class with its settings and one of its implementations."""
+
+    name: str
+    cls: type[torch.optim.Optimizer]
+    settings: Mapping[str, Any]
+    implementation: Mapping[str, Any]
+
+    def make(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+        return self.cls(parameters, **self.settings, **self.implementation)
+
+
+_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+}
+_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "for-loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+KINDS: dict[str, Kind] = {
+    f"{name} {how}": Kind(f"{name} {how}", cls, settings, implementation)
+    for name, (cls, settings) in _CLASSES.items()
+    for how, implementation in _IMPLEMENTATIONS.items()
+}
+# torch refuses capturable on CPU at the step: what a user then sees is torch's own error.
+KINDS["Adam capturable"] = Kind(
+    "Adam capturable", torch.optim.Adam, {"lr": 0.01}, {"capturable": True}
+)
+
+
+class Reference:
+    """The whole model in float64, trained on every shard of the batch at once.
+
+    Args:
+        parameters: name -> initial value. A name that ends in ``@r`` belongs to shard r alone, and
+            its gradient is that shard's own, not the mean.
+        parts: the names that each optimizer holds.
+        forward: ``forward(parameters, x, shard) -> output``.
+        kind: the optimizer, always run as a for-loop.
+        shards: into how many shards the batch is split.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        parts: Sequence[Sequence[str]],
+        forward: Callable[[Mapping[str, Tensor], Tensor, int], Tensor],
+        kind: Kind,
+        shards: int,
+    ) -> None:
+        self.parameters = {
+            name: value.detach().double().clone().requires_grad_()
+            for name, value in parameters.items()
+        }
+        self.parts = [list(part) for part in parts]
+        self._forward = forward
+        self._shards = shards
+        self._optimizers = [
+            kind.cls([self.parameters[name] for name in part], **kind.settings, foreach=False)
+            for part in self.parts
+        ]
+
+    def backward(self, iteration: int, micro: int) -> None:
+        """Set every gradient: the sum over microbatches of the mean over shards."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for step in range(micro):
+            losses = [
+                loss_of(self._forward(self.parameters, batch(iteration, step, shard), shard))
+                for shard in range(self._shards)
+            ]
+            (torch.stack(losses).sum() / self._shards).backward()
+        for name, parameter in self.parameters.items():
+            if "@" in name and parameter.grad is not None:
+                parameter.grad *= self._shards
+
+    def norm(self, part: int) -> float:
+        """The 2-norm of the gradients that one optimizer holds, on all ranks together."""
+        gradients = [self.parameters[name].grad for name in self.parts[part]]
+        return math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
+
+    def clip(self, part: int, max_norm: float) -> None:
+        """``torch.nn.utils.clip_grad_norm_``'s rule."""
+        factor = min(1.0, max_norm / (self.norm(part) + 1e-6))
+        for name in self.parts[part]:
+            if (gradient := self.parameters[name].grad) is not None:
+                gradient *= factor
+
+    def step(self, part: int) -> None:
+        self._optimizers[part].step()
+
+
+@dataclass
+class ScaleRule:
+    """torch's dynamic rule, on Python floats, within the bounds that distamp documents."""
+
+    scale: float
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    tracker: int = 0
+    bounds: tuple[float, float] = field(default=(2.0**-14, 2.0**127))
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.scale *= self.backoff_factor
+            self.tracker = 0
+        elif self.tracker + 1 == self.growth_interval:
+            self.scale *= self.growth_factor
+            self.tracker = 0
+        else:
+            self.tracker += 1
+        self.scale = min(max(self.scale, self.bounds[0]), self.bounds[1])
+
+    def by_hand(self) -> float:
+        """Another scale within the bounds, as a user might set it."""
+        return self.scale / 4 if self.scale >= 1.0 else self.scale * 8

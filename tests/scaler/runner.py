@@ -1,0 +1,259 @@
+"""Run programs on this rank, beside the float64 reference, and note what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.scaler.layouts import LAYOUTS, WORLD, Layout
+from tests.scaler.programs import Iteration, Outcome, Program
+from tests.scaler.reference import KINDS, Reference, ScaleRule
+
+MAX_NORM = 0.05
+VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+
+
+class _NoScaler:
+    """What a loop without a scaler does; finds out what the optimizer itself can."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def update(self) -> None: ...
+
+    def get_scale(self) -> float:
+        return 1.0
+
+
+def _distamp(program: Program, layout: Layout) -> Any:
+    from distamp import DistGradScaler
+
+    return DistGradScaler(
+        "cpu",
+        init_scale=program.init_scale,
+        growth_interval=program.growth_interval,
+        process_group=layout.process_group(),
+    )
+
+
+def _torch(program: Program, layout: Layout) -> Any:
+    return torch.amp.GradScaler(
+        "cpu", init_scale=program.init_scale, growth_interval=program.growth_interval
+    )
+
+
+def _sharded(program: Program, layout: Layout) -> Any:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    given = layout.process_group()
+    return ShardedGradScaler(
+        "cpu",
+        init_scale=program.init_scale,
+        growth_interval=program.growth_interval,
+        process_group=given if isinstance(given, dist.ProcessGroup) else dist.group.WORLD,
+    )
+
+
+SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
+    "distamp": _distamp,
+    "torch": _torch,
+    "sharded": _sharded,
+    "none": lambda program, layout: _NoScaler(),
+}
+
+
+def run_on_rank(programs: Sequence[Program], scaler: str) -> list[list[Outcome]]:
+    """Run each program here; every rank of the pool does the same."""
+    if scaler != "distamp":
+        # Warnings are errors in ranks; for a peer a warning is no fault.
+        warnings.simplefilter("ignore")
+    return [_Runner(program, scaler).run() for program in programs]
+
+
+class _Runner:
+    def __init__(self, program: Program, scaler: str) -> None:
+        self.program = program
+        self.layout = LAYOUTS[program.layout]()
+        self.scaler = SCALERS[scaler](program, self.layout)
+        self.real = scaler != "none"
+        kind = KINDS[program.kind]
+        parts = self.layout.parts()
+        if program.optimizers == 1:
+            parts = [[p for part in parts for p in part]]
+        self.optimizers = [self.layout.optimizer(kind, part) for part in parts]
+        self.layout.attach(self.optimizers)
+        self.reference: Reference = self.layout.reference(kind, program.optimizers)
+        self.rule = ScaleRule(program.init_scale, growth_interval=program.growth_interval)
+        if not self.real:
+            self.rule.scale = 1.0
+
+    def run(self) -> list[Outcome]:
+        outcomes = []
+        for number, iteration in enumerate(self.program.iterations):
+            outcomes.append(self._iterate(number, iteration))
+            if outcomes[-1].error is not None:
+                break
+        return outcomes
+
+    def _iterate(self, number: int, iteration: Iteration) -> Outcome:
+        outcome = Outcome(self.layout.domain_of(self.layout.rank))
+        self.layout.zero_grad(self.optimizers)
+        astray = self._astray(number)
+        if astray == "swap":
+            iteration = replace(iteration, reverse=not iteration.reverse)
+        elif astray == "call":
+            iteration = replace(iteration, order="unscale")
+        elif astray == "scale":
+            state = self.scaler.state_dict()
+            self.scaler.load_state_dict({**state, "scale": self.rule.by_hand()})
+        self._backward(number, iteration)
+        outcome.expected_skips = self._overflows()
+        self.reference.backward(number, iteration.micro)
+        before = [self._local_parameters(o) for o in self.optimizers]
+        stepped: list[int] = []
+        try:
+            self._call_scaler(iteration, outcome, stepped)
+        except Exception as error:
+            outcome.error = (type(error).__name__, str(error))
+            outcome.unchanged_by_error = all(
+                _same(before[i], self._local_parameters(optimizer))
+                for i, optimizer in enumerate(self.optimizers)
+                if i not in stepped
+            )
+            return outcome
+        outcome.moved = [
+            None if not self._has_gradients(o) else not _same(old, self._local_parameters(o))
+            for old, o in zip(before, self.optimizers, strict=True)
+        ]
+        if hasattr(self.scaler, "stepped"):
+            outcome.said_stepped = [self.scaler.stepped(o) for o in self.optimizers]
+        for part, skipped in enumerate(outcome.expected_skips):
+            if not skipped:
+                self.reference.step(part)
+        self._after(iteration, outcome)
+        return outcome
+
+    def _astray(self, number: int) -> str | None:
+        astray, last = self.program.astray, len(self.program.iterations) - 1
+        if astray is None or number != last or astray[1] != self.layout.rank or not self.real:
+            return None
+        return astray[0]
+
+    def _backward(self, number: int, iteration: Iteration) -> None:
+        layout = self.layout
+        factors = [1.0] * iteration.micro
+        for fault in iteration.faults:
+            same_shard = layout.shard_of(fault.rank) == layout.shard_of(layout.rank)
+            same_domain = layout.domain_of(fault.rank) == layout.domain_of(layout.rank)
+            if fault.value == "loss" and same_shard and same_domain:
+                factors[fault.where % iteration.micro] = float("inf")
+        layout.backward(self.scaler, number, iteration.micro, factors)
+        for fault in iteration.faults:
+            if fault.rank == layout.rank and fault.value != "loss":
+                optimizer = self.optimizers[fault.optimizer % len(self.optimizers)]
+                layout.plant(optimizer, VALUES[fault.value], fault.where)
+
+    def _overflows(self) -> list[bool]:
+        """For each optimizer, whether any rank of this domain holds inf or NaN; counted here."""
+        mine = torch.zeros(WORLD, len(self.optimizers))
+        for index, optimizer in enumerate(self.optimizers):
+            gradients = self._local_gradients(optimizer)
+            mine[self.layout.rank, index] = any(not g.isfinite().all() for g in gradients)
+        if dist.is_initialized():
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        domain = self.layout.domain_of(self.layout.rank)
+        members = [r for r in range(WORLD) if self.layout.domain_of(r) == domain]
+        return mine[members].amax(0).bool().tolist()
+
+    def _call_scaler(self, iteration: Iteration, outcome: Outcome, stepped: list[int]) -> None:
+        scaler = self.scaler
+        order = list(range(len(self.optimizers)))
+        if iteration.reverse:
+            order.reverse()
+        if iteration.order == "grouped" and hasattr(scaler, "step_all"):
+            if iteration.micro % 2 == 0:
+                scaler.unscale_(*[self.optimizers[i] for i in order])
+            scaler.step_all([self.optimizers[i] for i in order])
+            stepped.extend(order)
+        else:
+            for i in order:
+                self._step_one(i, iteration, outcome)
+                stepped.append(i)
+        if iteration.then == "new scale" and self.real:
+            scaler.update(self.rule.by_hand())
+        else:
+            scaler.update()
+
+    def _step_one(self, index: int, iteration: Iteration, outcome: Outcome) -> None:
+        optimizer, scaler = self.optimizers[index], self.scaler
+        if iteration.order == "clip":
+            if hasattr(scaler, "clip_grad_norm_"):
+                norm = scaler.clip_grad_norm_(optimizer, MAX_NORM)
+            else:
+                scaler.unscale_(optimizer)
+                norm = self.layout.clip(optimizer, MAX_NORM)
+            outcome.norms.append((float(norm), self.reference.norm(index)))
+            self.reference.clip(index, MAX_NORM)
+        elif iteration.order == "unscale":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+    def _after(self, iteration: Iteration, outcome: Outcome) -> None:
+        """Move the reference's scale, compare everything, and do what the program says then."""
+        if self.real:
+            if iteration.then == "new scale":
+                self.rule.scale = self.rule.by_hand()
+            else:
+                self.rule.update(any(outcome.expected_skips))
+        outcome.scale, outcome.expected_scale = self.scaler.get_scale(), self.rule.scale
+        for name, value in self.layout.full_parameters().items():
+            outcome.digests[name] = zlib.crc32(value.contiguous().numpy().tobytes())
+            difference = (value.double() - self.reference.parameters[name].detach()).abs()
+            # A NaN must count as far off, and max() would lose it.
+            deviation = difference.nan_to_num(nan=float("inf")).max().item()
+            outcome.deviation = max(outcome.deviation, deviation)
+        if iteration.then == "reload":
+            self.scaler.load_state_dict(self.scaler.state_dict())
+        elif iteration.then == "repickle":
+            self.scaler = pickle.loads(pickle.dumps(self.scaler))
+            with contextlib.suppress(AttributeError):
+                self.scaler.process_group = self.layout.process_group()
+        elif iteration.then == "interval":
+            self.scaler.set_growth_interval(3)
+            self.rule.growth_interval = 3
+
+    def _local_parameters(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return [
+            (p.to_local() if hasattr(p, "to_local") else p).detach().clone()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+
+    def _local_gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return [
+            g.to_local() if hasattr(g, "to_local") else g
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if (g := p.grad) is not None
+        ]
+
+    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(g.numel() for g in self._local_gradients(optimizer))
+
+
+def _same(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

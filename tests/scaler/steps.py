@@ -1,0 +1,66 @@
+"""Small training steps for the scaler's tests: a parameter whose gradient is what the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distamp import DistGradScaler
+
+INF, NAN = float("inf"), float("nan")
+
+
+def leaf(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """A parameter of these values, one dimension."""
+    return nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def sgd(*values: float, lr: float = 1.0, **settings: Any) -> tuple[nn.Parameter, torch.optim.SGD]:
+    """One parameter and an SGD over it: with lr 1, a step subtracts the gradient."""
+    parameter = leaf(*(values or (1.0,)))
+    return parameter, torch.optim.SGD([parameter], lr=lr, **settings)
+
+
+def backward(scaler: Any, parameter: Tensor, gradient: float | Sequence[float]) -> None:
+    """Add ``gradient``, times the loss scale, to ``parameter.grad`` through a scaled loss."""
+    weights = torch.as_tensor(gradient, dtype=torch.float32)
+    scaler.scale((parameter.float() * weights).sum()).backward()
+
+
+def iteration(
+    scaler: Any,
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    gradient: float | Sequence[float],
+    *,
+    unscale: bool = False,
+) -> Any:
+    """One whole iteration with this gradient; returns what ``step`` returned."""
+    optimizer.zero_grad()
+    backward(scaler, parameter, gradient)
+    if unscale:
+        scaler.unscale_(optimizer)
+    result = scaler.step(optimizer)
+    scaler.update()
+    return result
+
+
+def pairs(scaler: Any, *gradients: float) -> Iterator[tuple[nn.Parameter, torch.optim.Optimizer]]:
+    """For each gradient a parameter that has it, and an SGD over the parameter."""
+    for gradient in gradients:
+        parameter, optimizer = sgd(1.0)
+        backward(scaler, parameter, gradient)
+        yield parameter, optimizer
+
+
+def cpu_scaler(init_scale: float = 1024.0, **settings: Any) -> DistGradScaler:
+    """The scaler under test."""
+    return DistGradScaler("cpu", init_scale=init_scale, **settings)
+
+
+def torch_scaler(init_scale: float = 1024.0, **settings: Any) -> torch.amp.GradScaler:
+    """The reference, and the peer whose faults are shown beside ours."""
+    return torch.amp.GradScaler("cpu", init_scale=init_scale, **settings)

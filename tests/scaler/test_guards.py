@@ -1,0 +1,421 @@
+"""What stands between a mistake around the scaler and a wrong number; torch's own beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from distamp.errors import StageError
+from tests.scaler.steps import INF, NAN, backward, cpu_scaler, leaf, sgd, torch_scaler
+
+LATE = r"backward\(\) through a scaled loss added gradients after unscale_\(\)"
+
+
+# -- backward after unscale_ -----------------------------------------------------------------------
+
+
+def test_torch_steps_a_sum_of_scaled_and_unscaled_gradients():
+    parameter, optimizer = sgd(1.0)
+    scaler = torch_scaler()
+    backward(scaler, parameter, 1.0)
+    scaler.unscale_(optimizer)
+    backward(scaler, parameter, 1.0)
+    assert parameter.grad.item() == 1025.0
+    scaler.step(optimizer)
+    assert parameter.item() == -1024.0
+
+
+def test_backward_after_unscale_is_refused_and_nothing_is_stepped():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 1.0)
+    scaler.unscale_(optimizer)
+    backward(scaler, parameter, 1.0)
+    with pytest.raises(StageError, match=LATE):
+        scaler.step(optimizer)
+    assert parameter.item() == 1.0
+
+
+def test_backward_after_unscale_is_refused_where_there_was_no_gradient_before():
+    first, second = leaf(1.0), leaf(1.0)
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    scaler = cpu_scaler()
+    backward(scaler, first, 1.0)
+    scaler.unscale_(optimizer)
+    backward(scaler, second, 1.0)
+    with pytest.raises(StageError, match=LATE):
+        scaler.step(optimizer)
+
+
+def test_backward_after_clip_is_refused():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 1.0)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    backward(scaler, parameter, 1.0)
+    with pytest.raises(StageError, match=LATE):
+        scaler.step(optimizer)
+
+
+def test_backward_of_a_loss_scaled_before_unscale_is_refused_too():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    early = scaler.scale(parameter.sum())
+    backward(scaler, parameter, 1.0)
+    scaler.unscale_(optimizer)
+    early.backward()
+    with pytest.raises(StageError, match=LATE):
+        scaler.step(optimizer)
+
+
+def test_every_leaf_of_a_structure_is_watched():
+    for pick in range(2):
+        parameter, optimizer = sgd(1.0)
+        scaler = cpu_scaler()
+        losses = scaler.scale([parameter.sum(), {"b": parameter.sum()}])
+        backward(scaler, parameter, 1.0)
+        scaler.unscale_(optimizer)
+        (losses[0] if pick == 0 else losses[1]["b"]).backward()
+        with pytest.raises(StageError, match=LATE):
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_backward_after_unscale_is_refused_for_every_implementation(options):
+    parameter = leaf(1.0)
+    optimizer = torch.optim.AdamW([parameter], **options)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 1.0)
+    scaler.unscale_(optimizer)
+    backward(scaler, parameter, 1.0)
+    with pytest.raises(StageError, match=LATE):
+        scaler.step(optimizer)
+    assert parameter.item() == 1.0
+
+
+def test_the_iteration_after_a_refusal_is_right():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 1.0)
+    scaler.unscale_(optimizer)
+    backward(scaler, parameter, 1.0)
+    with pytest.raises(StageError):
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    backward(scaler, parameter, 0.25)
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.item() == 0.75
+
+
+# No false alarm.
+
+
+def test_another_optimizers_loss_may_be_backpropagated_between():
+    parameter, optimizer = sgd(1.0)
+    other, other_optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    backward(scaler, other, 0.5)
+    scaler.step(optimizer)
+    scaler.step(other_optimizer)
+    scaler.update()
+    assert (parameter.item(), other.item()) == (0.75, 0.5)
+
+
+def test_one_graph_kept_for_two_backwards_before_unscale_accumulates():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    loss = scaler.scale((parameter * 0.25).sum())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.item() == 0.5
+
+
+def test_one_graph_kept_across_unscale_is_refused():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    loss = scaler.scale((parameter * 0.25).sum())
+    loss.backward(retain_graph=True)
+    scaler.unscale_(optimizer)
+    loss.backward()
+    with pytest.raises(StageError, match=LATE):
+        scaler.step(optimizer)
+
+
+def test_a_backward_that_reads_the_parameters_and_adds_nothing_to_them_is_fine():
+    """A generator's loss through a discriminator whose gradients are not asked for."""
+    discriminator, discriminator_optimizer = sgd(2.0)
+    generator, generator_optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, discriminator, 0.25)
+    scaler.unscale_(discriminator_optimizer)
+    loss = (generator * discriminator).sum()
+    scaler.scale(loss).backward(inputs=[generator])
+    scaler.step(discriminator_optimizer)
+    scaler.step(generator_optimizer)
+    scaler.update()
+    assert (discriminator.item(), generator.item()) == (1.75, -1.0)
+
+
+def test_grad_through_a_scaled_loss_adds_nothing_and_is_fine():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    torch.autograd.grad(scaler.scale((parameter * 3).sum()), parameter)
+    scaler.step(optimizer)
+    assert parameter.item() == 0.75
+
+
+def test_a_gradient_penalty_is_as_without_a_scaler():
+    steps = []
+    for scaler in (cpu_scaler(2.0**16), cpu_scaler(enabled=False)):
+        torch.manual_seed(0)
+        model, inputs = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(2, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            scaled = torch.autograd.grad(
+                scaler.scale(loss), list(model.parameters()), create_graph=True
+            )
+            gradients = [g / scaler.get_scale() for g in scaled]
+            penalty = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+            scaler.scale(loss + penalty).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(steps[0], steps[1])
+
+
+def test_clipping_noise_and_a_replaced_gradient_between_are_the_users_right():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 8.0)
+    scaler.unscale_(optimizer)
+    parameter.grad.mul_(0.5)
+    parameter.grad = parameter.grad - 3.75
+    scaler.step(optimizer)
+    assert parameter.item() == 0.75
+
+
+def test_accumulation_over_iterations_without_update_between_is_right():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    for _ in range(4):
+        backward(scaler, parameter, 0.0625)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.item() == 0.75
+
+
+def test_a_new_iterations_backward_after_step_is_fine():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(scaler, parameter, 0.25)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert parameter.item() == 0.25
+
+
+def test_a_forgotten_optimizer_unscaled_but_never_stepped_is_begun_anew_by_update():
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, INF)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    optimizer.zero_grad()
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert parameter.item() == 0.75
+
+
+# -- NaN after unscale_ ----------------------------------------------------------------------------
+
+
+def bad_clip(scaler: Any) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """Zero gradients, unscaled, then clipped by a rule that divides by their norm."""
+    parameter, optimizer = sgd(1.0)
+    backward(scaler, parameter, 0.0)
+    scaler.unscale_(optimizer)
+    parameter.grad /= parameter.grad.norm()
+    return parameter, optimizer
+
+
+def test_torch_steps_a_nan_that_appears_after_unscale():
+    scaler = torch_scaler()
+    parameter, optimizer = bad_clip(scaler)
+    scaler.step(optimizer)
+    assert parameter.isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["for-loop", "fused"])
+def test_recheck_skips_a_nan_that_appears_after_unscale(kind):
+    scaler = cpu_scaler(recheck=True)
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=kind == "fused")
+    backward(scaler, parameter, 0.0)
+    scaler.unscale_(optimizer)
+    parameter.grad /= parameter.grad.norm()
+    scaler.step(optimizer)
+    assert (parameter.item(), scaler.stepped(optimizer)) == (1.0, False)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+
+
+def test_recheck_steps_clean_gradients_once_and_unscaled_once():
+    for unscale in (False, True):
+        scaler = cpu_scaler(recheck=True)
+        parameter, optimizer = sgd(1.0)
+        backward(scaler, parameter, 0.25)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert parameter.item() == 0.75
+
+
+def test_an_overflow_found_by_unscale_stays_one_though_the_recheck_finds_none():
+    """A clip that replaces inf does not make the step right."""
+    scaler = cpu_scaler(recheck=True)
+    parameter, optimizer = sgd(1.0)
+    backward(scaler, parameter, INF)
+    scaler.unscale_(optimizer)
+    parameter.grad.nan_to_num_(posinf=1.0)
+    scaler.step(optimizer)
+    assert (parameter.item(), scaler.stepped(optimizer)) == (1.0, False)
+
+
+def recheck_on_ranks(bad: int) -> tuple[float, float, bool]:
+    scaler = cpu_scaler(recheck=True)
+    parameter, optimizer = sgd(1.0)
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    if dist.get_rank() == bad:
+        parameter.grad.fill_(NAN)
+    scaler.step(optimizer)
+    scaler.update()
+    return parameter.item(), scaler.get_scale(), scaler.stepped(optimizer)
+
+
+def test_a_recheck_is_agreed_on_by_all_ranks(ranks2):
+    assert ranks2.run(recheck_on_ranks, 1) == [(1.0, 512.0, False)] * 2
+
+
+# -- wrapper and inner optimizer -------------------------------------------------------------------
+
+
+def zero_with(
+    scaler: Any, unscale: Callable[[Any], Any], step: Callable[[Any], Any], inf_on: int | None
+) -> list[float]:
+    parameters = [leaf(1.0), leaf(1.0)]
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=1.0)
+    for parameter in parameters:
+        backward(scaler, parameter, INF if dist.get_rank() == inf_on else 0.25)
+    scaler.unscale_(unscale(optimizer))
+    scaler.step(step(optimizer))
+    scaler.update()
+    return [p.item() for p in parameters]
+
+
+def outer(optimizer: Any) -> Any:
+    return optimizer
+
+
+def inner(optimizer: Any) -> Any:
+    return optimizer.optim
+
+
+def zero_on_ranks(which: str, first: str, second: str, inf_on: int | None) -> list[float]:
+    scaler = (cpu_scaler if which == "ours" else torch_scaler)()
+    names = {"outer": outer, "inner": inner}
+    return zero_with(scaler, names[first], names[second], inf_on)
+
+
+def test_torch_unscales_twice_through_wrapper_and_inner_optimizer(ranks2):
+    values = ranks2.run(zero_on_ranks, "torch", "outer", "inner", None)
+    # Each rank's inner optimizer holds one of the two parameters.
+    stepped = {value for rank in values for value in rank} - {1.0}
+    assert stepped == {1.0 - 0.25 / 1024.0}
+
+
+@pytest.mark.parametrize("second", ["outer", "inner"])
+def test_gradients_unscaled_through_the_wrapper_are_not_unscaled_again(ranks2, second):
+    values = ranks2.run(zero_on_ranks, "ours", "outer", second, None)
+    stepped = {value for rank in values for value in rank}
+    assert stepped == ({0.75} if second == "outer" else {0.75, 1.0})
+
+
+@pytest.mark.parametrize("inf_on", [0, 1])
+def test_a_wrappers_step_is_skipped_by_all_where_one_rank_overflows(ranks2, inf_on):
+    values = ranks2.run(zero_on_ranks, "ours", "outer", "outer", inf_on)
+    assert values == [[1.0, 1.0]] * 2
+
+
+def zero_inner_first(inf_on: int | None) -> Any:
+    scaler = cpu_scaler()
+    try:
+        return zero_with(scaler, inner, outer, inf_on)
+    except StageError as error:
+        return str(error)
+
+
+def test_inner_unscaled_and_wrapper_stepped_is_right_or_named(ranks2):
+    for result in ranks2.run(zero_inner_first, None):
+        assert result == [0.75, 0.75] or "unscaled twice" in result
+
+
+def test_two_optimizers_over_some_of_the_same_parameters_are_named():
+    shared, own = leaf(1.0), leaf(1.0)
+    first = torch.optim.SGD([shared], lr=1.0)
+    second = torch.optim.SGD([shared, own], lr=1.0)
+    scaler = cpu_scaler()
+    for parameter in (shared, own):
+        backward(scaler, parameter, 0.25)
+    scaler.unscale_(first)
+    with pytest.raises(StageError, match=r"shares parameters with a SGD .* unscaled twice"):
+        scaler.step(second)
+    assert (shared.item(), own.item()) == (1.0, 1.0)
+
+
+def test_torch_unscales_shared_parameters_twice():
+    shared = leaf(1.0)
+    first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
+    scaler = torch_scaler()
+    backward(scaler, shared, 0.25)
+    scaler.unscale_(first)
+    scaler.step(second)
+    assert shared.item() == 1.0 - 0.25 / 1024.0
+
+
+def test_a_new_optimizer_over_the_same_parameters_works_in_the_next_iteration():
+    parameter, first = sgd(1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 0.25)
+    scaler.step(first)
+    scaler.update()
+    second = torch.optim.SGD([parameter], lr=1.0)
+    second.zero_grad()
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(second)
+    scaler.step(second)
+    assert parameter.item() == 0.5

@@ -1,0 +1,125 @@
+"""Which ranks a scaler agrees with: what may be given, and when it is looked up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distamp import DistGradScaler
+from distamp.errors import StageError
+from tests.ranks import mesh, subgroup
+from tests.scaler.steps import INF, cpu_scaler, iteration, leaf, sgd
+
+
+@pytest.mark.parametrize("group", [0, "gloo", [0, 1], object()], ids=lambda g: type(g).__name__)
+def test_a_process_group_must_be_one(group):
+    with pytest.raises(TypeError, match=r"must be a ProcessGroup, a DeviceMesh or None"):
+        DistGradScaler("cpu", process_group=group)
+
+
+def constructed_before_the_group_exists() -> tuple[bool, bool]:
+    scaler = cpu_scaler()
+    backend_there_at_construction = dist.is_initialized()
+    parameter, optimizer = sgd(1.0)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        iteration(scaler, optimizer, parameter, 0.25)
+    finally:
+        dist.destroy_process_group()
+    iteration(scaler, optimizer, parameter, 0.25)
+    return backend_there_at_construction, parameter.item() == 0.5
+
+
+def test_the_default_group_is_looked_up_at_the_message_and_not_at_construction(ranks1):
+    assert ranks1.run(constructed_before_the_group_exists, group="none") == [(False, True)]
+
+
+def agrees_over(kind: str) -> tuple[float, ...]:
+    """What each rank's parameter becomes when rank 1 alone overflows."""
+    rank = dist.get_rank()
+    group = {
+        "default": lambda: None,
+        "world": lambda: dist.group.WORLD,
+        "mesh": lambda: mesh((2, 2), ("a", "b")),
+        "mesh of two": lambda: mesh((2, 2), ("a", "b"))["b"],
+        "two groups": lambda: (subgroup((0, 1)), subgroup((2, 3)))[rank // 2],
+    }[kind]()
+    scaler = DistGradScaler("cpu", process_group=group)
+    parameter, optimizer = sgd(1.0)
+    iteration(scaler, optimizer, parameter, INF if rank == 1 else 0.25)
+    return parameter.item(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("kind", ["default", "world", "mesh"])
+def test_the_default_group_and_a_whole_mesh_agree_everywhere(ranks4, kind):
+    assert ranks4.run(agrees_over, kind) == [(1.0, 32768.0)] * 4
+
+
+@pytest.mark.parametrize("kind", ["mesh of two", "two groups"])
+def test_a_smaller_group_agrees_with_itself_alone(ranks4, kind):
+    assert ranks4.run(agrees_over, kind) == [(1.0, 32768.0)] * 2 + [(0.75, 65536.0)] * 2
+
+
+def outside_its_group() -> str:
+    group = dist.new_group([0])
+    try:
+        DistGradScaler("cpu", process_group=group)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_group_without_this_rank_is_refused_there(ranks2):
+    inside, outside = ranks2.run(outside_its_group)
+    assert inside == "taken"
+    assert "does not contain this rank" in outside
+
+
+def mesh_without_this_rank() -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    small = DeviceMesh("cpu", [0])
+    try:
+        DistGradScaler("cpu", process_group=small)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_mesh_without_this_rank_is_refused_there(ranks2):
+    inside, outside = ranks2.run(mesh_without_this_rank)
+    assert inside == "taken"
+    assert "does not contain rank 1" in outside
+
+
+def destroyed_and_made_anew() -> list[object]:
+    group = dist.new_group([0, 1])
+    parameter, optimizer = sgd(1.0)
+    scaler = DistGradScaler("cpu", process_group=group)
+    iteration(scaler, optimizer, parameter, 0.25)
+    dist.destroy_process_group(group)
+    seen: list[object] = []
+    try:
+        iteration(scaler, optimizer, parameter, 0.25)
+    except StageError as error:
+        seen.append(str(error))
+    scaler.process_group = dist.new_group([0, 1])
+    scaler.step(optimizer)
+    scaler.update()
+    return [*seen, parameter.item()]
+
+
+def test_a_destroyed_group_is_named_and_a_new_one_can_be_set(ranks2):
+    for message, value in ranks2.run(destroyed_and_made_anew, group="fresh"):
+        assert "was destroyed; set scaler.process_group" in message
+        assert value == 0.5
+
+
+def test_a_scaler_without_torch_distributed_works_alone():
+    assert not dist.is_initialized()
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    iteration(cpu_scaler(), optimizer, parameter, 0.25)
+    assert parameter.item() == 0.75
