@@ -1,0 +1,71 @@
+"""A device that is not here: fake tensors and autograd for CUDA in a process without it.
+
+A CPU-only torch has no device guard for CUDA, and ends the process (no exception: the constructor
+that asks is noexcept) when a fake CUDA tensor that requires grad meets an op. A CUDA build
+without a GPU has torch's own no-op guard for this (``torch._C._ensureCUDADeviceGuardSet``); here
+a CPU-only build is lent the meta device's, which does nothing either, and it is taken back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+__all__ = ["SIMULATED", "simulated_device"]
+
+# Places in c10's table of device guards: c10/core/DeviceType.h, whose numbers are never reused.
+SIMULATED = {"cuda": 1}
+_CPU, _META = 0, 14
+_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
+_lock = threading.RLock()
+
+
+@contextmanager
+def simulated_device(device_type: str) -> Iterator[None]:
+    """Let fake tensors of ``device_type`` take part in autograd, with or without the device.
+
+    Raises:
+        RuntimeError: This build of torch has neither the device nor a table that can be lent to.
+    """
+    if device_type == "cpu":
+        yield
+        return
+    with _lock:
+        if device_type == "cuda":
+            torch._C._ensureCUDADeviceGuardSet()
+        table = _guard_table(device_type)
+        at = SIMULATED[device_type]
+        before = table[at]
+        if before is None:
+            table[at] = table[_META]
+        # A CUDA build would ask cuDNN, and so the device, for what kernels of its it can use.
+        ask_cudnn = torch.backends.cudnn.enabled and torch.cuda.is_available()
+        try:
+            with torch.backends.cudnn.flags(enabled=ask_cudnn):
+                yield
+        finally:
+            table[at] = before
+
+
+def _guard_table(device_type: str) -> ctypes.Array[ctypes.c_void_p]:
+    names = {"darwin": "libc10.dylib", "win32": "c10.dll"}
+    path = Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libc10.so")
+    try:
+        table = (ctypes.c_void_p * 21).in_dll(ctypes.CDLL(str(path)), _TABLE)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(
+            f"this build of torch cannot simulate {device_type!r} ({error}); "
+            "use device_type='cpu', or run preflight where the device is"
+        ) from error
+    if table[_CPU] is None or table[_META] is None:
+        raise RuntimeError(
+            f"this torch ({torch.__version__}) keeps its device guards elsewhere than expected, so "
+            f"{device_type!r} cannot be simulated; use device_type='cpu'"
+        )
+    return table

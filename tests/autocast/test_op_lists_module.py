@@ -1,0 +1,139 @@
+"""precision: one module in a precision of its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distamp import autocast
+from distamp.autocast import precision
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.randn(2, 4)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def dtypes(net: nn.Sequential) -> list[torch.dtype]:
+    found = []
+    x = X
+    with autocast("cpu"):
+        for module in net:
+            x = module(x)
+            found.append(x.dtype)
+    return found
+
+
+def test_one_module_runs_in_fp32_and_its_neighbours_do_not() -> None:
+    net = model()
+    precision(net[1], "fp32")
+    assert dtypes(net) == [BF16, FP32, BF16]
+
+
+def test_by_hand_torch_needs_a_region_and_a_cast() -> None:
+    """What the pin does, written out: results and gradients are the same bits."""
+    pinned, plain = model(), model()
+    precision(pinned[1], "fp32")
+    with autocast("cpu"):
+        pinned(X).float().sum().backward()
+        hidden = plain[0](X)
+        with torch.autocast("cpu", enabled=False):
+            hidden = plain[1](hidden.float())
+        plain[2](hidden).float().sum().backward()
+    for ours, theirs in zip(pinned.parameters(), plain.parameters(), strict=True):
+        assert isinstance(ours.grad, Tensor)
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", FP16), ("bf16", BF16), (FP16, FP16)])
+def test_a_half_precision_holds_outside_of_a_region_too(name: str, dtype: torch.dtype) -> None:
+    layer = nn.Linear(4, 4)
+    with precision(layer, name):
+        assert layer(X).dtype is dtype
+    assert layer(X).dtype is FP32
+
+
+def test_a_pin_holds_for_the_modules_inside() -> None:
+    net = nn.Sequential(model(), nn.Linear(4, 4))
+    seen: list[torch.dtype] = []
+    for layer in net[0]:
+        layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    precision(net[0], "fp32")
+    assert dtypes(net) == [FP32, BF16]
+    assert seen == [FP32] * 3
+
+
+def test_undo_gives_the_module_back() -> None:
+    net = model()
+    pin = precision(net[1], "fp32")
+    assert repr(net) == repr(model())
+    assert isinstance(net[1], nn.Linear)
+    pin.undo()
+    pin.undo()
+    assert dtypes(net) == [BF16] * 3
+    assert type(net[1]) is nn.Linear
+
+
+def test_the_last_pin_counts_and_is_undone_first() -> None:
+    layer = nn.Linear(4, 4)
+    first = precision(layer, "fp32")
+    second = precision(layer, "fp16")
+    assert layer(X).dtype is FP16
+    with pytest.raises(RuntimeError, match="undo that first"):
+        first.undo()
+    second.undo()
+    with autocast("cpu"):
+        assert layer(X).dtype is FP32
+
+
+def test_copies_and_pickles_keep_the_pin_and_their_own_weights() -> None:
+    layer = nn.Linear(4, 4)
+    precision(layer, "fp32")
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        with torch.no_grad():
+            twin.weight.zero_()
+            twin.bias.zero_()
+        with autocast("cpu"):
+            assert twin(X).dtype is FP32
+            assert not twin(X).any()
+            assert layer(X).any()
+
+
+def test_integer_and_float64_inputs_are_handed_on() -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor, *, index: Tensor) -> tuple[torch.dtype, torch.dtype]:
+            return x.dtype, index.dtype
+
+    module = Module()
+    with precision(module, "fp32"):
+        assert module(X.bfloat16(), index=torch.arange(2)) == (FP32, torch.int64)
+        assert module(X.double(), index=X.half()) == (torch.float64, FP32)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_pinned_module_compiles_in_one_graph(backend: str) -> None:
+    net = model()
+    precision(net[1], "fp32")
+    precision(net[2], "fp32")
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    with autocast("cpu"):
+        assert torch.equal(compiled(X), net(X))
+        assert compiled(X).dtype is FP32
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="precision must be 'fp32', 'fp16' or 'bf16', got 'fp8'"):
+        precision(nn.Linear(1, 1), "fp8")
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
+        precision(torch.nn.functional.softmin, "fp32")  # type: ignore[arg-type]
+    layer = nn.Linear(1, 1)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"before .* its forward replaced"):
+        precision(layer, "fp32")

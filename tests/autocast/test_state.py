@@ -1,0 +1,286 @@
+"""A thread's state as a value: captured, applied, and carried by functions and executors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+
+from distamp import autocast
+from distamp.autocast import (
+    AutocastExecutor,
+    AutocastState,
+    AutocastThreadPoolExecutor,
+    cast_cache_stats,
+    propagate,
+)
+from distamp.autocast.op_lists import OpLists
+from distamp.errors import RegionError
+from tests.autocast.conftest import DEVICE_TYPES, thread_state
+
+X = torch.ones(2, 2)
+
+
+def product() -> torch.dtype:
+    return torch.mm(X, X).dtype
+
+
+def in_thread(fn: Callable[[], Any]) -> Any:
+    """What ``fn`` returns in a new thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
+
+
+@pytest.fixture
+def unusual() -> Iterator[list[object]]:
+    """Every setting of every device type other than a new thread's; what it is."""
+    found = thread_state()
+    for number, device_type in enumerate(DEVICE_TYPES):
+        torch.set_autocast_enabled(device_type, number % 2 == 0)
+        torch.set_autocast_dtype(device_type, (torch.float16, torch.bfloat16)[number % 3 == 0])
+    torch.set_autocast_cache_enabled(False)
+    yield thread_state()
+    for device_type, enabled, dtype in found[: len(DEVICE_TYPES)]:  # type: ignore[misc]
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(True)
+
+
+def test_the_device_types_are_all_that_torch_has_autocast_for():
+    names = {name for name, _, _ in AutocastState.capture().devices}
+    everything = (*DEVICE_TYPES, "meta", "ve", "vulkan", "lazy")
+    assert names == {each for each in everything if torch.amp.is_autocast_available(each)}
+
+
+def test_a_new_thread_starts_with_nothing_and_an_applied_state_gives_all(unusual):
+    state = AutocastState.capture()
+    settings = slice(0, len(DEVICE_TYPES) + 1)
+
+    def work() -> list[object]:
+        before = thread_state()
+        with state.apply():
+            inside = thread_state()
+        assert thread_state() == before
+        assert before[settings] != inside[settings]
+        return inside
+
+    inside = in_thread(work)
+    assert inside[settings] == unusual[settings]
+    assert {d: (e, t) for d, e, t in state.devices} == {d: (e, t) for d, e, t in unusual[:9]}
+
+
+@pytest.mark.parametrize("device_type", DEVICE_TYPES)
+def test_one_changed_dtype_of_a_disabled_device_type_is_captured_and_applied(device_type):
+    found = torch.get_autocast_dtype(device_type)
+    first = AutocastState.capture()
+    torch.set_autocast_dtype(device_type, torch.float64)
+    second = AutocastState.capture()
+    torch.set_autocast_dtype(device_type, found)
+    assert first != second
+    assert AutocastState.capture() == first
+    for state, dtype in ((second, torch.float64), (first, found), (second, torch.float64)):
+        with state.apply():
+            assert torch.get_autocast_dtype(device_type) is dtype
+        assert torch.get_autocast_dtype(device_type) is found
+
+
+def test_capture_is_a_value():
+    with autocast("cpu", dtype=torch.float16):
+        one, two = AutocastState.capture(), AutocastState.capture()
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != AutocastState.capture()
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+def test_capture_sees_the_op_lists_and_the_step_cache():
+    with autocast("cpu", ops=OpLists(fp32={"mm"}), cache_enabled="step"):
+        state = AutocastState.capture()
+    assert state.step_cache
+    assert not AutocastState.capture().step_cache
+    for each in (state, pickle.loads(pickle.dumps(state))):
+        with each.apply():
+            assert product() is torch.float32
+            assert torch.bmm(X[None], X[None]).dtype is torch.float32  # mm's family
+            assert F_linear_casts() == 1
+            assert torch.nn.functional.conv1d(X[None], X[None]).dtype is torch.bfloat16
+        assert torch.is_autocast_enabled("cpu") is False
+
+
+def F_linear_casts() -> int:  # noqa: N802
+    """How many casts of its weight the step cache keeps for one convolution used twice."""
+    conv = torch.nn.Conv1d(2, 2, 1, bias=False)
+    before = cast_cache_stats()
+    conv(X[None])
+    conv(X[None])
+    return cast_cache_stats().casts - before.casts
+
+
+def test_applying_puts_back_what_the_block_changed_or_left_open():
+    with autocast("cpu", dtype=torch.float16):
+        state = AutocastState.capture()
+    before = thread_state()
+    with state.apply():
+        autocast("cpu", dtype=torch.bfloat16, cache_enabled="step").__enter__()
+        torch.autocast("cpu", enabled=False).__enter__()
+        torch.set_autocast_enabled("xpu", True)
+        torch.set_autocast_cache_enabled(False)
+    assert thread_state() == before
+
+
+def test_an_applied_state_nests_in_regions_and_with_itself():
+    with autocast("cpu", dtype=torch.float16):
+        state = AutocastState.capture()
+    weight = torch.ones(2, 2, requires_grad=True)
+    with autocast("cpu", dtype=torch.bfloat16) as region:
+        assert torch.mm(X, weight).dtype is torch.bfloat16
+        with state.apply():
+            assert torch.mm(X, weight).dtype is torch.float16
+            with state.apply(), region:
+                assert torch.mm(X, weight).dtype is torch.bfloat16
+        assert torch.mm(X, weight).dtype is torch.bfloat16
+
+
+def test_a_region_cannot_end_under_a_state_applied_within_it():
+    region = autocast("cpu")
+    with region:
+        with AutocastState.capture().apply(), pytest.raises(RegionError):
+            region.__exit__(None, None, None)
+        assert product() is torch.bfloat16
+
+
+def test_one_use_of_a_state_is_entered_once():
+    use = AutocastState.capture().apply()
+    with use, pytest.raises(RegionError, match="twice"):
+        use.__enter__()
+
+
+def test_an_error_under_an_applied_state_restores_and_comes_through():
+    with autocast("cpu"):
+        state = AutocastState.capture()
+    before = thread_state()
+    with pytest.raises(ZeroDivisionError), state.apply():
+        _ = 1 / 0
+    assert thread_state() == before
+
+
+def test_torchs_thread_computes_in_fp32():
+    with torch.autocast("cpu"):
+        assert in_thread(product) is torch.float32
+
+
+def test_a_propagated_function_computes_as_its_maker_in_a_thread():
+    seen: list[torch.dtype] = []
+    with autocast("cpu", dtype=torch.float16):
+        thread = threading.Thread(target=propagate(lambda: seen.append(product())))
+    thread.start()
+    thread.join()
+    assert seen == [torch.float16]
+
+
+@autocast("cpu", dtype=torch.float16)
+def made_under_float16() -> Callable[[], torch.dtype]:
+    return propagate(product)
+
+
+def test_a_propagated_function_keeps_its_name_and_pickles():
+    bound = made_under_float16()
+    assert bound.__name__ == "product"
+    assert pickle.loads(pickle.dumps(bound))() is torch.float16
+
+
+def test_a_propagated_generator_has_the_state_only_while_it_runs():
+    with autocast("cpu"):
+
+        @propagate
+        def generate() -> Iterator[torch.dtype]:
+            yield product()
+
+    for dtype in generate():
+        assert (dtype, product()) == (torch.bfloat16, torch.float32)
+
+
+def test_propagating_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="callable"):
+        propagate(3)
+
+
+def test_the_pool_runs_tasks_in_the_submitters_state_and_maps_in_it():
+    with AutocastThreadPoolExecutor(2) as pool:
+        with autocast("cpu", dtype=torch.float16):
+            first = pool.submit(product)
+            mapped = list(pool.map(lambda _: product(), range(3)))
+        second = pool.submit(product)
+    assert (first.result(), second.result()) == (torch.float16, torch.float32)
+    assert mapped == [torch.float16] * 3
+
+
+def leak() -> None:
+    autocast("cpu", dtype=torch.float16).__enter__()
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_cache_enabled(False)
+
+
+def test_torchs_worker_keeps_what_a_task_leaked():
+    with ThreadPoolExecutor(1) as pool:
+        fresh = pool.submit(thread_state).result()
+        pool.submit(leak).result()
+        assert pool.submit(thread_state).result() != fresh
+
+
+def test_a_leaking_worker_is_put_right_before_its_next_task():
+    with ThreadPoolExecutor(1) as plain:
+        pool = AutocastExecutor(plain)
+        fresh = plain.submit(thread_state).result()
+        pool.submit(leak).result()
+        assert plain.submit(thread_state).result() == fresh
+        plain.submit(leak).result()
+        assert pool.submit(product).result() is torch.float32
+
+
+def test_processes_run_in_the_submitters_state():
+    processes = ProcessPoolExecutor(1, mp_context=get_context("fork"))
+    with processes, autocast("cpu", dtype=torch.float16):
+        dtypes = list(AutocastExecutor(processes).map(name_of_product, range(2)))
+    assert dtypes == ["torch.float16"] * 2
+
+
+def name_of_product(_: int) -> str:
+    return str(product())
+
+
+def test_asyncios_threads_run_in_their_callers_state():
+    @autocast("cpu", dtype=torch.float16)
+    async def bound() -> torch.dtype:
+        return await asyncio.to_thread(propagate(product))
+
+    @autocast("cpu", dtype=torch.bfloat16)
+    async def by_default_executor() -> torch.dtype:
+        return await asyncio.to_thread(product)
+
+    async def main() -> list[torch.dtype]:
+        asyncio.get_running_loop().set_default_executor(AutocastThreadPoolExecutor(1))
+        return [await bound(), await by_default_executor(), await asyncio.to_thread(product)]
+
+    assert asyncio.run(main()) == [torch.float16, torch.bfloat16, torch.float32]
+
+
+def test_a_context_variable_carries_a_state_to_another_thread():
+    variable: contextvars.ContextVar[AutocastState] = contextvars.ContextVar("autocast")
+
+    def work() -> torch.dtype:
+        with variable.get().apply():
+            return product()
+
+    with autocast("cpu", dtype=torch.float16):
+        variable.set(AutocastState.capture())
+        context = contextvars.copy_context()
+    assert in_thread(lambda: context.run(work)) is torch.float16
