@@ -1,0 +1,5 @@
+"""The ``torch.cuda.amp`` spellings."""
+
+from distamp.cuda import amp
+
+__all__ = ["amp"]

@@ -1,0 +1,190 @@
+"""The shape of the package: which room may import which, and which names are public."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import distamp
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "distamp"
+
+# Each room and the rooms it may import. Rooms beside each other never meet but below.
+FOUNDATION = {"errors", "precision"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "precision": {"errors"},
+    "telemetry": FOUNDATION,
+    "autocast": FOUNDATION,
+    "scaler": FOUNDATION,
+    "comm_hooks": FOUNDATION,
+    # The documents' other spellings, thin modules over the rooms.
+    "cuda": {"autocast", "scaler"},
+    "cpu": {"autocast", "scaler"},
+    "initialize": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks"},
+    "": {
+        *FOUNDATION,
+        "telemetry",
+        "autocast",
+        "scaler",
+        "comm_hooks",
+        "initialize",
+        "cpu",
+        "cuda",
+    },
+    "__main__": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks", "initialize"},
+}
+# Behind extras: only inside functions.
+OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy"}
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """(module, whether at import time, line) of each import but those for type checking alone."""
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, not lazy, child.lineno) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                yield from ((name, not lazy, child.lineno) for name in _targets(path, child))
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from walk(child, lazy or inside)
+
+    yield from walk(ast.parse(path.read_text()), lazy=False)
+
+
+def _targets(path: Path, node: ast.ImportFrom) -> list[str]:
+    """Full names of what ``from x import y`` may load, relative imports resolved."""
+    base = node.module or ""
+    if node.level:
+        package = _module_name(path).split(".")
+        if path.name != "__init__.py":
+            package = package[:-1]
+        package = package[: len(package) - node.level + 1]
+        base = ".".join([*package, *([node.module] if node.module else [])])
+    if base == "distamp":
+        return [f"distamp.{alias.name}" for alias in node.names]
+    return [base]
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def _files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _wrong_imports(path: Path) -> list[str]:
+    """What this file imports and should not, one line each."""
+    room = _room(_module_name(path))
+    wrong = []
+    for module, eager, line in _imports(path):
+        top = module.split(".")[0]
+        where = f"{path.relative_to(ROOT)}:{line} imports {module}"
+        if top == "distamp":
+            target = _room(module)
+            if target not in ROOMS:
+                target = ""  # a name of distamp/__init__.py
+            if target != room and target not in ROOMS[room]:
+                wrong.append(f"{where}: {room or 'distamp'} may import {sorted(ROOMS[room])}")
+        elif top in OPTIONAL:
+            if eager:
+                wrong.append(f"{where} at import time: an extra is imported where it is used")
+        elif top != "torch" and top not in sys.stdlib_module_names:
+            wrong.append(f"{where}: the core needs torch and the standard library alone")
+    return wrong
+
+
+def test_every_room_has_its_place():
+    rooms = {_room(_module_name(path)) for path in _files()}
+    assert rooms - set(ROOMS) == set(), "place the new room in ROOMS and in docs/architecture.md"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path):
+    assert _wrong_imports(path) == []
+
+
+def test_an_import_the_wrong_way_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    wrong = tmp_path / "distamp" / "scaler" / "wrong.py"
+    wrong.parent.mkdir(parents=True)
+    wrong.write_text(
+        "import rich\n"
+        "import yaml\n"
+        "from distamp.autocast import region\n"
+        "from ..initialize import initialize\n"
+        "from distamp.errors import DistampError\n"
+        "def late():\n"
+        "    import matplotlib\n"
+    )
+    assert [line.split(":")[1].split()[2] for line in _wrong_imports(wrong)] == [
+        "rich",
+        "yaml",
+        "distamp.autocast",
+        "distamp.initialize",
+    ]
+
+
+def _visible(module: ModuleType) -> set[str]:
+    """Names without a leading underscore that are not submodules."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+
+
+def test_all_is_exactly_what_is_visible():
+    assert set(distamp.__all__) == _visible(distamp) | {"__version__"}
+    assert list(distamp.__all__) == sorted(set(distamp.__all__)), "sorted, each name once"
+
+
+def _modules() -> list[str]:
+    found = pkgutil.walk_packages(distamp.__path__, "distamp.")
+    return [module.name for module in found if not module.name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_each_module_names_what_it_exports(name):
+    module = importlib.import_module(name)
+    exported = getattr(module, "__all__", None)
+    assert exported is not None, "a module without __all__ exports everything it imports"
+    assert [each for each in exported if not hasattr(module, each)] == []
+
+
+def _extras_loaded_by(module: str) -> set[str]:
+    code = f"import {module}, sys; print(*[m for m in {sorted(OPTIONAL)!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_distamp_loads_no_extra_that_torch_does_not():
+    assert _extras_loaded_by("distamp") <= _extras_loaded_by("torch")
+
+
+def test_no_file_of_the_package_is_long():
+    long = {str(p.relative_to(ROOT)): n for p in _files() if (n := _lines(p)) > 450}
+    assert long == {}
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
