@@ -1,0 +1,1 @@
+"""The training job that uses distamp from outside; not part of the installed package."""

@@ -1,0 +1,109 @@
+"""Which device a rank computes on, and whether that device can do what is asked."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from distamp import autocast
+from launch.config import Config
+from launch.errors import UsageError
+from launch.ranks import Ranks
+
+__all__ = ["DTYPES", "check_memory", "check_precision", "pick_device", "slowdown"]
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# fp32 parameter and gradient, and AdamW's two moments.
+_BYTES_PER_PARAMETER = 16
+
+
+def pick_device(name: str, ranks: Ranks) -> torch.device:
+    """Return this rank's device: the accelerator of its local rank, or the CPU.
+
+    Raises:
+        UsageError: If the device is not there.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        name = accelerator.type if accelerator is not None else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: not a device; try cpu or cuda") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or device.type != accelerator.type:
+        have = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
+        raise UsageError(f"--device {name}: not on this machine, which has {have}")
+    count = torch.accelerator.device_count()
+    index = ranks.local_rank if device.index is None else device.index
+    if index >= count:
+        raise UsageError(
+            f"--device {name}: local rank {ranks.local_rank} needs device {index} of {count};"
+            f" start at most {count} processes here, or use --device cpu"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
+
+
+def check_precision(device: torch.device, precision: str) -> None:
+    """Try a matrix product and its gradient under autocast.
+
+    Raises:
+        UsageError: If the device cannot do it in this precision.
+    """
+    if precision == "fp32":
+        return
+    dtype = DTYPES[precision]
+    why = "autocast does not know this device"
+    if torch.amp.is_autocast_available(device.type):
+        try:
+            a = torch.ones(8, 8, device=device, requires_grad=True)
+            with autocast(device.type, dtype):
+                product = a @ a
+            product.float().sum().backward()
+            if product.dtype == dtype:
+                return
+            why = f"autocast computes in {product.dtype} there"
+        except (RuntimeError, NotImplementedError) as error:
+            why = str(error).splitlines()[0]
+    raise UsageError(f"--precision {precision}: {device.type} cannot do it ({why})")
+
+
+def slowdown(device: torch.device, precision: str) -> float:
+    """Return how many times longer a matrix product takes here in this precision than in fp32.
+
+    A CPU without instructions for fp16 or bf16 computes in them, but far slower than in fp32.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.ones(256, 256, dtype=dtype, device=device)
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            (a @ a)[0, 0].item()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    return seconds(DTYPES[precision]) / seconds(torch.float32)
+
+
+def check_memory(config: Config, device: torch.device) -> None:
+    """Refuse a model whose weights, gradients and optimizer state alone cannot fit.
+
+    Raises:
+        UsageError: Naming what it needs and what is there.
+    """
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    else:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    need = config.model.parameters * _BYTES_PER_PARAMETER
+    if need > have:
+        raise UsageError(
+            f"--layers {config.model.layers} --width {config.model.width} --block"
+            f" {config.model.block}: {config.model.parameters:.3g} parameters with gradients and"
+            f" AdamW's state need {need / 2**30:.3g} GiB, and there are {have / 2**30:.3g}"
+        )
