@@ -1,0 +1,1 @@
+"""Measurements beside peers; each script says how to run it."""

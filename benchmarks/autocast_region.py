@@ -1,0 +1,216 @@
+"""What a region, a carried state and the step cache cost and gain, beside torch.autocast.
+
+Each comparison runs both sides in turn, many times, in this one process; what is printed is the
+median of the paired ratios and their quartiles. Times are the thread's own processor time, so that
+what else the machine does widens the spread and does not move the ratio. Run with:
+OMP_NUM_THREADS=1 python benchmarks/autocast_region.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distamp import autocast
+from distamp.autocast import AutocastState, clear_cast_cache
+
+Run = Callable[[], Any]
+
+
+def paired(ours: Run, theirs: Run, *, number: int, rounds: int) -> tuple[float, float, list[float]]:
+    """Seconds of one call of each, and the ratios of all rounds; the order alternates."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for each in (ours, theirs):
+        each()
+    for round_ in range(rounds):
+        for side in (0, 1) if round_ % 2 else (1, 0):
+            call = (ours, theirs)[side]
+            start = time.thread_time()
+            for _ in range(number):
+                call()
+            times[side].append((time.thread_time() - start) / number)
+    ratios = [a / b for a, b in zip(*times, strict=True)]
+    return statistics.median(times[0]), statistics.median(times[1]), ratios
+
+
+def show(name: str, ours: Run, theirs: Run, *, number: int, rounds: int, unit: float = 1e6) -> None:
+    mine, peer, ratios = paired(ours, theirs, number=number, rounds=rounds)
+    low, mid, high = statistics.quantiles(ratios, n=4)
+    label = {1e6: "us", 1e3: "ms"}[unit]
+    print(
+        f"{name:<68} {mine * unit:8.2f} {peer * unit:8.2f} {label}   "
+        f"{mid:5.2f} [{low:.2f}, {high:.2f}]"
+    )
+
+
+def regions(rounds: int) -> None:
+    low = torch.bfloat16
+    mine, peer = autocast("cpu", dtype=low), torch.autocast("cpu", dtype=low)
+
+    def new_ours() -> None:
+        with autocast("cpu", dtype=low):
+            pass
+
+    def new_theirs() -> None:
+        with torch.autocast("cpu", dtype=low):
+            pass
+
+    def kept_ours() -> None:
+        with mine:
+            pass
+
+    def kept_theirs() -> None:
+        with peer:
+            pass
+
+    def nested_ours() -> None:
+        with mine, autocast("cpu", enabled=False):
+            pass
+
+    def nested_theirs() -> None:
+        with torch.autocast("cpu", dtype=low), torch.autocast("cpu", enabled=False):
+            pass
+
+    decorated_ours, decorated_theirs = mine(int), peer(int)
+    n = 2000
+    show("enter and leave, a new object each time", new_ours, new_theirs, number=n, rounds=rounds)
+    show("enter and leave, one object kept", kept_ours, kept_theirs, number=n, rounds=rounds)
+    show("one kept (ours), one new (torch)", kept_ours, new_theirs, number=n, rounds=rounds)
+    show("a disabled region inside a region", nested_ours, nested_theirs, number=n, rounds=rounds)
+    show("a decorated function", decorated_ours, decorated_theirs, number=n, rounds=rounds)
+
+
+def states(rounds: int) -> None:
+    with autocast("cpu", dtype=torch.float16):
+        state = AutocastState.capture()
+
+    def theirs() -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            pass
+
+    def apply() -> None:
+        with state.apply():
+            pass
+
+    def all_three() -> None:
+        with AutocastState.capture().apply():
+            pass
+
+    def to_new_state() -> None:
+        AutocastState.capture()
+        with state.apply():
+            pass
+
+    n = 2000
+    show("capture (beside one region of torch's)", AutocastState.capture, theirs, number=n,
+         rounds=rounds)  # fmt: skip
+    show("apply and restore", apply, theirs, number=n, rounds=rounds)
+    show("capture, apply, restore: the same state", all_three, theirs, number=n, rounds=rounds)
+    show("capture, apply, restore: another state", to_new_state, theirs, number=n, rounds=rounds)
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend and feed forward."""
+        batch, length, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, 8, width // 8)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.BatchNorm2d(128), nn.ReLU(),
+        nn.Conv2d(128, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def optimizer_step(model: nn.Module, x: torch.Tensor, region: Any, microbatches: int) -> Run:
+    """Forward and backward of a step's microbatches, and a step that costs next to nothing."""
+    optimizer = torch.optim.SGD([next(model.parameters())], lr=1e-6)
+
+    def run() -> None:
+        for part in x.chunk(microbatches):
+            with region:
+                loss = model(part).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def models(rounds: int) -> None:
+    torch.manual_seed(0)
+    made = autocast("cpu", dtype=torch.bfloat16)
+    peer = torch.autocast("cpu", dtype=torch.bfloat16)
+    step = autocast("cpu", dtype=torch.bfloat16, cache_enabled="step")
+    off = autocast("cpu", enabled=False)
+    for name, model, x in (
+        ("transformer block, width 512", Block(512), torch.randn(8, 64, 512)),
+        ("conv net", conv_net(), torch.randn(8, 3, 32, 32)),
+    ):
+        for label, region, against, micro in (
+            ("fp32 over torch bf16", off, peer, 1),
+            ("bf16 over torch bf16", made, peer, 1),
+            ("step cache over torch bf16, 4 microbatches", step, peer, 4),
+        ):
+            ours = optimizer_step(model, x, region, micro)
+            theirs = optimizer_step(model, x, against, micro)
+            show(f"{name}: {label}", ours, theirs, number=1, rounds=rounds, unit=1e3)
+    mlp = nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(1024, 1024), nn.ReLU())])
+    x = torch.randn(32, 1024)
+    ours = optimizer_step(mlp, x, step, 4)
+    theirs = optimizer_step(mlp, x, peer, 4)
+    name = "4-layer MLP, width 1024: step cache, 4 microbatches"
+    show(name, ours, theirs, number=1, rounds=rounds, unit=1e3)
+    ours, theirs = forward_passes(mlp, x, step, 4), forward_passes(mlp, x, peer, 4)
+    show(name + ", forward", ours, theirs, number=1, rounds=rounds, unit=1e3)
+
+
+def forward_passes(model: nn.Module, x: torch.Tensor, region: Any, microbatches: int) -> Run:
+    """The forward passes of a step's microbatches, weights cast anew for each step."""
+
+    def run() -> None:
+        clear_cast_cache()
+        for part in x.chunk(microbatches):
+            with region:
+                model(part)
+
+    return run
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # processor time of one thread is all there is
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=41, help="paired rounds of each comparison")
+    rounds = parser.parse_args().rounds
+    print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} thread(s)")
+    print(f"{'':<68} {'ours':>8} {'torch':>8}      ratio [quartiles]")
+    regions(rounds)
+    states(rounds)
+    models(rounds)
+
+
+if __name__ == "__main__":
+    main()

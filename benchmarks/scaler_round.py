@@ -1,0 +1,167 @@
+"""A whole unscale-sync-step-update round of DistGradScaler beside torch's and fairscale's scalers.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.scaler_round [--ranks 1 2 4] [--rounds 40] [--fused]
+        [--parameters 10 100 1000 10000] [--elements 25000] [--device cuda]
+
+The optimizers' step does nothing, so that only the scaler is timed. All scalers see the same
+gradients in turn; between two turns the gradients are multiplied by the loss scale again and the
+ranks wait for each other, both untimed. A round takes as long as its slowest rank.
+
+fairscale's scaler is made for CUDA and disables itself without it. Here it is enabled by hand, and
+its copy of the flag to the GPU is left out, in its favour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from benchmarks.common import Timings, environment, interleave, markdown, ratio, slowest
+from distamp import DistGradScaler
+from tests.ranks import RankPool
+
+OURS, TORCH, SHARDED, FAIRSCALE = "distamp", "GradScaler", "ShardedGradScaler", "fairscale"
+BESIDE_FAIRSCALE = "distamp beside fairscale"
+PEERS = (SHARDED, TORCH, FAIRSCALE)
+SIZE = 25_000
+SCALE = 65536.0
+# Parameters, optimizers.
+CASES = ((1000, 1), (1000, 4), (20, 1), (20, 4))
+
+
+class NoStep(torch.optim.Optimizer):
+    """An optimizer whose step does nothing."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+class NoFusedStep(NoStep):
+    """As `NoStep`; says, as torch's fused optimizers do, that it divides and skips by itself."""
+
+    _step_supports_amp_scaling = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=40, help="ten times as many below 1 M")
+    parser.add_argument("--fused", action="store_true", help="time fused optimizers' check alone")
+    parser.add_argument("--parameters", type=int, nargs="+", help="other numbers of parameters")
+    parser.add_argument("--elements", type=int, default=SIZE, help="of each parameter")
+    parser.add_argument("--device", default="cpu", help="of parameters, gradients and scale")
+    arguments = parser.parse_args()
+    cases = [(n, 1) for n in arguments.parameters] if arguments.parameters else CASES
+    print(environment(), flush=True)
+    print("distamp's time, and its ratio to each peer's: median [quartiles]\n")
+    header = ["ranks", "parameters", "elements", "optimizers", "ms", *PEERS]
+    print("\n".join(markdown(header, []).splitlines()))
+    for size in arguments.ranks:
+        with RankPool(size, timeout=600) as pool:
+            for parameters, optimizers in cases:
+                times = slowest(
+                    pool.run(
+                        measure,
+                        parameters,
+                        arguments.elements,
+                        optimizers,
+                        arguments.rounds * (10 if parameters * arguments.elements < 10**6 else 1),
+                        fused=arguments.fused,
+                        device=arguments.device,
+                    )
+                )
+                ours = times[OURS]
+                beside = {FAIRSCALE: times.get(BESIDE_FAIRSCALE, [])}
+                cells = [
+                    str(ratio(beside.get(p, ours), times[p])) if p in times else "-" for p in PEERS
+                ]
+                elements = f"{parameters * arguments.elements:,}"
+                milliseconds = f"{1000 * statistics.median(ours):.3g}"
+                row = [size, f"{parameters:,}", elements, optimizers, milliseconds, *cells]
+                print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def measure(
+    parameters: int, elements: int, optimizers: int, rounds: int, *, fused: bool, device: str
+) -> Timings:
+    """Return the times of all scalers on this rank."""
+    ps = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(parameters)]
+    grads = [torch.full((elements,), SCALE, device=device) for _ in ps]
+    for p, grad in zip(ps, grads, strict=True):
+        p.grad = grad
+    kind = NoFusedStep if fused else NoStep
+    opts = [kind(ps[i::optimizers]) for i in range(optimizers)]
+
+    def before() -> None:
+        # Fused optimizers leave the gradients scaled.
+        torch._foreach_mul_(grads, SCALE if grads[0][0] < SCALE else 1.0)
+        dist.barrier()
+
+    rivals = contenders(opts, fused=fused, device=device)
+    slow = rivals.pop(FAIRSCALE, None)
+    times = interleave(rivals, rounds, before=before)
+    if slow is not None:
+        # Apart, in fewer rounds: what follows so long a run finds the machine in another state.
+        pair = {OURS: rivals[OURS], FAIRSCALE: slow}
+        paired = interleave(pair, max(rounds // 5, 5), before=before, warmup=1)
+        times |= {FAIRSCALE: paired[FAIRSCALE], BESIDE_FAIRSCALE: paired[OURS]}
+    return times
+
+
+def contenders(
+    opts: list[torch.optim.Optimizer], *, fused: bool = False, device: str = "cpu"
+) -> dict[str, Callable[[], None]]:
+    """Return one round of each scaler over the same optimizers."""
+    scalers: dict[str, Any] = {
+        OURS: DistGradScaler(device, init_scale=SCALE),
+        TORCH: torch.amp.GradScaler(device, init_scale=SCALE),
+        SHARDED: ShardedGradScaler(device, init_scale=SCALE),
+    }
+    if not fused:  # fairscale hands a fused optimizer another argument and checks nothing
+        scalers[FAIRSCALE] = _fairscale(device)
+    return {name: _round(scaler, opts, device) for name, scaler in scalers.items()}
+
+
+def _round(scaler: Any, opts: list[torch.optim.Optimizer], device: str) -> Callable[[], None]:
+    scaler.scale(torch.ones((), device=device))
+    grouped = isinstance(scaler, DistGradScaler) and len(opts) > 1
+
+    def run() -> None:
+        if grouped:
+            scaler.step_all(opts)
+        else:
+            for optimizer in opts:
+                scaler.step(optimizer)
+        scaler.update()
+
+    return run
+
+
+def _fairscale(device: str) -> Any:
+    from fairscale.optim import grad_scaler
+
+    if device != "cpu":
+        return grad_scaler.ShardedGradScaler(init_scale=SCALE)
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(grad_scaler, "amp_definitely_not_available", return_value=False),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+    ):
+        warnings.simplefilter("ignore")
+        return grad_scaler.ShardedGradScaler(init_scale=SCALE)
+
+
+if __name__ == "__main__":
+    main()
