@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -43,11 +45,17 @@ class Ranks:
         if ranks.world_size == 1:
             yield ranks
             return
+        # DDP and torch's optimizers import torch._dynamo on the way. Imported while a group exists
+        # it keeps that group for ever; gloo's threads then outlive destroy_process_group(), and
+        # one still giving back a tensor while the interpreter ends takes the process with it
+        # ("terminate called without an active exception").
+        importlib.import_module("torch._dynamo")
         cuda = torch.cuda.is_available() and dist.is_nccl_available()
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         try:
             yield ranks
         finally:
+            gc.collect()  # DDP's reducer, which holds the group too, lies in a cycle
             dist.destroy_process_group()
 
     @property

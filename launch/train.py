@@ -33,12 +33,17 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; return the exit code."""
     with Ranks.join() as ranks:
         try:
-            job = prepare(args, ranks)
-            with job.report:
-                train(job)
+            run(args, ranks)
         except UsageError as error:
             return ranks.fail(error)
     return 0
+
+
+def run(args: Sequence[str] | None, ranks: Ranks) -> None:
+    """Make the job ready and train; when this returns, nothing holds the model any more."""
+    job = prepare(args, ranks)
+    with job.report:
+        train(job)
 
 
 def train(job: Job) -> None:

@@ -27,23 +27,27 @@ def text_file(folder: Path, kilobytes: int = 32) -> Path:
     return path
 
 
-def torchrun(processes: int, *args: object) -> list[str]:
+def torchrun(processes: int, *args: object, script: Path = SCRIPT) -> list[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*start, "--nproc-per-node", str(processes), str(SCRIPT), *map(str, args)]
+    return [*start, "--nproc-per-node", str(processes), str(script), *map(str, args)]
 
 
-def _environment() -> dict[str, str]:
+def _environment(path: str = "") -> dict[str, str]:
     ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    return {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run(processes: int, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run to the end, in a folder that is not the repository's."""
+def run(processes: int, *args: object, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    """Run to the end, in a folder that is not the repository's.
+
+    Args:
+        script: what to start in the place of the launcher's own; it can import ``launch``.
+    """
     return subprocess.run(
-        torchrun(processes, *args),
+        torchrun(processes, *args, script=script),
         capture_output=True,
         text=True,
-        env=_environment(),
+        env=_environment("" if script is SCRIPT else str(ROOT)),
         cwd="/",
         timeout=120,
         check=False,

@@ -289,3 +289,28 @@ def test_run_goes_on_with_another_number_of_ranks(text, tmp_path):
     assert "steps 3 -> 6, ranks 1 -> 2" in done.stdout
     one, two = (jobs.records(tmp_path / name) for name in ("one", "two"))
     assert two[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], rel=1e-4)
+
+
+THREADS_LEFT = """
+import sys
+from pathlib import Path
+from launch.train import main
+code = main(sys.argv[1:])
+for task in Path("/proc/self/task").iterdir():
+    name = (task / "comm").read_text().strip()
+    if "gloo" in name:
+        print("left behind:", name, flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
+@pytest.mark.parametrize("steps", [2, 0], ids=["trained", "refused"])
+def test_no_thread_of_the_group_outlives_a_run(text, tmp_path, steps):
+    # One that does may abort the process, should it need the interpreter while that is ending.
+    script = tmp_path / "script.py"
+    script.write_text(THREADS_LEFT)
+    run = ("--data", text, "--run-dir", tmp_path / "run", *TINY, "--steps", steps)
+    done = jobs.run(2, *run, script=script)
+    assert (done.returncode == 0) == (steps > 0), done.stderr
+    assert "left behind" not in done.stdout
