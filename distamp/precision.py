@@ -1,0 +1,211 @@
+"""Levels of precision as values: which dtype each part of training has, and what goes with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, Self
+
+import torch
+
+from distamp.errors import SettingError
+
+__all__ = ["LEVELS", "Precision"]
+
+# -- levels --------------------------------------------------------------------------------------
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one way to train, and what follows from them.
+
+    Differs from Apex's properties in that it is a value: nothing is set on it, and a combination
+    that contradicts itself cannot be made. `Precision.of` makes the rows of `LEVELS`.
+
+    Args:
+        level: Its name.
+        param: The dtype of the model's parameters and floating buffers.
+        compute: The dtype of matrix products and convolutions. Where it differs from ``param``,
+            autocast casts op by op; else every op runs in the dtype of the parameters.
+        reduce: The dtype of gradients when ranks add them up.
+        output: The dtype that what the model returns is cast to; None leaves it as it is.
+        keep_batchnorm_fp32: Whether batch norms stay in float32 in a model of another dtype; None
+            where there is no such model.
+        master_weights: Whether the optimizer works on float32 copies of the parameters; None where
+            parameters are float32 themselves.
+        loss_scale: ``"dynamic"``, or a constant, where 1.0 is none.
+
+    Raises:
+        SettingError: Something contradicts something else.
+
+    Source: Apex's documentation of its opt levels; Micikevicius et al., "Mixed Precision Training",
+    2018.
+    """
+
+    level: str
+    param: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    output: torch.dtype | None
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | Literal["dynamic"]
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether ops are cast one by one, by an autocast region."""
+        return self.compute is not self.param
+
+    @property
+    def casts_model(self) -> bool:
+        """Whether the model's own parameters are in a lower precision."""
+        return self.param in _HALF
+
+    @property
+    def scales(self) -> bool:
+        """Whether a scaler runs, which skips steps that overflow.
+
+        At a constant scale of 1.0 there is nothing to unscale; yet float16 gradients overflow at
+        any scale, so with them it runs.
+        """
+        return self.loss_scale != 1.0 or self.compute is torch.float16
+
+    def __post_init__(self) -> None:
+        for name in ("param", "compute", "reduce"):
+            _check_dtype(name, getattr(self, name))
+        if self.output is not None:
+            _check_dtype("output", self.output)
+        if self.autocasts and self.param is not torch.float32:
+            raise SettingError(
+                f"compute={self.compute} with param={self.param}: autocast casts from float32 "
+                "weights, so let param be torch.float32, or compute the same as param"
+            )
+        if self.casts_model:
+            self._check_cast_model()
+        else:
+            self._check_fp32_model()
+        scale = self.loss_scale
+        if scale != "dynamic" and not (
+            isinstance(scale, float) and math.isfinite(scale) and scale > 0
+        ):
+            raise SettingError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
+
+    def _check_cast_model(self) -> None:
+        for name in ("keep_batchnorm_fp32", "master_weights"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise SettingError(
+                    f"{name} must be True or False at {self.level}, whose model is {self.param}, "
+                    f"not {value!r}"
+                )
+
+    def _check_fp32_model(self) -> None:
+        batchnorm, masters = self.keep_batchnorm_fp32, self.master_weights
+        if self.autocasts and batchnorm is not None:
+            raise SettingError(
+                f"keep_batchnorm_fp32={batchnorm} contradicts {self.level}: autocast leaves the "
+                "model in float32 and chooses for each op; leave it out, or take O2 or O3 for a "
+                "model that is cast"
+            )
+        if self.autocasts and masters is not None:
+            raise SettingError(
+                f"master_weights={masters} contradicts {self.level}: the weights that the "
+                "optimizer steps are float32 already; leave it out, or take O2"
+            )
+        if batchnorm is False:
+            raise SettingError(
+                f"keep_batchnorm_fp32=False contradicts {self.level}: the whole model is float32; "
+                "leave it out, or take O3 for a model that is float16 throughout"
+            )
+        if masters:
+            raise SettingError(
+                f"master_weights=True contradicts {self.level}: the weights are float32 "
+                "themselves; leave it out, or take O2"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        level: str | Precision,
+        *,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+    ) -> Precision:
+        """Return a row of `LEVELS`, with some of it overridden as in Apex.
+
+        Args:
+            level: ``"O0"``, ``"O1"``, ``"O2"``, ``"O3"``, ``"bf16"``, ``"bf16-O2"``, ``"bf16-O3"``,
+                or a value of one's own.
+            keep_batchnorm_fp32: In place of the row's; also ``"True"`` and ``"False"``, as a
+                command line gives them. None leaves the row as it is, here and below.
+            master_weights: In place of the row's.
+            loss_scale: In place of the row's; a number, also as text, or ``"dynamic"``.
+
+        Raises:
+            SettingError: There is no such level, or the override contradicts it.
+        """
+        if isinstance(level, Precision):
+            row = level
+        elif level in LEVELS:
+            row = LEVELS[level]
+        else:
+            hint = "; the O is a letter" if str(level).startswith("0") else ""
+            raise SettingError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
+        changes: dict[str, object] = {}
+        if keep_batchnorm_fp32 is not None:
+            changes["keep_batchnorm_fp32"] = _truth(keep_batchnorm_fp32)
+        if master_weights is not None:
+            changes["master_weights"] = master_weights
+        if loss_scale is not None:
+            changes["loss_scale"] = _scale(loss_scale)
+        return row.replaced(**changes)
+
+    def replaced(self, **changes: object) -> Self:
+        """Return a copy with some fields changed, checked as a whole."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype not in (torch.float32, *_HALF):
+        raise SettingError(
+            f"{name} must be torch.float32, torch.float16 or torch.bfloat16, not {dtype!r}"
+        )
+
+
+def _truth(value: object) -> object:
+    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _scale(value: object) -> object:
+    if value == "dynamic" or isinstance(value, bool):
+        return value
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return value
+
+
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_DYNAMIC: Literal["dynamic"] = "dynamic"
+
+#: Every level by name.
+LEVELS: Mapping[str, Precision] = MappingProxyType(
+    {
+        row.level: row
+        for row in (
+            #         level      param  compute reduce output  batch norm, masters, loss scale
+            Precision("O0", _F32, _F32, _F32, _F32, None, False, 1.0),
+            Precision("O1", _F32, _F16, _F32, None, None, None, _DYNAMIC),
+            Precision("O2", _F16, _F16, _F16, _F32, True, True, _DYNAMIC),
+            Precision("O3", _F16, _F16, _F16, _F32, False, False, 1.0),
+            Precision("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
+            Precision("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
+            Precision("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),
+        )
+    }
+)

@@ -1,0 +1,122 @@
+"""The table of levels: what each row is, what can be overridden, and what contradicts itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from distamp.errors import SettingError
+from distamp.precision import LEVELS, Precision
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# Written down from Apex's documentation: cast_model_type, patch_torch_functions,
+# keep_batchnorm_fp32, master_weights, loss_scale.
+APEX = {
+    "O0": (F32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (F16, False, True, True, "dynamic"),
+    "O3": (F16, False, False, False, 1.0),
+}
+
+
+@pytest.mark.parametrize("level", APEX)
+def test_a_row_has_the_defaults_that_apex_documents(level):
+    row = LEVELS[level]
+    cast_model_type = None if row.autocasts else row.param
+    assert (
+        cast_model_type,
+        row.autocasts,
+        row.keep_batchnorm_fp32,
+        row.master_weights,
+        row.loss_scale,
+    ) == APEX[level]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_float16_levels_run_a_scaler_whatever_the_scale(level):
+    assert Precision.of(level).scales
+    assert Precision.of(level, loss_scale=1.0).scales
+
+
+@pytest.mark.parametrize("level", ["O0", "bf16", "bf16-O2", "bf16-O3"])
+def test_levels_without_float16_run_no_scaler_unless_asked_for(level):
+    assert not Precision.of(level).scales
+    assert Precision.of(level, loss_scale="dynamic").scales
+    assert Precision.of(level, loss_scale=128.0).scales
+
+
+@pytest.mark.parametrize(("half", "bf16"), [("O1", "bf16"), ("O2", "bf16-O2"), ("O3", "bf16-O3")])
+def test_a_bf16_row_is_its_fp16_row_with_another_dtype_and_no_scaler(half, bf16):
+    swapped = {
+        field.name: BF16 if (value := getattr(LEVELS[half], field.name)) is F16 else value
+        for field in dataclasses.fields(Precision)
+    }
+    assert Precision(**swapped | {"level": bf16, "loss_scale": 1.0}) == LEVELS[bf16]
+
+
+def test_rows_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LEVELS["O2"].param = F32
+    with pytest.raises(TypeError):
+        LEVELS["O2"] = LEVELS["O1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32", True),
+        ({"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32", True),
+        ({"master_weights": True}, "master_weights", True),
+        ({"loss_scale": 128}, "loss_scale", 128.0),
+        ({"loss_scale": "128.0"}, "loss_scale", 128.0),
+        ({"loss_scale": "dynamic"}, "loss_scale", "dynamic"),
+    ],
+)
+def test_overrides_are_spelled_as_in_apex(given, field, value):
+    overridden = Precision.of("O3", **given)
+    assert getattr(overridden, field) == value
+    assert overridden == LEVELS["O3"].replaced(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("level", "override", "reason"),
+    [
+        ("O1", {"keep_batchnorm_fp32": True}, "autocast leaves the model in float32"),
+        ("O1", {"keep_batchnorm_fp32": False}, "autocast leaves the model in float32"),
+        ("O1", {"master_weights": True}, "are float32 already"),
+        ("O1", {"master_weights": False}, "are float32 already"),
+        ("bf16", {"master_weights": True}, "are float32 already"),
+        ("O0", {"keep_batchnorm_fp32": False}, "the whole model is float32"),
+        ("O0", {"master_weights": True}, "the weights are float32 themselves"),
+        ("O2", {"keep_batchnorm_fp32": "yes"}, "must be True or False"),
+        ("O2", {"loss_scale": 0.0}, "must be 'dynamic' or a number > 0"),
+        ("O2", {"loss_scale": "inf"}, "must be 'dynamic' or a number > 0"),
+        ("O2", {"loss_scale": "static"}, "must be 'dynamic' or a number > 0"),
+        ("O2", {"loss_scale": True}, "must be 'dynamic' or a number > 0"),
+        ("02", {}, "the O is a letter"),
+        ("O4", {}, "must be one of"),
+    ],
+)
+def test_a_contradiction_is_refused_with_its_reason(level, override, reason):
+    with pytest.raises(SettingError, match=reason) as raised:
+        Precision.of(level, **override)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_o0_says_of_itself_may_be_said():
+    said = Precision.of("O0", keep_batchnorm_fp32=True, master_weights=False)
+    assert said == LEVELS["O0"].replaced(keep_batchnorm_fp32=True)
+
+
+def test_autocast_from_weights_that_are_half_already_cannot_be_made():
+    with pytest.raises(SettingError, match="autocast casts from float32"):
+        LEVELS["O2"].replaced(compute=BF16)
+
+
+@pytest.mark.parametrize("field", ["param", "compute", "reduce", "output"])
+def test_dtypes_are_those_that_training_knows(field):
+    with pytest.raises(SettingError, match=f"{field} must be torch.float32"):
+        LEVELS["O0"].replaced(**{field: torch.int8})
