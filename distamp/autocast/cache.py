@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from distamp.autocast import op_lists
-from distamp.autocast.thread_stack import thread
+from distamp.autocast.threads.stack import thread
 
 __all__ = [
     "CastCacheStats",

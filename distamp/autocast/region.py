@@ -28,14 +28,14 @@ from torch import (
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.compiler import is_dynamo_compiling
 
-from distamp.autocast.suspension import (
+from distamp.autocast.threads.stack import enter_extras, leave_extras, leave_out_of_order, thread
+from distamp.autocast.threads.suspension import (
     ENTER_CONTEXT,
     SUSPENDABLE,
     refuse_if_suspended,
     suspendable_kind,
     wrap,
 )
-from distamp.autocast.thread_stack import enter_extras, leave_extras, leave_out_of_order, thread
 from distamp.errors import RegionError
 
 try:

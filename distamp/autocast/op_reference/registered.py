@@ -1,0 +1,179 @@
+"""The category torch registered for each op: what its autocast kernel does before the op runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distamp.autocast.op_lists.names import overloads
+from distamp.autocast.op_lists.rules import Category
+
+__all__ = ["BANNED", "autocast_without_device", "registered", "registered_overloads"]
+
+# Ops that raise in an autocast region, with advice on what to use instead.
+BANNED = "banned"
+
+
+# Called through torch's binding, which hands their warnings to Python's filters.
+_DEPRECATED = {"_lu_with_info", "chain_matmul", "cross", "lu_solve", "qr", "stft"}
+
+
+class _Reached(Exception):
+    """The op itself was reached; it need not run."""
+
+
+class _Casts(TorchDispatchMode):
+    """Records the dtypes that an autocast kernel casts to, and stops at the op behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # A fake tensor is asked for its device.
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default:
+            self.dtypes.add(kwargs["dtype"])
+            return func(*args, **kwargs)
+        if kwargs.get("dtype") is not None:
+            self.dtypes.add(kwargs["dtype"])
+        if True in args and func._schema.arguments[args.index(True)].name == "half_to_float":
+            self.dtypes.add(torch.float32)
+        raise _Reached
+
+
+def _arguments(overload: OpOverload, tensors: Iterator[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of the right types; the shapes need not fit, as the op never runs."""
+    plain: Mapping[str, Any] = {
+        "int": 1,
+        "float": 1.0,
+        "number": 1,
+        "bool": False,
+        "str": "ij,jk->ik",
+        "List[int]": [1],
+        "Optional[int]": None,
+    }
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in overload._schema.arguments:
+        kind = str(argument.type)
+        if kind in ("Tensor", "List[Tensor]"):
+            value: Any = next(tensors)
+            value = value if kind == "Tensor" else [value, next(tensors)]
+        elif argument.has_default_value():
+            continue
+        elif kind == "List[Optional[Tensor]]":
+            value = [None]
+        else:
+            value = plain.get(kind)
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def _casts(
+    overload: OpOverload, device_type: str, lower: torch.dtype, dtypes: tuple[torch.dtype, ...]
+) -> set[torch.dtype] | str:
+    """What one op's inputs of ``dtypes``, in turn, are cast to; or BANNED."""
+
+    def tensors() -> Iterator[Tensor]:
+        while True:
+            for dtype in dtypes:
+                yield torch.ones(2, 2, dtype=dtype, device=device_type)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        args, kwargs = _arguments(overload, tensors())
+        name = overload._schema.name.removeprefix("aten::")
+        call = getattr(torch._C._VariableFunctions, name) if name in _DEPRECATED else overload
+        with (
+            autocast_without_device(device_type, lower),
+            _Casts() as casts,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            try:
+                call(*args, **kwargs)
+            except RuntimeError as error:
+                if "unsafe to autocast" in str(error):
+                    return BANNED
+            except (_Reached, IndexError, TypeError, ValueError, NotImplementedError):
+                pass
+    found: set[torch.dtype] = casts.dtypes
+    return found
+
+
+@contextlib.contextmanager
+def autocast_without_device(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast for a device that need not be there, which torch.autocast turns off."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+        torch.clear_autocast_cache()
+
+
+def _category(overload: OpOverload, device_type: str) -> Category | str:
+    lower, fp32 = torch.bfloat16, torch.float32
+    of_fp32 = _casts(overload, device_type, lower, (fp32,))
+    if isinstance(of_fp32, str):
+        return of_fp32
+    if lower in of_fp32:
+        return Category.LOWER_PRECISION
+    if fp32 in _casts(overload, device_type, lower, (lower,)):
+        return Category.FP32
+    if fp32 in _casts(overload, device_type, lower, (lower, fp32)):
+        return Category.PROMOTE
+    return Category.UNLISTED
+
+
+@functools.cache
+def registered_overloads(device_type: str) -> Mapping[OpOverload, Category | str]:
+    """Every overload torch registered an autocast kernel for, and its category."""
+    key = "Autocast" + torch._C._dispatch_key_for_device(device_type)
+    names = {
+        full.removeprefix("aten::").partition(".")[0]
+        for full in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+        if full.startswith("aten::")
+    }
+    return {
+        overload: _category(overload, device_type)
+        for name in sorted(names)
+        for overload in overloads(name)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
+    }
+
+
+def registered(device_type: str) -> Mapping[str, Category | str]:
+    """Every op torch registered an autocast kernel for, and its category.
+
+    The dispatcher tells that a kernel is there but not what it does, so each is called once with
+    fake inputs and watched until the op itself would start. No device is needed.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"`` and so on.
+
+    Returns:
+        Dispatcher op, without its overload, to category or :data:`BANNED`.
+    """
+    return {
+        overload._schema.name.removeprefix("aten::"): category
+        for overload, category in registered_overloads(device_type).items()
+    }
