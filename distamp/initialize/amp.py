@@ -1,0 +1,303 @@
+"""Amp: one object that trains a model at its level of precision; what `initialize` returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distamp.autocast import autocast
+from distamp.errors import StageError
+from distamp.initialize import amp_state
+from distamp.initialize.ddp_passes import OnePassEach
+from distamp.initialize.losses import LossScales
+from distamp.initialize.wrappers import Wrapping, no_sync
+from distamp.precision import Precision
+from distamp.scaler import DistGradScaler
+from distamp.scaler.gradients import parameters_of
+
+__all__ = ["Amp", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Which optimizers stepped, known on the device; ``bool`` of it waits for the host to know.
+
+    Args:
+        taken: 0-d bool, whether every optimizer stepped.
+        optimizers: The same for each optimizer, in the order in which they were given.
+    """
+
+    taken: Tensor
+    optimizers: tuple[Tensor, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.taken.item())
+
+
+class Amp:
+    """A model, its optimizers, and the scaler and region that its level asks for.
+
+    As the pair of ``torch.amp.autocast`` and ``torch.amp.GradScaler``, put together for one level,
+    so that a loop reads the same at all of them. Nothing is patched: ``scaler`` and ``precision``
+    are there for what is not covered, closures (LBFGS) for example:
+    ``amp.scaler.step(optimizer, closure)``.
+
+    Attributes:
+        models: What was given, cast where the level asks for it.
+        optimizers: What was given.
+        precision: The level, overrides included.
+        scaler: The `DistGradScaler`; disabled where the level needs none.
+
+    Example::
+
+        amp = distamp.initialize(model, optimizer, "O1")
+        for inputs, targets in batches:
+            amp.zero_grad()
+            with amp.autocast():
+                loss = loss_fn(amp.model(inputs), targets)
+            amp.backward(loss)
+            amp.clip_grad_norm_(1.0)
+            if amp.step():
+                schedule.step()
+    """
+
+    def __init__(
+        self,
+        models: tuple[nn.Module, ...],
+        wrappings: tuple[Wrapping, ...],
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        precision: Precision,
+        scaler: DistGradScaler,
+        region: autocast,
+        losses: LossScales | None,
+        num_losses: int,
+    ) -> None:
+        self.models = models
+        self.optimizers = optimizers
+        self.precision = precision
+        self.scaler = scaler
+        self._wrappings = wrappings
+        self._region = region
+        self._losses = losses
+        self._num_losses = num_losses
+        self._passes = [OnePassEach(m) for m, w in zip(models, wrappings, strict=True) if w.is_ddp]
+        self._syncs = True
+        self._unscaled = False
+        self._seen = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, to be called in place of the one that was given.
+
+        Raises:
+            ValueError: Several were given.
+        """
+        if len(self.models) != 1:
+            raise ValueError(
+                f"amp.model stands for one model and {len(self.models)} were given to initialize; "
+                "take them from amp.models"
+            )
+        return self.models[0]
+
+    # -- forward and backward --------------------------------------------------------------------
+
+    def autocast(self) -> autocast:
+        """Return the region for forward passes and losses; one in which nothing is cast at O2, O3.
+
+        A ``torch.autocast``: a context manager and a decorator.
+        """
+        return self._region
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate without reducing over ranks in what runs inside, forward and backward.
+
+        As ``no_sync()`` of DDP and FSDP1 and ``set_requires_gradient_sync(False)`` of FSDP2, for
+        every model at once; nothing happens where there is no such wrapper.
+        """
+        return self._pause_sync()
+
+    @contextlib.contextmanager
+    def _pause_sync(self) -> Iterator[None]:
+        before, self._syncs = self._syncs, False
+        try:
+            with contextlib.ExitStack() as stack:
+                for model in self.models:
+                    stack.enter_context(no_sync(model))
+                yield
+        finally:
+            self._syncs = before
+
+    def backward(
+        self,
+        loss: Tensor,
+        loss_id: int = 0,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Scale a loss and add its gradients to those that are there.
+
+        As ``scaler.scale(loss).backward()``.
+
+        Args:
+            loss: 0-d, best taken in float32.
+            loss_id: Whose scale it has, below ``num_losses``.
+            retain_graph: As in ``Tensor.backward``.
+            create_graph: As in ``Tensor.backward``.
+            inputs: As in ``Tensor.backward``.
+
+        Raises:
+            ValueError: There is no such ``loss_id``.
+            StageError: Gradients were clipped already; or DDP would not reduce this pass, because
+                its forward pass had one already.
+        """
+        self._check_loss_id(loss_id)
+        if self._unscaled:
+            raise StageError(
+                "backward() after clip_grad_norm_() would add scaled gradients to unscaled ones; "
+                "clip after the last backward() of the iteration"
+            )
+        scaled = self.scaler.scale(loss)
+        if self._losses is not None:
+            if not self._syncs and any(w.is_sharded for w in self._wrappings):
+                raise StageError(
+                    "several losses cannot accumulate inside no_sync() under FSDP, which keeps "
+                    "unreduced gradients where their scale cannot be changed; take one loss scale "
+                    "(num_losses=1), or leave no_sync() out"
+                )
+            self._losses.enter(loss_id)
+            scaled = scaled * self._losses.scale_of(loss_id)
+        with contextlib.ExitStack() as stack:
+            for passes in self._passes if self._syncs else ():
+                stack.enter_context(passes.one())
+            scaled.backward(
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                inputs=None if inputs is None else list(inputs),
+            )
+
+    def grad(
+        self,
+        loss: Tensor,
+        inputs: Sequence[Tensor],
+        loss_id: int = 0,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Return gradients of a loss, for a penalty on them; ``.grad`` stays as it is.
+
+        As ``torch.autograd.grad``, but the loss is scaled on the way, so that float16 holds what
+        is between, and what comes back is unscaled and float32.
+
+        Args:
+            loss: 0-d.
+            inputs: What to differentiate by.
+            loss_id: Whose scale is used.
+            retain_graph: As in ``torch.autograd.grad``.
+            create_graph: As in ``torch.autograd.grad``; True for a penalty.
+        """
+        self._check_loss_id(loss_id)
+        one = torch.ones((), device=loss.device)
+        scale = self.scaler.scale(one)
+        if self._losses is not None:
+            scale = scale * self._losses.scale_of(loss_id)
+        scaled = loss.float() * scale
+        gradients = torch.autograd.grad(
+            scaled, inputs, retain_graph=retain_graph, create_graph=create_graph
+        )
+        inverse = scale.double().reciprocal().float()
+        return tuple(gradient.float() * inverse for gradient in gradients)
+
+    def _check_loss_id(self, loss_id: int) -> None:
+        if not 0 <= loss_id < self._num_losses:
+            raise ValueError(
+                f"loss_id must be at least 0 and below num_losses={self._num_losses}, not "
+                f"{loss_id}; for more losses with scales of their own: initialize(..., num_losses=)"
+            )
+
+    # -- clip and step ---------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the norm of the gradient of all optimizers, of which every rank may hold a part.
+
+        As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with unscaled gradients.
+
+        Args:
+            max_norm: The largest norm to leave; > 0.
+            norm_type: The order of the norm; > 0, inf for the largest magnitude.
+
+        Returns:
+            The norm before clipping: 0-d float32, the same on every rank.
+        """
+        self._require_optimizers()
+        given = self._to_step()
+        if self._losses is not None and not self._unscaled:
+            self._losses.close()
+        one = len(given) == 1
+        if not one and not self._unscaled and (self._losses is not None or not self._seen):
+            # The scaler tells whose gradients it is given by the optimizers it has seen.
+            self.scaler.unscale_(*given)
+        clipped: Any = given[0] if one else [p for o in self.optimizers for p in parameters_of(o)]
+        self._unscaled = self._seen = True
+        return self.scaler.clip_grad_norm_(clipped, max_norm, norm_type)
+
+    def step(self) -> StepResult:
+        """Step every optimizer that did not overflow on any rank, and move the loss scale.
+
+        As ``scaler.step(optimizer)`` for each and ``scaler.update()``, with one message for all.
+        Never waits by itself; whether it was taken is asked of the result.
+
+        Raises:
+            StageError, GradientError, LockstepError, LossScaleCollapse: As ``DistGradScaler.step``.
+        """
+        self._require_optimizers()
+        if self._losses is not None and not self._unscaled:
+            self._losses.close()
+        try:
+            self.scaler.step_all(self._to_step())
+        finally:
+            self._unscaled = False
+        self._seen = True
+        found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
+        if self._losses is not None:
+            self._losses.update(self.scaler.found_inf)
+        self.scaler.update()
+        taken = tuple(flag == 0 for flag in found)
+        device = taken[0].device
+        return StepResult(torch.stack([flag.to(device) for flag in taken]).all(), taken)
+
+    def _to_step(self) -> list[torch.optim.Optimizer]:
+        tellers = [] if self._losses is None else self._losses.tellers
+        return [*self.optimizers, *tellers]
+
+    def _require_optimizers(self) -> None:
+        if not self.optimizers:
+            raise StageError("initialize was given no optimizer, so there is nothing to step")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of every model and optimizer."""
+        for model in self.models:
+            model.zero_grad(set_to_none=set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the level and the loss scales, to be saved beside model and optimizers."""
+        return amp_state.saved(self.precision, self.scaler, self._losses)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, or Apex's ``amp.state_dict()``, or a scaler's.
+
+        Raises:
+            SettingError: It holds another number of losses, or a value out of range.
+        """
+        amp_state.load(state, self.precision, self.scaler, self._losses)

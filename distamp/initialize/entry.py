@@ -1,0 +1,201 @@
+"""initialize: from a model, its optimizers and a level to something that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch import nn
+
+from distamp.autocast import OpLists, autocast, bind
+from distamp.errors import SettingError
+from distamp.initialize.amp import Amp
+from distamp.initialize.casting import cast_model
+from distamp.initialize.checks import check_model, check_optimizers
+from distamp.initialize.losses import LossScales
+from distamp.initialize.wrappers import Wrapping, recognise
+from distamp.precision import Precision
+from distamp.scaler import DistGradScaler, DynamicSchedule, Schedule, StaticSchedule
+from distamp.scaler.process_group import GroupLike
+
+__all__ = ["Overrides", "initialize"]
+
+
+class Overrides(TypedDict, total=False):
+    """What can be given to `initialize` by name beside the level."""
+
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: float | str | None
+    num_losses: int
+    init_scale: float
+    schedule: Schedule | None
+    max_consecutive_skips: int | None
+    ops: OpLists | None
+    cache_enabled: bool | Literal["step"] | None
+
+
+def initialize(
+    model: nn.Module | Sequence[nn.Module],
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    opt_level: str | Precision = "O1",
+    *,
+    process_group: GroupLike = None,
+    comm_hook: object = None,
+    **overrides: Unpack[Overrides],
+) -> Amp:
+    """Make a model and its optimizers ready to train at a level of precision.
+
+    As ``apex.amp.initialize``, in every layout, with nothing patched: DDP, FSDP1, FSDP2,
+    fairscale's wrappers and DataParallel are recognised. A model is cast in place where it is
+    plain or in DataParallel; any other wrapper must come after `cast_model`, and what cannot work
+    is refused with the order to do it in.
+
+    Args:
+        model: The model as it is to be called, wrapped or not; or several.
+        optimizers: One or several, over parameters of the models; None to run the model alone.
+        opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
+        process_group: The ranks that hold a part of the models; see `DistGradScaler`.
+        comm_hook: How gradients travel between the ranks; see ``distamp.comm_hooks``.
+        overrides: ``keep_batchnorm_fp32``, ``master_weights`` and ``loss_scale`` (a number or
+            ``"dynamic"``) as in Apex, None leaving the level's own; ``num_losses``, each with a
+            scale of its own; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of the
+            scaler; ``ops`` and ``cache_enabled`` of the autocast region.
+
+    Raises:
+        SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
+            or an optimizer do not go with it; says what to do instead.
+        TypeError: There is no such override.
+
+    Source: Apex's documentation of amp.initialize.
+    """
+    _refuse_unknown(overrides)
+    precision = Precision.of(
+        opt_level,
+        keep_batchnorm_fp32=overrides.get("keep_batchnorm_fp32"),
+        master_weights=overrides.get("master_weights"),
+        loss_scale=overrides.get("loss_scale"),
+    )
+    models = _several("model", model, nn.Module)
+    to_step = _several("optimizers", optimizers, torch.optim.Optimizer)
+    if not models:
+        raise SettingError("initialize needs at least one model")
+    if comm_hook is not None:
+        raise SettingError(
+            "comm_hook is not available in this version; register one on the wrapper itself"
+        )
+    wrappings = tuple(map(recognise, models))
+    for each, wrapping in zip(models, wrappings, strict=True):
+        check_model(each, wrapping, precision)
+    check_optimizers(models, to_step)
+    if precision.master_weights and to_step and any(w.computes_in is None for w in wrappings):
+        raise SettingError(
+            f"{precision.level} needs float32 master weights, which are not available in this "
+            "version outside FSDP's own mixed precision"
+        )
+    for each, wrapping in zip(models, wrappings, strict=True):
+        _prepare(each, wrapping, precision)
+    device = _device_of(models)
+    num_losses = _checked_count(overrides.get("num_losses", 1))
+    scaler, losses = _scaling(precision, models, to_step, device, process_group, overrides)
+    region = autocast(
+        device.type,
+        precision.compute if precision.autocasts else None,
+        enabled=precision.autocasts,
+        cache_enabled=overrides.get("cache_enabled"),
+        ops=overrides.get("ops"),
+    )
+    return Amp(models, wrappings, to_step, precision, scaler, region, losses, num_losses)
+
+
+def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+    if precision.casts_model and wrapping.computes_in is None:
+        cast_model(wrapping.inner, precision)
+    if precision.autocasts and wrapping.name == "DataParallel":
+        # torch's replicas know whether autocast is on, and not in which dtype.
+        bind(model)
+
+
+def _scaling(
+    precision: Precision,
+    models: tuple[nn.Module, ...],
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    device: torch.device,
+    process_group: GroupLike,
+    overrides: Overrides,
+) -> tuple[DistGradScaler, LossScales | None]:
+    """Return the scaler, and the scales of several losses, for which it then has scale 1."""
+    schedule, init_scale = _schedule(precision, overrides)
+    several = overrides.get("num_losses", 1) > 1 and precision.scales
+    scaler = DistGradScaler(
+        device.type,
+        init_scale=1.0 if several else init_scale,
+        schedule=StaticSchedule() if several else schedule,
+        enabled=precision.scales,
+        process_group=process_group,
+        fp16_grads="inplace" if precision.param is torch.float16 else "error",
+        max_consecutive_skips=overrides.get("max_consecutive_skips"),
+        named_parameters=[pair for model in models for pair in model.named_parameters()],
+    )
+    if not several:
+        return scaler, None
+    count = overrides["num_losses"]
+    return scaler, LossScales(count, schedule, init_scale, device, optimizers)
+
+
+def _schedule(precision: Precision, overrides: Overrides) -> tuple[Schedule, float]:
+    given, init_scale = overrides.get("schedule"), overrides.get("init_scale")
+    if precision.loss_scale == "dynamic":
+        return given or DynamicSchedule(), 2.0**16 if init_scale is None else init_scale
+    if given is not None or init_scale is not None:
+        name = "schedule" if given is not None else "init_scale"
+        raise SettingError(
+            f"{name} was given, and the loss scale of {precision.level} is the constant "
+            f"{precision.loss_scale:g}; pass loss_scale='dynamic' too, or leave {name} out"
+        )
+    return StaticSchedule(), float(precision.loss_scale)
+
+
+def _several(name: str, given: Any, kind: type) -> tuple[Any, ...]:
+    several = () if given is None else (given,) if isinstance(given, kind) else tuple(given)
+    for each in several:
+        if not isinstance(each, kind):
+            raise TypeError(
+                f"{name} must be a {kind.__name__} or several, not {type(each).__name__}"
+            )
+    return several
+
+
+def _device_of(models: tuple[nn.Module, ...]) -> torch.device:
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    raise SettingError("the model has no parameters, so there is nothing to train")
+
+
+def _checked_count(count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise SettingError(f"num_losses must be an integer >= 1, not {count!r}")
+    return count
+
+
+_APEX = {
+    "cast_model_type": "the level says it: O2 and O3 cast the model to float16, bf16-O2 and "
+    "bf16-O3 to bfloat16",
+    "patch_torch_functions": "nothing is patched: O1 casts inside amp.autocast()",
+    "cast_model_outputs": "pass opt_level=Precision.of(level).replaced(output=dtype)",
+    "enabled": "pass opt_level='O0'",
+    "hard_override": "a contradiction cannot be overridden",
+    "verbosity": "nothing is printed",
+    "min_loss_scale": "pass schedule=DynamicSchedule(min_scale=...)",
+    "max_loss_scale": "pass schedule=DynamicSchedule(max_scale=...)",
+}
+
+
+def _refuse_unknown(overrides: Overrides) -> None:
+    for name in overrides:
+        if name not in Overrides.__annotations__:
+            known = ", ".join(Overrides.__annotations__)
+            hint = f"Apex's {name}: {_APEX[name]}" if name in _APEX else f"it takes {known}"
+            raise TypeError(f"initialize() got an unexpected argument {name!r}; {hint}")
