@@ -1,3 +1,25 @@
 """Gradient communication in fewer bytes: fp16 on the wire, fp32 in the sum."""
 
-__all__: list[str] = []
+from distamp.comm_hooks.ddp import (
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from distamp.comm_hooks.registration import register
+from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.stats import HookStats
+from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
+
+__all__ = [
+    "WIRE_FORMATS",
+    "CommHookState",
+    "HookStats",
+    "WireFormat",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "register",
+    "wire_format",
+]

@@ -1,0 +1,151 @@
+"""The ranks that exchange gradients, and the collectives they do it with.
+
+On the host a hook has a gloo group of its own: its exchanges run beside the backward pass, and
+collectives of one group must be issued in the same order on every rank. On an accelerator the
+caller's group serves, because there everything is put on a stream by the calling thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
+
+__all__ = ["Channel", "refuse_stranger", "resolve_group"]
+
+
+def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
+    """Return the group to exchange over: ``process_group``, or the default group for None.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or this rank is no member.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "a communication hook needs a process group: call "
+            "torch.distributed.init_process_group first"
+        )
+    refuse_stranger(process_group)
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None
+    return group
+
+
+def refuse_stranger(process_group: object) -> None:
+    """Refuse what ``new_group`` returns on ranks that are no members of the new group.
+
+    Raises:
+        ValueError: It is that.
+    """
+    if dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group does not contain this rank; give each rank the group it belongs to"
+        )
+
+
+class Channel:
+    """Two collectives over the ranks of one group: all-to-all, and gather of equal rows.
+
+    Making one is collective: every rank of the group does so at the same point.
+
+    Args:
+        process_group: The ranks. Held weakly: a group that is destroyed ends this channel too.
+        device: Where the gradients lie.
+    """
+
+    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
+        self._group = weakref.ref(process_group)
+        self.device = device
+        self.size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.on_host = device.type == "cpu"
+        self._backend: Any = None
+        if self.on_host and self.size > 1:
+            self._backend = _own_gloo(process_group, self.rank, self.size)
+            weakref.finalize(process_group, _close, weakref.ref(self))
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group this channel was made for.
+
+        Raises:
+            RuntimeError: It was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the process group of this communication hook was destroyed; wrap the model and "
+                "register the hook again"
+            )
+        return group
+
+    def global_ranks(self) -> list[int]:
+        """Return the default group's number of every rank here."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        """Send the r-th part of ``sent`` to rank r; both uint8 of equal parts. Returns the work."""
+        if self._backend is None:
+            return dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
+        return self._backend.alltoall_base(received, sent, [], [])
+
+    def gather(self, received: Tensor, row: Tensor, staging: Tensor) -> Any:
+        """Collect every rank's ``row``, by rank. Returns the work.
+
+        Args:
+            received: uint8, ``size`` rows.
+            row: uint8, this rank's.
+            staging: uint8 like ``received``, to be left alone until the work is done. gloo's own
+                gather sends in ``size - 1`` turns; one all-to-all of copies waits once.
+        """
+        if self._backend is None:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return gather(received, row, group=self.process_group, async_op=True)
+        staging.view(self.size, -1).copy_(row)
+        return self._backend.alltoall_base(received, staging, [], [])
+
+
+def _close(channel: weakref.ref[Channel]) -> None:
+    living = channel()
+    if living is not None:
+        living._backend = None
+
+
+def _own_gloo(parent: ProcessGroup, rank: int, size: int) -> Any:
+    """Return a gloo group of the same ranks, whose life is its owner's alone.
+
+    torch's ``new_group`` would need the ranks outside the group too, or name it by its ranks: made
+    a second time, such a group finds the addresses of the first.
+    """
+    names = torch.randint(2**62, (1,), generator=_seeded_by_the_system())
+    on_device = names.to(_device_of(parent))
+    dist.broadcast(on_device, src=dist.get_global_rank(parent, 0), group=parent)
+    store = dist.distributed_c10d._get_default_store()
+    name = f"distamp/comm_hooks/{int(on_device.item())}"
+    return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, _timeout(parent))
+
+
+def _seeded_by_the_system() -> torch.Generator:
+    # Users seed the default generator alike in every run, and a store may outlive a run.
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    types = [device.type for device in group._device_types]
+    if "cpu" in types or not types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())
+
+
+def _timeout(group: ProcessGroup) -> timedelta:
+    backend = group._get_backend(_device_of(group))
+    timeout: timedelta = getattr(backend.options, "_timeout", dist.default_pg_timeout)
+    return timeout

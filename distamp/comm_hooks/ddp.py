@@ -1,0 +1,184 @@
+"""Hooks for DistributedDataParallel, with the names and signatures of torch's own."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from distamp.comm_hooks.state import CommHookState, completed, state_of
+
+__all__ = [
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "wire_hook",
+]
+
+State: TypeAlias = CommHookState | dist.ProcessGroup | None
+Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
+
+
+# torch's DDP compares annotations with the very objects, so they are not strings in this file.
+def fp16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket through fp16 with an exponent for each block, summed in fp32.
+
+    Unlike ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``, which
+    casts and adds in fp16, nothing over- or underflows at any loss scale and the error does not
+    grow with the number of ranks. For torch's numbers to the bit, register "fp16_plain".
+
+    Args:
+        state: A ProcessGroup, None for the default group, or what `register` returned.
+        bucket: DDP's bucket; its gradients are replaced by their mean over all ranks.
+
+    Returns:
+        A future of the averaged buffer.
+
+    Raises:
+        ValueError: The ranks' buckets differ; raised on all ranks.
+        TypeError: ``state`` is something else.
+    """
+    return average_bucket(state_of(state, "fp16"), bucket)
+
+
+def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket through bf16, summed in fp32.
+
+    Unlike torch's hook of this name it needs no NCCL and rounds twice, however many the ranks.
+
+    Args:
+        state: A ProcessGroup, None for the default group, or what `register` returned.
+        bucket: DDP's bucket; its gradients are replaced by their mean over all ranks.
+
+    Returns:
+        A future of the averaged buffer.
+
+    Raises:
+        ValueError: The ranks' buckets differ; raised on all ranks.
+        TypeError: ``state`` is something else.
+    """
+    return average_bucket(state_of(state, "bf16"), bucket)
+
+
+def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket in the format of ``state``, which `register` made.
+
+    Args:
+        state: The state, whose format is used.
+        bucket: DDP's bucket; its gradients are replaced by their mean over all ranks.
+
+    Returns:
+        A future of the averaged buffer.
+
+    Raises:
+        ValueError: The ranks' buckets differ; raised on all ranks.
+    """
+    return average_bucket(state, bucket)
+
+
+# torch's DDP refuses hooks of two names where NCCL is missing, whatever they do.
+bf16_compress_hook.__name__ = "bf16_hook"
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """Cast buckets to fp16 for ``hook`` and what it returns back, as torch's wrapper does.
+
+    For hooks with a compression of their own, such as PowerSGD. Gradients beyond 65504 become inf;
+    `fp16_compress_hook` loses none.
+
+    Args:
+        hook: A DDP communication hook.
+
+    Returns:
+        A hook with the same state.
+    """
+    return _casting(hook, torch.float16)
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """Cast buckets to bf16 for ``hook`` and what it returns back, as torch's wrapper does.
+
+    Unlike torch's it is accepted by DDP on every backend.
+
+    Args:
+        hook: A DDP communication hook.
+
+    Returns:
+        A hook with the same state.
+    """
+    return _casting(hook, torch.bfloat16)
+
+
+def _casting(hook: Hook, dtype: torch.dtype) -> Hook:
+    def casting_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(dtype))
+
+        def back(future: Future[Tensor]) -> Tensor:
+            averaged: Tensor = future.value()
+            return buffer.copy_(averaged)
+
+        return hook(state, bucket).then(back)
+
+    return casting_hook
+
+
+def average_bucket(state: CommHookState, bucket: Any) -> Future[Tensor]:
+    """Average what DDP, or its compiled reducer, hands to a hook."""
+    if isinstance(bucket, tuple):
+        gradient, parameter = bucket
+        return completed(average_gradient_(state, gradient, parameter))
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        return _average_sparse(state, bucket)
+    if state.wire.name == "fp16_plain":
+        return _average_plain(state, buffer)
+    return state.average(bucket.index(), buffer, bucket.parameters())
+
+
+def average_gradient_(state: CommHookState, gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Average one gradient in place and wait for it."""
+    if gradient.is_sparse:
+        raise ValueError("a sparse gradient cannot be averaged by a compiled reducer")
+    flat = gradient.reshape(-1)
+    if state.wire.name == "fp16_plain":
+        averaged = _average_plain(state, flat).wait()
+    else:
+        averaged = state.average(-1, flat, [parameter]).wait()
+    if averaged.data_ptr() != gradient.data_ptr():
+        gradient.copy_(averaged.view_as(gradient))
+    return gradient
+
+
+def _average_plain(state: CommHookState, buffer: Tensor) -> Future[Tensor]:
+    """As torch's own hook: cast, divide, and add in fp16."""
+    group = state.process_group
+    sent = buffer.to(torch.float16).div_(dist.get_world_size(group))
+    state.all_reduced("fp16_plain", sent, buffer)
+    work = dist.all_reduce(sent, group=group, async_op=True)
+
+    def back(future: Future[Any]) -> Tensor:
+        return buffer.copy_(future.value()[0])
+
+    result: Future[Tensor] = work.get_future().then(back)
+    return result
+
+
+def _average_sparse(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
+    """All-reduce as without a hook: what is sparse is sent as it is."""
+    group = state.process_group
+    buffer = bucket.buffer()
+    state.fell_back("sparse gradient all-reduced as it is")
+    state.leave_out(bucket.parameters())
+    work = dist.all_reduce(buffer.div_(dist.get_world_size(group)), group=group, async_op=True)
+
+    def first(future: Future[Any]) -> Tensor:
+        averaged: Tensor = future.value()[0]
+        return averaged
+
+    result: Future[Tensor] = work.get_future().then(first)
+    return result

@@ -1,0 +1,113 @@
+"""One call that gives a wrapped model the right kind of communication hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp.comm_hooks.ddp import wire_hook
+from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.wire import WireFormat, wire_format
+
+__all__ = ["register"]
+
+_CHOICES = (
+    "DistributedDataParallel, FullyShardedDataParallel, or a module that fully_shard was applied to"
+)
+
+
+def register(
+    model: nn.Module, wire: str = "fp16", *, process_group: ProcessGroup | None = None
+) -> CommHookState:
+    """Average the gradients of a wrapped model through a wire format.
+
+    Unlike ``model.register_comm_hook`` it finds the wrapper's own place for a hook, and checks that
+    format, gradients and group fit. Every rank calls it at the same point, before the first
+    backward pass.
+
+    Args:
+        model: A DistributedDataParallel module.
+        wire: ``"fp16"``, ``"fp16_plain"`` (torch's hook to the bit), ``"bf16"``, ``"int16"``,
+            ``"int8"`` or ``"fp8_e4m3"``.
+        process_group: The ranks to average over; None takes the model's own.
+
+    Returns:
+        The state of the hook: its ``stats()``, and what ``DistGradScaler.attach`` takes.
+
+    Raises:
+        ValueError: Unknown format; a module that is none of the wrappers, or has a hook already; a
+            group of other ranks; a wire that is wider than the gradients.
+    """
+    chosen = wire_format(wire)
+    if isinstance(model, DistributedDataParallel):
+        return _register_ddp(model, chosen, process_group)
+    raise ValueError(_unsuitable(model))
+
+
+def _register_ddp(
+    model: DistributedDataParallel, wire: WireFormat, process_group: ProcessGroup | None
+) -> CommHookState:
+    group = model.process_group
+    if process_group is not None and process_group is not group:
+        given, own = (_ranks(each) for each in (process_group, group))
+        if given != own:
+            raise ValueError(
+                f"process_group holds ranks {given}, but the model is replicated over ranks {own}; "
+                "leave process_group out to use the model's own"
+            )
+        group = process_group
+    if model._comm_hooks:
+        hook, _ = model._comm_hooks[0]
+        raise ValueError(_second(getattr(hook, "__qualname__", repr(hook))))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _check_width(wire, trained)
+    state = CommHookState(wire.name, group)
+    if wire.name != "fp16_plain":
+        for device in {p.device for p in trained}:
+            state.channel(device)
+    try:
+        model.register_comm_hook(state, wire_hook)
+    except RuntimeError as error:
+        model._comm_hooks.pop()
+        raise ValueError(_second("one of torch's built-in hooks")) from error
+    return state
+
+
+def _check_width(wire: WireFormat, parameters: list[nn.Parameter]) -> None:
+    """Refuse gradients that would grow on the way."""
+    for dtype in sorted({p.dtype for p in parameters}, key=str):
+        if wire.nbytes(wire.block) > wire.block * dtype.itemsize:
+            narrower = "'fp16_plain'" if dtype is torch.float16 else "'bf16'"
+            raise ValueError(
+                f"format {wire.name!r} takes {wire.nbytes(wire.block) / wire.block:.3g} bytes an "
+                f"element, and gradients are {dtype}, which takes {dtype.itemsize}: choose "
+                f"{narrower} or 'int8'"
+            )
+
+
+def _ranks(group: Any) -> list[int]:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return []
+    return dist.get_process_group_ranks(group)
+
+
+def _second(name: str) -> str:
+    return (
+        f"the model has a communication hook already ({name}), and can have one; wrap the model "
+        "anew to register another"
+    )
+
+
+def _unsuitable(model: object) -> str:
+    kind = type(model)
+    if kind.__name__ == "ShardedDataParallel" and kind.__module__.startswith("fairscale."):
+        return (
+            "fairscale's ShardedDataParallel has no place for a communication hook: its buckets "
+            "are reduced as they are, or in plain fp16 by ShardedDataParallel(reduce_fp16=True)"
+        )
+    return f"cannot give {kind.__name__} a communication hook; give one of {_CHOICES}"

@@ -1,0 +1,272 @@
+"""What a communication hook remembers from one bucket to the next."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+
+from distamp.comm_hooks.buckets import Buckets, Watch
+from distamp.comm_hooks.channel import Channel, refuse_stranger, resolve_group
+from distamp.comm_hooks.exchange import Exchange, Outcome
+from distamp.comm_hooks.order import InOrder, in_order
+from distamp.comm_hooks.stats import Account, HookStats
+from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
+
+__all__ = ["CommHookState", "state_of"]
+
+_LAYOUT_WORDS = 4
+# Where blocks would make the wire wider than the gradient itself.
+_AS_WIDE: dict[torch.dtype, str] = {torch.float16: "fp16_plain", torch.bfloat16: "bf16"}
+
+
+class CommHookState:
+    """The state of a hook that averages gradients through a wire; `register` returns one.
+
+    Unlike the process group that torch's own hooks take for a state, it counts what it sends,
+    and a `DistGradScaler` can be joined with it.
+
+    Args:
+        wire: The format on the way: a name of `WIRE_FORMATS`.
+        process_group: The ranks to average over; None is the default group when first used.
+
+    Raises:
+        ValueError: Unknown format, or a group that this rank is no member of.
+    """
+
+    def __init__(self, wire: str = "fp16", process_group: ProcessGroup | None = None) -> None:
+        self.wire: WireFormat = wire_format(wire)
+        refuse_stranger(process_group)
+        self._group = None if process_group is None else weakref.ref(process_group)
+        self._channels: dict[torch.device, Channel] = {}
+        self._runners: dict[torch.device, InOrder] = {}
+        self._exchanges: dict[tuple[torch.dtype, torch.device], Exchange] = {}
+        self._agreed: set[tuple[int, ...]] = set()
+        self._account = Account()
+        self._buckets = Buckets()
+        self._word = 0
+        self._scale: Tensor | None = None
+
+    def stats(self) -> HookStats:
+        """Return what this rank has sent, waited for and met so far."""
+        return self._account.stats()
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that are averaged over.
+
+        Raises:
+            ValueError: torch.distributed is not initialised.
+            RuntimeError: The group was destroyed.
+        """
+        group = None if self._group is None else self._group()
+        if self._group is not None and group is None:
+            raise RuntimeError(
+                "the process group of this communication hook was destroyed; wrap the model and "
+                "register the hook again"
+            )
+        return resolve_group(group)
+
+    # -- exchanges -------------------------------------------------------------------------------
+
+    def average(self, index: int, values: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+        """Average one bucket over all ranks, in place, while the caller goes on.
+
+        Args:
+            index: Its number, the same on all ranks.
+            values: 1-D, contiguous, dense.
+            parameters: Those whose gradients lie in it.
+
+        Raises:
+            ValueError: Ranks hold buckets of another length, dtype or format; raised on all ranks.
+        """
+        exchange = self._exchange(values)
+        if exchange.channel.size == 1:
+            return completed(values)
+        self._agree(index, values, exchange)
+        bucket = self._buckets.begin(parameters)
+        words = self._words(values.device)
+        return self._runner(values.device).submit(
+            partial(self._job, exchange, values, words, bucket.note)
+        )
+
+    def _job(
+        self,
+        exchange: Exchange,
+        values: Tensor,
+        words: Tensor,
+        note: Callable[[Outcome], None],
+    ) -> Tensor:
+        outcome = exchange.average_(values, words)
+        note(outcome)
+        if exchange.channel.on_host:
+            self._account.nonfinite += bool(outcome.nonfinite)
+            if exchange.wire.block > 1:
+                self._account.met(int(outcome.largest_exponent))
+        return values
+
+    def fell_back(self, reason: str) -> None:
+        """Count a bucket that went another way."""
+        self._account.fallbacks[reason] += 1
+
+    def all_reduced(self, name: str, sent: Tensor, gradient: Tensor) -> None:
+        """Count a bucket that was all-reduced as ``sent``."""
+        size = dist.get_world_size(self.process_group)
+        self._account.all_reduced(
+            name,
+            sent.numel() * sent.element_size(),
+            gradient.numel() * gradient.element_size(),
+            size,
+        )
+
+    def leave_out(self, parameters: Sequence[Tensor]) -> None:
+        """Note that the gradients of ``parameters`` went another way."""
+        self._buckets.leave_out(parameters)
+
+    def _exchange(self, values: Tensor) -> Exchange:
+        key = (values.dtype, values.device)
+        exchange = self._exchanges.get(key)
+        if exchange is None:
+            wire = self.wire
+            if wire.nbytes(wire.block) > wire.block * values.element_size():
+                wire = wire_format(_AS_WIDE[values.dtype])
+                self.fell_back(
+                    f"{values.dtype} gradients sent as {wire.name}".replace("torch.", "")
+                )
+            channel = self.channel(values.device)
+            exchange = self._exchanges[key] = Exchange(wire, channel, self._account)
+        return exchange
+
+    def channel(self, device: torch.device) -> Channel:
+        """Return the channel for gradients on ``device``; the first call for it is collective."""
+        channel = self._channels.get(device)
+        if channel is None:
+            channel = self._channels[device] = Channel(self.process_group, device)
+        return channel
+
+    def _runner(self, device: torch.device) -> InOrder:
+        runner = self._runners.get(device)
+        if runner is None:
+            runner = self._runners[device] = in_order(device)
+        return runner
+
+    def _agree(self, index: int, values: Tensor, exchange: Exchange) -> None:
+        """Compare a bucket that is new with the other ranks', once."""
+        layout = (index, values.numel(), _code(str(values.dtype)), _code(exchange.wire.name))
+        if layout in self._agreed:
+            return
+        channel = exchange.channel
+        row = torch.tensor(layout, dtype=torch.int64, device=values.device)
+
+        def ask() -> Tensor:
+            rows = row.new_empty((channel.size, _LAYOUT_WORDS))
+            work = channel.gather(
+                rows.view(torch.uint8).view(-1),
+                row.view(torch.uint8),
+                torch.empty_like(rows).view(torch.uint8).view(-1),
+            )
+            work.wait()
+            return rows
+
+        rows: list[list[int]] = self._runner(values.device).submit(ask).wait().tolist()
+        if any(each != rows[0] for each in rows):
+            raise ValueError(_differing(channel, rows))
+        self._agreed.add(layout)
+
+    # -- with a scaler ---------------------------------------------------------------------------
+
+    def watch(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> Watch | None:
+        """See `distamp.precision.CommHook.watch`."""
+        channels = self._channels.values()
+        if not channels or not all(set(ranks) <= set(c.global_ranks()) for c in channels):
+            return None
+        return self._buckets.watch(parameters)
+
+    def scale_changed(self, scale: Tensor, word: int) -> None:
+        """See `distamp.precision.CommHook.scale_changed`."""
+        self._scale, self._word = scale, word
+
+    def iteration_ended(self) -> None:
+        """See `distamp.precision.CommHook.iteration_ended`."""
+        self._buckets.iteration_ended()
+
+    def ranks_apart(self) -> bool:
+        """See `distamp.precision.CommHook.ranks_apart`."""
+        return self._buckets.ranks_apart()
+
+    def _words(self, device: torch.device) -> Tensor:
+        """Return what this exchange says besides gradients, int64 of shape (2,).
+
+        Nothing where a rank that has no more inputs sends zeros in the others' backward passes.
+        """
+        words = torch.zeros(2, dtype=torch.int64, device=device)
+        if self._scale is not None and torch._C._current_graph_task_id() != -1:
+            words[0] = self._word
+            words[1] = self._scale.view(torch.int32)
+        return words
+
+
+def completed(value: Tensor) -> Future[Tensor]:
+    """Return a future that has its value already."""
+    devices: list[int | str | torch.device] = []
+    if value.device.type != "cpu":
+        devices.append(value.device)
+    future: Future[Tensor] = Future(devices=devices)
+    future.set_result(value)
+    return future
+
+
+# States of hooks that were given a process group, or None, where torch's take no more than that.
+_states: weakref.WeakKeyDictionary[ProcessGroup, dict[str, CommHookState]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def state_of(state: CommHookState | ProcessGroup | None, wire: str) -> CommHookState:
+    """Return the state itself, or the one that hooks of this format share for a process group.
+
+    Raises:
+        TypeError: ``state`` is something else.
+    """
+    if isinstance(state, CommHookState):
+        return state
+    if state is not None and not isinstance(state, ProcessGroup):
+        raise TypeError(
+            "the state of a communication hook must be a ProcessGroup, None (the default group) or "
+            f"what distamp.comm_hooks.register returned, not {type(state).__name__}"
+        )
+    group = resolve_group(state)
+    held = _states.setdefault(group, {})
+    if wire not in held:
+        held[wire] = CommHookState(wire, group)
+    return held[wire]
+
+
+def _code(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+def _differing(channel: Channel, rows: list[list[int]]) -> str:
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    known: dict[int, Any] = {_code(name): name for name in WIRE_FORMATS}
+    known |= {_code(str(dtype)): dtype for dtype in dtypes}
+    said: dict[str, list[int]] = {}
+    for rank, (index, numel, dtype, wire) in zip(channel.global_ranks(), rows, strict=True):
+        text = (
+            f"bucket {index} of {numel} {known.get(dtype, 'other')} elements as "
+            f"{known.get(wire, 'an unknown format')}"
+        )
+        said.setdefault(text, []).append(rank)
+    parts = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
+    return (
+        f"the ranks exchange different gradients: {parts}. Give every rank the same model, "
+        "bucket_cap_mb and wire format"
+    )
