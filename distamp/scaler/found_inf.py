@@ -7,14 +7,15 @@ because gloo's ring sends each of the first ``2 * size`` by itself, and each wak
 
 ::
 
-    0      a number made of call, iteration, settings, optimizers and loss scale
-    1...   fields of ``size`` bits, a bit for each rank: an error; scale() was called; and a flag
-           for each optimizer, with room for 14 or for as many as one call ever had
-    ...    where there is room: six float64 for each rank, as bits: the five words of a gradient
-           norm and the largest gradient
+    fields   of ``size`` bits, a bit for each rank: an error; scale() was called; and a flag for
+             each optimizer, with room for as many as `Traffic` says
+    digest   a number made of call, iteration, settings, optimizers and loss scale: the upper half
+             of the one word if the fields fit into the lower half, else a word of its own
+    extras   where there is room: six float64 for each rank, as bits: the five words of a gradient
+             norm and the largest gradient
 
-The ranks agree if word 0 sums up to ``size`` times what this rank sent. Word 0 is a hash, so ranks
-that differ may pass as equal, with a chance below 2**-30.
+The ranks agree if the digest sums up to ``size`` times what this rank sent. It is a hash, so ranks
+that differ may pass as equal, with a chance below 2**-29.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,8 +48,34 @@ __all__ = [
 _ERROR, _SCALED, _FLAGS = 0, 1, 2
 _NORM_WORDS = 5
 _EXTRAS = _NORM_WORDS + 1
-_HASH = 2**62 - 1
 _PRIME = 2**31 - 1
+
+
+class _Layout(NamedTuple):
+    """Where things lie in a message.
+
+    Args:
+        fields: How many fields there are.
+        words: int64 words before the extras; the digest is at the top of the last.
+        digest: The bits of that word which are the digest's.
+    """
+
+    fields: int
+    words: int
+    digest: int
+
+    @classmethod
+    def of(cls, group: Group) -> _Layout:
+        """Return what all ranks of ``group`` send now."""
+        return _layout(group.size, group.traffic.flag_slots)
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(size: int, flag_slots: int) -> _Layout:
+    fields = _FLAGS + flag_slots
+    if fields * size <= 32:
+        return _Layout(fields, 1, 2**64 - 2**32)
+    return _Layout(fields, 1 + -(-fields * size // 64), 2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,42 +104,43 @@ class Reply:
 
     Args:
         packed: The reduced words.
-        sent: int64 of shape (1,), this rank's own word 0.
+        sent: This rank's own last word: an int where the words lie on the host, else int64 of
+            shape (1,).
         group: The ranks.
         optimizers: Flags in the message.
     """
 
-    def __init__(self, packed: Tensor, sent: Tensor, group: Group, optimizers: int) -> None:
+    def __init__(self, packed: Tensor, sent: Tensor | int, group: Group, optimizers: int) -> None:
         self._packed = packed
         self._sent = sent
         self._group = group
         self._optimizers = optimizers
-        self._fields = _fields(group)
-        self._words = _field_words(group)
-        self._values: tuple[int, int, int] | None = None
+        self._layout = layout = _Layout.of(group)
+        self._values: tuple[int, int] | None = None
         self._host: HostCopy | None = None
         self.reconciled = False  # set where ranks rightly hold different optimizers
-        if host.is_host(packed.device):
-            self._values = _joined([*sent.tolist(), *packed.tolist()[: 1 + self._words]])
+        if isinstance(sent, int):
+            self._values = sent, _joined(packed.tolist()[: layout.words])
         else:
-            self._host = HostCopy(torch.cat((sent, packed[: 1 + self._words])))
+            self._host = HostCopy(torch.cat((sent, packed[: layout.words])))
 
     @property
     def known(self) -> bool:
         """Whether the host has the values already."""
         return self._values is not None
 
-    def _read(self) -> tuple[int, int, int]:
-        """Return word 0 as sent, its sum, and the fields as one number; waits if need be."""
+    def _read(self) -> tuple[int, int]:
+        """Return the last word as sent, and the sum of all words as one number; may wait."""
         if self._values is None:
             assert self._host is not None
-            self._values = _joined(self._host.values())
+            sent, *words = map(int, self._host.values())
+            self._values = sent, _joined(words)
         return self._values
 
     def _ranks(self, field: int) -> int:
         """Return a field: bit ``r`` is set if rank ``r`` set it."""
         size = self._group.size
-        return self._read()[2] >> field * size & (1 << size) - 1
+        return self._read()[1] >> field * size & (1 << size) - 1
 
     def flags(self, device: torch.device) -> list[Tensor]:
         """Return a 0-d float32 flag for each optimizer, exactly 0 or 1; a mismatch sets all."""
@@ -124,10 +152,14 @@ class Reply:
                 )
                 for index in range(self._optimizers)
             ]
-        size, packed = self._group.size, self._packed
-        _, masks = _bits(size, self._fields, self._group.rank, packed.device)
-        fields = (packed[1 : 1 + self._words] & masks[: _FLAGS + self._optimizers]).ne(0).any(1)
-        bad_ranks = packed[0].ne(self._sent[0] * size) | fields[_ERROR] | ~fields[_SCALED]
+        size, packed, layout, sent = self._group.size, self._packed, self._layout, self._sent
+        assert isinstance(sent, Tensor)
+        _, masks = _bits(size, layout, self._group.rank, packed.device)
+        fields = (packed[: layout.words] & masks[: _FLAGS + self._optimizers]).ne(0).any(1)
+        digest = _signed(layout.digest)
+        last = packed[layout.words - 1]
+        bad_ranks = (last & digest).ne((sent[0] & digest) * size)
+        bad_ranks = bad_ranks | fields[_ERROR] | ~fields[_SCALED]
         flags = fields[_FLAGS:].logical_or(bad_ranks)
         return list(flags.to(device=device, dtype=torch.float32, non_blocking=True).unbind())
 
@@ -139,8 +171,9 @@ class Reply:
     @property
     def in_lockstep(self) -> bool:
         """Whether all ranks sent the same, or rightly hold different optimizers."""
-        sent, total, _ = self._read()
-        return self.reconciled or (total - sent * self._group.size) % 2**64 == 0
+        sent, words = self._read()
+        digest, last = self._layout.digest, words >> 64 * (self._layout.words - 1)
+        return self.reconciled or not ((last & digest) - (sent & digest) * self._group.size) % 2**64
 
     @property
     def any_error(self) -> bool:
@@ -154,7 +187,7 @@ class Reply:
 
     def extras(self) -> Tensor:
         """Return every rank's extras, float64 of shape (ranks, 6), without waiting."""
-        words = self._packed[1 + self._words :]
+        words = self._packed[self._layout.words :]
         return words.view(torch.float64).view(self._group.size, _EXTRAS)
 
 
@@ -169,8 +202,7 @@ def exchange(group: Group, message: Message, *, room: bool) -> Reply:
     Raises:
         LockstepError: A peer died, or did not call within the group's timeout.
     """
-    packed = _packed(group, message, room)
-    sent = packed[:1].clone()
+    packed, sent = _packed(group, message, room)
     try:
         work = group.process_group.allreduce([packed], _SUM)
         if work is not None:
@@ -229,31 +261,38 @@ _SUM = dist.AllreduceOptions()
 _SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
-def _packed(group: Group, m: Message, room: bool) -> Tensor:
-    size, rank, device = group.size, group.rank, group.device
+def _packed(group: Group, m: Message, room: bool) -> tuple[Tensor, Tensor | int]:
+    """Return this rank's words, and the last of those before the extras by itself."""
+    size, rank, device, layout = group.size, group.rank, group.device, _Layout.of(group)
     bits = m.scale.view(torch.int32)
+    sent: Tensor | int
     if host.is_host(device):
-        set_fields = [m.error, m.scaled, *(any(f.item() for f in flags) for flags in m.flags)]
-        value = sum(1 << field * size + rank for field, on in enumerate(set_fields) if on)
-        words = [(m.digest & _HASH) + _mixed(int(bits.item())), *_split(value, _field_words(group))]
-        packed = torch.tensor(words, dtype=torch.int64)
+        value = (m.error << _ERROR * size | m.scaled << _SCALED * size) << rank
+        for index, flags in enumerate(m.flags):
+            if any(flag.item() for flag in flags):
+                value |= 1 << (_FLAGS + index) * size + rank
+        top = 64 * layout.words - layout.digest.bit_count()
+        digest = m.digest + _mixed(int(bits.item())) & (1 << layout.digest.bit_count()) - 1
+        words = _split(value | digest << top, layout.words)
+        packed, sent = torch.tensor(words, dtype=torch.int64), words[-1]
     else:
-        on_device = _mixed(bits.to(device, torch.int64, non_blocking=True))
         found = [
             torch.full((), float(m.error), device=device),
             torch.full((), float(m.scaled), device=device),
             *(merged(flags, device) for flags in m.flags),
         ]
-        mine, _ = _bits(size, _fields(group), rank, device)
+        mine, _ = _bits(size, layout, rank, device)
         on = torch.stack(found).gt(0).unsqueeze(1)
-        fields = torch.where(on, mine[: len(found)], 0).sum(0)
-        packed = torch.cat(((on_device + (m.digest & _HASH)).view(1), fields))
+        packed = torch.where(on, mine[: len(found)], 0).sum(0)
+        mixed = _mixed(bits.to(device, torch.int64, non_blocking=True))
+        packed[-1:] += mixed + _signed(m.digest) << 64 - layout.digest.bit_count()
+        sent = packed[-1:].clone()
     if not room:
-        return packed
+        return packed, sent
     extras = torch.zeros(size, _EXTRAS, dtype=torch.float64, device=device)
     if m.extras is not None:
         extras[rank] = m.extras.to(device, non_blocking=True)
-    return torch.cat((packed, extras.view(-1).view(torch.int64)))
+    return torch.cat((packed, extras.view(-1).view(torch.int64))), sent
 
 
 def _mixed(bits: Any) -> Any:
@@ -265,35 +304,28 @@ def _mixed(bits: Any) -> Any:
     return spread * spread % _PRIME
 
 
-def _fields(group: Group) -> int:
-    return _FLAGS + group.traffic.flag_slots
-
-
-def _field_words(group: Group) -> int:
-    return -(-_fields(group) * group.size // 64)
+def _signed(word: int) -> int:
+    """Return the lower 64 bits as int64 has them."""
+    return (word + 2**63) % 2**64 - 2**63
 
 
 def _split(value: int, words: int) -> list[int]:
-    """Return the fields as signed 64-bit words."""
-    data = value.to_bytes(8 * words, "little")
-    return [
-        int.from_bytes(data[start : start + 8], "little", signed=True)
-        for start in range(0, len(data), 8)
-    ]
+    """Return a number as signed 64-bit words, the lowest first."""
+    return [_signed(value >> 64 * word) for word in range(words)]
 
 
-def _joined(words: Sequence[float]) -> tuple[int, int, int]:
-    sent, total, *fields = map(int, words)
+def _joined(words: Sequence[int]) -> int:
+    """Return what `_split` took apart."""
     value = 0
-    for index, word in enumerate(fields):
-        value |= (word % 2**64) << 64 * index
-    return sent, total, value
+    for index, word in enumerate(words):
+        value |= word % 2**64 << 64 * index
+    return value
 
 
 @functools.lru_cache(maxsize=16)
-def _bits(size: int, fields: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _bits(size: int, layout: _Layout, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the bit of ``rank`` in each field, and all bits of each field, as rows of words."""
-    words = -(-fields * size // 64)
-    mine = [_split(1 << field * size + rank, words) for field in range(fields)]
-    all_ranks = [_split((1 << size) - 1 << field * size, words) for field in range(fields)]
+    starts = [field * size for field in range(layout.fields)]
+    mine = [_split(1 << start + rank, layout.words) for start in starts]
+    all_ranks = [_split((1 << size) - 1 << start, layout.words) for start in starts]
     return torch.tensor(mine, device=device), torch.tensor(all_ranks, device=device)

@@ -29,10 +29,20 @@ class Traffic:
 
     It decides how long a message is, so all ranks must hold the same: it belongs to the group, for
     a rank may make a scaler anew, and it counts only what all ranks took part in.
+
+    Args:
+        flag_slots: Optimizers that one message has room for.
+        messages_without_extras: Messages since extras were last sent.
     """
 
+    flag_slots: int
     messages_without_extras: int = 0
-    flag_slots: int = 14
+
+    @classmethod
+    def of(cls, size: int) -> Traffic:
+        """Return the first state of a group: one word where that has room for four optimizers."""
+        in_one_word = 32 // size - 2
+        return cls(in_one_word if in_one_word >= 4 else 14)
 
 
 _traffic: weakref.WeakKeyDictionary[ProcessGroup, Traffic] = weakref.WeakKeyDictionary()
@@ -40,7 +50,10 @@ _traffic: weakref.WeakKeyDictionary[ProcessGroup, Traffic] = weakref.WeakKeyDict
 
 def traffic_over(process_group: ProcessGroup) -> Traffic:
     """Return what was sent over ``process_group`` so far."""
-    return _traffic.setdefault(process_group, Traffic())
+    traffic = _traffic.get(process_group)
+    if traffic is None:
+        traffic = _traffic[process_group] = Traffic.of(process_group.size())
+    return traffic
 
 
 class Group:
