@@ -3,6 +3,8 @@
 from distamp.scaler.grad_scaler import DistGradScaler
 from distamp.scaler.headroom import HeadroomSchedule
 from distamp.scaler.known import StepCounts
+from distamp.scaler.master import MasterParameters
+from distamp.scaler.master_lookup import master_params, masters_of
 from distamp.scaler.schedule import (
     DynamicSchedule,
     HysteresisSchedule,
@@ -16,8 +18,11 @@ __all__ = [
     "DynamicSchedule",
     "HeadroomSchedule",
     "HysteresisSchedule",
+    "MasterParameters",
     "ScaleState",
     "Schedule",
     "StaticSchedule",
     "StepCounts",
+    "master_params",
+    "masters_of",
 ]

@@ -15,6 +15,7 @@ from distamp.scaler.callers import stacklevel_of_caller
 from distamp.scaler.closure import find_closure, step_or_restore
 from distamp.scaler.guard import watch_backward
 from distamp.scaler.known import StepCounts, leaves_garbage, takes_flags
+from distamp.scaler.master_lookup import masters_of
 from distamp.scaler.outputs import PerDevice, map_tensors, scaled
 from distamp.scaler.schedule import (
     ScaleState,
@@ -53,7 +54,8 @@ class DistGradScaler(WholeModel):
             `distamp.scaler.schedule`.
         fp16_grads: What to do with float16 gradients: ``"error"`` refuses them exactly where torch
             does; ``"inplace"`` unscales them in place as ShardedGradScaler does, where values below
-            6e-8 times the scale become zero.
+            6e-8 times the scale become zero; ``"master"`` unscales them in float32, on the way to
+            the optimizer's `MasterParameters`.
         recheck: Check again in ``step`` what was changed after ``unscale_`` (a clip that divides by
             zero, say), with one more message.
         max_consecutive_skips: Raise `LossScaleCollapse` at this many skipped steps of one optimizer
@@ -104,7 +106,7 @@ class DistGradScaler(WholeModel):
             if output.dtype is torch.float16 and output.requires_grad and not self._warned_seed:
                 self._warn_of_seed_gradient()
             result = scaled(output, copies[0].on(output.device))
-            watch_backward(result, self._unscaled)
+            watch_backward(result, self._backward_begins)
             return result
 
         return map_tensors(outputs, apply)
@@ -216,7 +218,7 @@ class DistGradScaler(WholeModel):
             self._settle("recheck", again, self._rechecked_flags)
 
     def _step_flags(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
-        if takes_flags(optimizer, self._known[optimizer]):
+        if takes_flags(optimizer, self._known[optimizer]) and masters_of(optimizer) is None:
             return self._checked_flags(optimizer)
         return self._unscaling(optimizer)
 
@@ -240,6 +242,8 @@ class DistGradScaler(WholeModel):
     def _finish_step(self, optimizer: torch.optim.Optimizer, record: Record, flag: Tensor) -> None:
         record.stage = OptState.STEPPED
         self._known[optimizer].count(flag)
+        if (masters := masters_of(optimizer)) is not None:
+            masters.finish_step()
         if self._max_consecutive_skips is not None:
             self._watch_for_collapse(optimizer, flag)
 
@@ -270,7 +274,11 @@ class DistGradScaler(WholeModel):
             assert record.found_inf is not None
             return not self._is_clean(record.found_inf)
 
-        result = step_or_restore(optimizer, closure, overflowed, args, kwargs)
+        try:
+            result = step_or_restore(optimizer, closure, overflowed, args, kwargs)
+        finally:
+            if (masters := masters_of(optimizer)) is not None:
+                masters.write_back()
         if record.found_inf is None:
             raise StageError("step() was given a closure that the optimizer never called")
         self._finish_step(optimizer, record, record.found_inf)

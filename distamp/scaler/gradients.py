@@ -18,8 +18,10 @@ from distamp.scaler import host
 
 __all__ = [
     "check_finite",
+    "inner_optimizer",
     "largest_magnitude",
     "local_gradients",
+    "local_part",
     "parameters_of",
     "refuse_impossible",
     "unscale",
@@ -32,6 +34,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     for group in optimizer.param_groups:
         parameters.extend(group["params"])
     return parameters
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a wrapper (ZeroRedundancyOptimizer, OSS) only passes on to."""
+    held = vars(optimizer)
+    candidates = (held.get(name) for name in ("optim", "optimizer", "_optim", "_optimizer"))
+    return next((c for c in candidates if isinstance(c, torch.optim.Optimizer)), None)
 
 
 def refuse_impossible(parameters: list[Tensor]) -> None:
@@ -85,7 +94,7 @@ def local_gradients(
         if gradient is None:
             continue
         if type(gradient) is not Tensor:
-            gradient = _unwrapped(gradient, owner, index)
+            gradient = local_part(gradient, owner, index)
         if gradient.is_sparse:
             if gradient.dtype is torch.float16:
                 gradient = parameter.grad = _coalesced_fp16(gradient)
@@ -177,7 +186,12 @@ def _grouped(gradients: list[Tensor]) -> Iterator[tuple[torch.device, list[Tenso
         yield device, tensors
 
 
-def _unwrapped(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int) -> Tensor:
+def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int) -> Tensor:
+    """Return this rank's part of a gradient, the ``index``-th of its owner.
+
+    Raises:
+        GradientError: It is a ``Partial`` DTensor.
+    """
     if not isinstance(gradient, DTensor):
         return gradient
     if any(placement.is_partial() for placement in gradient.placements):

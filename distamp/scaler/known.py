@@ -13,9 +13,10 @@ from torch import Tensor
 from distamp.errors import StageError
 from distamp.scaler import host
 from distamp.scaler.found_inf import Reply
-from distamp.scaler.gradients import parameters_of, refuse_impossible
+from distamp.scaler.gradients import inner_optimizer, parameters_of, refuse_impossible
 from distamp.scaler.host import HostCopy
 from distamp.scaler.identity import fingerprints
+from distamp.scaler.master_lookup import carriers
 from distamp.scaler.process_group import Group
 from distamp.scaler.stages import OptState, Records
 
@@ -146,7 +147,7 @@ class KnownOptimizers:
         owners, left = self._owners(wanted)
         if left:  # groups may have been added since first sight
             for optimizer in self.optimizers():
-                self[optimizer].parameter_ids = frozenset(map(id, parameters_of(optimizer)))
+                self[optimizer].parameter_ids = frozenset(map(id, carriers(optimizer)))
             owners, left = self._owners(wanted)
         if left:
             raise StageError(
@@ -180,12 +181,12 @@ class KnownOptimizers:
     def _first_sight(self, optimizer: torch.optim.Optimizer) -> Known:
         parameters = parameters_of(optimizer)
         refuse_impossible(parameters)
-        ids = frozenset(map(id, parameters))
+        ids = frozenset(map(id, carriers(optimizer)))
         wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
         key, alive = id(optimizer), self._known
         # The id is free for another object only after this has run.
         reference = weakref.ref(optimizer, lambda _: alive.pop(key, None))
-        wrapper = _inner(optimizer) is not None
+        wrapper = inner_optimizer(optimizer) is not None
         known = Known(reference, self._seen, 0, wrapper, ids, wants_scaler)
         self._seen += 1
         for other in self._known.values():
@@ -225,7 +226,7 @@ def own_share(optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
     ZeroRedundancyOptimizer and OSS hold all parameters and give each rank's inner optimizer a part;
     under ShardedDataParallel only that part's gradients are reduced.
     """
-    inner = _inner(optimizer)
+    inner = inner_optimizer(optimizer)
     if inner is None:
         return None
     share = parameters_of(inner)
@@ -261,9 +262,3 @@ def leaves_garbage(optimizer: torch.optim.Optimizer, known: Known) -> bool:
         if p.requires_grad
     )
     return not known.buffers_filled
-
-
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    held = vars(optimizer)
-    candidates = (held.get(name) for name in ("optim", "optimizer", "_optim", "_optimizer"))
-    return next((c for c in candidates if isinstance(c, torch.optim.Optimizer)), None)

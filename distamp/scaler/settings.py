@@ -23,7 +23,7 @@ from distamp.scaler.state import read_state
 
 __all__ = ["ScalerSettings"]
 
-_FP16_GRADS = ("error", "inplace")
+_FP16_GRADS = ("error", "inplace", "master")
 
 
 class ScalerSettings(TorchInnerNames):
@@ -42,7 +42,7 @@ class ScalerSettings(TorchInnerNames):
         min_scale: float = MIN_SCALE,
         max_scale: float = MAX_SCALE,
         schedule: Schedule | None = None,
-        fp16_grads: Literal["error", "inplace"] = "error",
+        fp16_grads: Literal["error", "inplace", "master"] = "error",
         recheck: bool = False,
         max_consecutive_skips: int | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from distamp.errors import SettingError
 from distamp.scaler.gradients import (
     check_finite,
     largest_magnitude,
@@ -15,6 +16,8 @@ from distamp.scaler.gradients import (
     parameters_of,
 )
 from distamp.scaler.known import adopt_kin
+from distamp.scaler.master import MasterParameters
+from distamp.scaler.master_lookup import all_masters, carriers, masters_of
 from distamp.scaler.settings import ScalerSettings
 from distamp.scaler.stages import OptState, Record
 
@@ -32,10 +35,39 @@ class Settling(ScalerSettings):
             adopt_kin(optimizer, self._known, self._per_optimizer_states)
         return self._per_optimizer_states[id(optimizer)]
 
+    def _masters(self, optimizer: torch.optim.Optimizer) -> MasterParameters | None:
+        """Return the optimizer's master parameters, which must be what ``fp16_grads`` says.
+
+        Raises:
+            SettingError: There are masters and the scaler was not told, or the other way round.
+        """
+        masters = masters_of(optimizer)
+        if (self._fp16_grads == "master") == (masters is not None):
+            return masters
+        name = type(optimizer).__name__
+        if masters is not None:
+            raise SettingError(
+                f"{name} has master parameters and the scaler has fp16_grads="
+                f"{self._fp16_grads!r}: make it with fp16_grads='master', which unscales on the "
+                "way to them"
+            )
+        if any(p.dtype is torch.float16 for p in parameters_of(optimizer)):
+            raise SettingError(
+                f"fp16_grads='master', and {name} holds float16 parameters without masters: call "
+                "MasterParameters(optimizer) before the first step"
+            )
+        return None
+
+    def _backward_begins(self) -> list[tuple[Record, list[Tensor]]]:
+        """Return records and parameters that a backward pass must leave alone."""
+        for masters in all_masters():
+            masters.before_backward()
+        return self._unscaled()
+
     def _unscaled(self) -> list[tuple[Record, list[Tensor]]]:
         records = self._per_optimizer_states
         return [
-            (record, parameters_of(optimizer))
+            (record, carriers(optimizer))
             for optimizer in self._known.optimizers()
             if (record := records.get(id(optimizer))) is not None
             and record.stage is OptState.UNSCALED
@@ -131,18 +163,22 @@ class Settling(ScalerSettings):
         inv_scale = scale.double().reciprocal().float()
         found = torch.zeros((), device=scale.device)
         allow_fp16 = self._fp16_grads == "inplace"
+        masters = self._masters(optimizer)
         if self._met is not None:
             with torch.no_grad():
+                sources = parameters_of(optimizer) if masters is None else masters.sources()
                 gradients = local_gradients(
-                    parameters_of(optimizer), allow_fp16=allow_fp16, owner=optimizer
+                    sources, allow_fp16=allow_fp16 or masters is not None, owner=optimizer
                 )
                 self._watch(gradients, self._met)
+        if masters is not None:
+            return masters.take_gradients(inv_scale, found)
         return list(self._unscale_grads_(optimizer, inv_scale, found, allow_fp16).values())
 
     def _checked_flags(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         found = torch.zeros((), device=self._scale_tensor().device)
         with torch.no_grad():
-            gradients = local_gradients(parameters_of(optimizer), allow_fp16=True, owner=optimizer)
+            gradients = local_gradients(carriers(optimizer), allow_fp16=True, owner=optimizer)
             if self._met is not None:  # one pass tells both
                 return [self._watch(gradients, self._met).isinf().float()]
             return check_finite(gradients, found)

@@ -10,6 +10,13 @@ from torch import Tensor
 from distamp.errors import SettingError, StageError
 from distamp.scaler.gradients import local_gradients, parameter_names, parameters_of
 from distamp.scaler.known import own_share
+from distamp.scaler.master_lookup import (
+    master_params,
+    masters_of,
+    model_parameter,
+    stepped_in_place_of,
+    with_their_masters,
+)
 from distamp.scaler.norms import Parts, local_words, scale_by, total_norm
 from distamp.scaler.overflow import OverflowReport, find_overflows
 from distamp.scaler.settling import Settling
@@ -75,11 +82,15 @@ class WholeModel(Settling):
     ) -> tuple[list[Tensor], list[torch.optim.Optimizer]]:
         """Return the parameters, and their optimizers that are still to be unscaled."""
         if isinstance(given, torch.optim.Optimizer):
-            parameters, owners = parameters_of(given), [given]
+            parameters, owners = list(master_params(given)), [given]
         else:
             parameters = [given] if isinstance(given, Tensor) else list(given)
             owners = self._known.holding(parameters)
+            parameters = stepped_in_place_of(parameters, owners)
         if not self._enabled:
+            for owner in owners:
+                if (masters := masters_of(owner)) is not None:
+                    masters.receive()
             return parameters, []
         self._require_scale("clip_grad_norm_")
         for owner in owners:
@@ -115,7 +126,10 @@ class WholeModel(Settling):
         else:
             for optimizer in self._known.optimizers():
                 names = zip(parameter_names(optimizer), parameters_of(optimizer), strict=True)
-                named.extend((self._names.get(id(p), name), p) for name, p in names)
+                named.extend(
+                    (self._names.get(id(model_parameter(p)), name), p) for name, p in names
+                )
+        named = list(with_their_masters(named))
         everyone = self._agreement.gather(find_overflows(named, self._agreement.rank))
         overflows = tuple(overflow for rank in everyone for overflow in rank)
         return OverflowReport(self.get_scale(), overflows)

@@ -1,0 +1,430 @@
+"""fp32 master parameters: what an optimizer steps in place of a model's fp16 or bf16 ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distamp.errors import StageError
+from distamp.scaler.closure import find_closure
+from distamp.scaler.gradients import inner_optimizer, local_gradients, parameters_of, unscale
+from distamp.scaler.master_gradients import Transfer, convert
+from distamp.scaler.master_lookup import all_masters, masters_of, register
+from distamp.scaler.master_state import move_state, read_masters, refuse_without_masters
+
+__all__ = ["MasterParameters"]
+
+_LOW = (torch.float16, torch.bfloat16)
+
+# What wrappers mark a parameter with, and the scaler tells layouts by.
+_MARKS = ("_fsdp_flattened", "_unpadded_unsharded_size", "_ddp_ignored", "_is_sharded")
+
+
+@dataclass(eq=False, slots=True)
+class _Pair:
+    """A parameter of the model, its master, and how often the parameter was written so far."""
+
+    parameter: Tensor
+    master: Tensor
+    writes: int
+
+
+class MasterParameters:
+    """fp32 copies of an optimizer's fp16 and bf16 parameters, which it steps in their place.
+
+    Differs from ``apex.amp`` in that no method of the optimizer is replaced: the masters stand in
+    its ``param_groups``, and two of torch's own hooks around ``step`` take the gradients over and
+    write the parameters back. The optimizer's state moves to the masters, in float32. Parameters
+    of other dtypes (a batch norm in float32) stay as they are, and frozen ones get a master in the
+    first step after they begin to require gradients.
+
+    Made once, after the model is cast and wrapped and the optimizer is made. With
+    `DistGradScaler`, ``fp16_grads="master"`` unscales in float32 on the way to the masters;
+    without a scaler the gradients are taken as they are. Either way the model's own gradients are
+    freed as they are taken, so none is counted twice. Each rank holds masters of what its
+    optimizer steps and nothing else: of its shard under FSDP, ZeroRedundancyOptimizer and OSS.
+
+    Args:
+        optimizer: Holds float16 or bfloat16 parameters; may have state already.
+
+    Raises:
+        TypeError: Not an optimizer.
+        ValueError: There is nothing to make masters of, the optimizer or one of its parameters has
+            masters already, or its layout cannot have any.
+
+    Example::
+
+        model = model.half()
+        optimizer = torch.optim.AdamW(model.parameters())
+        masters = MasterParameters(optimizer)
+        scaler = DistGradScaler("cuda", fp16_grads="master")
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        refuse_without_masters(optimizer, _LOW)
+        if masters_of(optimizer) is not None:
+            raise ValueError(
+                f"this {type(optimizer).__name__} has master parameters already: "
+                "masters_of(optimizer) returns them"
+            )
+        inner = inner_optimizer(optimizer) or optimizer
+        self._outer = weakref.ref(optimizer)
+        self._inner = weakref.ref(inner)
+        self._wrapped = inner is not optimizer
+        # ShardedDataParallel's gradients are views of buckets, which None would detach for good.
+        self._in_buckets = type(optimizer).__module__.startswith("fairscale.")
+        self._pairs: dict[int, _Pair] = {}
+        self._of_master: dict[int, _Pair] = {}
+        self._taken = False
+        self._witness: tuple[Tensor, Tensor] | None = None
+        self._adopt()
+        inner.register_step_pre_hook(self._before_step)
+        inner.register_step_post_hook(self._after_step)
+        register(optimizer, self)
+        register(inner, self)
+
+    # -- who belongs to whom ----------------------------------------------------------------------
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter of the model with its master, in the order they were made."""
+        for pair in self._pairs.values():
+            yield pair.parameter, pair.master
+
+    def master_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the master of a parameter of the model; None if it has none here."""
+        pair = self._pairs.get(id(parameter))
+        return None if pair is None else pair.master
+
+    def parameter_of(self, master: Tensor) -> Tensor | None:
+        """Return the parameter of the model that ``master`` is written back to; None if none."""
+        pair = self._of_master.get(id(master))
+        return None if pair is None else pair.parameter
+
+    def stepped(self) -> list[Tensor]:
+        """Return all that the optimizer steps on this rank: masters, and parameters without one."""
+        self._adopt()
+        return parameters_of(self._stepping())
+
+    def sources(self) -> list[Tensor]:
+        """Return the same, but for each master the parameter whose gradient backward fills."""
+        pairs = self._of_master
+        return [p if (pair := pairs.get(id(p))) is None else pair.parameter for p in self.stepped()]
+
+    def elsewhere(self) -> list[Tensor]:
+        """Return the optimizer's parameters that another rank steps."""
+        outer = self._outer()
+        if not self._wrapped or outer is None:
+            return []
+        here = set(map(id, self.sources()))
+        return [parameter for parameter in parameters_of(outer) if id(parameter) not in here]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the masters take on this rank; their gradients take as many in a step."""
+        with torch.no_grad():
+            return sum(_local(pair.master).nbytes for pair in self._pairs.values())
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_gradients(
+        self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> list[Tensor]:
+        """Move the gradients of the iteration to the masters, in float32, and free the model's.
+
+        What the masters held before is overwritten; a master whose parameter has no gradient ends
+        with None. Nothing has to call this: the scaler does, and so does ``optimizer.step()``
+        where the scaler has not.
+
+        Args:
+            inv_scale: 0-d float32, what every gradient is multiplied by.
+            found_inf: 0-d float32 flag, set to 1.0 where its own device holds an overflow.
+
+        Returns:
+            One 0-d flag for each device that holds gradients; ``found_inf`` itself if none does.
+
+        Raises:
+            GradientError: A gradient is a Partial DTensor; nothing is moved then.
+        """
+        self._catch_up()
+        self._drop_if_zeroed()
+        inner = self._stepping()
+        moving: list[Transfer] = []
+        staying: list[Tensor] = []
+        for index, (source, target) in enumerate(zip(self.sources(), self.stepped(), strict=True)):
+            if source is target:
+                staying.append(source)
+            elif source.grad is not None:
+                moving.append(Transfer.of(source, target, inner, index))
+        others = local_gradients(staying, allow_fp16=False, owner=None)
+        self._witness = None
+        self._clear_masters(keep={id(t.target) for t in moving})
+        flags = convert(moving, inv_scale, found_inf, self._free)
+        self._taken = True
+        if inv_scale is None or found_inf is None:
+            return []
+        flags += unscale(others, inv_scale, found_inf) if others else []
+        return flags or [found_inf]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients of the model and of the masters.
+
+        ``model.zero_grad()`` and ``optimizer.zero_grad()`` do as well wherever a scaler scales the
+        loss. Without one, this is what discards gradients that were never stepped.
+        """
+        for pair in self._pairs.values():
+            self._free(pair.parameter)
+        self._witness = None
+        self._clear_masters(keep=set())
+        self._stepping().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def before_backward(self) -> None:
+        """Drop the model's gradients if ``optimizer.zero_grad()`` was called since they came.
+
+        It reaches the masters alone, so an empty gradient is laid on one of them, to see by its
+        absence that it was. Called at the start of every backward pass through a scaled loss; a
+        loop without a scaler may call it before ``loss.backward()``.
+        """
+        if self._wrapped:  # the wrapper's own zero_grad() reaches the model's gradients
+            return
+        self._drop_if_zeroed()
+        pairs = self._pairs.values()
+        if self._taken and any(pair.master.grad is not None for pair in pairs):
+            return  # between unscale_ and step: what lies there is about to be stepped
+        self._taken = False
+        if self._witness is None:
+            masters = [pair.master for pair in pairs if pair.master.numel()]
+            if masters:
+                smallest = min(masters, key=Tensor.numel)
+                smallest.grad = witness = _one_zero(smallest)
+                self._witness = (smallest, witness)
+
+    # -- values -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round every master into its parameter, as happens after each step."""
+        into: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for pair in self._pairs.values():
+            parameter = _local(pair.parameter)
+            ours, theirs = into.setdefault((parameter.device, parameter.dtype), ([], []))
+            ours.append(parameter)
+            theirs.append(_local(pair.master))
+        for parameters, masters in into.values():
+            torch._foreach_copy_(parameters, masters)
+        for pair in self._pairs.values():
+            pair.writes = _writes(pair.parameter)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Set every master to its parameter's value, forgetting what rounding had cut off.
+
+        Seldom needed: a parameter that was written by anything else (a checkpoint that was loaded,
+        weights swapped for evaluation) is noticed before the next step, and each element that is no
+        longer its master's rounding is taken over.
+        """
+        self._adopt()
+        for pair in self._pairs.values():
+            _local(pair.master).copy_(_local(pair.parameter))
+            pair.writes = _writes(pair.parameter)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the masters by the number that ``optimizer.state_dict()`` gives each parameter.
+
+        The tensors are the masters themselves, as in ``optimizer.state_dict()``, and DTensors
+        where they are. Under ZeroRedundancyOptimizer and OSS a rank returns its own masters alone.
+        """
+        self._catch_up()
+        numbers = self._numbers()
+        return {
+            "version": 1,
+            "masters": {numbers[id(p)]: master.detach() for p, master in self.pairs()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, exactly, and write the parameters back.
+
+        May come before or after the model's and the optimizer's own ``load_state_dict``.
+
+        Raises:
+            ValueError: It holds masters of other parameters, or of other shapes; nothing is
+                changed then.
+        """
+        self._adopt()
+        numbers = self._numbers()
+        own = {numbers[id(p)]: master for p, master in self.pairs()}
+        for master, value in read_masters(state_dict, own):
+            master.copy_(value)
+        self.write_back()
+
+    # -- around the optimizer's step --------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = find_closure(args[1:], kwargs)
+        if closure is None:
+            self.receive()
+            return None
+        with torch.no_grad():
+            self._catch_up()
+        evaluate = self._evaluating(closure)
+        return (
+            tuple(evaluate if argument is closure else argument for argument in args),
+            {k: evaluate if value is closure else value for k, value in kwargs.items()},
+        )
+
+    def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            self.write_back()  # a line search has moved the masters
+            loss = closure()
+            self.receive()
+            self._taken = False
+            return loss
+
+        return evaluate
+
+    def _after_step(self, *_: Any) -> None:
+        self.finish_step()
+        self.write_back()
+
+    def finish_step(self) -> None:
+        """Note that the gradients that were taken are used up, by a step or a skipped one."""
+        self._taken = False
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Take the gradients if the scaler has not; else add what came after it, unscaled.
+
+        What ``optimizer.step()`` begins with; called before it, to clip without a scaler.
+        """
+        if not self._taken:
+            self.take_gradients()
+            return
+        self._catch_up()
+        for pair in self._pairs.values():
+            late = pair.parameter.grad
+            if late is not None:
+                held, late = pair.master.grad, late.float()
+                pair.master.grad = late if held is None else held + late
+                self._free(pair.parameter)
+
+    # -- the groups -------------------------------------------------------------------------------
+
+    def _stepping(self) -> torch.optim.Optimizer:
+        inner = self._inner()
+        if inner is None:
+            raise StageError("the optimizer of these master parameters is gone")
+        return inner
+
+    def _catch_up(self) -> None:
+        """Make masters for parameters that came since, and take over what others wrote."""
+        self._adopt()
+        for pair in self._pairs.values():
+            if pair.writes != _writes(pair.parameter):
+                _take_over(pair)
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        inner = self._stepping()
+        for number, group in enumerate(inner.param_groups):
+            found = [
+                (index, parameter)
+                for index, parameter in enumerate(group["params"])
+                if parameter.dtype in _LOW and parameter.requires_grad
+            ]
+            if not found:
+                continue
+            for index, parameter in found:
+                _refuse_second_master(parameter, group["params"][:index])
+            if self._wrapped:
+                # Wrappers keep this very dict to look up which rank has which parameter.
+                group = inner.param_groups[number] = {**group, "params": list(group["params"])}
+            for index, parameter in found:
+                group["params"][index] = self._make(parameter, inner)
+
+    def _make(self, parameter: Tensor, inner: torch.optim.Optimizer) -> Tensor:
+        master = torch.nn.Parameter(parameter.detach().float())
+        for mark in _MARKS:
+            if hasattr(parameter, mark):
+                setattr(master, mark, getattr(parameter, mark))
+        pair = _Pair(parameter, master, _writes(parameter))
+        self._pairs[id(parameter)] = self._of_master[id(master)] = pair
+        move_state(inner, parameter, master)
+        return master
+
+    def _numbers(self) -> dict[int, int]:
+        outer = self._outer()
+        parameters = parameters_of(outer) if self._wrapped and outer is not None else self.sources()
+        return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+    # -- gradients that go ------------------------------------------------------------------------
+
+    def _free(self, parameter: Tensor) -> None:
+        if self._in_buckets and parameter.grad is not None:
+            parameter.grad.zero_()
+        else:
+            parameter.grad = None
+
+    def _clear_masters(self, keep: set[int]) -> None:
+        for pair in self._pairs.values():
+            if id(pair.master) not in keep:
+                pair.master.grad = None
+
+    def _drop_if_zeroed(self) -> None:
+        if self._witness is None:
+            return
+        master, witness = self._witness
+        # zero_grad(set_to_none=False) leaves a sparse tensor without elements.
+        if master.grad is None or (master.grad is witness and witness._nnz() == 0):
+            self._witness = None
+            for pair in self._pairs.values():
+                self._free(pair.parameter)
+
+
+def _refuse_second_master(parameter: Tensor, before: Sequence[Tensor]) -> None:
+    masters = (each.master_of(parameter) for each in all_masters())
+    if any(parameter is other for other in before) or any(m is not None for m in masters):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has a master already, in this "
+            "optimizer or another: two would drift apart, so let one optimizer hold it, once"
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part; without gradients on, the very tensor a DTensor holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _writes(parameter: Tensor) -> int:
+    """Return a number that grows whenever anything writes to ``parameter``, but through .data."""
+    if isinstance(parameter, DTensor):
+        return parameter._version + parameter.to_local()._version
+    return parameter._version
+
+
+def _take_over(pair: _Pair) -> None:
+    ours, theirs = _local(pair.master), _local(pair.parameter)
+    ours.copy_(torch.where(ours.to(theirs.dtype) == theirs, ours, theirs.float()))
+    pair.writes = _writes(pair.parameter)
+
+
+def _one_zero(master: Tensor) -> Tensor:
+    """Return a sparse zero of the master's shape that takes one element of memory."""
+    return torch.sparse_coo_tensor(
+        torch.zeros(master.dim(), 1, dtype=torch.int64, device=master.device),
+        torch.zeros(1, device=master.device),
+        master.shape,
+        check_invariants=False,
+    )
