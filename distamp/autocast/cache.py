@@ -180,8 +180,9 @@ class _CastWeights(TorchFunctionMode):
 
 def _applies(op: str) -> bool:
     """Whether, here and now, ``op`` casts its weights as torch's own lists say."""
-    stack = thread.stack
-    if not thread.step_regions or (stack and not stack[-1][0]._step_cache):
+    here = thread.here
+    stack = here.stack
+    if not here.step_regions or (stack and not stack[-1][0]._step_cache):
         return False
     # A traced graph must hold the cast; a functorch transform's tensors do not outlive it.
     if torch._C._get_tracing_state() is not None:

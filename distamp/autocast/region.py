@@ -140,7 +140,7 @@ class autocast(torch.autocast):
             self._check(device_type, dtype, enabled)
         if cache_enabled is None:
             # In a step region torch's own flag is off.
-            cache_enabled = is_autocast_cache_enabled() or (thread.step_regions > 0 and "step")
+            cache_enabled = is_autocast_cache_enabled() or (thread.here.step_regions > 0 and "step")
         step = cache_enabled == "step"
         if not (step or cache_enabled is True or cache_enabled is False):
             raise ValueError(
@@ -175,7 +175,7 @@ class autocast(torch.autocast):
         device = self.device
         dtype = self.fast_dtype
         found_dtype = get_autocast_dtype(device)
-        thread.stack.append(
+        thread.here.stack.append(
             (
                 self,
                 is_autocast_enabled(device),
@@ -204,7 +204,7 @@ class autocast(torch.autocast):
     ) -> Literal[False]:
         if is_dynamo_compiling():
             return self._exit_traced()
-        stack = thread.stack
+        stack = thread.here.stack
         if not stack or stack[-1][0] is not self:
             leave_out_of_order(self)
         _, enabled, dtype, cache_enabled, extras = stack.pop()

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from distamp.autocast.op_lists import names
 from distamp.autocast.op_lists.kernels import CARRIER_DEVICE, RuleTable, enter
 from distamp.autocast.op_lists.rules import Category, Rule
+from distamp.autocast.threads.stack import thread
 
 __all__ = ["OpLists", "current", "moves", "pop", "push", "restore"]
 
@@ -175,11 +176,6 @@ _MARKS = tuple(
 )
 
 
-class _Thread(threading.local):
-    in_force: _InForce | None = None
-
-
-_thread = _Thread()
 _lock = threading.Lock()
 _made: dict[tuple[tuple[str, OpLists], ...], _InForce] = {}
 
@@ -225,12 +221,13 @@ def _tag_compile_caches() -> None:
 
 def current() -> _InForce | None:
     """The lists this thread follows, as a hashable value; None if torch's own."""
-    return _thread.in_force
+    in_force: _InForce | None = thread.here.op_lists
+    return in_force
 
 
 def moves(op: str, device_type: str) -> bool:
     """Whether this thread's lists say something about one dispatcher op, such as ``"linear"``."""
-    in_force = _thread.in_force
+    in_force = current()
     return in_force is not None and any(
         device == device_type and op in ops.categories(device) for device, ops in in_force.lists
     )
@@ -238,10 +235,11 @@ def moves(op: str, device_type: str) -> bool:
 
 def restore(value: _InForce | None) -> None:
     """Make this thread follow what :func:`current` returned, here or in another thread."""
-    before = _thread.in_force
+    here = thread.here
+    before = here.op_lists
     if value is before:
         return
-    _thread.in_force = value
+    here.op_lists = value
     enter(None if value is None else value.table)
     first, second = (_UNMARKED, None) if value is None else value.marks
     torch.set_autocast_dtype(_MARK_DEVICES[0], first)
@@ -259,7 +257,7 @@ def push(ops: OpLists, device_type: str) -> _InForce | None:
     """
     if not isinstance(ops, OpLists):
         raise TypeError(f"ops must be an OpLists, got {ops!r}; write OpLists(fp32={{...}})")
-    before = _thread.in_force
+    before = current()
     others = () if before is None else tuple(it for it in before.lists if it[0] != device_type)
     restore(_in_force((*others, (device_type, ops))))
     return before

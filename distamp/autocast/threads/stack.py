@@ -12,7 +12,15 @@ import torch
 
 from distamp.errors import RegionError
 
-__all__ = ["Entered", "Extras", "enter_extras", "leave_extras", "leave_out_of_order", "thread"]
+__all__ = [
+    "Entered",
+    "Extras",
+    "Here",
+    "enter_extras",
+    "leave_extras",
+    "leave_out_of_order",
+    "thread",
+]
 
 
 class Extras(NamedTuple):
@@ -33,12 +41,28 @@ class Entered(NamedTuple):
     extras: Extras | None
 
 
-class _Thread(threading.local):
-    """The regions this thread is in, outermost first, and how many of them cache by the step."""
+class Here:
+    """What one thread is in.
+
+    Attributes:
+        stack: The regions, outermost first, each as an :class:`Entered`.
+        step_regions: How many of them cache by the step.
+        op_lists: The op lists in force, for ``op_lists.current()``; None is torch's own.
+    """
+
+    __slots__ = ("op_lists", "stack", "step_regions")
 
     def __init__(self) -> None:
         self.stack: list[tuple[Any, bool, torch.dtype, bool, Extras | None]] = []
         self.step_regions = 0
+        self.op_lists: Any = None
+
+
+class _Thread(threading.local):
+    """One object for each thread, as each attribute of a threading.local costs a look-up."""
+
+    def __init__(self) -> None:
+        self.here = Here()
 
 
 thread = _Thread()
@@ -77,9 +101,10 @@ def _enter_extras(ops: Any, device_type: str, step_cache: bool) -> Extras:
     if step_cache:
         from distamp.autocast import cache
 
-        if thread.step_regions == 0:
+        here = thread.here
+        if here.step_regions == 0:
             cache.push_mode()
-        thread.step_regions += 1
+        here.step_regions += 1
     return Extras(ops is not None, found_ops, step_cache)
 
 
@@ -87,8 +112,9 @@ def _leave_extras(extras: Extras) -> None:
     if extras.step_cache:
         from distamp.autocast import cache
 
-        thread.step_regions -= 1
-        if thread.step_regions == 0:
+        here = thread.here
+        here.step_regions -= 1
+        if here.step_regions == 0:
             cache.pop_mode()
     if extras.has_ops:
         from distamp.autocast import op_lists
@@ -105,7 +131,7 @@ def leave_out_of_order(region: Any) -> None:
     Raises:
         RegionError: Always; where the region is this thread's, once the state is right.
     """
-    stack = thread.stack
+    stack = thread.here.stack
     at = next((i for i in reversed(range(len(stack))) if stack[i][0] is region), None)
     if at is None:
         raise RegionError(

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import get_autocast_dtype
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    clear_autocast_cache,
+    get_autocast_dtype,
+    set_autocast_cache_enabled,
+)
 from torch._C._dynamo.guards import GlobalStateGuard
 
 from distamp.autocast import cache, op_lists
@@ -34,6 +40,7 @@ _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla
 _Devices = tuple[tuple[str, bool, torch.dtype], ...]
 # (torch's setter, device type, value) for each setting in which two states differ.
 _Changes = tuple[tuple[Callable[[str, Any], None], str, Any], ...]
+_UNKNOWN: tuple[_Devices | None, _Changes] = (None, ())
 _SETTERS: tuple[Callable[[str, Any], None], ...] = (
     torch.set_autocast_enabled,
     torch.set_autocast_dtype,
@@ -84,10 +91,10 @@ class AutocastState:
     @classmethod
     def capture(cls) -> AutocastState:
         """Take the calling thread's state."""
-        state, lists, steps = _settings(), op_lists.current(), thread.step_regions
-        if lists is None and not steps:
+        state, here = _captured.find(), thread.here
+        if here.op_lists is None and not here.step_regions:
             return state
-        return cls(state.devices, state.cache_enabled, steps > 0, lists)
+        return cls(state.devices, state.cache_enabled, here.step_regions > 0, here.op_lists)
 
     def apply(self) -> AbstractContextManager[AutocastState]:
         """Make a context manager that gives a thread this state, and then its own back.
@@ -108,6 +115,16 @@ class AutocastState:
     def _changes(self) -> dict[int, tuple[_Devices, _Changes]]:
         """What to set to come to this state from others, by the identity of their devices."""
         return {}
+
+    @functools.cached_property
+    def _entered(self) -> _Seen:
+        """The states of threads that came to this one: what is read before."""
+        return _entered_nearby if self._plain else _captured
+
+    @functools.cached_property
+    def _left(self) -> _Seen:
+        """The states of threads that leave this one, mostly itself: what is read after."""
+        return _Seen(nearby=self._plain)
 
     def __reduce__(self) -> tuple[Any, ...]:
         lists = () if self.lists is None else self.lists.lists
@@ -131,78 +148,88 @@ def _unpickle(
 
 
 class _Known(NamedTuple):
-    """A state that was read, and what it takes to see that a thread is in it."""
+    """A state that was read, and what it takes to see that a thread is in it.
+
+    torch.compile's guard compares all settings in one call, but for the dtypes of disabled device
+    types: those of one or two are read one by one, which is faster than all in a tuple.
+    """
 
     guarded: Callable[[], bool]
-    renameable: str
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
+    first: str
+    first_dtype: torch.dtype
+    second: str | None
+    second_dtype: torch.dtype | None
+    others: tuple[str, ...]
+    other_dtypes: tuple[torch.dtype, ...]
+    renameable: str | None
     state: AutocastState
 
+    @classmethod
+    def of(cls, state: AutocastState, renameable: str | None, nearby: bool) -> _Known:
+        unseen = [(name, dtype) for name, enabled, dtype in state.devices if not enabled]
+        if nearby:
+            unseen = [each for each in unseen if each[0] in _near_device_types()]
+        # With none to read, one is read all the same.
+        (first, first_dtype), *rest = unseen or [(state.devices[0][0], state.devices[0][2])]
+        second, second_dtype = rest[0] if rest else (None, None)
+        others, dtypes = tuple(it[0] for it in rest[1:]), tuple(it[1] for it in rest[1:])
+        guarded = GlobalStateGuard().check
+        found = (guarded, first, first_dtype, second, second_dtype, others, dtypes)
+        return cls(*found, None if nearby else renameable, state)
 
-class _KnownNearby(NamedTuple):
-    """The same for a state in which the device types that are not near are as in a new thread."""
-
-    guarded: Callable[[], bool]
-    cpu: torch.dtype
-    cuda: torch.dtype
-    others: tuple[tuple[str, torch.dtype], ...]
-    state: AutocastState
-
-
-# Reading each setting takes longer than a region does. torch.compile's guard compares them all in
-# one call, but for the dtypes of disabled device types, so the last few states are kept with it.
-_known: tuple[_Known, ...] = ()
-_known_nearby: tuple[_KnownNearby, ...] = ()
 
 _renameable = torch._C._get_privateuse1_backend_name
 
 
-def _settings() -> AutocastState:
-    """What torch holds of the calling thread's state."""
-    for guarded, renameable, names, dtypes, state in _known:
-        if (
-            guarded()
-            and dtypes == tuple(map(get_autocast_dtype, names))
-            and renameable == _renameable()
-        ):
-            return state
-    return _read_and_keep()
+class _Seen:
+    """The last few states that were read at one place, found again without reading them.
 
+    Args:
+        nearby: Take the dtypes of disabled device types that are not near as a new thread's.
+    """
 
-def _settings_nearby() -> AutocastState:
-    """The same, taking the dtypes of disabled device types that are not near as a new thread's."""
-    for guarded, cpu, cuda, others, state in _known_nearby:
-        if guarded() and get_autocast_dtype("cpu") is cpu and get_autocast_dtype("cuda") is cuda:
-            for each, dtype in others:
-                if get_autocast_dtype(each) is not dtype:
-                    break
-            else:
+    __slots__ = ("_known", "_nearby")
+
+    def __init__(self, *, nearby: bool) -> None:
+        self._known: tuple[_Known, ...] = ()
+        self._nearby = nearby
+
+    def find(self) -> AutocastState:
+        """What torch holds of the calling thread's state."""
+        for guarded, one, dtype, two, dtype2, others, dtypes, renameable, state in self._known:
+            if (
+                guarded()
+                and get_autocast_dtype(one) is dtype
+                and (two is None or get_autocast_dtype(two) is dtype2)
+                and (not others or dtypes == tuple(map(get_autocast_dtype, others)))
+                and (renameable is None or renameable == _renameable())
+            ):
                 return state
-    return _read_and_keep()
+        return self._read_and_keep()
+
+    def _read_and_keep(self) -> AutocastState:
+        renameable = _renameable()
+        state = _read(_device_types(renameable))
+        if _guard_sees_autocast() and (state._plain or not self._nearby):
+            self._known = (_Known.of(state, renameable, self._nearby), *self._known[:3])
+        return state
 
 
-def _read_and_keep() -> AutocastState:
-    global _known, _known_nearby
-    renameable = _renameable()
-    names = _device_types(renameable)
-    state = _read(names)
-    if _guard_sees_autocast():
-        guarded = GlobalStateGuard().check
-        dtypes = tuple(dtype for _, _, dtype in state.devices)
-        _known = (_Known(guarded, renameable, names, dtypes, state), *_known[:3])
-        if state._plain:
-            (_, cpu), (_, cuda), *others = zip(_near_device_types(), dtypes, strict=False)
-            nearby = _KnownNearby(guarded, cpu, cuda, tuple(others), state)
-            _known_nearby = (nearby, *_known_nearby[:3])
-    return state
+_captured = _Seen(nearby=False)
+_entered_nearby = _Seen(nearby=True)
 
 
 def _read(names: tuple[str, ...]) -> AutocastState:
     devices = tuple(
         (each, torch.is_autocast_enabled(each), get_autocast_dtype(each)) for each in names
     )
-    return AutocastState(devices, torch.is_autocast_cache_enabled())
+    return _interned(devices, torch.is_autocast_cache_enabled())
+
+
+@functools.lru_cache(maxsize=256)
+def _interned(devices: _Devices, cache_enabled: bool) -> AutocastState:
+    """One object for equal states, so that what is found out about one is kept with it."""
+    return AutocastState(devices, cache_enabled)
 
 
 @functools.lru_cache
@@ -246,11 +273,9 @@ def _differences(now: _Devices, to: _Devices) -> _Changes:
 def _change(now: AutocastState, to: AutocastState) -> bool:
     """Set torch's settings of the calling thread; tell whether a device type's changed."""
     if now.cache_enabled is not to.cache_enabled:
-        torch.set_autocast_cache_enabled(to.cache_enabled)
-    if now.devices is to.devices:
-        return False
+        set_autocast_cache_enabled(to.cache_enabled)
     # States are few and each is entered from few, so what to set is found once for each pair.
-    origin, changes = to._changes.get(id(now.devices), (None, ()))
+    origin, changes = to._changes.get(id(now.devices), _UNKNOWN)
     if origin is not now.devices:
         changes = _differences(now.devices, to.devices)
         if len(to._changes) >= 16:
@@ -264,7 +289,7 @@ def _change(now: AutocastState, to: AutocastState) -> bool:
 class _Applied:
     """One use of a state in one thread."""
 
-    __slots__ = ("_found", "_lists", "_nesting", "_settings", "_stack", "_state", "_steps")
+    __slots__ = ("_found", "_kept", "_nesting", "_state")
 
     def __init__(self, state: AutocastState) -> None:
         self._state = state
@@ -273,41 +298,41 @@ class _Applied:
     def __enter__(self) -> AutocastState:
         if self._nesting:
             raise RegionError("an applied state was entered twice; call apply() for each use")
-        state, here = self._state, thread
-        self._settings = _settings_nearby if state._plain else _settings
-        self._found = found = self._settings()
-        self._lists = lists = op_lists.current()
-        self._stack, self._steps = here.stack, here.step_regions
+        state, here = self._state, thread.here
+        self._found = found = state._entered.find()
+        steps = here.step_regions
+        self._kept = here.stack, steps, here.op_lists
         # A region of the block's own must end in the block, and none of the caller's can.
         here.stack = []
-        changed = _change(found, state)
-        if lists is not state.lists:
+        changed = found is not state and _change(found, state)
+        if here.op_lists is not state.lists:
             op_lists.restore(state.lists)
-        if state.step_cache or self._steps:
+        if steps or state.step_cache:
             here.step_regions = int(state.step_cache)
-            if not self._steps:
+            if not steps:
                 cache.push_mode()
-        self._nesting = torch.autocast_increment_nesting()
-        if changed and self._nesting > 1:
-            torch.clear_autocast_cache()
+        self._nesting = nesting = autocast_increment_nesting()
+        if changed and nesting > 1:
+            clear_autocast_cache()
         return state
 
-    def __exit__(self, *exc: object) -> None:
-        here = thread
-        if here.step_regions or self._steps:
-            if here.step_regions and not (self._steps and self._state.step_cache):
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        state, found, here = self._state, self._found, thread.here
+        here.stack, steps, lists = self._kept
+        if steps or here.step_regions:
+            if here.step_regions and not (steps and state.step_cache):
                 cache.pop_mode()
-            here.step_regions = self._steps
-        here.stack = self._stack
-        if op_lists.current() is not self._lists:
-            op_lists.restore(self._lists)
-        changed = _change(self._settings(), self._found)
+            here.step_regions = steps
+        if here.op_lists is not lists:
+            op_lists.restore(lists)
+        now = state._left.find()
+        changed = now is not found and _change(now, found)
         # More than one where the block left a region open.
-        nesting = torch.autocast_decrement_nesting()
+        nesting = autocast_decrement_nesting()
         while nesting >= self._nesting:
-            nesting = torch.autocast_decrement_nesting()
+            nesting = autocast_decrement_nesting()
         if changed or nesting == 0:
-            torch.clear_autocast_cache()
+            clear_autocast_cache()
 
 
 class _Propagated:

@@ -69,13 +69,15 @@ def test_every_op_of_torchs_cpu_lists(
         )
 
 
-# Runs where an op that aborts takes only itself down. Prints what each op's output is.
+# Runs where an op that aborts takes only itself down. Prints what each op's output is, or, of an
+# op that needs a GPU to finish, what its inputs are cast to.
 CUDA = """
 import json, warnings
 warnings.simplefilter("ignore")
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from distamp.autocast.op_reference.reference import _LastInputs
 from distamp.autocast.op_reference.registered import autocast_without_device
 
 LISTS = {
@@ -102,7 +104,7 @@ with torch.no_grad() if real else FakeTensorMode(allow_non_fake_inputs=True):
             if call is None:
                 call = getattr(torch.Tensor, op)
             try:
-                with autocast_without_device("cuda", torch.float16):
+                with _LastInputs() as inputs, autocast_without_device("cuda", torch.float16):
                     out = call(*args, **kwargs)
                 out = out[0] if isinstance(out, (tuple, list)) else out
                 got = out.dtype if isinstance(out, torch.Tensor) else want
@@ -110,6 +112,10 @@ with torch.no_grad() if real else FakeTensorMode(allow_non_fake_inputs=True):
                 got = repr(error)
                 if name == "banned" and "unsafe to autocast" in got:
                     got = want
+                elif not real and inputs.dtype is not None:
+                    # A CUDA build's fake kernel may ask the driver which kernel is to run. What
+                    # autocast does, casting the inputs, is done by then.
+                    got = inputs.dtype
             (right if got == want else wrong).append(f"{name}: {op} gave {got}, not {want}")
 print(json.dumps([right, wrong]))
 """
@@ -121,5 +127,5 @@ def test_torchs_cuda_lists_without_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     right, wrong = json.loads(done.stdout.splitlines()[-1])
-    print(len(right), len(wrong), wrong)
+    print(len(right), wrong)
     assert len(right) >= 115, wrong
