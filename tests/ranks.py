@@ -401,6 +401,8 @@ def _serve(
     stack = (folder / "stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
+    # What the server imported never dies: no collection and no walk over the heap need see it.
+    gc.freeze()
     me = _Rank(rank, world_size, port, group_timeout)
     while True:
         try:
