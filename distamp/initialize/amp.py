@@ -17,7 +17,7 @@ from distamp.initialize.ddp_passes import OnePassEach
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, no_sync
 from distamp.precision import Precision
-from distamp.scaler import DistGradScaler
+from distamp.scaler import DistGradScaler, MasterParameters, masters_of
 from distamp.scaler.gradients import parameters_of
 
 __all__ = ["Amp", "StepResult"]
@@ -89,6 +89,12 @@ class Amp:
         self._syncs = True
         self._unscaled = False
         self._seen = False
+
+    @property
+    def masters(self) -> list[MasterParameters]:
+        """The fp32 master parameters of each optimizer that has some, which is so at O2."""
+        found = map(masters_of, self.optimizers)
+        return [masters for masters in found if masters is not None]
 
     @property
     def model(self) -> nn.Module:
@@ -163,7 +169,6 @@ class Amp:
                 "backward() after clip_grad_norm_() would add scaled gradients to unscaled ones; "
                 "clip after the last backward() of the iteration"
             )
-        scaled = self.scaler.scale(loss)
         if self._losses is not None:
             if not self._syncs and any(w.is_sharded for w in self._wrappings):
                 raise StageError(
@@ -172,7 +177,7 @@ class Amp:
                     "(num_losses=1), or leave no_sync() out"
                 )
             self._losses.enter(loss_id)
-            scaled = scaled * self._losses.scale_of(loss_id)
+        scaled = self.scaler.scale(loss)
         with contextlib.ExitStack() as stack:
             for passes in self._passes if self._syncs else ():
                 stack.enter_context(passes.one())
@@ -204,13 +209,12 @@ class Amp:
             create_graph: As in ``torch.autograd.grad``; True for a penalty.
         """
         self._check_loss_id(loss_id)
-        one = torch.ones((), device=loss.device)
-        scale = self.scaler.scale(one)
-        if self._losses is not None:
-            scale = scale * self._losses.scale_of(loss_id)
-        scaled = loss.float() * scale
+        if self._losses is None:
+            scale = self.scaler.scale(torch.ones((), device=loss.device))
+        else:
+            scale = self._losses.scale_of(loss_id).to(loss.device)
         gradients = torch.autograd.grad(
-            scaled, inputs, retain_graph=retain_graph, create_graph=create_graph
+            loss.float() * scale, inputs, retain_graph=retain_graph, create_graph=create_graph
         )
         inverse = scale.double().reciprocal().float()
         return tuple(gradient.float() * inverse for gradient in gradients)
@@ -238,8 +242,10 @@ class Amp:
         """
         self._require_optimizers()
         given = self._to_step()
+        if not self.scaler.is_enabled():
+            self._take_gradients()
         if self._losses is not None and not self._unscaled:
-            self._losses.close()
+            self._losses.tell()
         one = len(given) == 1
         if not one and not self._unscaled and (self._losses is not None or not self._seen):
             # The scaler tells whose gradients it is given by the optimizers it has seen.
@@ -259,19 +265,24 @@ class Amp:
         """
         self._require_optimizers()
         if self._losses is not None and not self._unscaled:
-            self._losses.close()
+            self._losses.tell()
         try:
             self.scaler.step_all(self._to_step())
         finally:
             self._unscaled = False
         self._seen = True
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
+        anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         if self._losses is not None:
-            self._losses.update(self.scaler.found_inf)
+            told = [self.scaler.found_inf(teller) for teller in self._losses.tellers]
+            self._losses.update(anyone, told)
         self.scaler.update()
-        taken = tuple(flag == 0 for flag in found)
-        device = taken[0].device
-        return StepResult(torch.stack([flag.to(device) for flag in taken]).all(), taken)
+        return StepResult(anyone == 0, tuple(flag == 0 for flag in found))
+
+    def _take_gradients(self) -> None:
+        # Where no scaler unscales them on the way to their masters.
+        for masters in self.masters:
+            masters.take_gradients()
 
     def _to_step(self) -> list[torch.optim.Optimizer]:
         tellers = [] if self._losses is None else self._losses.tellers
@@ -286,13 +297,18 @@ class Amp:
         for model in self.models:
             model.zero_grad(set_to_none=set_to_none)
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+            masters = masters_of(optimizer)
+            (optimizer if masters is None else masters).zero_grad(set_to_none=set_to_none)
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the level and the loss scales, to be saved beside model and optimizers."""
-        return amp_state.saved(self.precision, self.scaler, self._losses)
+        """Return level, loss scales and master weights, to be saved beside model and optimizers.
+
+        Masters are those of this rank where FSDP1, ZeroRedundancyOptimizer or OSS shard them, and
+        DTensors under FSDP2.
+        """
+        return amp_state.saved(self.precision, self.scaler, self._losses, self.masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or Apex's ``amp.state_dict()``, or a scaler's.
@@ -300,4 +316,4 @@ class Amp:
         Raises:
             SettingError: It holds another number of losses, or a value out of range.
         """
-        amp_state.load(state, self.precision, self.scaler, self._losses)
+        amp_state.load(state, self.scaler, self._losses, self.masters)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from distamp.errors import SettingError
 from distamp.initialize.losses import LossScales
 from distamp.precision import Precision
-from distamp.scaler import DistGradScaler
+from distamp.scaler import DistGradScaler, MasterParameters
 
 __all__ = ["load", "saved"]
 
@@ -15,30 +16,49 @@ _VERSION = 1
 
 
 def saved(
-    precision: Precision, scaler: DistGradScaler, losses: LossScales | None
+    precision: Precision,
+    scaler: DistGradScaler,
+    losses: LossScales | None,
+    masters: Sequence[MasterParameters],
 ) -> dict[str, Any]:
-    """Return the level's name and, for each loss, what a scaler of torch's would save."""
+    """Return the level's name, for each loss what torch's scaler would save, and the masters."""
     if losses is not None:
         scalers = losses.state_dict()
     else:
         scalers = [scaler.state_dict()] if scaler.is_enabled() else []
-    return {"version": _VERSION, "opt_level": precision.level, "loss_scalers": scalers}
+    return {
+        "version": _VERSION,
+        "opt_level": precision.level,
+        "loss_scalers": scalers,
+        "masters": [each.state_dict() for each in masters],
+    }
 
 
 def load(
     state: dict[str, Any],
-    precision: Precision,
     scaler: DistGradScaler,
     losses: LossScales | None,
+    masters: Sequence[MasterParameters],
 ) -> None:
     """Load what `saved` returned, Apex's ``amp.state_dict()``, or one scaler's state.
 
-    A level without a scaler loads nothing; a state without scales, from such a level, leaves the
-    scale as it is.
+    A state of another level is welcome: scales that there are none of here, or that it does not
+    hold, are left as they are; and masters that it does not hold follow their parameters.
 
     Raises:
-        SettingError: It holds another number of losses than there are, or a value out of range.
+        SettingError: It holds another number of losses or masters than there are, or a value out
+            of range.
+        ValueError: It holds masters of other parameters.
     """
+    saved_masters = state.get("masters") or []
+    if masters and saved_masters:
+        if len(saved_masters) != len(masters):
+            raise SettingError(
+                f"the state holds the masters of {len(saved_masters)} optimizers and "
+                f"{len(masters)} have some here; initialize with the same optimizers"
+            )
+        for each, held in zip(masters, saved_masters, strict=True):
+            each.load_state_dict(held)
     scalers = _scalers(state)
     if not scaler.is_enabled() or not scalers:
         return

@@ -104,9 +104,14 @@ def _check_cast(model: nn.Module, wrapping: Wrapping, precision: Precision) -> N
 
 
 def check_optimizers(
-    models: tuple[nn.Module, ...], optimizers: tuple[torch.optim.Optimizer, ...]
+    models: tuple[nn.Module, ...],
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    precision: Precision,
 ) -> None:
     """Refuse optimizers over parameters that no model has, as those made before a wrapper.
+
+    Also those whose state would be float16 and whose ``eps`` float16 rounds to zero: Adam divides
+    zero by zero then.
 
     Raises:
         SettingError: See the text.
@@ -121,6 +126,19 @@ def check_optimizers(
                 f"({type(optimizer).__name__}) are none of the model's; a wrapper that shards "
                 "puts others in their place, so make the optimizer after it, from "
                 "model.parameters()"
+            )
+        if precision.param is torch.float16 and not precision.master_weights:
+            _check_eps(optimizer, precision)
+
+
+def _check_eps(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if eps and torch.tensor(float(eps), dtype=torch.float16) == 0:
+            raise SettingError(
+                f"{type(optimizer).__name__} has eps={eps:g}, which float16 rounds to zero, and "
+                f"{precision.level} keeps the optimizer's state in float16: 0 / 0 would make "
+                "parameters NaN. Pass eps=1e-4, or take O2"
             )
 
 

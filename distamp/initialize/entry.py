@@ -16,7 +16,15 @@ from distamp.initialize.checks import check_model, check_optimizers
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.precision import Precision
-from distamp.scaler import DistGradScaler, DynamicSchedule, Schedule, StaticSchedule
+from distamp.scaler import (
+    DistGradScaler,
+    DynamicSchedule,
+    MasterParameters,
+    Schedule,
+    StaticSchedule,
+    masters_of,
+)
+from distamp.scaler.gradients import parameters_of
 from distamp.scaler.process_group import GroupLike
 
 __all__ = ["Overrides", "initialize"]
@@ -88,14 +96,11 @@ def initialize(
     wrappings = tuple(map(recognise, models))
     for each, wrapping in zip(models, wrappings, strict=True):
         check_model(each, wrapping, precision)
-    check_optimizers(models, to_step)
-    if precision.master_weights and to_step and any(w.computes_in is None for w in wrappings):
-        raise SettingError(
-            f"{precision.level} needs float32 master weights, which are not available in this "
-            "version outside FSDP's own mixed precision"
-        )
+    check_optimizers(models, to_step, precision)
     for each, wrapping in zip(models, wrappings, strict=True):
         _prepare(each, wrapping, precision)
+    if precision.master_weights:
+        _make_masters(to_step)
     device = _device_of(models)
     num_losses = _checked_count(overrides.get("num_losses", 1))
     scaler, losses = _scaling(precision, models, to_step, device, process_group, overrides)
@@ -117,6 +122,13 @@ def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None
         bind(model)
 
 
+def _make_masters(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    for optimizer in optimizers:
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters_of(optimizer))
+        if half and masters_of(optimizer) is None:
+            MasterParameters(optimizer)
+
+
 def _scaling(
     precision: Precision,
     models: tuple[nn.Module, ...],
@@ -134,14 +146,20 @@ def _scaling(
         schedule=StaticSchedule() if several else schedule,
         enabled=precision.scales,
         process_group=process_group,
-        fp16_grads="inplace" if precision.param is torch.float16 else "error",
+        fp16_grads=_unscaling(precision),
         max_consecutive_skips=overrides.get("max_consecutive_skips"),
         named_parameters=[pair for model in models for pair in model.named_parameters()],
     )
     if not several:
         return scaler, None
     count = overrides["num_losses"]
-    return scaler, LossScales(count, schedule, init_scale, device, optimizers)
+    return scaler, LossScales(count, schedule, init_scale, scaler, device, optimizers)
+
+
+def _unscaling(precision: Precision) -> Literal["error", "inplace", "master"]:
+    if precision.master_weights:
+        return "master"
+    return "inplace" if precision.casts_model else "error"
 
 
 def _schedule(precision: Precision, overrides: Overrides) -> tuple[Schedule, float]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
+from distamp.scaler import DistGradScaler, masters_of
+from distamp.scaler.found_inf import merged
 from distamp.scaler.gradients import local_gradients, parameters_of, unscale
 from distamp.scaler.schedule import ScaleState, Schedule
 from distamp.scaler.state import read_state
@@ -22,16 +24,18 @@ class LossScales:
     Apex sets gradients aside before each backward pass and adds them up unscaled. Here those that
     are there already are brought to the scale of the loss that comes next, in place and in the pass
     that looks for inf and NaN; so what accumulates without syncing, or lies in a bucket of DDP, is
-    right too. A loss is to blame for an overflow that was not there before its pass; in an
-    iteration with an overflow the other losses cannot be judged, and their scales wait.
+    right too. The scaler's own scale is always that of the accumulated gradients.
 
-    Whose fault it was travels in the scaler's one message: each loss has a parameter of one element
-    whose gradient is inf or 0, in an optimizer of its own.
+    A loss is to blame for an overflow that was not there before its backward pass. In an iteration
+    with an overflow the other losses cannot be judged, and their scales wait. Whose fault it was
+    travels in the scaler's one message: each loss has a parameter of one element whose gradient is
+    inf or 0, in an optimizer of its own.
 
     Args:
         count: How many losses.
         schedule: How each scale moves.
         init_scale: The first scale of each.
+        scaler: Its schedule is static; the scales here are written into it.
         device: Where the scales live.
         optimizers: Those that step the gradients.
     """
@@ -41,23 +45,31 @@ class LossScales:
         count: int,
         schedule: Schedule,
         init_scale: float,
+        scaler: DistGradScaler,
         device: torch.device,
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
+        if schedule.initial_memory:
+            raise SettingError(
+                f"a schedule that watches the largest gradient ({schedule.kind}) serves one loss; "
+                "with num_losses > 1 gradients of several are summed, so take DynamicSchedule"
+            )
         self._schedule = schedule
-        self._states = [_state(schedule, init_scale, device) for _ in range(count)]
+        self._states = [
+            ScaleState.initial(init_scale, 0, schedule.initial_hysteresis, device)
+            for _ in range(count)
+        ]
+        self._scale = scaler._scale_on(device)
         self._optimizers = list(optimizers)
-        self._device = device
-        self._scale = torch.ones((), device=device)
         # Values of their own tell them apart where ranks compare optimizers.
-        weights = [torch.full((1,), float(i), device=device) for i in range(count)]
+        weights = [torch.full((1,), float(number), device=device) for number in range(count)]
         self._told = [torch.nn.Parameter(weight) for weight in weights]
         self.tellers = [torch.optim.SGD([weight], lr=0.0) for weight in self._told]
         self._begin()
 
     def _begin(self) -> None:
         self._order: list[int] = []
-        self._found: dict[int, Tensor] = {}
+        self._found = [torch.zeros_like(self._scale) for _ in self._states]
 
     def scale_of(self, loss_id: int) -> Tensor:
         """Return the scale of a loss: 0-d float32."""
@@ -65,39 +77,54 @@ class LossScales:
 
     def enter(self, loss_id: int) -> None:
         """Bring what has accumulated to the scale of the loss whose backward pass comes next."""
-        if self._order and self._order[-1] == loss_id:
-            return
-        self._rescale(self._states[loss_id].scale)
+        scale = self._states[loss_id].scale
+        if self._order and self._order[-1] != loss_id:
+            found = self._rescale(scale)
+            earlier = torch.stack(self._found).max()
+            self._found[self._order[-1]].copy_(torch.where(earlier > 0, 0.0, found))
+        self._scale.copy_(scale)
         self._order.append(loss_id)
 
-    def close(self) -> None:
-        """Bring what has accumulated to scale 1, and write down who overflowed."""
-        self._rescale(torch.ones((), device=self._device))
-        for loss_id, told in enumerate(self._told):
-            found = self._found.get(loss_id)
-            told.grad = torch.zeros_like(told)
-            if found is not None:
-                told.grad.masked_fill_(found > 0, torch.inf)
+    def _rescale(self, scale: Tensor) -> Tensor:
+        """Multiply gradients to another scale; return 0-d float32, 1.0 if inf or NaN was there."""
+        gradients = [
+            gradient
+            for optimizer in self._optimizers
+            for gradient in local_gradients(_filled_by_backward(optimizer), allow_fp16=True)
+        ]
+        ratio = (scale.double() / self._scale.double()).float()
+        found = torch.zeros_like(self._scale)
+        with torch.no_grad():
+            flags = unscale(gradients, ratio, found)
+        return merged(flags, self._scale.device)
 
-    def update(self, found_inf: Callable[[torch.optim.Optimizer], Tensor]) -> None:
+    def tell(self) -> None:
+        """Write down who overflowed, for the scaler's message."""
+        for told, found in zip(self._told, self._found, strict=True):
+            told.grad = torch.zeros_like(told).masked_fill_(found > 0, torch.inf)
+
+    def update(self, found_inf: Tensor, told: Sequence[Tensor]) -> None:
         """Move each scale by its own flag, which all ranks agree on.
 
         Args:
-            found_inf: The scaler's; returns the flag of one of ``tellers``.
+            found_inf: 0-d float32, whether any gradient overflowed in the end.
+            told: For each of ``tellers`` its flag.
         """
-        flags = {i: found_inf(self.tellers[i]).to(self._device) for i in set(self._order)}
-        anyone = torch.stack(list(flags.values())).max()
-        for loss_id, flag in flags.items():
-            waits = (anyone > 0) & (flag == 0)
+        anyone = torch.stack([flag.to(found_inf.device) for flag in told]).max()
+        for loss_id in set(self._order):
+            # What nobody was blamed for came with the last backward pass.
+            late = found_inf * (anyone == 0) if loss_id == self._order[-1] else 0.0
+            flag = torch.clamp(told[loss_id].to(found_inf.device) + late, max=1.0)
+            waits = (torch.maximum(anyone, found_inf) > 0) & (flag == 0)
             before = self._states[loss_id]
-            after = self._schedule.next_state(before, flag)
+            after = self._schedule.next_state(before, flag.to(before.scale.device))
             for name in ("scale", "growth_tracker", "hysteresis_tracker"):
                 held, new = getattr(before, name), getattr(after, name)
-                held.copy_(torch.where(waits, held, new))
+                held.copy_(torch.where(waits.to(held.device), held, new))
         self._begin()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return for each loss torch's five keys, and the schedule's own under ``"distamp"``."""
+        """Return for each loss torch's five keys."""
         return [
             {
                 "scale": state.scale.item(),
@@ -126,28 +153,7 @@ class LossScales:
             held.growth_tracker.fill_(tracker)
         self._schedule = read[0][0]
 
-    def _rescale(self, scale: Tensor) -> None:
-        found = torch.zeros((), device=self._device)
-        gradients = [
-            gradient
-            for optimizer in self._optimizers
-            for gradient in local_gradients(parameters_of(optimizer), allow_fp16=True)
-        ]
-        ratio = (scale.double() / self._scale.double()).float()
-        with torch.no_grad():
-            for flag in unscale(gradients, ratio, found):
-                found = torch.maximum(found, flag.to(self._device))
-        self._scale = scale.clone()
-        if self._order:
-            earlier = sum(self._found.values(), torch.zeros((), device=self._device))
-            mine = self._found.setdefault(self._order[-1], torch.zeros((), device=self._device))
-            mine.copy_(torch.where(earlier > 0, mine, found))
 
-
-def _state(schedule: Schedule, scale: float, device: torch.device) -> ScaleState:
-    if schedule.initial_memory:
-        raise SettingError(
-            f"a schedule that watches the largest gradient ({schedule.kind}) serves one loss; with "
-            "num_losses > 1 gradients of several losses are summed, so take DynamicSchedule"
-        )
-    return ScaleState.initial(scale, 0, schedule.initial_hysteresis, device)
+def _filled_by_backward(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    masters = masters_of(optimizer)
+    return parameters_of(optimizer) if masters is None else masters.sources()
