@@ -30,24 +30,27 @@ from types import MappingProxyType
 import torch
 
 from distamp.comm_hooks.wire_blocks import BlockFormat
-from distamp.comm_hooks.wire_format import WireFormat, exponent_field, pieces
+from distamp.comm_hooks.wire_base import WireFormat, exponent_field, pieces
 
 __all__ = ["WIRE_FORMATS", "WireFormat", "wire_format"]
 
 EXPONENT_BIAS = 127
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class _PlainFormat(WireFormat):
     """One cast for each element and no header."""
 
-    def has_nonfinite(self, wire: torch.Tensor) -> torch.Tensor:
+    def has_nonfinite(self, wire: torch.Tensor, *, terms: int = 1) -> torch.Tensor:
         """Return whether an element is inf or NaN, 0-d bool; reads every element."""
         values = wire.view(self.payload)
         if values.numel() == 0:
             return torch.zeros((), dtype=torch.bool, device=wire.device)
-        # NaN wins both reductions.
-        return ~(torch.isfinite(torch.amax(values)) & torch.isfinite(torch.amin(values)))
+        # NaN wins both reductions, and no comparison.
+        limit = FP32_MAX / terms
+        highest, lowest = torch.amax(values).float(), torch.amin(values).float()
+        return ~((highest <= limit) & (lowest >= -limit))
 
     def largest_exponent(self, wire: torch.Tensor) -> torch.Tensor:
         """Return floor(log2) of the largest finite magnitude, 0-d int32; reads every element."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distamp.comm_hooks.wire_format import (
+from distamp.comm_hooks.wire_base import (
     EXPONENT_BITS,
     PIECE,
     WireFormat,
@@ -39,13 +39,19 @@ class BlockFormat(WireFormat):
     header_bytes: int = 2
     top: int = 0
 
-    def has_nonfinite(self, wire: torch.Tensor) -> torch.Tensor:
-        """Return whether an element is inf or NaN, 0-d bool; reads the headers alone."""
+    def has_nonfinite(self, wire: torch.Tensor, *, terms: int = 1) -> torch.Tensor:
+        """Return whether an element is inf or NaN, 0-d bool; reads the headers alone.
+
+        ``terms`` is as for every format, but by powers of two: up to twice too careful.
+        """
         header, _ = self._parts(wire)
-        return header.signbit().any()
+        found = header.signbit()
+        if terms > 1:
+            found = found | (header > FP32_MAX / (terms * self.top))
+        return found.any()
 
     def largest_exponent(self, wire: torch.Tensor) -> torch.Tensor:
-        """Return floor(log2) of the largest finite magnitude, 0-d int32; reads the headers alone."""
+        """Return floor(log2) of the largest finite magnitude, 0-d int32; reads headers alone."""
         header, _ = self._parts(wire)
         if header.numel() == 0:
             return torch.full((), -EXPONENT_BIAS, dtype=torch.int32, device=wire.device)
@@ -186,7 +192,7 @@ class BlockFormat(WireFormat):
     ) -> torch.Tensor:
         """Write the decoded blocks to ``rows``, fp32, and return it."""
         rows.copy_(payload).mul_(unit.abs().unsqueeze(1))
-        if self._is_integer and (not on_host(rows) or bool(unit.amin() < 0)):
+        if self._is_integer and (not on_host(rows) or bool((unit < 0).any())):
             marked = (unit < 0).unsqueeze(1) & (payload == -self.top - 1)
             rows.masked_fill_(marked, math.nan)
         return rows

@@ -158,8 +158,14 @@ class WireFormat:
             self._encode(part, out[first:last], 1.0)
         return out
 
-    def has_nonfinite(self, wire: torch.Tensor) -> torch.Tensor:
-        """Return whether an element is inf or NaN, 0-d bool; reads the headers where there are."""
+    def has_nonfinite(self, wire: torch.Tensor, *, terms: int = 1) -> torch.Tensor:
+        """Return whether an element is inf or NaN, 0-d bool; reads the headers where there are.
+
+        Args:
+            wire: What ``encode`` returned.
+            terms: True as well where that many wires of such magnitudes may add up to inf, which
+                the rank that adds them up would be alone to know.
+        """
         raise NotImplementedError
 
     def largest_exponent(self, wire: torch.Tensor) -> torch.Tensor:

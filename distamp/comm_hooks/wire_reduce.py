@@ -1,0 +1,209 @@
+"""Reduce-scatter and all-reduce by wires: sent in parts, added up in fp32 by their owners.
+
+A rank sends each other rank the wire of that rank's part, and before it a header of its own whole
+contribution, so that all ranks know of an inf or NaN wherever it is, with no collective more.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distamp.comm_hooks.stats import Account
+from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+from distamp.errors import LockstepError
+
+__all__ = ["all_reduce", "reduce_scatter"]
+
+# Of each row, int64: non-finite or not, which format, how many elements.
+HEADER_WORDS = 3
+HEADER_BYTES = 8 * HEADER_WORDS
+ALIGNMENT = 16
+_FORMATS = tuple(WIRE_FORMATS)
+
+
+def reduce_scatter(
+    wire: WireFormat,
+    values: Tensor,
+    out: Tensor,
+    group: ProcessGroup,
+    *,
+    divisor: float,
+    account: Account,
+    terms: int | None = None,
+) -> Tensor:
+    """Write this rank's part of the sum over all ranks of ``values / divisor`` to ``out``.
+
+    Unlike ``torch.distributed.reduce_scatter_single`` it sends the wire's bytes, on gloo too,
+    and every gradient is rounded once, before an fp32 sum in the order of the ranks.
+
+    Args:
+        wire: The format on the way.
+        values: 1-D, contiguous, floating: a part for each rank, of equal length.
+        out: 1-D, contiguous, floating: ``values.numel() / group.size()`` elements.
+        group: The ranks.
+        divisor: By which each contribution is divided in fp32 before it is rounded.
+        account: Where bytes and waiting are counted.
+        terms: How many contributions of such magnitudes will be added up, here and later; the
+            size of the group if None.
+
+    Returns:
+        0-d bool, the same on all ranks: whether any rank's ``values`` holds inf or NaN, or they
+        are so large that sums of them may be inf.
+
+    Raises:
+        LockstepError: a rank sent another format or length; on the host only.
+    """
+    size, part = group.size(), out.numel()
+    nbytes = wire.nbytes(part)
+    flat = wire.encode(_in_whole_blocks(values, size, wire.block), divisor=divisor)
+    nonfinite = wire.has_nonfinite(flat, terms=terms or size)
+    sent = _rows(flat.view(size, nbytes), wire, part, nonfinite)
+    received = torch.empty_like(sent)
+    _wait(dist.all_to_all_single(received, sent, group=group, async_op=True), out, account)
+    account.exchanges += 1
+    account.sent[wire.name] += sent.numel() * (size - 1) // size
+    # gloo makes a reduce-scatter of an all-reduce.
+    rounds = 2 if dist.get_backend(group) == "gloo" else 1
+    account.uncompressed += rounds * values.numel() * values.element_size() * (size - 1) // size
+    found = _read_headers(received, wire, part, group)
+    _add_up(wire, _payload(received, nbytes), out, at_once=out.device.type != "cpu")
+    _note(wire, flat, account)
+    return found
+
+
+def all_reduce(
+    wire: WireFormat,
+    values: Tensor,
+    group: ProcessGroup,
+    *,
+    divisor: float,
+    account: Account,
+    nonfinite: Tensor | None = None,
+) -> Tensor:
+    """Replace ``values`` by the sum over all ranks of ``values / divisor``.
+
+    Unlike ``torch.distributed.all_reduce`` every gradient is rounded twice, before and after the
+    fp32 sum, however many ranks there are; all ranks read the same bytes.
+
+    Args:
+        wire: The format on the way.
+        values: 1-D, contiguous, floating.
+        group: The ranks.
+        divisor: By which each contribution is divided in fp32 before it is rounded.
+        account: Where bytes and waiting are counted.
+        nonfinite: 0-d bool, what this rank knows beside its values; goes with them.
+
+    Returns:
+        0-d bool, the same on all ranks: whether any rank's ``values`` holds inf or NaN or is so
+        large that sums of them may be inf, or any rank's ``nonfinite`` is true.
+
+    Raises:
+        LockstepError: a rank sent another format or length; on the host only.
+    """
+    size, numel = group.size(), values.numel()
+    part = wire.part_numel(numel, size)
+    nbytes = wire.nbytes(part)
+    flat = torch.zeros(size * nbytes, dtype=torch.uint8, device=values.device)
+    wire.encode(values, flat[: wire.nbytes(numel)], divisor=divisor)
+    known = wire.has_nonfinite(flat, terms=size)
+    if nonfinite is not None:
+        known = known | nonfinite
+    sent = _rows(flat.view(size, nbytes), wire, numel, known)
+    received = torch.empty_like(sent)
+    _wait(dist.all_to_all_single(received, sent, group=group, async_op=True), values, account)
+    found = _read_headers(received, wire, numel, group)
+    total = torch.empty(part, device=values.device)
+    _add_up(wire, _payload(received, nbytes), total, at_once=total.device.type != "cpu")
+    row = _rows(wire.encode(total).view(1, nbytes), wire, numel, found)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    _wait(gather(received.view(-1), row.view(-1), group=group, async_op=True), values, account)
+    wire.decode(_payload(received, nbytes).reshape(-1)[: wire.nbytes(numel)], numel, values)
+    account.exchanges += 1
+    account.sent[wire.name] += row.numel() * 2 * (size - 1)
+    account.uncompressed += 2 * numel * values.element_size() * (size - 1) // size
+    _note(wire, flat, account)
+    return found
+
+
+def _in_whole_blocks(values: Tensor, size: int, block: int) -> Tensor:
+    """``values`` with each of its ``size`` parts filled up with zeros to whole blocks."""
+    part = values.numel() // size
+    if part % block == 0:
+        return values
+    rows = torch.nn.functional.pad(values.view(size, part), (0, -part % block))
+    return rows.view(-1)
+
+
+def _rows(wires: Tensor, wire: WireFormat, numel: int, nonfinite: Tensor) -> Tensor:
+    """Each of ``wires`` behind a header, all of one aligned length."""
+    count, nbytes = wires.shape
+    length = -(-(HEADER_BYTES + nbytes) // ALIGNMENT) * ALIGNMENT
+    rows = torch.empty((count, length), dtype=torch.uint8, device=wires.device)
+    header = rows[:, :HEADER_BYTES].view(torch.int64)
+    header[:, 0] = nonfinite
+    header[:, 1] = _FORMATS.index(wire.name)
+    header[:, 2] = numel
+    rows[:, HEADER_BYTES : HEADER_BYTES + nbytes] = wires
+    rows[:, HEADER_BYTES + nbytes :] = 0
+    return rows
+
+
+def _payload(rows: Tensor, nbytes: int) -> Tensor:
+    return rows[:, HEADER_BYTES : HEADER_BYTES + nbytes]
+
+
+def _read_headers(rows: Tensor, wire: WireFormat, numel: int, group: ProcessGroup) -> Tensor:
+    """Whether any sender said non-finite; on the host also whether all sent what this rank did."""
+    header = rows[:, :HEADER_BYTES].view(torch.int64)
+    if rows.device.type == "cpu":
+        others = [
+            f"rank {rank} sent {_FORMATS[number]} and {count} elements"
+            for rank, (_, number, count) in zip(
+                dist.get_process_group_ranks(group), header.tolist(), strict=True
+            )
+            if (number, count) != (_FORMATS.index(wire.name), numel)
+        ]
+        if others:
+            raise LockstepError(
+                f"this rank sent {wire.name} and {numel} elements, but {'; '.join(others)}: "
+                "register the same format on the same model on every rank"
+            )
+    return (header[:, 0] != 0).any()
+
+
+def _add_up(wire: WireFormat, wires: Tensor, out: Tensor, *, at_once: bool) -> None:
+    """Write the fp32 sum of the wires to ``out``; ``at_once`` in few kernels and more memory."""
+    numel = out.numel()
+    if at_once:
+        size = len(wires)
+        padded = -(-numel // wire.block) * wire.block
+        values = wire.decode(wires.reshape(-1), size * padded)
+        out.copy_(values.view(size, padded).sum(0)[:numel])
+        return
+    total = out if out.dtype == torch.float32 else torch.empty(numel, device=out.device)
+    wire.decode(wires[0], numel, total)
+    for each in wires[1:]:
+        wire.add_decoded(each, total)
+    if total is not out:
+        out.copy_(total)
+
+
+def _wait(work: dist.Work | None, values: Tensor, account: Account) -> None:
+    """Wait for a collective: the host on the host, the stream on a device."""
+    if work is None:
+        return
+    start = time.perf_counter()
+    work.wait()
+    if values.device.type == "cpu":
+        account.waiting += time.perf_counter() - start
+
+
+def _note(wire: WireFormat, flat: Tensor, account: Account) -> None:
+    """Note the largest exponent, where reading it costs nothing."""
+    if flat.device.type == "cpu" and wire.block > 1:
+        account.met(int(wire.largest_exponent(flat)))
