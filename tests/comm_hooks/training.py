@@ -1,0 +1,149 @@
+"""Train small models under DDP on this rank, with a hook and beside it without one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import comm_hooks
+
+__all__ = [
+    "BOUNDS",
+    "Branches",
+    "agreed",
+    "average",
+    "errors",
+    "gradients",
+    "inputs",
+    "mlp",
+    "random_layout",
+    "wrapped",
+]
+
+# Relative L2 error of the mean of one exchange; twice rounded, so about 1.4 units of the payload.
+BOUNDS = {
+    "fp16_plain": 6e-4,
+    "fp16": 3e-4,
+    "bf16": 3e-3,
+    "int16": 8e-5,
+    "int8": 2e-2,
+    "fp8_e4m3": 5e-2,
+}
+
+
+def mlp(*widths: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Branches(nn.Module):
+    """Two branches, one of which a rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem, self.left, self.right = (nn.Linear(20, 20) for _ in range(3))
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        return self.left(x) if left else self.right(x)
+
+
+def wrapped(net: nn.Module, wire: str | None, **settings: Any) -> tuple[Any, Any]:
+    """A copy of ``net`` under DDP with small buckets, and the state of its hook."""
+    settings = {"bucket_cap_mb": 0.002, **settings}
+    model = DistributedDataParallel(copy.deepcopy(net), **settings)
+    return model, None if wire is None else comm_hooks.register(model, wire)
+
+
+def inputs(iteration: int, width: int, rows: int = 4) -> Tensor:
+    """This rank's own batch."""
+    seed = 1000 * iteration + dist.get_rank()
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> Tensor:
+    return torch.cat(
+        [p.grad.to_dense().flatten() for p in model.parameters() if p.grad is not None]
+    )
+
+
+def agreed(values: Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, values.numpy().tobytes())
+    return all(each == held[0] for each in held)
+
+
+def average(values: Tensor, wire: str) -> tuple[Tensor, Any]:
+    """``values`` averaged by an exchange in this format, and what it said."""
+    state = comm_hooks.CommHookState(wire)
+    parameter = nn.Parameter(torch.zeros(()))
+    averaged = state.average(0, values.clone(), [parameter]).wait()
+    return averaged, state
+
+
+def errors(
+    net: nn.Module,
+    wire: str,
+    width: int,
+    *,
+    iterations: int = 3,
+    call: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x),
+    modes: Sequence[contextlib.AbstractContextManager[Any]] = (),
+    **settings: Any,
+) -> list[float]:
+    """Relative L2 error against plain DDP in each iteration; inf where ranks are apart."""
+    plain, _ = wrapped(net, None, **settings)
+    hooked, _ = wrapped(net, wire, **settings)
+    found = []
+    for iteration in range(iterations):
+        for model in (plain, hooked):
+            model.zero_grad()
+            call(model, inputs(iteration, width)).square().sum().backward()
+        mine, true = gradients(hooked), gradients(plain)
+        error = ((mine - true).norm() / true.norm()).item()
+        found.append(error if agreed(mine) else float("inf"))
+    return found
+
+
+def random_layout(seed: int) -> tuple[float, list[int], str, dict[str, Any]]:
+    """Bucket size, widths, format and settings of DDP, drawn from ``seed``."""
+    draw = random.Random(seed)
+    widths = [draw.randint(1, 120) for _ in range(draw.randint(2, 9))]
+    cap = draw.choice([1e-4, 1e-3, 0.01, 0.05, 25])
+    wire = draw.choice(list(comm_hooks.WIRE_FORMATS))
+    settings = {
+        "find_unused_parameters": draw.random() < 0.3,
+        "static_graph": draw.random() < 0.3,
+        "gradient_as_bucket_view": draw.random() < 0.5,
+    }
+    if settings["static_graph"]:
+        settings["find_unused_parameters"] = False
+    return cap, widths, wire, settings
+
+
+def train_layouts(seeds: Sequence[int]) -> list[tuple[int, str, float]]:
+    """The layouts of these seeds whose gradients are wrong: seed, format and error."""
+    wrong = []
+    for seed in seeds:
+        cap, widths, wire, settings = random_layout(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of DDP, that nothing is unused
+            found = errors(mlp(*widths, seed=seed), wire, widths[0], bucket_cap_mb=cap, **settings)
+        if not max(found) <= BOUNDS[wire]:
+            wrong.append((seed, wire, max(found)))
+    return wrong
