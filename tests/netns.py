@@ -1,0 +1,288 @@
+"""Several hosts on one machine: namespaces joined by a switch whose links have a real rate.
+
+    with Hosts(2, rate="100mbit") as hosts:
+        process = hosts[0].popen(["python", "-c", "..."])
+        print(hosts[0].name, hosts[0].address, hosts[0].sent())
+
+Each host has a network, a host name, an ``/etc/hosts`` and processes of its own; files are shared.
+It hangs on a veth pair from a bridge, shaped by ``tc tbf`` in both directions, with offloads off,
+so its interface counts the packets that a wire would carry.
+
+Nothing can be left behind. A namespace lives as long as its first process, which ends with the
+pipe that its maker holds: at the end of the ``with``, or when the maker is killed. The kernel then
+ends every other process of that host. The namespaces have no names that could clash or stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["HEADER_BYTES", "Host", "Hosts", "Traffic", "missing"]
+
+# Of each packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12.
+HEADER_BYTES = 66
+INTERFACE = "eth0"
+_TOOLS = ("ip", "tc", "ethtool", "unshare", "nsenter", "mount", "hostname")
+# The first process of a namespace: makes it a host, says so, and ends when its input does.
+_HOLD = """
+set -e
+hostname "$1"
+if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi
+ip link set lo up
+echo ready
+exec cat
+"""
+
+
+def missing() -> str | None:
+    """Return why this machine cannot do it, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if lacking := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        return f"no {', '.join(lacking)} here (apt-get install iproute2 ethtool util-linux)"
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"no namespaces here: {done.stderr.strip()}" if done.returncode else None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What left an interface.
+
+    Attributes:
+        bytes: With Ethernet, IP and TCP headers.
+        packets: Acknowledgements included.
+    """
+
+    bytes: int
+    packets: int
+
+    @property
+    def payload(self) -> int:
+        """Bytes without headers."""
+        return self.bytes - HEADER_BYTES * self.packets
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.bytes - other.bytes, self.packets - other.packets)
+
+    @classmethod
+    def sent(cls, process: int | str = "self") -> Traffic:
+        """Return what left the shaped interface of the host that a process runs on."""
+        for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
+            name, _, columns = line.partition(":")
+            if name.strip() == INTERFACE:
+                counts = columns.split()
+                return cls(int(counts[8]), int(counts[9]))
+        raise ValueError(f"process {process} is on no shaped host: it has no {INTERFACE}")
+
+
+class Host:
+    """One host: start processes on it, ask what it sent.
+
+    Attributes:
+        name: Its host name, which every host can resolve.
+        address: IPv4.
+    """
+
+    def __init__(self, name: str, address: str, names: Path | None) -> None:
+        self.name = name
+        self.address = address
+        self._keeper = subprocess.Popen(
+            [
+                *("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc"),
+                *("sh", "-c", _HOLD, "sh", name, str(names or "")),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self._keeper.stdout is not None
+        assert self._keeper.stderr is not None
+        if self._keeper.stdout.readline() != b"ready\n":
+            raise OSError(f"host {name}: {self._keeper.stderr.read().decode().strip()}")
+        keeper = self._keeper.pid
+        self.pid = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+
+    def enter(self, command: Sequence[str | Path]) -> list[str]:
+        """Return the command line that runs a command on this host."""
+        inside = ("--net", "--uts", "--mount", "--pid")
+        return [
+            "nsenter",
+            "-t",
+            str(self.pid),
+            *inside,
+            f"--wdns={os.getcwd()}",
+            *map(str, command),
+        ]
+
+    def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command on this host; options as for ``subprocess.Popen``.
+
+        Signals reach the command through `signal`, not through the returned process.
+        """
+        if "cwd" in options:
+            command = ["env", f"--chdir={options.pop('cwd')}", *command]
+        return subprocess.Popen(self.enter(command), **options)
+
+    def run(self, command: Sequence[str | Path]) -> str:
+        """Run a command to its end and return its output; raise if it fails."""
+        done = subprocess.run(self.enter(command), capture_output=True, text=True, check=False)
+        if done.returncode:
+            shown = " ".join(map(str, command))
+            raise OSError(f"{self.name}: {shown}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def processes(self) -> list[int]:
+        """Return the process ids on this host, as the machine knows them, oldest first."""
+        mine = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.stat(entry / "ns/pid").st_ino == mine:
+                    found.append(int(entry.name))
+        return sorted(found)
+
+    def sent(self) -> Traffic:
+        """Return what left this host's interface since it came up."""
+        return Traffic.sent(self.pid)
+
+    def close(self) -> None:
+        """End the host and every process on it."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            self._keeper.wait(timeout=30)
+        finally:
+            for pipe in (self._keeper.stdout, self._keeper.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+class Hosts:
+    """Hosts on one switch, each behind a link of one rate in both directions.
+
+    Args:
+        count: Hosts, at most 250.
+        rate: Of each link and direction as ``tc`` writes it (``100mbit``, ``1gbit``), or None for
+            links that are not shaped.
+        mtu: Bytes in a packet, without Ethernet's header.
+        latency: The longest that a packet waits in a link's queue before it is dropped.
+
+    Raises:
+        OSError: If this machine cannot do it (see `missing`).
+    """
+
+    def __init__(
+        self, count: int, rate: str | None = None, *, mtu: int = 1500, latency: str = "200ms"
+    ) -> None:
+        if not 1 <= count <= 250:
+            raise ValueError(f"count {count}: from 1 to 250")
+        self.count, self.rate, self.mtu, self.latency = count, rate, mtu, latency
+        self._hosts: list[Host] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if reason := missing():
+            raise OSError(reason)
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+            names = folder / "hosts"
+            known = [(f"host{i}", f"10.77.0.{i + 1}") for i in range(self.count)]
+            rows = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in known)]
+            names.write_text("\n".join(rows) + "\n")
+            switch = self._start(stack, "switch", "", None)
+            switch.run(["ip", "link", "add", "bridge", "mtu", str(self.mtu), "type", "bridge"])
+            switch.run(["ip", "link", "set", "bridge", "addrgenmode", "none", "up"])
+            for name, address in known:
+                host = self._start(stack, name, address, names)
+                self._plug(switch, host)
+                self._hosts.append(host)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hosts.clear()
+        self._stack.close()
+
+    def __getitem__(self, index: int) -> Host:
+        return self._hosts[index]
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
+    def sent(self) -> list[Traffic]:
+        """Return what left each host's interface since it came up."""
+        return [host.sent() for host in self]
+
+    @staticmethod
+    def _start(stack: contextlib.ExitStack, name: str, address: str, names: Path | None) -> Host:
+        host = Host(name, address, names)
+        stack.callback(host.close)
+        return host
+
+    def _plug(self, switch: Host, host: Host) -> None:
+        """Join a host to the switch and shape both ends of the cable."""
+        port = f"to-{host.name}"
+        pair = ["type", "veth", "peer", "name", INTERFACE, "mtu", str(self.mtu)]
+        # The far end is named by the process whose network it shall be in, as the switch sees it:
+        # it does not see the host's processes, so the cable is made from outside both.
+        _run(
+            [
+                "ip",
+                "link",
+                "add",
+                "name",
+                (made := f"v{host.pid}"),
+                "mtu",
+                str(self.mtu),
+                *pair,
+                "netns",
+                str(host.pid),
+            ]
+        )
+        _run(["ip", "link", "set", made, "name", port, "netns", str(switch.pid)])
+        switch.run(["ip", "link", "set", port, "master", "bridge", "addrgenmode", "none", "up"])
+        host.run(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE])
+        host.run(["ip", "link", "set", INTERFACE, "addrgenmode", "none", "up"])
+        for end, interface in ((switch, port), (host, INTERFACE)):
+            off = ["tso", "off", "gso", "off", "gro", "off", "tx", "off", "rx", "off", "sg", "off"]
+            end.run(["ethtool", "-K", interface, *off])
+            if self.rate is not None:
+                shape = ["rate", self.rate, "burst", "64kb", "latency", self.latency]
+                end.run(["tc", "qdisc", "add", "dev", interface, "root", "tbf", *shape])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list[int]:
+    """Wait for all, or until one has failed or the time is over; return their exit codes.
+
+    Those still running then are left to the end of their host, with -1 in their place.
+    """
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.05)
+    return [-1 if (code := process.poll()) is None else code for process in processes]
