@@ -29,8 +29,8 @@ from types import MappingProxyType
 
 import torch
 
-from distamp.comm_hooks.wire_blocks import BlockFormat
 from distamp.comm_hooks.wire_base import WireFormat, exponent_field, pieces
+from distamp.comm_hooks.wire_blocks import BlockFormat
 
 __all__ = ["WIRE_FORMATS", "WireFormat", "wire_format"]
 

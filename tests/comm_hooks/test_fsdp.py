@@ -1,0 +1,480 @@
+"""FSDP2 and FSDP1 through a wire, on real ranks, against the float64 mean without shards."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from distamp.comm_hooks.fsdp import (
+    LowPrecisionState,
+    fsdp_bf16_compress_hook,
+    fsdp_fp16_compress_hook,
+    register_fsdp1,
+    register_fsdp2,
+)
+from distamp.comm_hooks.stats import Account
+from distamp.comm_hooks.wire import wire_format
+from tests.ranks import mesh
+
+# Of each format: the relative L2 error that a gradient may have.
+ERRORS = {"fp16": 2.7e-4, "int16": 8e-5, "bf16": 2.4e-3, "fp16_plain": 2.7e-4}
+FP32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+
+class Net(nn.Module):
+    """Shapes that no number of ranks, nor a block of 256, divides evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(37, 53)
+        self.second = nn.Sequential(nn.Linear(53, 53), nn.GELU(), nn.Linear(53, 41, bias=False))
+        self.last = nn.Linear(41, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(torch.relu(self.first(x))))
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def batch(rank: int, micro: int = 0) -> Tensor:
+    return torch.randn(6, 37, generator=torch.Generator().manual_seed(100 * micro + rank))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output.double() ** 2).mean()
+
+
+def expected(world: int, micros: int = 1) -> dict[str, Tensor]:
+    """The float64 mean over ranks of the sum over microbatches."""
+    model = net(torch.float64)
+    for rank in range(world):
+        for micro in range(micros):
+            (loss_of(model(batch(rank, micro).double())) / world).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def full(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def errors(model: nn.Module, reference: dict[str, Tensor], factor: float = 1.0) -> list[float]:
+    """The relative L2 error of each parameter's gradient, and of all together."""
+    gradients = {name: full(p.grad).double() / factor for name, p in model.named_parameters()}
+    return relative(gradients, reference)
+
+
+def relative(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> list[float]:
+    pairs = [(gradients[name], exact) for name, exact in reference.items()]
+    pairs.append(tuple(torch.cat([t.flatten() for t in side]) for side in zip(*pairs, strict=True)))
+    return [float((g - exact).norm() / exact.norm()) for g, exact in pairs]
+
+
+def within(found: list[float], name: str, roundings: int = 1) -> bool:
+    """Whether all gradients together, and each within four times more, are as near as the format allows."""
+    *each, together = found
+    return together < ERRORS[name] * roundings and max(each) < 4 * ERRORS[name] * roundings
+
+
+def sharded(model: nn.Module, **settings: Any) -> nn.Module:
+    settings = {"mesh": mesh((dist.get_world_size(),), ("shard",)), **settings}
+    for each in (model.first, model.second):
+        fully_shard(each, **settings)
+    return fully_shard(model, **settings)
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------
+
+
+def fsdp2(name: str, micros: int, settings: dict[str, Any]) -> tuple[list[float], int, int]:
+    model = sharded(net(), **settings)
+    account = Account()
+    register_fsdp2(model, wire_format(name), account)
+    for micro in range(micros):
+        model.set_requires_gradient_sync(micro + 1 == micros)
+        loss_of(model(batch(dist.get_rank(), micro))).backward()
+    sent = account.sent[name]
+    return errors(model, expected(dist.get_world_size(), micros)), account.exchanges, sent
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_fsdp2_averages_with_one_rounding(ranks, world, name):
+    for found, exchanges, _ in ranks(world).run(fsdp2, name, 1, {}):
+        assert within(found, name)
+        assert exchanges == 3, "one for each FSDP module"
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_accumulates_without_exchanges(ranks2, reshard):
+    for found, exchanges, _ in ranks2.run(fsdp2, "fp16", 3, {"reshard_after_forward": reshard}):
+        assert within(found, "fp16")
+        assert exchanges == 3
+
+
+def test_fsdp2_offloads_gradients(ranks2):
+    settings = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    for found, _, _ in ranks2.run(fsdp2, "fp16", 1, settings):
+        assert within(found, "fp16")
+
+
+def test_fsdp2_computes_in_bf16_and_reduces_in_fp32(ranks2):
+    settings = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    for found, _, _ in ranks2.run(fsdp2, "fp16", 1, settings):
+        assert max(found) < 0.05, "bf16's own error"
+
+
+def _wide_layer(hooked: bool) -> tuple[Tensor, int]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(512, 512), mesh=mesh((dist.get_world_size(),), ("shard",)))
+    account = Account()
+    if hooked:
+        register_fsdp2(model, wire_format("fp16"), account)
+    model(torch.randn(4, 512)).sum().backward()
+    return account.sent["fp16"], account.uncompressed
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_quarter_of_the_bytes_of_gloos_default(ranks, world):
+    for sent, uncompressed in ranks(world).run(_wide_layer, True):
+        assert uncompressed == 2 * (world - 1) * 4 * (512 * 512 + 512) // world
+        assert 0.25 < sent / uncompressed <= 0.26
+
+
+def _divided() -> list[list[float]]:
+    model = sharded(net())
+    register_fsdp2(model, wire_format("fp16"), Account())
+    found = []
+    for factor, force_sum in itertools.product((1.0, 2.0, 5.0), (False, True)):
+        model.zero_grad()
+        for module in (model, model.first, model.second):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(force_sum)
+        loss_of(model(batch(dist.get_rank()))).backward()
+        world = dist.get_world_size()
+        found.append(errors(model, expected(world), world / factor))
+    return found
+
+
+def test_fsdp2s_divide_factor_is_honoured(ranks2):
+    for found in itertools.chain.from_iterable(ranks2.run(_divided)):
+        assert within(found, "fp16")
+
+
+def _scaled(scale: float) -> list[float]:
+    model = sharded(net())
+    register_fsdp2(model, wire_format("fp16"), Account())
+    (loss_of(model(batch(dist.get_rank()))) * scale).backward()
+    return errors(model, expected(dist.get_world_size()), scale)
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**24, 2.0**60])
+def test_no_loss_scale_over_or_underflows(ranks2, scale):
+    for found in ranks2.run(_scaled, scale):
+        assert within(found, "fp16")
+
+
+def _planted(name: str) -> list[tuple[float, int, bool, bool]]:
+    """Whether the group's flag is up, and whether this rank's own shards are finite."""
+    model = sharded(net())
+    comms = register_fsdp2(model, wire_format(name), Account())
+    first = next(c for c in comms if any(p is model.first.weight for p in c.parameters()))
+    answers = []
+    for value, on in itertools.product((math.inf, -math.inf, math.nan, 1.0), (0, 3)):
+
+        def spoil(gradient: Tensor, value: float = value) -> Tensor:
+            gradient = gradient.clone()
+            gradient[0, 0] = value
+            return gradient
+
+        # Not through ``model``: the flag of ``first`` alone must be up.
+        hidden = model.first(batch(dist.get_rank()))
+        if dist.get_rank() == on:
+            hidden.register_hook(spoil)
+        hidden.sum().backward()
+        assert all(c.take_nonfinite() is None for c in comms if c is not first)
+        flag = first.take_nonfinite()
+        assert first.take_nonfinite() is None, "taken once"
+        finite = all(bool(p.grad.to_local().isfinite().all()) for p in first.parameters())
+        answers.append((value, on, bool(flag), finite))
+        model.first.zero_grad()
+    return answers
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_all_ranks_know_of_inf_or_nan_on_one(ranks4, name):
+    for cases in zip(*ranks4.run(_planted, name), strict=True):
+        for value, on, flag, _ in cases:
+            assert flag is not math.isfinite(value), (value, on)
+        arrived = not all(finite for *_, finite in cases)
+        assert arrived is not math.isfinite(cases[0][0]), "and it arrives where it belongs"
+
+
+def _replicas() -> tuple[list[float], list[bool], list[bool]]:
+    world = mesh((2, 2), ("replicate", "shard"))
+    model = sharded(net(), mesh=world["shard"])
+    account = Account()
+    comms = register_fsdp2(
+        model, wire_format("fp16"), account, replicas=world["replicate"].get_group()
+    )
+    loss_of(model(batch(dist.get_rank()))).backward()
+    found = errors(model, expected(4))
+    clean = [bool(c.take_nonfinite()) for c in comms]
+    # On rank 1 alone: rank 2 shares neither its shard nor its replica.
+    factor = math.inf if dist.get_rank() == 1 else 1.0
+    (loss_of(model(batch(dist.get_rank()))) * factor).backward()
+    return found, clean, [bool(c.take_nonfinite()) for c in comms]
+
+
+def test_replicas_are_averaged_through_the_wire_too(ranks4):
+    for found, clean, bad in ranks4.run(_replicas):
+        assert within(found, "fp16", roundings=2)
+        assert clean == [False] * 3
+        assert bad == [True] * 3
+
+
+def _hsdp() -> tuple[list[float], dict[str, int], bool]:
+    model = sharded(net(), mesh=mesh((2, 2), ("replicate", "shard")))
+    account = Account()
+    comms = register_fsdp2(model, wire_format("fp16"), account)
+    loss_of(model(batch(dist.get_rank()))).backward()
+    known = all(c.take_nonfinite() is None for c in comms)
+    return errors(model, expected(4)), dict(account.fallbacks), known
+
+
+def test_torchs_hsdp_keeps_its_all_reduce_and_says_so(ranks4):
+    for found, fallbacks, unknown in ranks4.run(_hsdp):
+        assert within(found, "fp16")
+        assert fallbacks == {"torch's HSDP all-reduces between replicas uncompressed": 3}
+        assert unknown, "no flag that replicas have not agreed on"
+
+
+def _refused2(case: str) -> str:
+    world = mesh((dist.get_world_size(),), ("shard",))
+    wire = wire_format("fp16")
+    model: nn.Module = net()
+    options: dict[str, Any] = {}
+    if case == "twice":
+        register_fsdp2(sharded(model), wire, Account())
+    elif case == "bf16":
+        sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    elif case == "int8":
+        wire = wire_format("int8")
+        sharded(model)
+    elif case == "replicas":
+        sharded(model, mesh=mesh((2, 1), ("replicate", "shard")))
+        options["replicas"] = world.get_group()
+    with pytest.raises(ValueError) as caught:
+        register_fsdp2(model, wire, Account(), **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("none", "holds no FSDP2 module"),
+        ("twice", "has a custom reduce-scatter already"),
+        ("bf16", "no narrower than gradients reduced in torch.bfloat16"),
+        ("int8", "needs error feedback.*fp16_plain, bf16, fp16, int16"),
+        ("replicas", "two-dimensional mesh"),
+    ],
+)
+def test_what_fsdp2_cannot_do_is_said(ranks2, case, match):
+    for said in ranks2.run(_refused2, case):
+        assert "\n" not in said
+        assert re.search(match, said), said
+
+
+def _apart() -> str:
+    model = sharded(net())
+    register_fsdp2(model, wire_format("fp16" if dist.get_rank() else "int16"), Account())
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(model(batch(dist.get_rank()))).backward()
+    return str(caught.value)
+
+
+def test_ranks_with_different_formats_are_named_on_all(new_ranks):
+    first, second = new_ranks(2).run(_apart)
+    assert "this rank sent int16" in first
+    assert "rank 1 sent fp16" in first
+    assert "rank 0 sent int16" in second
+
+
+# -- FSDP1 ------------------------------------------------------------------------------------
+
+
+def wrapped(model: nn.Module, **settings: Any) -> FullyShardedDataParallel:
+    settings = {"device_id": torch.device("cpu"), "use_orig_params": True, **settings}
+    for name in ("first", "second"):
+        setattr(model, name, FullyShardedDataParallel(getattr(model, name), **settings))
+    return FullyShardedDataParallel(model, **settings)
+
+
+def errors1(model: FullyShardedDataParallel, reference: dict[str, Tensor]) -> list[float]:
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        gradients = {
+            name.replace("_fsdp_wrapped_module.", ""): p.grad.double()
+            for name, p in model.named_parameters()
+        }
+    return relative(gradients, reference)
+
+
+def _fsdp1(hook: str, strategy: str, own_state: bool, micros: int) -> tuple[list[float], Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy", FutureWarning)
+        model = wrapped(net(), sharding_strategy=ShardingStrategy[strategy])
+    hooks = {"fp16": fsdp_fp16_compress_hook, "bf16": fsdp_bf16_compress_hook}
+    if own_state:
+        state = LowPrecisionState(model.process_group)
+    else:
+        state = default_hooks.LowPrecisionState(model.process_group)
+    model.register_comm_hook(state, hooks[hook])
+    for micro in range(micros - 1):
+        with model.no_sync():
+            loss_of(model(batch(dist.get_rank(), micro))).backward()
+    loss_of(model(batch(dist.get_rank(), micros - 1))).backward()
+    exchanges = state.account.exchanges if own_state else None
+    return errors1(model, expected(dist.get_world_size(), micros)), exchanges
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_fsdp1s_hooks_run_on_a_cpu(ranks, world, strategy, hook):
+    for found, exchanges in ranks(world).run(_fsdp1, hook, strategy, True, 1):
+        assert within(found, hook)
+        assert exchanges == 3
+
+
+def test_fsdp1s_hooks_take_torchs_state(ranks2):
+    for found, _ in ranks2.run(_fsdp1, "fp16", "FULL_SHARD", False, 1):
+        assert within(found, "fp16")
+
+
+def test_fsdp1_accumulates_without_exchanges(ranks2):
+    for found, exchanges in ranks2.run(_fsdp1, "fp16", "FULL_SHARD", True, 3):
+        assert within(found, "fp16")
+        assert exchanges == 3
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_fsdp1_without_shards_all_reduces(ranks, hook):
+    for found, _ in ranks(4).run(_fsdp1, hook, "NO_SHARD", True, 1):
+        assert within(found, hook, roundings=2)
+
+
+def test_the_state_is_torchs_with_torchs_factors(ranks4):
+    mine, theirs = ranks4.run(_states)[0]
+    assert mine == theirs
+
+
+def _states() -> tuple[Any, Any]:
+    group = dist.group.WORLD
+    names = ("world_size", "gradient_predivide_factor", "gradient_postdivide_factor")
+    with pytest.raises(ValueError, match="explicit ProcessGroup"):
+        LowPrecisionState(None)
+    states = (
+        LowPrecisionState(group, torch.bfloat16),
+        default_hooks.LowPrecisionState(group, torch.bfloat16),
+    )
+    assert isinstance(states[0], default_hooks.LowPrecisionState)
+    mine, theirs = ([getattr(s, n) for n in (*names, "parameter_type")] for s in states)
+    return mine, theirs
+
+
+def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> list[tuple[Any, float, bool]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    values = [
+        torch.randn(world * 70, generator=torch.Generator().manual_seed(r)).to(dtype)
+        for r in range(world)
+    ]
+    answers = []
+    for pre, post in ((2.0, 2.0), (1.0, 1.0), (1.0, 7.0)):
+        state = LowPrecisionState(dist.group.WORLD, parameter_type)
+        state.gradient_predivide_factor, state.gradient_postdivide_factor = pre, post
+        output = torch.empty(70, dtype=dtype)
+        fsdp_fp16_compress_hook(state, values[rank], output)
+        exact = sum(v.double() for v in values)[rank * 70 :][:70] / (pre * post)
+        error = float((output.double() - exact).norm() / exact.norm())
+        answers.append((output.dtype, error, bool(state.nonfinite)))
+    return answers
+
+
+@pytest.mark.parametrize("parameter_type", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_hook_casts_to_the_parameters_dtype(ranks4, dtype, parameter_type):
+    bound = 4e-3 if parameter_type == torch.bfloat16 else ERRORS["fp16"]
+    for answers in ranks4.run(_direct, dtype, parameter_type):
+        for found, error, nonfinite in answers:
+            assert found == parameter_type
+            assert error < bound
+            assert not nonfinite
+
+
+def _register1(name: str) -> tuple[list[float], int]:
+    model = wrapped(net())
+    state = register_fsdp1(model, wire_format(name))
+    loss_of(model(batch(dist.get_rank()))).backward()
+    return errors1(model, expected(dist.get_world_size())), state.account.sent[name]
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_fsdp1_takes_every_format_without_feedback(ranks2, name):
+    for found, sent in ranks2.run(_register1, name):
+        assert within(found, name)
+        assert sent > 0
+
+
+def _refused1(case: str) -> str:
+    wire = wire_format("int8" if case == "int8" else "fp16")
+    settings: dict[str, Any] = {}
+    if case == "fp16":
+        settings["mixed_precision"] = MixedPrecision(param_dtype=torch.float16)
+    if case == "hybrid":
+        world = mesh((1, dist.get_world_size()), ("replicate", "shard"))
+        settings |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": world}
+    model = wrapped(net(), **settings)
+    if case == "twice":
+        register_fsdp1(model, wire)
+    if case == "inner":
+        model(batch(0))
+    with pytest.raises(ValueError) as caught:
+        register_fsdp1(model.first if case == "inner" else model, wire)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("twice", "a communication hook already"),
+        ("fp16", "no narrower than gradients reduced in torch.float16"),
+        ("int8", "needs error feedback"),
+        ("hybrid", "no communication hook with"),
+        ("inner", "register on the outermost one"),
+    ],
+)
+def test_what_fsdp1_cannot_do_is_said(ranks2, case, match):
+    for said in ranks2.run(_refused1, case):
+        assert "\n" not in said
+        assert match in said
