@@ -118,8 +118,8 @@ class _Runner:
         elif astray == "call":
             iteration = replace(iteration, order="unscale")
         elif astray == "scale":
-            state = self.scaler.state_dict()
-            self.scaler.load_state_dict({**state, "scale": self.rule.by_hand()})
+            self.rule.scale = self.rule.by_hand()
+            self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": self.rule.scale})
         self._backward(number, iteration)
         outcome.expected_skips = self._overflows()
         self.reference.backward(number, iteration.micro)
