@@ -67,9 +67,9 @@ def _check_casting_wrapper(
 
 
 def _check_cast(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
-    if wrapping.name in (None, "DataParallel"):
-        return
     cast = cast_as(wrapping.inner)
+    if cast is None and wrapping.name in (None, "DataParallel"):
+        return
     if cast is None:
         shards = wrapping.is_sharded
         hint = f", or give {wrapping.name} a mixed precision of {precision.param}" if shards else ""

@@ -97,21 +97,24 @@ def initialize(
     for each, wrapping in zip(models, wrappings, strict=True):
         check_model(each, wrapping, precision)
     check_optimizers(models, to_step, precision)
+    scaler, losses = _scaling(precision, models, to_step, process_group, overrides)
+    region = _region(precision, models, overrides)
     for each, wrapping in zip(models, wrappings, strict=True):
         _prepare(each, wrapping, precision)
     if precision.master_weights:
         _make_masters(to_step)
-    device = _device_of(models)
-    num_losses = _checked_count(overrides.get("num_losses", 1))
-    scaler, losses = _scaling(precision, models, to_step, device, process_group, overrides)
-    region = autocast(
-        device.type,
+    num_losses = overrides.get("num_losses", 1)
+    return Amp(models, wrappings, to_step, precision, scaler, region, losses, num_losses)
+
+
+def _region(precision: Precision, models: tuple[nn.Module, ...], overrides: Overrides) -> autocast:
+    return autocast(
+        _device_of(models).type,
         precision.compute if precision.autocasts else None,
         enabled=precision.autocasts,
         cache_enabled=overrides.get("cache_enabled"),
         ops=overrides.get("ops"),
     )
-    return Amp(models, wrappings, to_step, precision, scaler, region, losses, num_losses)
 
 
 def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
@@ -133,13 +136,14 @@ def _scaling(
     precision: Precision,
     models: tuple[nn.Module, ...],
     optimizers: tuple[torch.optim.Optimizer, ...],
-    device: torch.device,
     process_group: GroupLike,
     overrides: Overrides,
 ) -> tuple[DistGradScaler, LossScales | None]:
     """Return the scaler, and the scales of several losses, for which it then has scale 1."""
+    device = _device_of(models)
     schedule, init_scale = _schedule(precision, overrides)
-    several = overrides.get("num_losses", 1) > 1 and precision.scales
+    count = _checked_count(overrides.get("num_losses", 1))
+    several = count > 1 and precision.scales
     scaler = DistGradScaler(
         device.type,
         init_scale=1.0 if several else init_scale,
@@ -152,7 +156,6 @@ def _scaling(
     )
     if not several:
         return scaler, None
-    count = overrides["num_losses"]
     return scaler, LossScales(count, schedule, init_scale, scaler, device, optimizers)
 
 

@@ -73,8 +73,8 @@ def batchnorms_cast_by_wrapper(model: nn.Module) -> list[str]:
 
     def walk(module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
         dtype = _own_dtype(module) if _name(module) in _SHARDING else dtype
-        affine = any(p.is_floating_point() for p in module.parameters(recurse=False))
-        if isinstance(module, _BatchNorm) and affine and dtype not in (None, torch.float32):
+        affine = isinstance(module, _BatchNorm) and module.affine
+        if affine and dtype not in (None, torch.float32):
             found.append(name)
         for child_name, child in module.named_children():
             walk(child, f"{name}.{child_name}" if name else child_name, dtype)
