@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -228,10 +228,8 @@ class GradientWatch(Protocol):
     def found_inf(self) -> Tensor:
         """Return a 0-d float32 flag, exactly 0 or 1 and the same on all ranks; never waits."""
 
-    def step_ended(self, found_inf: Tensor) -> None:
-        """Hear whether the optimizer of these parameters stepped (0) or skipped (1)."""
 
-
+@runtime_checkable
 class CommHook(Protocol):
     """A communication hook that a scaler can be joined with.
 
@@ -258,6 +256,9 @@ class CommHook(Protocol):
             scale: 0-d float32.
             word: What must be the same on all ranks; not 0. The next exchange carries both.
         """
+
+    def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Hear whether the optimizer of ``parameters`` stepped (0) or skipped (1)."""
 
     def iteration_ended(self) -> None:
         """Hear that the gradients seen so far have been used."""

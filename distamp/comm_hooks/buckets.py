@@ -136,6 +136,3 @@ class Watch:
             return torch.zeros((), device=device)
         norms = torch.stack(torch._foreach_norm(gradients, float("inf")))
         return (~norms.isfinite()).any().float()
-
-    def step_ended(self, found_inf: Tensor) -> None:
-        """See `distamp.precision.GradientWatch.step_ended`."""

@@ -194,6 +194,9 @@ class CommHookState:
         """See `distamp.precision.CommHook.scale_changed`."""
         self._scale, self._word = scale, word
 
+    def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+        """See `distamp.precision.CommHook.step_ended`."""
+
     def iteration_ended(self) -> None:
         """See `distamp.precision.CommHook.iteration_ended`."""
         self._buckets.iteration_ended()

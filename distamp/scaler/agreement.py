@@ -126,6 +126,16 @@ class Agreement:
         return 1 if self.alone else dist.get_world_size(self._current())
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks that agree, by their numbers in the default group."""
+        return [self.rank] if self.alone else dist.get_process_group_ranks(self._current())
+
+    @property
+    def iteration(self) -> int:
+        """How many ``update`` calls there were."""
+        return self._iteration
+
+    @property
     def most_at_once(self) -> int:
         """How many optimizers one message has room for; a larger call makes room for the next.
 

@@ -102,6 +102,9 @@ class DistGradScaler(WholeModel):
         def apply(output: Tensor) -> Tensor:
             if not copies:
                 copies.append(PerDevice(self._scale_on(output.device)))
+                self._attached.announce(
+                    self._scale_tensor(), self._agreement.iteration, self._settings_in_words
+                )
             self._scale_called = True
             if output.dtype is torch.float16 and output.requires_grad and not self._warned_seed:
                 self._warn_of_seed_gradient()
@@ -242,6 +245,7 @@ class DistGradScaler(WholeModel):
     def _finish_step(self, optimizer: torch.optim.Optimizer, record: Record, flag: Tensor) -> None:
         record.stage = OptState.STEPPED
         self._known[optimizer].count(flag)
+        self._attached.step_ended(optimizer, flag)
         if (masters := masters_of(optimizer)) is not None:
             masters.finish_step()
         if self._max_consecutive_skips is not None:
@@ -390,6 +394,7 @@ class DistGradScaler(WholeModel):
                 found = torch.maximum(found, flag.to(scale.device, non_blocking=True))
             self._move_scale(found)
         self._agreement.next_iteration()
+        self._attached.iteration_ended()
         self._per_optimizer_states = Records()
 
     def _move_scale(self, found_inf: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from distamp.errors import SettingError, StageError
 from distamp.scaler import process_group as groups
 from distamp.scaler.agreement import Agreement
+from distamp.scaler.attached import Attached
 from distamp.scaler.compat import TorchInnerNames
 from distamp.scaler.device import resolve_device_type
 from distamp.scaler.known import KnownOptimizers
@@ -101,6 +102,7 @@ class ScalerSettings(TorchInnerNames):
         self._per_optimizer_states = Records()
         self._known = KnownOptimizers()
         self._agreement = Agreement(process_group)
+        self._attached = Attached()
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor that the scale grows by; > 1, else SettingError."""

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
+from distamp.scaler.agreement import Settled
+from distamp.scaler.attached import checked_hook
 from distamp.scaler.gradients import (
     check_finite,
     largest_magnitude,
     local_gradients,
     parameters_of,
 )
-from distamp.scaler.known import adopt_kin
+from distamp.scaler.known import adopt_kin, takes_flags
 from distamp.scaler.master import MasterParameters
 from distamp.scaler.master_lookup import all_masters, carriers, masters_of
 from distamp.scaler.settings import ScalerSettings
@@ -28,6 +30,23 @@ FlagsOf: TypeAlias = Callable[[torch.optim.Optimizer], Sequence[Tensor]]
 
 class Settling(ScalerSettings):
     """How a `DistGradScaler` looks at gradients and agrees with the other ranks on them."""
+
+    def attach(self, hook_state: object) -> None:
+        """Learn of inf and NaN from the communication hook that averages the gradients.
+
+        Every rank calls it at the same point. From the second step of an optimizer on, all of whose
+        gradients come through the hook, the ranks know from the exchange itself whether to skip:
+        there is no message, and where a fused kernel unscales no pass over the gradients either.
+        Steps are skipped as without. Ranks that drift apart are found out at the next exchange.
+
+        Args:
+            hook_state: What ``distamp.comm_hooks.register`` returned.
+
+        Raises:
+            ValueError: The state of torch's PowerSGD, which does not survive loss scaling.
+            TypeError: Something else that is no hook's state.
+        """
+        self._attached.add(checked_hook(hook_state))
 
     def _record(self, optimizer: torch.optim.Optimizer) -> Record:
         known = self._known[optimizer]
@@ -98,19 +117,23 @@ class Settling(ScalerSettings):
         for start in range(0, max(len(optimizers), 1), most):
             part = optimizers[start : start + most]
             last = start + most >= len(optimizers)
+            norm = norm_words if last else None
+            largest = self._largest_met if watches else None
             try:
-                settled = self._agreement.settle(
+                settled = self._settle_by_hooks(call, part, flags_of, norm, largest)
+                settled = settled or self._agreement.settle(
                     call,
                     part,
                     len(optimizers),
                     flags_of,
                     known=self._known,
                     scale=self._scale_tensor(),
-                    settings=self._settings_in_words,
+                    settings=lambda: self._attached.in_words(self._settings_in_words()),
                     scale_called=self._scale_called or not self._enabled,
-                    norm_words=norm_words if last else None,
-                    largest=self._largest_met if watches else None,
+                    norm_words=norm,
+                    largest=largest,
                 )
+                self._attached.settled(part)
             except Exception:
                 if not self._agreement.alone:
                     self._close(part)
@@ -124,6 +147,36 @@ class Settling(ScalerSettings):
                 self._per_optimizer_states[id(optimizer)].found_inf = flag
                 self._known[optimizer].found_inf = flag
         return words
+
+    def _settle_by_hooks(
+        self,
+        call: str,
+        optimizers: Sequence[torch.optim.Optimizer],
+        flags_of: FlagsOf,
+        norm_words: Callable[[], Tensor] | None,
+        largest: Callable[[], Tensor] | None,
+    ) -> Settled | None:
+        """Settle by what the ranks learned from exchanging gradients; None if they must speak."""
+        attached = self._attached
+        if not attached.hooks or self._agreement.alone:
+            return None
+        agreed = all(self._known[optimizer].agreed for optimizer in optimizers)
+        flags = attached.flags(call, optimizers, self._agreement.ranks, agreed=agreed)
+        if flags is None:
+            return None
+        attached.count(call, self._known.identities(optimizers))
+        for optimizer in optimizers:
+            known = self._known[optimizer]
+            known.said = None
+            # A fused kernel unscales by itself, so then nobody reads the gradients before it.
+            if largest is not None or call != "step" or not takes_flags(optimizer, known):
+                flags_of(optimizer)
+        device = self._scale_tensor().device
+        return Settled(
+            [flag.to(device, non_blocking=True) for flag in flags],
+            None if norm_words is None else norm_words()[None],
+            None if largest is None else largest(),
+        )
 
     def _largest_met(self) -> Tensor:
         assert self._met is not None
