@@ -1,4 +1,4 @@
-"""Ranks on hosts with shaped links: start one on each, time phases, count what the links carried."""
+"""Ranks on hosts with shaped links: start one on each, time phases, count what was sent."""
 
 from __future__ import annotations
 
@@ -91,9 +91,12 @@ def run_on_hosts(
         for number, host in enumerate(network):
             environment = {
                 **os.environ,
-                **{"RANK": str(number), "WORLD_SIZE": str(hosts), "OMP_NUM_THREADS": "1"},
+                "RANK": str(number),
+                "WORLD_SIZE": str(hosts),
+                "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # it cannot name the peers of a socket
-                **{"MASTER_ADDR": network[0].name, "MASTER_PORT": str(_PORT)},
+                "MASTER_ADDR": network[0].name,
+                "MASTER_PORT": str(_PORT),
             }
             command = [sys.executable, "-m", "benchmarks.shaped", module, folder]
             command.append(json.dumps(dict(options)))

@@ -20,7 +20,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ class Host:
     def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on this host; options as for ``subprocess.Popen``.
 
-        Signals reach the command through `signal`, not through the returned process.
+        Signals do not pass through the returned process: send them to one of `processes`.
         """
         if "cwd" in options:
             command = ["env", f"--chdir={options.pop('cwd')}", *command]
@@ -272,17 +271,3 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list[int]:
-    """Wait for all, or until one has failed or the time is over; return their exit codes.
-
-    Those still running then are left to the end of their host, with -1 in their place.
-    """
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(codes):
-            break
-        time.sleep(0.05)
-    return [-1 if (code := process.poll()) is None else code for process in processes]
