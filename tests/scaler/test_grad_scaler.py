@@ -25,7 +25,7 @@ from tests.scaler.steps import (
     torch_scaler,
 )
 
-FLAG_SLOTS = Traffic().flag_slots
+FLAG_SLOTS = Traffic.of(2).flag_slots
 
 # -- kept steps ------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from distamp.scaler.process_group import Traffic
 from tests.collectives import count_collectives
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, pairs
 
-FLAG_SLOTS = Traffic().flag_slots
+FLAG_SLOTS = Traffic.of(2).flag_slots
 
 
 def sharded() -> Any:
