@@ -39,9 +39,9 @@ from benchmarks.common import environment, interleave, markdown, ratio
 from benchmarks.scaler_round import NoFusedStep, NoStep
 from distamp import DistGradScaler
 from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule
-from launch.data import TrainingWindows
+from launch.config import parse
 from launch.job import Job, prepare
-from launch.models import next_byte_loss
+from launch.models import mean_loss
 from launch.ranks import Ranks
 from launch.reporting import METRICS, read_metrics
 from launch.train import train
@@ -134,7 +134,7 @@ def run(schedule: str, seed: int, steps: int, growth_interval: int) -> Run:
         flags = ["--precision", "fp16", "--schedule", schedule, "--seed", seed, "--steps", steps]
         flags += ["--growth-interval", growth_interval, "--run-dir", folder]
         flags += ["--evaluate-every", steps, "--checkpoint-every", steps]
-        job = prepare([*map(str, flags), *MODEL], ranks)
+        job = prepare(parse([*map(str, flags), *MODEL]), ranks)
         Counter(job, result)
         with job.report:
             train(job)
@@ -155,8 +155,6 @@ class Counter:
         self.job = job
         self.result = result
         self.zeros = self.seen = 0
-        config = job.config
-        self.windows = TrainingWindows(job.corpus.train, config.model.block, config.seed)
         layers = [module for module in job.run.model.modules() if isinstance(module, nn.Linear)]
         self.parameters = [parameter for layer in layers for parameter in layer.parameters()]
         for layer in layers:
@@ -190,9 +188,9 @@ class Counter:
 
     def _reference(self) -> None:
         progress, config = self.job.run.progress, self.job.config
-        tokens, targets = self.windows.take(progress.position, config.batch)
+        tokens, targets = self.job.data.take(progress.position, config.batch)
         with torch.enable_grad():
-            loss = next_byte_loss(self.job.run.model(tokens), targets)
+            loss = mean_loss(self.job.run.model(tokens), targets)
             gradients = torch.autograd.grad(loss, self.parameters)
         self.result.reference[0] += sum(map(_zeros, gradients))
         self.result.reference[1] += self.zeros

@@ -14,43 +14,49 @@ import tyro
 
 from launch.errors import UsageError
 
-__all__ = ["Config", "ModelConfig", "parse"]
+__all__ = ["Config", "Shape", "parse", "read"]
 
 Precision = Literal["fp32", "fp16", "bf16"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The shape of the model. A checkpoint goes only into a model of the same shape."""
+class Shape:
+    """The shape of the launcher's own models. A checkpoint goes only into one of the same shape."""
 
     layers: int = 2
-    """Transformer blocks."""
+    """Transformer blocks (gpt, digits)."""
     heads: int = 3
-    """Attention heads; must divide the width."""
+    """Attention heads; must divide the width (gpt, digits)."""
     width: int = 96
-    """Channels of the residual stream."""
+    """Channels of the residual stream (gpt, digits)."""
     block: int = 64
-    """Bytes of context."""
+    """Bytes of context (text)."""
     dropout: float = 0.0
-    """Probability that a channel is dropped while training."""
-
-    @property
-    def parameters(self) -> int:
-        """How many parameters a model of this shape has, without building it."""
-        per_layer = 12 * self.width**2 + 13 * self.width
-        return self.layers * per_layer + (2 * 256 + self.block + 2) * self.width
+    """Probability that a channel is dropped while training (gpt, digits)."""
+    patch: int = 2
+    """Pixels along a side of each patch (digits)."""
+    image_size: int = 32
+    """Pixels along a side, to which images of a folder are resized."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Train a byte-level GPT on text, in mixed precision, on as many ranks as torchrun starts."""
+    """Train a model on text or images, in mixed precision, on as many ranks as torchrun starts."""
 
-    data: Path | None = None
-    """A text file, or a folder of them; when not given, the Python standard library's source."""
+    model: str = "gpt"
+    """gpt, digits (an image classifier), hf:NAME (a model type of the installed transformers, such
+    as hf:gpt2), or module:factory (your own)."""
+    model_args: tuple[str, ...] = ()
+    """name=value ...: for hf:NAME, settings of its config; for module:factory, its arguments."""
+    data: str | None = None
+    """A file or folder of text, a folder with a folder of images for each class, or digits. When
+    not given: for text the Python standard library's source, for images scikit-learn's digits."""
     run_dir: Path | None = None
     """Where results go. Default: the folder resumed from, or else runs/latest."""
     resume: Path | None = None
-    """Go on from this run's folder (or checkpoint file)."""
+    """Go on from this run's folder, or from one checkpoint in it."""
+    auto_resume: bool = False
+    """Go on from the run in the run's own folder, if there is one."""
     overwrite: bool = False
     """Start again in a folder that already holds a run."""
     device: str = "auto"
@@ -58,10 +64,24 @@ class Config:
     precision: Precision = "fp32"
     """What autocast computes in; fp16 also scales the loss."""
 
+    strategy: str | None = None
+    """How the model is spread: none, dp, ddp, fsdp1, fsdp2, hsdp, fsdp2+tp, zero1, oss,
+    sharded_ddp or fairscale_fsdp. Default: ddp on several ranks, none on one."""
+    replicas: int | None = None
+    """Devices of this process that share each batch (dp). Default: every accelerator, or 2."""
+    shards: int | None = None
+    """Ranks that share one copy of the model (hsdp). Default: those of one machine, or 2."""
+    tp: int = 2
+    """Ranks that share each layer (fsdp2+tp)."""
+    adamw: Literal["fused", "foreach", "loop"] | None = None
+    """torch's implementation of AdamW. Default: the fastest that the strategy can use."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others before it gives up."""
+
     steps: int = 400
     """Steps of the whole run, skipped ones included."""
     batch: int = 32
-    """Sequences per step, over all ranks and microbatches."""
+    """Sequences or images per step, over all ranks and microbatches."""
     accumulate: int = 1
     """Microbatches per step."""
     lr: float = 4e-3
@@ -87,11 +107,13 @@ class Config:
     evaluate_every: int = 50
     """Steps between two validations."""
     validation_windows: int = 256
-    """Sequences of the validation split that each validation reads."""
+    """Sequences or images held out that each validation reads."""
     checkpoint_every: int = 100
     """Steps between two checkpoints."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    shape: Shape = field(default_factory=Shape)
 
     @property
     def folder(self) -> Path:
@@ -99,38 +121,50 @@ class Config:
         if self.run_dir is not None:
             return self.run_dir
         if self.resume is not None:
-            return self.resume if self.resume.is_dir() else self.resume.parent
+            # One checkpoint lies two folders below its run.
+            is_run = self.resume.parent.name != "checkpoints"
+            return self.resume if is_run else self.resume.parent.parent
         return Path("runs/latest")
 
-    def check(self, world_size: int) -> None:
+    def check(self) -> None:
         """Refuse what no machine could run.
 
         Raises:
             UsageError: Naming the flag, what was given and what is allowed.
         """
         positive = ("steps", "batch", "accumulate", "lr", "evaluate_every", "checkpoint_every")
-        for name in (*positive, "validation_windows", "init_scale", "growth_interval"):
+        more = ("validation_windows", "init_scale", "growth_interval", "timeout")
+        for name in (*positive, *more, "keep_checkpoints"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
-        for name in ("layers", "heads", "width", "block"):
-            _require(getattr(self.model, name) > 0, name, getattr(self.model, name), "more than 0")
+        for name in ("layers", "heads", "width", "block", "patch", "image_size"):
+            _require(getattr(self.shape, name) > 0, name, getattr(self.shape, name), "more than 0")
         for name in ("warmup", "weight_decay", "clip"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "between 0 and 1")
         _require(
-            0 <= self.model.dropout < 1, "dropout", self.model.dropout, "at least 0 and below 1"
+            0 <= self.shape.dropout < 1, "dropout", self.shape.dropout, "at least 0 and below 1"
         )
         _require(
-            self.model.width % self.model.heads == 0,
+            self.shape.width % self.shape.heads == 0,
             "width",
-            self.model.width,
-            f"a multiple of --heads {self.model.heads}",
+            self.shape.width,
+            f"a multiple of --heads {self.shape.heads}",
         )
-        share = world_size * self.accumulate
+        for pair in self.model_args:
+            _require("=" in pair, "model_args", pair, "name=value")
+
+    def check_batch(self, readers: int) -> None:
+        """Refuse a batch that cannot be divided among those who read it.
+
+        Raises:
+            UsageError: Naming a batch that can.
+        """
+        share = readers * self.accumulate
         _require(
             self.batch % share == 0,
             "batch",
             self.batch,
-            f"a multiple of ranks x --accumulate = {world_size} x {self.accumulate}"
+            f"a multiple of ranks that read it x --accumulate = {readers} x {self.accumulate}"
             f" (say {-(-self.batch // share) * share})",
         )
 
@@ -140,7 +174,7 @@ def _require(holds: bool, name: str, given: object, allowed: str) -> None:
         raise UsageError(f"--{name.replace('_', '-')} {given}: it must be {allowed}")
 
 
-def parse(args: Sequence[str] | None, *, quiet: bool) -> Config:
+def parse(args: Sequence[str] | None, *, quiet: bool = False) -> Config:
     """Read the command line.
 
     Args:
@@ -164,6 +198,14 @@ def parse(args: Sequence[str] | None, *, quiet: bool) -> Config:
         if not ended.code:
             raise
         raise UsageError(_one_line(said.getvalue())) from None
+
+
+def read(args: Sequence[str] | None, *, quiet: bool = False) -> Config | UsageError:
+    """Parse, and return what is wrong in the place of raising it: ranks are to say it together."""
+    try:
+        return parse(args, quiet=quiet)
+    except UsageError as error:
+        return error
 
 
 def _one_line(box: str) -> str:

@@ -1,97 +1,91 @@
-"""Text as bytes: what is read, what is held out, and which window comes when."""
+"""What is trained on: which examples there are, what is held out, and which comes when."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
-import sysconfig
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from launch.config import Config
+from launch.corpus import Corpus, load_corpus
 from launch.errors import UsageError
+from launch.images import Pictures, holds_images, load_digits, load_folder
 
-__all__ = ["Corpus", "TrainingWindows", "load_corpus", "validation_windows"]
-
-# Distributions ship the standard library without its tests, and with folders for other people's
-# packages inside it; what is left is the same text everywhere for one Python version.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-# Git's own sign of a binary file: a NUL among the first bytes.
-_SNIFFED_BYTES = 8000
-_SEPARATOR = b"\0"
+__all__ = ["Data", "Images", "Text", "TrainingWindows", "load_data", "validation_windows"]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Text in two parts that share no byte.
+class Data(Protocol):
+    """Examples in a fixed random order, addressed by how many were taken before.
 
     Attributes:
         name: What it is, for people.
-        train: 1-D uint8, what is trained on.
-        validation: 1-D uint8, the last tenth, never trained on.
-        digest: Of both parts, to see whether two ranks, or two runs, read the same text.
+        kind: What it is made of, for people: text or images.
+        classes: How many answers there are to choose from.
+        tokens: How many answers are asked for in one example.
+        digest: To see whether two ranks, or two runs, read the same.
+        sample: The input of one example, with a batch dimension of 1.
     """
 
-    name: str
-    train: Tensor
-    validation: Tensor
-    digest: str
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def kind(self) -> str: ...  # noqa: D102
+    @property
+    def classes(self) -> int: ...  # noqa: D102
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def digest(self) -> str: ...  # noqa: D102
+    @property
+    def sample(self) -> Tensor: ...  # noqa: D102
+
+    def __len__(self) -> int:
+        """Training examples in one epoch."""
+
+    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return ``count`` training examples from ``position`` on, and the right answers."""
+
+    def validation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return up to ``count`` examples that are held out, and the right answers."""
+
+    def sizes(self) -> tuple[str, str]:
+        """Say how much is trained on, and how much is held out."""
+
+    def check(self, config: Config) -> None:
+        """Refuse what these data are too few for."""
 
 
-def load_corpus(path: Path | None) -> Corpus:
-    """Read a text file, a folder of them, or (None) the Python standard library's own source.
+def load_data(config: Config, kind: str | None) -> Data:
+    """Read what ``--data`` names.
 
-    Files are put in an order that depends on their names alone but mixes folders, copies of a
-    file already taken are left out, and the last tenth of the bytes is held out. So the validation
-    text is of the same kind as the rest, on every machine the same, and in no training window.
+    Args:
+        config: The run's settings.
+        kind: ``"text"`` or ``"images"``, where the model says which; None: as the data are.
 
     Raises:
-        UsageError: If there is nothing to read.
+        UsageError: If there is nothing to read, or it is of the other kind.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        name = f"the Python {platform.python_version()} standard library"
-        files = [f for f in _walk(root, _NOT_STDLIB) if f.suffix == ".py"]
-    elif path.is_dir():
-        root, name, files = path, str(path), list(_walk(path))
-    elif path.exists():
-        root, name, files = path.parent, str(path), [path]
-    else:
-        raise UsageError(f"--data {path}: no such file or folder")
-    text = _join(root, files)
-    if not text:
-        what = "it is empty or not text" if path is not None and path.is_file() else "no text in it"
-        raise UsageError(f"--data {path or root}: {what}")
-    whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    cut = len(text) - len(text) // 10
-    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-    return Corpus(name, whole[:cut], whole[cut:], digest)
-
-
-def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files under a folder, but for hidden ones and folders of the given names."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [s for s in subfolders if s not in without and s[0] != "."]
-        yield from (Path(folder, name) for name in names if name[0] != ".")
-
-
-def _join(root: Path, files: list[Path]) -> bytes:
-    def place(file: Path) -> bytes:
-        return hashlib.blake2b(file.relative_to(root).as_posix().encode(errors="replace")).digest()
-
-    taken: dict[bytes, bytes] = {}
-    for file in sorted(files, key=place):
-        try:
-            content = file.read_bytes() if file.is_file() else b""
-        except OSError as error:
-            raise UsageError(f"--data: cannot read {file}: {error.strerror}") from None
-        if content.strip() and b"\0" not in content[:_SNIFFED_BYTES]:
-            taken.setdefault(hashlib.blake2b(content).digest(), content)
-    return _SEPARATOR.join(taken.values())
+    given = config.data
+    path = None if given in (None, "digits") else Path(given).expanduser()
+    is_images = given == "digits" or (path is not None and path.is_dir() and holds_images(path))
+    if given is None:
+        is_images = kind == "images"
+    elif kind is not None and is_images != (kind == "images"):
+        what = "images" if is_images else "text"
+        if path is not None and not path.exists():
+            raise UsageError(f"--data {given}: no such file or folder")
+        raise UsageError(f"--data {given}: {what}, and --model {config.model} is for {kind}")
+    if not is_images:
+        corpus = load_corpus(path)
+        return Text(corpus, config.shape.block, config.seed)
+    pictures = load_digits() if path is None else load_folder(path, config.shape.image_size)
+    return Images(pictures, config.seed)
 
 
 @dataclass
@@ -152,3 +146,127 @@ def validation_windows(text: Tensor, block: int, count: int) -> tuple[Tensor, Te
 def _windows(text: Tensor, starts: Tensor, block: int) -> tuple[Tensor, Tensor]:
     window = text[starts[:, None] + torch.arange(block + 1)].long()
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+class Text:
+    """Windows of bytes; the answer to each byte is the byte that follows it."""
+
+    kind = "text"
+    classes = 256
+
+    def __init__(self, corpus: Corpus, block: int, seed: int) -> None:
+        self.corpus = corpus
+        self.tokens = block
+        self.windows = TrainingWindows(corpus.train, block, seed)
+
+    @property
+    def name(self) -> str:
+        """The corpus's."""
+        return self.corpus.name
+
+    @property
+    def digest(self) -> str:
+        """The corpus's."""
+        return self.corpus.digest
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """The first window."""
+        return self.take(0, 1)[0]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return two int64 tensors of shape (count, block)."""
+        return self.windows.take(position, count)
+
+    def validation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return two int64 tensors of shape (windows, block), of the held-out text."""
+        return validation_windows(self.corpus.validation, self.tokens, count)
+
+    def sizes(self) -> tuple[str, str]:
+        """Return megabytes or kilobytes."""
+        train, held_out = len(self.corpus.train), len(self.corpus.validation)
+        return _size(train), _size(held_out)
+
+    def check(self, config: Config) -> None:
+        """Refuse a text too short for one window of validation or one batch of training.
+
+        Raises:
+            UsageError: Naming the flag and what there is.
+        """
+        if len(self.corpus.validation) <= self.tokens:
+            raise UsageError(
+                f"--block {self.tokens}: the last tenth of {self.name}, which is held out, has"
+                f" {len(self.corpus.validation)} bytes; pass a --block below that, or more text"
+            )
+        if config.batch > len(self):
+            raise UsageError(
+                f"--batch {config.batch}: {self.name} has {len(self)} training windows of"
+                f" {self.tokens} bytes"
+            )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+
+class Images:
+    """Pictures of equal size; the answer to each is its class. The last tenth is held out."""
+
+    kind = "images"
+    tokens = 1
+
+    def __init__(self, pictures: Pictures, seed: int) -> None:
+        self.name = pictures.name
+        self.pictures = pictures
+        self.seed = seed
+        self.classes = len(pictures.classes)
+        self.held_out = math.ceil(len(pictures.labels) / 10)
+        self.digest = hashlib.blake2b(
+            pictures.pixels.numpy().tobytes() + pictures.labels.numpy().tobytes(), digest_size=16
+        ).hexdigest()
+        self._epoch = -1
+        self._order = torch.empty(0)
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """The first picture."""
+        return self.take(0, 1)[0]
+
+    def __len__(self) -> int:
+        return len(self.pictures.labels) - self.held_out
+
+    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return float32 (count, channels, height, width) and int64 (count,)."""
+        return self._pictures(torch.stack([self._place(position + i) for i in range(count)]))
+
+    def validation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the same of the held-out pictures."""
+        return self._pictures(torch.arange(len(self), len(self) + min(count, self.held_out)))
+
+    def sizes(self) -> tuple[str, str]:
+        """Return how many pictures."""
+        return f"{len(self)} in {self.classes} classes", f"{self.held_out}"
+
+    def check(self, config: Config) -> None:
+        """Refuse a batch larger than an epoch.
+
+        Raises:
+            UsageError: Naming the flag and what there is.
+        """
+        if config.batch > len(self):
+            raise UsageError(f"--batch {config.batch}: {self.name} has {len(self)} to train on")
+
+    def _place(self, position: int) -> Tensor:
+        epoch, place = divmod(position, len(self))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+            self._order = torch.randperm(len(self), generator=generator)
+            self._epoch = epoch
+        return self._order[place]
+
+    def _pictures(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        pixels = self.pictures.pixels[places].float() / (0.5 * self.pictures.white) - 1.0
+        return pixels, self.pictures.labels[places]

@@ -90,7 +90,7 @@ def slowdown(device: torch.device, precision: str) -> float:
     return seconds(DTYPES[precision]) / seconds(torch.float32)
 
 
-def check_memory(config: Config, device: torch.device) -> None:
+def check_memory(parameters: int, config: Config, device: torch.device) -> None:
     """Refuse a model whose weights, gradients and optimizer state alone cannot fit.
 
     Raises:
@@ -100,10 +100,9 @@ def check_memory(config: Config, device: torch.device) -> None:
         have = torch.cuda.get_device_properties(device).total_memory
     else:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    need = config.model.parameters * _BYTES_PER_PARAMETER
+    need = parameters * _BYTES_PER_PARAMETER
     if need > have:
         raise UsageError(
-            f"--layers {config.model.layers} --width {config.model.width} --block"
-            f" {config.model.block}: {config.model.parameters:.3g} parameters with gradients and"
-            f" AdamW's state need {need / 2**30:.3g} GiB, and there are {have / 2**30:.3g}"
+            f"--model {config.model}: {parameters:.3g} parameters with gradients and AdamW's state"
+            f" need {need / 2**30:.3g} GiB, and there are {have / 2**30:.3g}"
         )

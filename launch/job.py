@@ -1,114 +1,140 @@
-"""One run made ready: asked-for settings become a model, text, and a place to write to."""
+"""One run made ready: asked-for settings become a model, data, and a place to write to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from distamp import DistGradScaler
 from distamp.scaler import DynamicSchedule, HeadroomSchedule
-from launch import checkpoint
-from launch.checkpoint import RunState
-from launch.config import Config, parse
-from launch.data import Corpus, load_corpus
+from launch import checkpoint, strategies
+from launch.config import Config
+from launch.data import Data, load_data
 from launch.device import check_memory, check_precision, pick_device, slowdown
 from launch.errors import UsageError
-from launch.models import decayed_groups, init_model
+from launch.folder import Origin, check_shared, check_space, claim, find_origin
+from launch.models import Recipe, count_parameters, init_model, recipe_for
 from launch.ranks import Ranks
-from launch.reporting import METRICS, Reporter, RunReporter, read_metrics, write_config
-from launch.strategies import spread
+from launch.reporting import Reporter
+from launch.state import RunState, random_state, restore_random_state
+from launch.stopping import Preempted, Stop
+from launch.strategies import Place
 
-__all__ = ["Job", "prepare"]
+__all__ = ["Job", "learning_rate", "prepare"]
 
 
 @dataclass
 class Job:
-    """All that the training loop works with.
-
-    Attributes:
-        model: ``run.model`` as it is called, spread over the ranks.
-    """
+    """All that the training loop works with."""
 
     config: Config
     ranks: Ranks
     device: torch.device
-    corpus: Corpus
+    data: Data
+    recipe: Recipe
     run: RunState
-    model: nn.Module
     report: Reporter
+    stop: Stop
 
-    def save(self) -> None:
-        """Write the checkpoint; every rank calls this, as each has random numbers of its own."""
-        random = self.ranks.gather(checkpoint.random_state(self.device))
-        with self.ranks.together():
-            if self.ranks.is_main:
-                about = {
-                    "shape": asdict(self.config.model),
-                    "settings": _settings(self.config, self.ranks),
-                    "corpus": {"name": self.corpus.name, "digest": self.corpus.digest},
-                }
-                state = {**about, **self.run.state_dict(), "random": random}
-                checkpoint.save(self.config.folder / checkpoint.NAME, state)
+    @property
+    def whereabouts(self) -> str:
+        """Where the run is, for a message."""
+        return f"in step {self.run.progress.step + 1}; go on with --resume {self.config.folder}"
+
+    def losses(self, loss: float) -> dict[str, float]:
+        """Return a mean loss in nats, and in what people measure these data in."""
+        if self.data.kind == "text":
+            return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+        return {"loss": loss}
+
+    def save(self, *, must: bool) -> None:
+        """Write a checkpoint; every rank calls this.
+
+        Args:
+            must: Whether there will be no other time; else a failure is told, and the run goes on.
+
+        Raises:
+            UsageError: On every rank, if it cannot be written and must be.
+        """
+        about = {
+            "model": self.recipe.shape,
+            "settings": _settings(self.config, self.ranks, self.device),
+            "data": {"name": self.data.name, "digest": self.data.digest},
+            **self.run.values(),
+        }
+        tensors = {**self.run.tensors(), **_random_tensors(self.ranks, self.device)}
+        folder = self.config.folder / checkpoint.FOLDER
+        try:
+            checkpoint.save(folder, self.ranks, tensors, about, self.config.keep_checkpoints)
+        except UsageError as error:
+            if must:
+                raise
+            self.report.note(f"Warning: {error}; the run goes on and tries again at the next save")
+
+    def stopped(self) -> Preempted:
+        """Say that the run was stopped; return what to raise."""
+        where = f"after step {self.run.progress.step}; go on with --resume {self.config.folder}"
+        self.report.note(f"Stopped as asked {where}")
+        return self.stop.preempted
 
 
-def prepare(args: Sequence[str] | None, ranks: Ranks) -> Job:
-    """Read the command line, and build or restore what it asks for.
+def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) -> Job:
+    """Build or restore what the command line asks for.
 
     Raises:
         UsageError: On every rank, if any rank finds that it cannot be done.
     """
     with ranks.together():
-        config = parse(args, quiet=not ranks.is_main)
-        config.check(ranks.world_size)
+        if isinstance(given, UsageError):
+            raise given
+        config = given
+        config.check()
         device = pick_device(config.device, ranks)
+        strategies.check(config, ranks, device)
         check_precision(device, config.precision)
-        check_memory(config, device)
-        corpus = load_corpus(config.data)
-        _check_length(config, corpus)
-        saved = None if config.resume is None else checkpoint.load(config.resume, device)
-        if saved is not None:
-            _check_same_run(saved, config, corpus)
+        recipe = recipe_for(config)
+        data = load_data(config, recipe.kind)
+        data.check(config)
+        parameters = count_parameters(recipe, data)
+        check_memory(parameters, config, device)
     with ranks.together():
-        if len(set(ranks.gather(corpus.digest))) > 1:
-            raise UsageError(f"--data: the ranks do not read the same text from {corpus.name}")
+        if len(set(ranks.gather(data.digest))) > 1:
+            raise UsageError(f"--data: the ranks do not read the same from {data.name}")
+    origin = find_origin(config, ranks)
     with ranks.together():
-        run = build(config, device)
-        report = _claim_folder(config, saved) if ranks.is_main else Reporter()
-    if saved is not None:
-        run.load_state_dict(saved)
-    sample = torch.zeros(1, 1, dtype=torch.long, device=device)
-    model = spread(run.model, ranks, device, sample)
-    torch.manual_seed(config.seed + 1 + ranks.rank)
-    if saved is not None and len(saved["random"]) == ranks.world_size:
-        checkpoint.restore_random_state(saved["random"][ranks.rank], device)
-    report.start(_facts(config, corpus, ranks, device))
-    if saved is not None:
-        report.note(_changes(saved, config, ranks))
+        if origin is not None:
+            _check_same_run(origin, config, recipe, data)
+        check_space(config, parameters)
+        restarted = ranks.restarts > 0
+        report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
+    check_shared(config, ranks)
+    with ranks.together():
+        place = Place(config, ranks, device, data.sample)
+        spread = strategies.spread(init_model(recipe, data, config.seed, device), place)
+        run = RunState(spread, _scaler(config, device))
+    torch.manual_seed(config.seed + 1 + run.spread.reader)
+    if origin is not None:
+        restore(run, origin, ranks, device)
+    report.start(_facts(config, run, data, ranks, device))
+    for line in () if origin is None else (*origin.broken, _changes(origin, config, ranks, device)):
+        report.note(line)
     if ranks.is_main and (slower := slowdown(device, config.precision)) > 3:
         report.note(
             f"This {device.type} multiplies matrices {slower:.0f} times slower in"
             f" {config.precision} than in fp32\n"
         )
-    return Job(config, ranks, device, corpus, run, model, report)
+    return Job(config, ranks, device, data, recipe, run, report, stop or Stop())
 
 
 _SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
 
 
-def build(config: Config, device: torch.device) -> RunState:
-    """Build the model and what trains it, at step 0."""
-    model = init_model(config.model, config.seed, device)
-    groups = decayed_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-    schedule = LambdaLR(optimizer, lambda taken: learning_rate(config, taken))
+def _scaler(config: Config, device: torch.device) -> DistGradScaler:
     try:
-        scaler = DistGradScaler(
+        return DistGradScaler(
             device.type,
             init_scale=config.init_scale,
             schedule=_SCHEDULES[config.schedule](growth_interval=config.growth_interval),
@@ -116,7 +142,6 @@ def build(config: Config, device: torch.device) -> RunState:
         )
     except ValueError as error:
         raise UsageError(f"the loss scale's settings: {error}") from None
-    return RunState(model, optimizer, schedule, scaler)
 
 
 def learning_rate(config: Config, taken: int) -> float:
@@ -130,19 +155,27 @@ def learning_rate(config: Config, taken: int) -> float:
     return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _check_length(config: Config, corpus: Corpus) -> None:
-    """Refuse a text too short for one window of validation or one batch of training."""
-    block = config.model.block
-    if len(corpus.validation) <= block:
-        raise UsageError(
-            f"--block {block}: the last tenth of {corpus.name}, which is held out, has"
-            f" {len(corpus.validation)} bytes; pass a --block below that, or more text"
-        )
-    windows = len(corpus.train) // block - 1
-    if config.batch > windows:
-        raise UsageError(
-            f"--batch {config.batch}: {corpus.name} has {windows} training windows of {block} bytes"
-        )
+def restore(run: RunState, origin: Origin, ranks: Ranks, device: torch.device) -> None:
+    """Put a run into the state of a checkpoint.
+
+    Random numbers go on where they were on the same number of ranks; else they are drawn afresh.
+    """
+    tensors = run.tensors()
+    random = _random_tensors(ranks, device)
+    same_ranks = origin.manifest["settings"]["ranks"] == ranks.world_size
+    same_device = origin.manifest["settings"]["device"] == device.type
+    wanted = {**tensors, **(random if same_ranks and same_device else {})}
+    checkpoint.read(origin.path, ranks, wanted)
+    run.accept(tensors)
+    run.accept_values(origin.manifest)
+    if same_ranks and same_device:
+        states = {name.split(".")[1]: state for name, state in random.items()}
+        restore_random_state(states, device)
+
+
+def _random_tensors(ranks: Ranks, device: torch.device) -> dict[str, torch.Tensor]:
+    states = random_state(device)
+    return {f"random.{kind}.{ranks.rank}": state for kind, state in states.items()}
 
 
 # The settings that decide which numbers a run comes to.
@@ -152,77 +185,56 @@ _NUMBERS = (
 )
 
 
-def _settings(config: Config, ranks: Ranks) -> dict[str, object]:
-    return {**{name: getattr(config, name) for name in _NUMBERS}, "ranks": ranks.world_size}
+def _settings(config: Config, ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    settings = {name: getattr(config, name) for name in _NUMBERS}
+    where = {"ranks": ranks.world_size, "strategy": strategies.chosen(config, ranks)[0]}
+    return {**settings, **where, "device": device.type}
 
 
-def _check_same_run(saved: dict[str, Any], config: Config, corpus: Corpus) -> None:
-    """Refuse a checkpoint of another model or text, or one with nothing left to do."""
-    where = f"--resume {config.resume}"
-    for name, ours in asdict(config.model).items():
-        theirs = saved["shape"][name]
+def _check_same_run(origin: Origin, config: Config, recipe: Recipe, data: Data) -> None:
+    """Refuse a checkpoint of another model or other data, or one with nothing left to do."""
+    where, saved = f"--resume {origin.run}", origin.manifest
+    for name in {**recipe.shape, **saved["model"]}:
+        ours, theirs = recipe.shape.get(name), saved["model"].get(name)
         if ours != theirs:
             raise UsageError(
                 f"{where}: it belongs to another model, with {name} {theirs} where this run has"
-                f" {ours}; pass --{name} {theirs}"
+                f" {ours}; pass --{name.replace('_', '-')} {theirs}"
             )
-    if saved["corpus"]["digest"] != corpus.digest:
+    if saved["data"]["digest"] != data.digest:
         raise UsageError(
-            f"{where}: it was trained on other text ({saved['corpus']['name']}) than"
-            f" {corpus.name} holds now; pass the same --data"
+            f"{where}: it was trained on other data ({saved['data']['name']}) than"
+            f" {data.name} holds now; pass the same --data"
         )
     done = saved["progress"]["step"]
-    if done >= config.steps:
+    if done >= config.steps and origin.asked:
         raise UsageError(f"{where}: all its {done} steps are done; pass a --steps above {done}")
 
 
-def _claim_folder(config: Config, saved: dict[str, Any] | None) -> RunReporter:
-    """Make the run's folder, and begin its metrics with what happened before the checkpoint."""
-    folder = config.folder
-    history = []
-    step = 0
-    if saved is not None and config.resume is not None:
-        step = saved["progress"]["step"]
-        origin = config.resume if config.resume.is_dir() else config.resume.parent
-        history = read_metrics(origin / METRICS, until=step)
-    if (folder / METRICS).exists() and not config.overwrite and saved is None:
-        raise UsageError(
-            f"--run-dir {folder}: it already holds a run; pass --resume {folder} to go on with it,"
-            " --overwrite to start again, or another --run-dir"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if saved is None:
-            (folder / checkpoint.NAME).unlink(missing_ok=True)
-        write_config(folder, config)
-        return RunReporter(folder, config, history, step)
-    except OSError as error:
-        raise UsageError(f"--run-dir {folder}: cannot write there ({error.strerror})") from None
-
-
-def _facts(config: Config, corpus: Corpus, ranks: Ranks, device: torch.device) -> dict[str, str]:
+def _facts(
+    config: Config, run: RunState, data: Data, ranks: Ranks, device: torch.device
+) -> dict[str, str]:
     """Say in a few rows what is about to be trained."""
-    shape = config.model
-    many = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} ranks, DDP"
-    train, held_out = (_size(len(text)) for text in (corpus.train, corpus.validation))
+    parameters = sum(p.numel() for p in run.model.parameters())
+    if strategies.chosen(config, ranks)[0].startswith("fsdp1"):
+        parameters = sum(t.numel() for n, t in run.tensors().items() if n.startswith("model."))
+    how = strategies.chosen(config, ranks)[1].says
+    many = how if ranks.world_size == 1 else f"{ranks.world_size} ranks, {how}"
+    train, held_out = data.sizes()
     scaled = ", the loss scaled by DistGradScaler" if config.precision == "fp16" else ""
+    examples = "sequences" if data.kind == "text" else "images"
     return {
-        "Model": f"byte-level GPT, {shape.parameters / 1e6:.2f} M parameters"
-        f" ({shape.layers} layers, width {shape.width}, context {shape.block})",
-        "Text": f"{corpus.name}, {train} and {held_out} held out",
+        "Model": f"{config.model}, {parameters / 1e6:.2f} M parameters",
+        data.kind.capitalize(): f"{data.name}, {train} and {held_out} held out",
         "Device": f"{device.type}, {many}",
         "Precision": f"{config.precision}{scaled}",
-        "Steps": f"{config.steps} of {config.batch} sequences",
+        "Steps": f"{config.steps} of {config.batch} {examples}",
     }
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
-
-
-def _changes(saved: dict[str, Any], config: Config, ranks: Ranks) -> str:
+def _changes(origin: Origin, config: Config, ranks: Ranks, device: torch.device) -> str:
     """Say where a resumed run goes on, and which settings differ from what it was started with."""
-    ours, theirs = _settings(config, ranks), saved["settings"]
+    ours, theirs = _settings(config, ranks, device), origin.manifest["settings"]
     differ = [f"{n} {theirs[n]} -> {ours[n]}" for n in ours if ours[n] != theirs[n]]
-    where = f"Going on from {config.resume} at step {saved['progress']['step']}"
+    where = f"Going on from {origin.run} at step {origin.step}"
     return f"{where}, with other settings: {', '.join(differ)}" if differ else where

@@ -1,96 +1,254 @@
-"""The model: a byte-level GPT."""
+"""Which model ``--model`` names, and how it is built. A new one is one function and one row."""
 
 from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from launch.config import ModelConfig
+from launch.config import Config
+from launch.data import Data
+from launch.errors import UsageError
+from launch.networks import GPT, ImageClassifier
 
-__all__ = ["GPT", "decayed_groups", "init_model", "next_byte_loss"]
-
-_BYTES = 256
+__all__ = ["MODELS", "Recipe", "count_parameters", "init_model", "mean_loss", "recipe_for"]
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward network, each added to the residual stream."""
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is made.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Attributes:
+        kind: What it is for: ``"text"``, ``"images"``, or None for whatever the data are.
+        build: Makes it for the data, with weights from torch's default generator.
+        shape: What a checkpoint's model must have in common with this one, by flag.
+        meta: Whether it can be built on the meta device, to be counted.
+    """
+
+    kind: str | None
+    build: Callable[[Data], nn.Module]
+    shape: dict[str, object]
+    meta: bool = True
+
+
+def gpt(config: Config) -> Recipe:
+    """A byte-level GPT."""
+    shape = _shape(config, "layers", "heads", "width", "block", "dropout")
+    return Recipe("text", lambda data: GPT(config.shape, data.classes), shape)
+
+
+def digits(config: Config) -> Recipe:
+    """A transformer over patches of images."""
+
+    def build(data: Data) -> nn.Module:
+        channels, height, width = data.sample.shape[1:]
+        if height % config.shape.patch or width % config.shape.patch:
+            raise UsageError(
+                f"--patch {config.shape.patch}: images of {height} x {width} pixels are no whole"
+                " number of patches"
+            )
+        return ImageClassifier(config.shape, (channels, height, width), data.classes)
+
+    shape = _shape(config, "layers", "heads", "width", "dropout", "patch", "image_size")
+    return Recipe("images", build, shape)
+
+
+MODELS: dict[str, Callable[[Config], Recipe]] = {"gpt": gpt, "digits": digits}
+
+
+def recipe_for(config: Config) -> Recipe:
+    """Return how to build what ``--model`` names.
+
+    Raises:
+        UsageError: If there is no such model.
+    """
+    name = config.model
+    if name in MODELS:
+        if config.model_args:
+            raise UsageError(f"--model-args: --model {name} takes none; see --layers, --width, ...")
+        return MODELS[name](config)
+    if name.startswith("hf:"):
+        return hugging_face(name.removeprefix("hf:"), config)
+    if ":" in name:
+        return users_own(name, config)
+    raise UsageError(f"--model {name}: it must be {', '.join(MODELS)}, hf:NAME or module:factory")
+
+
+class Logits(nn.Module):
+    """A Hugging Face model that returns its logits alone."""
+
+    def __init__(self, inner: nn.Module, argument: str, **settings: Any) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.dropout = config.dropout
-        self.attention_norm = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.attention_out = nn.Linear(config.width, config.width)
-        self.feed_norm = nn.LayerNorm(config.width)
-        self.feed_in = nn.Linear(config.width, 4 * config.width)
-        self.feed_out = nn.Linear(4 * config.width, config.width)
+        self.inner = inner
+        self.argument = argument
+        self.settings = settings
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
-        batch, time, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        mixed = mixed.transpose(1, 2).reshape(batch, time, width)
-        x = x + F.dropout(self.attention_out(mixed), dropout)
-        fed = self.feed_out(F.gelu(self.feed_in(self.feed_norm(x))))
-        return x + F.dropout(fed, dropout)
-
-
-class GPT(nn.Module):
-    """A causal transformer that predicts each byte from those before it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(_BYTES, config.width)
-        self.places = nn.Embedding(config.block, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, _BYTES, bias=False)
-        self.apply(_init)
-        # GPT-2's: what is added to the residual stream shrinks with how often that is done.
-        for block in self.blocks:
-            for layer in (block.attention_out, block.feed_out):
-                assert isinstance(layer, nn.Linear)
-                nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 bytes (batch, time) to logits (batch, time, 256)."""
-        x = self.bytes(tokens) + self.places.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        """Map what the data give to logits."""
+        logits: Tensor = self.inner(**{self.argument: x}, **self.settings).logits
         return logits
 
 
-def _init(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+def hugging_face(name: str, config: Config) -> Recipe:
+    """Any model type of the installed transformers, built from its config; nothing is fetched.
+
+    Raises:
+        UsageError: If transformers is missing, or has no such model for text or images.
+    """
+    if find_spec("transformers") is None:
+        raise UsageError(f"--model hf:{name}: no transformers here; pip install -e '.[hf]'")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers: Any = importlib.import_module("transformers")
+    known = importlib.import_module("transformers.models.auto.modeling_auto")
+    transformers.logging.set_verbosity_error()
+    asked = _arguments(config)
+    if name in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+
+        def build(data: Data) -> nn.Module:
+            settings = _hf_config(name, {"vocab_size": data.classes, **asked}, data.tokens)
+            made: Any = _made(name, lambda: transformers.AutoModelForCausalLM.from_config(settings))
+            model = Logits(made, "input_ids", use_cache=False)
+            _refuse_look_ahead(name, model, data)
+            return model
+
+        kind = "text"
+    elif name in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+
+        def build(data: Data) -> nn.Module:
+            channels, height = data.sample.shape[1:3]
+            image = {"num_channels": channels, "image_size": height, "num_labels": data.classes}
+            settings = _hf_config(name, {**image, **asked}, 0)
+            made: Any = _made(
+                name, lambda: transformers.AutoModelForImageClassification.from_config(settings)
+            )
+            return Logits(made, "pixel_values")
+
+        kind = "images"
+    else:
+        raise UsageError(
+            f"--model hf:{name}: the installed transformers has no causal language model and no"
+            " image classifier of this type; try hf:gpt2, hf:llama or hf:vit"
+        )
+    return Recipe(kind, build, {"model": config.model, "model_args": list(config.model_args)})
 
 
-def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def _hf_config(name: str, asked: dict[str, Any], positions: int) -> Any:
+    """Return a config of a model type, with settings that differ from its defaults."""
+    from transformers import AutoConfig
+
+    defaults = AutoConfig.for_model(name)
+    settings: dict[str, Any] = {}
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # Those of a tokenizer that is not here; bytes have none.
+        if (getattr(defaults, token, None) or 0) >= asked.get("vocab_size", 1 << 62):
+            settings[token] = None
+    if positions and getattr(defaults, "is_decoder", None) is False:
+        settings["is_decoder"] = True  # else BERT and its kin see what they are to predict
+    if positions and getattr(defaults, "max_position_embeddings", positions) < positions:
+        settings["max_position_embeddings"] = positions
+    unknown = [key for key in asked if key not in ("image_size",) and not hasattr(defaults, key)]
+    if unknown:
+        raise UsageError(
+            f"--model-args {unknown[0]}: {type(defaults).__name__} has no such setting"
+        )
+    return _made(name, lambda: AutoConfig.for_model(name, **{**settings, **asked}))
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except (ValueError, TypeError, AssertionError, KeyError, ImportError, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"--model hf:{name}: transformers cannot build it ({first})") from None
+
+
+@torch.no_grad()
+def _refuse_look_ahead(name: str, model: nn.Module, data: Data) -> None:
+    """Refuse a model whose logits depend on the bytes that they are to predict."""
+    if next(model.parameters()).is_meta:
+        return
+    with torch.random.fork_rng(devices=[]):
+        one = data.sample[:, :8]
+        other = one.clone()
+        other[:, -1] = (other[:, -1] + 1) % data.classes
+        model.eval()
+        before, after = (model(x)[:, :-1] for x in (one, other))
+        model.train()
+    if not torch.allclose(before, after, rtol=1e-3, atol=1e-4):
+        raise UsageError(f"--model hf:{name}: it sees the bytes it is to predict")
+
+
+def users_own(name: str, config: Config) -> Recipe:
+    """A model that ``module:factory`` returns when it is called with the data.
+
+    Raises:
+        UsageError: If it cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as python -m has it
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--model {name}: {error}") from None
+
+    def build(data: Data) -> nn.Module:
+        model = factory(data, **_arguments(config))
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"--model {name}: it returned {type(model).__name__}, not a Module")
+        return model
+
+    shape: dict[str, object] = {"model": config.model, "model_args": list(config.model_args)}
+    return Recipe(None, build, shape, meta=False)
+
+
+def _shape(config: Config, *names: str) -> dict[str, object]:
+    return {"model": config.model, **{name: getattr(config.shape, name) for name in names}}
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    pairs = (pair.partition("=") for pair in config.model_args)
+    return {name: _value(text) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def init_model(recipe: Recipe, data: Data, seed: int, device: torch.device) -> nn.Module:
+    """Build the model with weights that depend on the seed alone."""
+    torch.manual_seed(seed)
+    return recipe.build(data).to(device)
+
+
+def count_parameters(recipe: Recipe, data: Data) -> int:
+    """Return how many parameters the model will have, without its memory; 0 if that is unknown."""
+    if not recipe.meta:
+        return 0
+    _ = data.sample  # read while tensors still hold values
+    with torch.device("meta"):
+        return sum(p.numel() for p in recipe.build(data).parameters())
+
+
+def mean_loss(logits: Tensor, answers: Tensor) -> Tensor:
     """Mean cross-entropy in nats, taken in fp32 whatever the model computed in.
 
     An fp16 loss would round, and its seed gradient, the loss scale, would overflow at 65536.
+
+    Args:
+        logits: (..., classes).
+        answers: int64 (...).
     """
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def decayed_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Split parameters for AdamW: matrices decay, biases and norms do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-def init_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
-    """Build the model with weights that depend on the seed alone."""
-    torch.manual_seed(seed)
-    return GPT(config).to(device)
+    return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten())

@@ -7,15 +7,19 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from launch.errors import UsageError
+from launch.lost import LostRank, Roll
 
 __all__ = ["Ranks"]
 
@@ -24,36 +28,54 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers. One process alone needs no process group and makes none."""
+    """This process among its peers. One process alone needs no process group and makes none.
+
+    Attributes:
+        restarts: How often torchrun has started this group of processes anew.
+        roll: Where ranks look for each other when one does not answer; None: nowhere.
+    """
 
     rank: int
     local_rank: int
     world_size: int
+    restarts: int = 0
+    roll: Roll | None = None
 
     @classmethod
     @contextmanager
-    def join(cls) -> Iterator[Ranks]:
+    def join(cls, backend: str | None = None, timeout: float = 600.0) -> Iterator[Ranks]:
         """Join the peers that torchrun started, and leave them at the end.
 
         Objects and losses travel over gloo, gradients over the backend of the device they lie on.
+
+        Args:
+            backend: As ``init_process_group`` takes it; None chooses by the devices there are.
+            timeout: Seconds to wait for the others in one collective.
         """
-        ranks = cls(
-            rank=int(os.environ.get("RANK", "0")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        )
-        if ranks.world_size == 1:
-            yield ranks
+        rank = int(os.environ.get("RANK", "0"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if world_size == 1:
+            yield cls(rank, local_rank, world_size, restarts)
             return
         # DDP and torch's optimizers import torch._dynamo on the way. Imported while a group exists
         # it keeps that group for ever; gloo's threads then outlive destroy_process_group(), and
         # one still giving back a tensor while the interpreter ends takes the process with it
         # ("terminate called without an active exception").
         importlib.import_module("torch._dynamo")
-        cuda = torch.cuda.is_available() and dist.is_nccl_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        if backend is None:
+            cuda = torch.cuda.is_available() and dist.is_nccl_available()
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        wait = timedelta(seconds=timeout)
+        store, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=wait)))
+        roll = Roll(PrefixStore("roll", store), rank, world_size)
+        roll.enter()
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=wait
+        )
         try:
-            yield ranks
+            yield cls(rank, local_rank, world_size, restarts, roll)
         finally:
             gc.collect()  # DDP's reducer, which holds the group too, lies in a cycle
             dist.destroy_process_group()
@@ -93,6 +115,30 @@ class Ranks:
         first = next(filter(None, self.gather(mine)), "")
         if first:
             raise UsageError(first) from None
+
+    @contextmanager
+    def watching(self, where: Callable[[], str]) -> Iterator[None]:
+        """Run a block of collectives; if one fails because a rank is gone, say which.
+
+        Args:
+            where: Says what the ranks were doing when it failed.
+
+        Raises:
+            LostRank: In the place of torch's error, which names a socket.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            lost = None if self.roll is None else self.roll.explain(error)
+            if lost is None:
+                raise
+            raise LostRank(f"{lost} {where()}") from error
+
+    def mourn(self, lost: LostRank) -> int:
+        """Print, on the first rank that comes here, who is gone; return the exit code."""
+        if self.roll is None or self.roll.speaks():
+            print(f"error: {lost}", file=sys.stderr, flush=True)
+        return 1
 
     def fail(self, error: UsageError) -> int:
         """Print an error that every rank holds, once, and return the exit code."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -16,13 +17,28 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 
 from launch.config import Config
 
-__all__ = ["METRICS", "PLOT", "Reporter", "RunReporter", "read_metrics"]
+__all__ = ["MEASURES", "METRICS", "PLOT", "Measure", "Reporter", "RunReporter", "read_metrics"]
 
 METRICS = "metrics.jsonl"
 PLOT = "curves.png"
 Record = dict[str, Any]
 # Without a terminal, a line this often.
 _SECONDS_BETWEEN_LINES = 15.0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a loss is shown in: its name in a record, and how people say it."""
+
+    name: str
+    unit: str
+    says: str
+
+
+MEASURES = {
+    "text": Measure("bits_per_byte", "bits/byte", "bits per byte"),
+    "images": Measure("loss", "nats", "loss"),
+}
 
 
 class Reporter:
@@ -59,16 +75,21 @@ class RunReporter(Reporter):
     Args:
         folder: Where metrics.jsonl and the plot go.
         config: The run's settings.
+        kind: What the data are, which decides what a loss is shown in.
         history: Records of the run so far, when it is resumed; metrics.jsonl starts with them.
         first: Steps done before.
     """
 
-    def __init__(self, folder: Path, config: Config, history: list[Record], first: int) -> None:
+    def __init__(
+        self, folder: Path, config: Config, kind: str, history: list[Record], first: int
+    ) -> None:
         self.folder = folder
         self.config = config
+        self.measure = MEASURES[kind]
         self.records = history
         self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
         self.metrics = _start_metrics(folder / METRICS, history)
+        self.behind = False
         self.first = first
         self.began = self.last = time.monotonic()
         self.said = 0.0
@@ -101,7 +122,9 @@ class RunReporter(Reporter):
         speed = tokens / spent
         self.rate = speed if self.rate == 0 else 0.95 * self.rate + 0.05 * speed
         self._write({**record, "tokens_per_second": round(speed, 1)})
-        shown = f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte"
+        shown = f"loss {record['loss']:.3f}"
+        if self.measure.name != "loss":
+            shown += f"  {record[self.measure.name]:.3f} {self.measure.unit}"
         if self.config.precision == "fp16":
             shown += f"  scale {_power(record['loss_scale'])}  skipped {record['skipped']}"
         shown += f"  {self.rate / 1000:.1f}k tok/s"
@@ -117,22 +140,22 @@ class RunReporter(Reporter):
         self._write(record)
         self.console.print(
             f"step {record['step']:>5}/{self.config.steps}  validation:"
-            f" loss {record['validation_loss']:.4f},"
-            f" {record['validation_bits_per_byte']:.3f} bits per byte"
+            f" loss {record['validation_loss']:.4f}, {self._validation(record)}"
         )
         self.last = time.monotonic()
 
     def finish(self) -> None:
         """Draw the plot, and print the summary and where the results are."""
         self.close()
-        plot_run(self.records, self.config, self.folder / PLOT)
+        plot_run(self.records, self.config, self.measure, self.folder / PLOT)
         validations = [r for r in self.records if "validation_loss" in r]
         steps = [r for r in self.records if "loss" in r]
-        first, last = (r["validation_bits_per_byte"] for r in (validations[0], validations[-1]))
+        first, last = (self._validation(r) for r in (validations[0], validations[-1]))
         elapsed = time.monotonic() - self.began
+        speed = self.tokens / self.busy if self.busy else 0.0
         facts = {
-            "Validation": f"{first:.3f} -> {last:.3f} bits per byte",
-            "Time": f"{elapsed:.0f} s, {self.tokens / self.busy:,.0f} tokens/s",
+            "Validation": f"{first} -> {last}",
+            "Time": f"{elapsed:.0f} s, {speed:,.0f} tokens/s",
         }
         if self.config.precision == "fp16":
             facts["Loss scale"] = _power(steps[-1]["loss_scale"])
@@ -143,7 +166,7 @@ class RunReporter(Reporter):
         for name, what in {
             METRICS: "every step and validation, one JSON object per line",
             PLOT: "loss and loss scale",
-            "checkpoint.pt": f"the run as it stands; for more, --resume {self.folder} --steps N",
+            "checkpoints": f"the run as it stands; for more, --resume {self.folder} --steps N",
             "config.json": "what it was asked to do",
         }.items():
             self.console.print(f"  {name:<14} {what}")
@@ -153,19 +176,36 @@ class RunReporter(Reporter):
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
-        self.metrics.close()
+        with contextlib.suppress(OSError):
+            self.metrics.close()
 
     def _table(self, facts: dict[str, str]) -> None:
         for name, fact in facts.items():
             self.console.print(f"[bold]{name:<12}[/bold]{fact}")
         self.console.print()
 
+    def _validation(self, record: Record) -> str:
+        """Say how good the model is, in what people measure that in."""
+        if self.measure.name == "loss":
+            return f"{100 * record['validation_accuracy']:.1f} % right"
+        return f"{record[f'validation_{self.measure.name}']:.3f} {self.measure.unit}"
+
     def _write(self, record: Record) -> None:
         record = {k: _finite(v) for k, v in record.items()}
         self.records.append(record)
-        # A line is handed to the system at once: killing the process loses no finished line.
-        self.metrics.write(json.dumps(record) + "\n")
-        self.metrics.flush()
+        try:
+            if self.behind:  # a line may be half written: begin anew with all of them
+                self.metrics.close()
+                self.metrics = _start_metrics(self.folder / METRICS, self.records)
+            else:
+                # A line is handed to the system at once: killing the process loses none.
+                self.metrics.write(json.dumps(record) + "\n")
+                self.metrics.flush()
+            self.behind = False
+        except OSError as error:
+            if not self.behind:
+                self.note(f"Warning: cannot write {METRICS}: {error.strerror}; the run goes on")
+            self.behind = True
 
 
 def _bar(console: Console) -> Progress:
@@ -211,14 +251,8 @@ def _start_metrics(path: Path, history: list[Record]) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
-def write_config(folder: Path, config: Config) -> None:
-    """Leave the run's settings beside its results."""
-    text = json.dumps(asdict(config), indent=2, default=str)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-
-
-def plot_run(records: list[Record], config: Config, path: Path) -> None:
-    """Draw bits per byte and the loss scale over the steps."""
+def plot_run(records: list[Record], config: Config, measure: Measure, path: Path) -> None:
+    """Draw the loss, in what people measure it in, and the loss scale over the steps."""
     # The first use ever builds a cache of fonts, and says so on the terminal.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     import matplotlib as mpl
@@ -240,10 +274,10 @@ def plot_run(records: list[Record], config: Config, path: Path) -> None:
     )
     top = axes[0][0]
     x = [r["step"] for r in steps]
-    top.plot(x, [r["bits_per_byte"] for r in steps], color="#b6cbe8", lw=0.8, label="training")
+    top.plot(x, [r[measure.name] for r in steps], color="#b6cbe8", lw=0.8, label="training")
     top.plot(
         [r["step"] for r in validations],
-        [r["validation_bits_per_byte"] for r in validations],
+        [r[f"validation_{measure.name}"] for r in validations],
         color="#1f5fae",
         marker="o",
         ms=4,
@@ -253,14 +287,14 @@ def plot_run(records: list[Record], config: Config, path: Path) -> None:
     if validations:
         last = validations[-1]
         top.annotate(
-            f"{last['validation_bits_per_byte']:.2f}",
-            (last["step"], last["validation_bits_per_byte"]),
+            f"{last[f'validation_{measure.name}']:.2f}",
+            (last["step"], last[f"validation_{measure.name}"]),
             xytext=(0, 8),
             textcoords="offset points",
             ha="center",
             color="#1f5fae",
         )
-    top.set_ylabel("bits per byte")
+    top.set_ylabel(measure.says)
     top.legend(frameon=False)
     if scaled:
         bottom = axes[1][0]
@@ -282,6 +316,6 @@ def plot_run(records: list[Record], config: Config, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#e6e6e6", lw=0.6)
         axis.set_axisbelow(True)
-    figure.suptitle(f"Byte-level GPT in {config.precision}")
+    figure.suptitle(f"{config.model} in {config.precision}")
     figure.savefig(path, dpi=150)
     plt.close(figure)

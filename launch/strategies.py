@@ -1,37 +1,419 @@
-"""How the model is spread over the ranks."""
+"""How the model is spread over the ranks. A new strategy is one function and one row below."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.autocast import DataParallel
+from launch.config import Config
+from launch.errors import UsageError
 from launch.ranks import Ranks
 
-__all__ = ["last_microbatch_syncs", "spread"]
+__all__ = ["STRATEGIES", "Place", "Spread", "Strategy", "chosen", "readers", "spread"]
 
 
-def spread(model: nn.Module, ranks: Ranks, device: torch.device, sample: Tensor) -> nn.Module:
-    """Wrap the model in DistributedDataParallel; one process alone needs no wrapper.
+@dataclass(frozen=True)
+class Place:
+    """Where a model is to be spread.
+
+    Attributes:
+        sample: An input of the model, with a batch dimension of 1.
+    """
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    sample: Tensor
+
+
+@dataclass
+class Spread:
+    """A model spread over the ranks, and what updates it.
+
+    Attributes:
+        model: As it is called.
+        inner: The module whose names its parameters have in a checkpoint.
+        optimizer: The optimizer to step.
+        readers: How many different parts a batch is divided into.
+        reader: Which of them this rank computes.
+        accumulating: Entered for every microbatch of a step but the last.
+        keeps_gradients: Whether gradients must be zeroed in place.
+    """
+
+    model: nn.Module
+    inner: nn.Module
+    optimizer: torch.optim.Optimizer
+    readers: int = 1
+    reader: int = 0
+    accumulating: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
+    keeps_gradients: bool = False
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Reduce gradients over the ranks in a step's last microbatch alone."""
+        return nullcontext() if last else self.accumulating()
+
+    def zero_grad(self) -> None:
+        """Forget this step's gradients."""
+        if self.keeps_gradients:
+            self.model.zero_grad(set_to_none=False)
+        else:
+            self.optimizer.zero_grad()
+
+
+# -- one process ----------------------------------------------------------------------------------
+
+
+def none(model: nn.Module, place: Place) -> Spread:
+    """One process and one device."""
+    return Spread(model, model, _adamw(model, place))
+
+
+def dp(model: nn.Module, place: Place) -> Spread:
+    """DataParallel: several devices in one process."""
+    on_cpu = place.device.type == "cpu"
+    count = place.config.replicas or (2 if on_cpu else torch.accelerator.device_count())
+    devices: list[Any] = ["cpu"] * count if on_cpu else list(range(count))
+    return Spread(DataParallel(model, devices), model, _adamw(model, place))
+
+
+# -- a whole model on each rank -------------------------------------------------------------------
+
+
+def ddp(model: nn.Module, place: Place) -> Spread:
+    """DistributedDataParallel: each rank has the whole model and the whole optimizer."""
+    return _replicated(model, place, _adamw(model, place))
+
+
+def zero1(model: nn.Module, place: Place) -> Spread:
+    """DDP, and torch's ZeroRedundancyOptimizer: each rank has a part of the optimizer's state."""
+    settings = _adamw_settings(place)
+    optimizer = ZeroRedundancyOptimizer(
+        _groups(model, model, place), optimizer_class=torch.optim.AdamW, **settings
+    )
+    return _replicated(model, place, optimizer)
+
+
+def oss(model: nn.Module, place: Place) -> Spread:
+    """DDP, and fairscale's OSS: as zero1."""
+    from fairscale.optim import oss
+
+    settings = _adamw_settings(place)
+    optimizer = oss.OSS(_groups(model, model, place), optim=torch.optim.AdamW, **settings)
+    return _replicated(model, place, optimizer)
+
+
+def sharded_ddp(model: nn.Module, place: Place) -> Spread:
+    """Fairscale's OSS and ShardedDataParallel: a gradient goes only to the rank that needs it."""
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim import oss
+
+    settings = _adamw_settings(place)
+    optimizer = oss.OSS(_groups(model, model, place), optim=torch.optim.AdamW, **settings)
+    wrapped = ShardedDataParallel(model, optimizer)
+    return _all_read(place, wrapped, model, optimizer, wrapped.no_sync, keeps_gradients=True)
+
+
+# -- a part of the model on each rank -------------------------------------------------------------
+
+
+def fsdp1(model: nn.Module, place: Place) -> Spread:
+    """FullyShardedDataParallel."""
+    decayed = _decayed(model)
+    settings: dict[str, Any] = {
+        "device_id": place.device,
+        "use_orig_params": True,  # else one flat parameter would mix those that decay and not
+        "device_mesh": init_device_mesh(place.device.type, (place.ranks.world_size,)),
+    }
+    for parent, name, unit in _units(model):
+        parent[name] = FullyShardedDataParallel(unit, **settings)
+    wrapped = FullyShardedDataParallel(model, **settings)
+    optimizer = torch.optim.AdamW(_split(wrapped, decayed, place.config), **_adamw_settings(place))
+    return _all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
+
+
+def fsdp2(model: nn.Module, place: Place) -> Spread:
+    """fully_shard over all ranks."""
+    mesh = init_device_mesh(place.device.type, (place.ranks.world_size,), mesh_dim_names=("shard",))
+    return _fully_sharded(model, place, mesh)
+
+
+def hsdp(model: nn.Module, place: Place) -> Spread:
+    """fully_shard within groups of ranks, and copies of the model over the groups."""
+    shards = _shards(place.config, place.ranks)
+    shape = (place.ranks.world_size // shards, shards)
+    mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return _fully_sharded(model, place, mesh)
+
+
+def fsdp2_tp(model: nn.Module, place: Place) -> Spread:
+    """Tensor parallel within groups of ranks, fully_shard over the groups."""
+    tp = place.config.tp
+    shape = (place.ranks.world_size // tp, tp)
+    mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("dp", "tp"))
+    plan = getattr(model, "tensor_parallel_plan", None)
+    if plan is None:
+        raise UsageError(
+            f"--strategy fsdp2+tp: --model {place.config.model} does not say how to divide its"
+            " layers (tensor_parallel_plan); take fsdp2, or gpt or digits"
+        )
+    columns, rows = plan()
+    styles: dict[str, Any] = {**dict.fromkeys(columns, ColwiseParallel())}
+    styles |= dict.fromkeys(rows, RowwiseParallel())
+    decayed = _decayed(model)
+    parallelize_module(model, mesh["tp"], styles)
+    spread = _fully_sharded(model, place, mesh["dp"], decayed)
+    spread.readers, spread.reader = shape[0], place.ranks.rank // tp
+    return spread
+
+
+def fairscale_fsdp(model: nn.Module, place: Place) -> Spread:
+    """Fairscale's FullyShardedDataParallel; CUDA alone."""
+    from fairscale.nn.data_parallel import FullyShardedDataParallel as Fairscale
+
+    decayed = _decayed(model)
+    wrapped = Fairscale(model, flatten_parameters=False)
+    optimizer = torch.optim.AdamW(_split(wrapped, decayed, place.config), **_adamw_settings(place))
+    return _all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
+
+
+# -- what they are made of ------------------------------------------------------------------------
+
+
+def _all_read(
+    place: Place,
+    model: nn.Module,
+    inner: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accumulating: Callable[[], AbstractContextManager[None]],
+    *,
+    keeps_gradients: bool = False,
+) -> Spread:
+    ranks = place.ranks
+    return Spread(
+        model, inner, optimizer, ranks.world_size, ranks.rank, accumulating, keeps_gradients
+    )
+
+
+def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer) -> Spread:
+    """Wrap a model in DDP.
 
     DDP lays its buckets out anew after its first backward pass, and the order in which ranks'
-    gradients are added depends on the layout. One pass over ``sample`` is therefore thrown away
+    gradients are added depends on the layout. One pass over the sample is therefore thrown away
     here, so that the first step of a resumed run adds in the same order as the step it repeats.
     """
-    if ranks.world_size == 1:
-        return model
-    ids = None if device.type == "cpu" else [device.index]
+    ids = None if place.device.type == "cpu" else [place.device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    wrapped(sample).sum().backward()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    on_device = [] if place.device.type == "cpu" else [place.device]
+    with torch.random.fork_rng(on_device, device_type=place.device.type):
+        wrapped(place.sample.to(place.device)).sum().backward()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
     wrapped.zero_grad(set_to_none=True)
-    return wrapped
+    return _all_read(place, wrapped, model, optimizer, wrapped.no_sync)
 
 
-def last_microbatch_syncs(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Reduce gradients over the ranks in a step's last microbatch alone."""
-    if last or not isinstance(model, DistributedDataParallel):
-        return nullcontext()
-    context: AbstractContextManager[None] = model.no_sync()
-    return context
+def _fully_sharded(
+    model: nn.Module, place: Place, mesh: DeviceMesh, decayed: frozenset[str] | None = None
+) -> Spread:
+    decayed = _decayed(model) if decayed is None else decayed
+    for _, _, unit in _units(model):
+        fully_shard(unit, mesh=mesh)
+    wrapped = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(_split(model, decayed, place.config), **_adamw_settings(place))
+
+    @contextlib.contextmanager
+    def accumulating() -> Any:
+        wrapped.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            wrapped.set_requires_gradient_sync(True)
+
+    return _all_read(place, model, model, optimizer, accumulating)
+
+
+def _units(model: nn.Module) -> list[tuple[Any, str, nn.Module]]:
+    """Return what is gathered and freed as one: each member of each outermost ModuleList."""
+    found: list[tuple[Any, str, nn.Module]] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.extend((child._modules, name, unit) for name, unit in child.named_children())
+            else:
+                walk(child)
+
+    walk(model)
+    return found
+
+
+def _decayed(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that decay: matrices, but not biases and norms."""
+    return frozenset(name for name, p in model.named_parameters() if p.dim() >= 2)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what wrappers put into it."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
+
+
+def _split(model: nn.Module, decayed: frozenset[str], config: Config) -> list[dict[str, Any]]:
+    """Split parameters for AdamW by the names of those that decay."""
+    trained = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        ([p for name, p in trained if name in decayed], config.weight_decay),
+        ([p for name, p in trained if name not in decayed], 0.0),
+    ]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def _groups(model: nn.Module, named: nn.Module, place: Place) -> list[dict[str, Any]]:
+    return _split(model, _decayed(named), place.config)
+
+
+def _adamw(model: nn.Module, place: Place) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_groups(model, model, place), **_adamw_settings(place))
+
+
+def _adamw_settings(place: Place) -> dict[str, Any]:
+    how = place.config.adamw or chosen(place.config, place.ranks)[1].adamw[0]
+    kernels = {"fused": how == "fused", "foreach": how == "foreach"}
+    return {"lr": place.config.lr, "betas": (0.9, 0.95), **kernels}
+
+
+# -- which there are ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to spread a model, and what it needs.
+
+    Attributes:
+        build: Spreads a model.
+        several: Whether it needs several ranks; else it needs one.
+        says: What it is, for people.
+        adamw: The implementations of AdamW that it works with, the fastest first.
+        package: What must be installed.
+        device: The only type of device it runs on.
+    """
+
+    build: Callable[[nn.Module, Place], Spread]
+    several: bool
+    says: str
+    adamw: tuple[str, ...] = ("fused", "foreach", "loop")
+    package: str | None = None
+    device: str | None = None
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "none": Strategy(none, False, "one device"),
+    "dp": Strategy(dp, False, "DataParallel"),
+    "ddp": Strategy(ddp, True, "DDP"),
+    "fsdp1": Strategy(fsdp1, True, "FSDP1"),
+    "fsdp2": Strategy(fsdp2, True, "FSDP2"),
+    "hsdp": Strategy(hsdp, True, "HSDP"),
+    # Its parameters are DTensors of two meshes, which no one kernel takes together.
+    "fsdp2+tp": Strategy(fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",)),
+    "zero1": Strategy(zero1, True, "DDP with ZeroRedundancyOptimizer"),
+    "oss": Strategy(oss, True, "DDP with OSS", package="fairscale"),
+    "sharded_ddp": Strategy(sharded_ddp, True, "ShardedDataParallel", package="fairscale"),
+    "fairscale_fsdp": Strategy(
+        fairscale_fsdp, True, "fairscale's FSDP", package="fairscale", device="cuda"
+    ),
+}
+
+
+def chosen(config: Config, ranks: Ranks) -> tuple[str, Strategy]:
+    """Return the strategy's name and the strategy."""
+    name = config.strategy or ("ddp" if ranks.world_size > 1 else "none")
+    if name not in STRATEGIES:
+        raise UsageError(f"--strategy {name}: it must be one of {', '.join(STRATEGIES)}")
+    return name, STRATEGIES[name]
+
+
+def readers(config: Config, ranks: Ranks) -> int:
+    """Return how many different parts a batch is divided into."""
+    if chosen(config, ranks)[0] == "fsdp2+tp":
+        return ranks.world_size // config.tp
+    return ranks.world_size
+
+
+def _shards(config: Config, ranks: Ranks) -> int:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    return config.shards or (here if 1 < here < ranks.world_size else 2)
+
+
+def check(config: Config, ranks: Ranks, device: torch.device) -> None:
+    """Refuse combinations that cannot be, before anything is built.
+
+    Raises:
+        UsageError: Naming what was given and what is allowed.
+    """
+    name, strategy = chosen(config, ranks)
+    world, flag = ranks.world_size, f"--strategy {name}"
+    if strategy.several and world == 1:
+        raise UsageError(f"{flag}: it needs several ranks; torchrun --nproc-per-node 2 starts two")
+    if not strategy.several and world > 1:
+        raise UsageError(f"{flag}: it is for one process, and there are {world} ranks; take ddp")
+    if strategy.device is not None and device.type != strategy.device:
+        raise UsageError(f"{flag}: it needs {strategy.device} and this is {device.type}")
+    if strategy.package is not None and find_spec(strategy.package) is None:
+        raise UsageError(f"{flag}: no fairscale here; pip install -e '.[fairscale]' brings it")
+    if config.adamw is not None and config.adamw not in strategy.adamw:
+        raise UsageError(
+            f"--adamw {config.adamw}: {name} has parameters of two meshes in one optimizer, and"
+            f" needs --adamw {strategy.adamw[0]}"
+        )
+    shards = _shards(config, ranks)
+    if name == "hsdp" and (world % shards or shards < 2 or shards == world):
+        raise UsageError(
+            f"--shards {shards}: {world} ranks must be two or more groups of two or more,"
+            f" all of that size{_divisors(world)}"
+        )
+    if name == "fsdp2+tp":
+        _check_tp(config, world)
+    for setting, owner in (("replicas", "dp"), ("shards", "hsdp")):
+        if getattr(config, setting) is not None and name != owner:
+            raise UsageError(f"--{setting}: it is for --strategy {owner}, and this is {name}")
+    config.check_batch(readers(config, ranks))
+    if name == "dp" and config.replicas is not None and config.replicas < 1:
+        raise UsageError(f"--replicas {config.replicas}: it must be 1 or more")
+
+
+def _divisors(world: int) -> str:
+    fit = [n for n in range(2, world) if world % n == 0]
+    return f" (say {fit[0]})" if fit else "; this many ranks cannot be; take fsdp2"
+
+
+def _check_tp(config: Config, world: int) -> None:
+    tp, heads = config.tp, config.shape.heads
+    if tp < 2 or world % tp or world == tp:
+        raise UsageError(
+            f"--tp {tp}: {world} ranks must be two or more groups of that many, each of two or"
+            f" more{_divisors(world)}"
+        )
+    if heads % tp:
+        raise UsageError(
+            f"--tp {tp}: it must divide --heads {heads} (say --heads {math.lcm(heads, tp)})"
+        )
+
+
+def spread(model: nn.Module, place: Place) -> Spread:
+    """Spread the model as ``--strategy`` says."""
+    return chosen(place.config, place.ranks)[1].build(model, place)

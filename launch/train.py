@@ -1,4 +1,4 @@
-"""Train a byte-level GPT in mixed precision: ``torchrun --nproc-per-node 2 launch/train.py``."""
+"""Train a model in mixed precision: ``torchrun --nproc-per-node 2 launch/train.py``."""
 
 from __future__ import annotations
 
@@ -17,112 +17,125 @@ if missing := [name for name in ("tyro", "rich", "matplotlib") if find_spec(name
     sys.exit(2)
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from distamp import autocast
-from launch.data import TrainingWindows, validation_windows
+from launch.config import Config, read
 from launch.device import DTYPES
 from launch.errors import UsageError
-from launch.job import Job, prepare
-from launch.models import next_byte_loss
+from launch.job import Job, learning_rate, prepare
+from launch.lost import LostRank
+from launch.models import mean_loss
 from launch.ranks import Ranks
-from launch.strategies import last_microbatch_syncs
+from launch.stopping import Preempted, Stop
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; return the exit code."""
-    with Ranks.join() as ranks:
+    config = read(args, quiet=os.environ.get("RANK", "0") != "0")
+    timeout = config.timeout if isinstance(config, Config) else Config().timeout
+    with Stop().listening() as stop, Ranks.join(timeout=timeout) as ranks:
         try:
-            run(args, ranks)
+            run(config, ranks, stop)
         except UsageError as error:
             return ranks.fail(error)
+        except LostRank as lost:
+            return ranks.mourn(lost)
+        except Preempted as preempted:
+            return preempted.code
     return 0
 
 
-def run(args: Sequence[str] | None, ranks: Ranks) -> None:
+def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
     """Make the job ready and train; when this returns, nothing holds the model any more."""
-    job = prepare(args, ranks)
-    with job.report:
+    with ranks.watching(lambda: "before the first step"):
+        job = prepare(config, ranks, stop)
+    with job.report, ranks.watching(lambda: job.whereabouts):
         train(job)
+        job.report.finish()
 
 
 def train(job: Job) -> None:
     """Train to the last step, writing results and checkpoints on the way."""
-    config, ranks, device, run, model = job.config, job.ranks, job.device, job.run, job.model
-    optimizer, schedule, scaler, progress = run.optimizer, run.schedule, run.scaler, run.progress
-    windows = TrainingWindows(job.corpus.train, config.model.block, config.seed)
-    share = config.batch // (ranks.world_size * config.accumulate)
+    config, ranks, data, device, run = job.config, job.ranks, job.data, job.device, job.run
+    spread, optimizer, scaler, progress = run.spread, run.optimizer, run.scaler, run.progress
+    share = config.batch // (spread.readers * config.accumulate)
     compute = autocast(device.type, DTYPES[config.precision], enabled=config.precision != "fp32")
 
     if progress.step == 0:
         job.report.validation(validate(job))
     while progress.step < config.steps:
-        model.train()
+        spread.model.train()
+        rate = config.lr * learning_rate(config, progress.taken)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         loss_sum = torch.zeros((), device=device)
         for microbatch in range(config.accumulate):
-            first = progress.position + (microbatch * ranks.world_size + ranks.rank) * share
-            tokens, targets = (t.to(device) for t in windows.take(first, share))
-            with last_microbatch_syncs(model, microbatch == config.accumulate - 1):
+            first = progress.position + (microbatch * spread.readers + spread.reader) * share
+            inputs, answers = (t.to(device) for t in data.take(first, share))
+            with spread.microbatch(last=microbatch == config.accumulate - 1):
                 with compute:
-                    logits = model(tokens)
-                loss = next_byte_loss(logits, targets) / config.accumulate
+                    logits = spread.model(inputs)
+                loss = mean_loss(logits, answers) / config.accumulate
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
 
-        scaler.unscale_(optimizer)
-        norm = clip_grad_norm_(run.model.parameters(), config.clip or math.inf)
+        norm = scaler.clip_grad_norm_(optimizer, config.clip or math.inf)
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
         stepped = scaler.stepped(optimizer)
-        optimizer.zero_grad()
-        rate = optimizer.param_groups[0]["lr"]
-        if stepped:  # a skipped step is none: the learning rate stays where it is
-            schedule.step()
+        spread.zero_grad()
 
+        # The message that the loss needs also says whether any rank was asked to stop.
+        loss_total, asked_to_stop = ranks.sum(loss_sum, job.stop.asked)
         progress.step += 1
         progress.position += config.batch
-        progress.skipped += not stepped
-        mean_loss = ranks.sum(loss_sum)[0] / ranks.world_size
+        progress.skipped += not stepped  # a skipped step is none: the learning rate waits
         record = {
             "step": progress.step,
-            "loss": mean_loss,
-            "bits_per_byte": mean_loss / math.log(2),
+            **job.losses(loss_total / ranks.world_size),
             "loss_scale": scale,
             "stepped": stepped,
             "skipped": progress.skipped,
             "gradient_norm": float(norm),
             "learning_rate": rate,
         }
-        job.report.step(record, tokens=config.batch * config.model.block)
+        job.report.step(record, tokens=config.batch * data.tokens)
         last = progress.step == config.steps
         if last or progress.step % config.evaluate_every == 0:
             job.report.validation(validate(job))
-        if last or progress.step % config.checkpoint_every == 0:
-            job.save()
-    job.report.finish()
+        if last or asked_to_stop or progress.step % config.checkpoint_every == 0:
+            job.save(must=last or asked_to_stop > 0)
+        if asked_to_stop and not last:
+            raise job.stopped()
 
 
 @torch.no_grad()
 def validate(job: Job) -> dict[str, float]:
-    """Return the mean loss over the windows of the held-out text, shared among the ranks."""
-    config, ranks, device = job.config, job.ranks, job.device
-    text, block = job.corpus.validation, config.model.block
-    tokens, targets = validation_windows(text, block, config.validation_windows)
-    model = job.run.model.eval()
+    """Return loss and accuracy over the held-out examples, shared among the ranks."""
+    config, ranks, device, spread = job.config, job.ranks, job.device, job.run.spread
+    inputs, answers = job.data.validation(config.validation_windows)
     compute = autocast(device.type, DTYPES[config.precision], enabled=config.precision != "fp32")
-    loss_sum, windows = 0.0, 0
-    for batch in torch.arange(len(tokens))[ranks.rank :: ranks.world_size].split(32):
+    spread.model.eval()
+    loss_sum, right, count = 0.0, 0.0, 0
+    # Sharded models need every rank in each pass: one that has run out repeats the last examples,
+    # and counts them for nothing.
+    for start in range(0, len(inputs), 32 * spread.readers):
+        mine = torch.arange(start, start + 32 * spread.readers)[spread.reader :: spread.readers]
+        new = int((mine < len(inputs)).sum())
+        mine = mine.clamp(max=len(inputs) - 1)[: max(1, new)]
         with compute:
-            logits = model(tokens[batch].to(device))
-        loss_sum += float(next_byte_loss(logits, targets[batch].to(device))) * len(batch)
-        windows += len(batch)
-    total, count = ranks.sum(loss_sum, windows)
-    loss = total / count
+            logits = spread.model(inputs[mine].to(device))
+        wanted = answers[mine].to(device)
+        loss_sum += float(mean_loss(logits, wanted)) * new
+        right += float((logits.argmax(-1) == wanted).float().mean()) * new
+        count += new
+    loss_total, right_total, total = ranks.sum(loss_sum, right, count)
+    losses = job.losses(loss_total / total)
     return {
         "step": job.run.progress.step,
-        "validation_loss": loss,
-        "validation_bits_per_byte": loss / math.log(2),
+        **{f"validation_{name}": value for name, value in losses.items()},
+        "validation_accuracy": right_total / total,
     }
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.data import TrainingWindows, load_corpus, validation_windows
+from launch.corpus import load_corpus
+from launch.data import TrainingWindows, validation_windows
 from launch.errors import UsageError
 
 

@@ -1,4 +1,4 @@
-"""The launcher's other parts, each by itself: model, schedule, checkpoint, metrics, ranks."""
+"""The launcher's other parts, each by itself: schedule, metrics, devices, ranks."""
 
 from __future__ import annotations
 
@@ -9,58 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
-from launch import checkpoint
-from launch.config import Config, ModelConfig
+from launch.config import Config
 from launch.device import check_precision
 from launch.errors import UsageError
 from launch.job import learning_rate
-from launch.models import decayed_groups, init_model, next_byte_loss
 from launch.ranks import Ranks
 from launch.reporting import RunReporter, read_metrics
 
 CPU = torch.device("cpu")
-SMALL = ModelConfig(layers=2, heads=2, width=16, block=8)
-
-
-def test_model_has_as_many_parameters_as_its_shape_says():
-    model = init_model(SMALL, 0, CPU)
-    assert sum(p.numel() for p in model.parameters()) == SMALL.parameters
-
-
-def test_model_does_not_look_ahead():
-    model = init_model(SMALL, 0, CPU)
-    one = torch.randint(256, (1, 8))
-    other = one.clone()
-    other[0, 5] = (other[0, 5] + 1) % 256
-    changed = (model(one) != model(other)).any(dim=-1)[0]
-    assert changed.tolist() == [False] * 5 + [True] * 3
-
-
-def test_weights_depend_on_the_seed_alone():
-    torch.rand(7)
-    one = init_model(SMALL, 1, CPU).head.weight
-    torch.rand(3)
-    assert torch.equal(one, init_model(SMALL, 1, CPU).head.weight)
-    assert not torch.equal(one, init_model(SMALL, 2, CPU).head.weight)
-
-
-def test_loss_of_fp16_logits_is_taken_in_fp32():
-    logits, targets = torch.randn(2, 5, 256).half(), torch.randint(256, (2, 5))
-    loss = next_byte_loss(logits, targets)
-    reference = F.cross_entropy(logits.double().view(-1, 256), targets.view(-1))
-    assert loss.dtype == torch.float32
-    assert loss.double().item() == pytest.approx(reference.item(), rel=1e-6)
-
-
-def test_every_parameter_is_in_one_group_and_matrices_alone_decay():
-    model = init_model(SMALL, 0, CPU)
-    decayed, rest = decayed_groups(model, 0.1)
-    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
-    assert {p.dim() for p in decayed["params"]} == {2}
-    assert {p.dim() for p in rest["params"]} == {1}
-    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
 def test_learning_rate_rises_to_the_peak_and_falls_to_its_end():
@@ -70,36 +27,6 @@ def test_learning_rate_rises_to_the_peak_and_falls_to_its_end():
     assert rates[55] == pytest.approx((1 + 0.25) / 2)
     assert rates[100] == pytest.approx(0.25)
     assert rates[10:] == sorted(rates[10:], reverse=True)
-
-
-def test_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / checkpoint.NAME
-    checkpoint.save(path, {"step": 1})
-
-    def disk_full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.os, "fsync", disk_full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        checkpoint.save(path, {"step": 2})
-
-    assert checkpoint.load(tmp_path, CPU)["step"] == 1
-    assert [p.name for p in tmp_path.iterdir()] == [checkpoint.NAME]
-
-
-def test_half_a_checkpoint_is_no_checkpoint(tmp_path):
-    path = tmp_path / checkpoint.NAME
-    checkpoint.save(path, {"model": torch.rand(1000)})
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(UsageError, match="not a checkpoint"):
-        checkpoint.load(tmp_path, CPU)
-
-
-def test_random_numbers_go_on_where_they_were():
-    state = checkpoint.random_state(CPU)
-    expected = torch.rand(5)
-    checkpoint.restore_random_state(state, CPU)
-    assert torch.equal(torch.rand(5), expected)
 
 
 def test_a_line_cut_off_by_a_kill_and_what_came_after_the_checkpoint_are_no_records(tmp_path):
@@ -112,7 +39,7 @@ def test_a_line_cut_off_by_a_kill_and_what_came_after_the_checkpoint_are_no_reco
 
 def test_metrics_are_json_even_where_a_number_is_not_finite(tmp_path):
     record = {"step": 1, "loss": math.nan, "bits_per_byte": 1.5, "loss_scale": 2.0, "skipped": 0}
-    with RunReporter(tmp_path, Config(), [], 0) as report:
+    with RunReporter(tmp_path, Config(), "text", [], 0) as report:
         report.step({**record, "gradient_norm": math.inf}, tokens=10)
     [row] = [
         json.loads(line, parse_constant=pytest.fail)
