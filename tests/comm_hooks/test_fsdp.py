@@ -92,7 +92,7 @@ def relative(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> list
 
 
 def within(found: list[float], name: str, roundings: int = 1) -> bool:
-    """Whether all gradients together, and each within four times more, are as near as the format allows."""
+    """Whether all gradients together, and each within four times more, are near enough."""
     *each, together = found
     return together < ERRORS[name] * roundings and max(each) < 4 * ERRORS[name] * roundings
 

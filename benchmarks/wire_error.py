@@ -1,0 +1,170 @@
+"""The error of the mean gradient through each wire format beside torch's fp16 hook, in float64.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.wire_error [--elements 16384] [--steps 32]
+
+Heavy-tailed gradients (Student's t with 5 degrees of freedom) of 24 layers, whose sizes fall from
+1e-2 to 1e-8 as they do towards the input of a deep net; half of each rank's gradient is common to
+all ranks. Numbers of ranks are compared at a loss scale of 2^10, where torch's hook overflows
+nowhere. One process goes through what the ranks would do: for ours, each rank's wire, the fp32
+sum, and the wire of the mean; for torch's hook, the cast, the division in fp16 and fp16 additions
+in the order of gloo's ring. Two ranks send whole wires to each other, so they round once.
+
+The last table gives one-byte formats what they need: error feedback, in which each exchange is
+owed what rounding took from the last. Its error is that of the sum of all gradients so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import environment, markdown
+from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+from distamp.comm_hooks.wire_feedback import compensate, new_residual
+
+LAYERS = 24
+SCALES = (1.0, 2.0**16, 2.0**24)
+WORLDS = (2, 4, 8)
+TORCH = "torch fp16 hook"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=1 << 14, help="of each layer")
+    parser.add_argument("--steps", type=int, default=32, help="of the run with error feedback")
+    arguments = parser.parse_args()
+    print(environment())
+    print("\nRelative L2 error of the mean, loss scale 2^10:\n")
+    print(_by_world(arguments.elements))
+    print("\nEight ranks: error of the worst layer, and elements made inf, by loss scale:\n")
+    print(_by_scale(arguments.elements))
+    print(
+        f"\nFour ranks, error of the sum of {arguments.steps} steps, with feedback and without:\n"
+    )
+    print(_with_feedback(max(arguments.elements // 4, 1), arguments.steps))
+
+
+def gradients(world: int, elements: int, seed: int = 0) -> list[Tensor]:
+    """A gradient of each rank, float64, ``LAYERS`` rows that differ in size by six decades."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-2, -8, LAYERS, dtype=torch.float64).unsqueeze(1).float()
+
+    def draw() -> Tensor:
+        normal = torch.randn(LAYERS, elements, generator=generator)
+        freedom = torch.randn(5, LAYERS, elements, generator=generator)
+        return normal / freedom.square().mean(0).sqrt() * sizes
+
+    common = draw()
+    return [(common + draw()).double() for _ in range(world)]
+
+
+def through(wire: WireFormat, contributions: list[Tensor]) -> Tensor:
+    """Average fp32 contributions as ``distamp.comm_hooks`` does, in one process."""
+    world, numel = len(contributions), contributions[0].numel()
+    wires = torch.stack([wire.encode(each, divisor=world) for each in contributions])
+    if world > 2:
+        return wire.decode(wire.sum_encoded(wires, numel), numel)
+    total = wire.decode(wires[0], numel)
+    return wire.add_decoded(wires[1], total)
+
+
+def torchs_hook(contributions: list[Tensor]) -> Tensor:
+    """Average fp32 contributions as torch's ``fp16_compress_hook`` does over gloo's ring."""
+    world = len(contributions)
+    sent = [each.to(torch.float16).div_(world) for each in contributions]
+    parts = [each.tensor_split(world) for each in sent]
+    done = []
+    for index in range(world):
+        total = parts[index][index]
+        for step in range(1, world):
+            total = total + parts[(index + step) % world][index]
+        done.append(total)
+    return torch.cat(done).float()
+
+
+CONTENDERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    TORCH: torchs_hook,
+    **{
+        name: (lambda given, wire=wire: through(wire, given))  # type: ignore[misc]
+        for name, wire in WIRE_FORMATS.items()
+    },
+}
+
+
+def _by_world(elements: int) -> str:
+    rows = {name: [name] for name in CONTENDERS}
+    for world in WORLDS:
+        exact, contributions = _problem(world, elements, 2.0**10)
+        for name, average in CONTENDERS.items():
+            rows[name].append(f"{_error(average(contributions), exact):.2e}")
+    return markdown(["format", *(f"{world} ranks" for world in WORLDS)], list(rows.values()))
+
+
+def _by_scale(elements: int) -> str:
+    rows = {name: [name] for name in CONTENDERS}
+    for scale in SCALES:
+        exact, contributions = _problem(8, elements, scale)
+        for name, average in CONTENDERS.items():
+            mean = average(contributions)
+            made = int((~mean.isfinite()).sum())
+            layers = zip(
+                mean.view(LAYERS, -1).nan_to_num(0, 0, 0), exact.view(LAYERS, -1), strict=True
+            )
+            worst = max(_error(mine, reference) for mine, reference in layers)
+            rows[name].append(f"{worst:.2e}, {made} inf" if made else f"{worst:.2e}")
+    return markdown(["format", "scale 1", "2^16", "2^24"], list(rows.values()))
+
+
+def _with_feedback(elements: int, steps: int) -> str:
+    world, rows = 4, []
+    for wire in WIRE_FORMATS.values():
+        errors = [_summed(wire, world, elements, steps, feedback) for feedback in (False, True)]
+        share = wire.nbytes(1 << 20) / (4 << 20)
+        rows.append([wire.name, f"{share:.3f}", *(f"{error:.1e}" for error in errors)])
+    return markdown(["format", "bytes of fp32", "without feedback", "with"], rows)
+
+
+def _summed(wire: WireFormat, world: int, elements: int, steps: int, feedback: bool) -> float:
+    """The relative error of the sum of the means of all steps, in both roundings of each."""
+    numel, scale = LAYERS * elements, 2.0**16
+    owed_mine = [torch.zeros(numel) for _ in range(world)]
+    owed_sum = torch.zeros(numel)
+    mine = torch.zeros(numel, dtype=torch.float64)
+    exact = torch.zeros_like(mine)
+    for step in range(steps):
+        reference, contributions = _problem(world, elements, scale, seed=step)
+        exact += reference
+        wires = []
+        for rank, each in enumerate(contributions):
+            owed = compensate(each, owed_mine[rank], scale)
+            wires.append(wire.encode(owed, divisor=world))
+            if feedback:
+                arrived = wire.decode(wires[-1], numel).mul_(world)
+                owed_mine[rank] = new_residual(owed, arrived, scale)
+        total = torch.zeros(numel)
+        for each in wires:
+            wire.add_decoded(each, total)
+        owed = compensate(total, owed_sum, scale)
+        mean = wire.decode(wire.encode(owed), numel)
+        if feedback:
+            owed_sum = new_residual(owed, mean, scale)
+        mine += mean
+    return _error(mine, exact)
+
+
+def _problem(world: int, elements: int, scale: float, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """The float64 mean, flat, and the fp32 contributions whose mean it is."""
+    each = [g.flatten() * scale for g in gradients(world, elements, seed)]
+    mean = torch.stack(each).mean(0)
+    return mean, [g.float() for g in each]
+
+
+def _error(mine: Tensor, exact: Tensor) -> float:
+    return float((mine.double() - exact).norm() / exact.norm())
+
+
+if __name__ == "__main__":
+    main()
