@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from distamp.comm_hooks.error_feedback_state import Residuals
 from distamp.comm_hooks.exchange import Outcome
 
 __all__ = ["Bucket", "Buckets", "Watch"]
@@ -17,15 +18,19 @@ class Bucket:
     """The gradients of some parameters, which are exchanged together.
 
     Args:
-        parameters: How many they are.
+        parameters: Those whose gradients lie in it, in its order.
+        book: The hook's buckets.
     """
 
-    def __init__(self, parameters: int, book: Buckets) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor], book: Buckets) -> None:
+        self.parameters = len(parameters)
+        self.places = {id(p): index for index, p in enumerate(parameters)}
+        self.residuals: Residuals | None = None
         self._book = book
         self.iteration = -1
         self.exchanges = 0
         self.flag: Tensor | None = None
+        self.owed: dict[int, Tensor] = {}
 
     def begin(self, iteration: int) -> None:
         """Count an exchange of this iteration."""
@@ -38,6 +43,8 @@ class Bucket:
         flag = outcome.nonfinite
         self.flag = flag if self.flag is None else self.flag | flag
         self._book.apart.append(outcome.apart)
+        if self.residuals is not None:
+            self.residuals.end(outcome.nonfinite)
 
 
 class Buckets:
@@ -56,13 +63,40 @@ class Buckets:
         bucket = self._known.get(key)
         # An id may come back for another tensor once the first is gone.
         if bucket is None or any(self._of.get(p) is not bucket for p in parameters):
-            bucket = self._known[key] = Bucket(len(parameters), self)
-            for parameter in parameters:
-                self._of[parameter] = bucket
+            bucket = self._known[key] = Bucket(parameters, self)
+            self._take_over(bucket, parameters)
             living = set(map(id, self._of.values()))
             self._known = {k: b for k, b in self._known.items() if id(b) in living}
         bucket.begin(self.iteration)
         return bucket
+
+    def _take_over(self, bucket: Bucket, parameters: Sequence[Tensor]) -> None:
+        """Let the parameters' errors move to the bucket they are in from now on."""
+        for index, parameter in enumerate(parameters):
+            before: Bucket | None = self._of.get(parameter)
+            if before is not None and before.residuals is not None:
+                owed = before.residuals.of(before.places[id(parameter)])
+                if owed is not None:
+                    bucket.owed[index] = owed
+            self._of[parameter] = bucket
+
+    def owed(self, parameter: Tensor) -> Tensor | None:
+        """Return what rounding took from a parameter's gradients, 1-D fp32, unscaled."""
+        bucket: Bucket | None = self._of.get(parameter)
+        if bucket is None or bucket.residuals is None:
+            return None
+        return bucket.residuals.of(bucket.places[id(parameter)])
+
+    def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Keep or put back the errors of these parameters."""
+        touched: dict[int, tuple[Residuals, list[int]]] = {}
+        for parameter in parameters:
+            bucket: Bucket | None = self._of.get(parameter)
+            if bucket is not None and bucket.residuals is not None:
+                _, places = touched.setdefault(id(bucket), (bucket.residuals, []))
+                places.append(bucket.places[id(parameter)])
+        for residuals, places in touched.values():
+            residuals.step_ended(places, found_inf)
 
     def leave_out(self, parameters: Sequence[Tensor]) -> None:
         """Forget parameters whose gradients went another way."""

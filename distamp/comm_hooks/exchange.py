@@ -62,8 +62,8 @@ class Feedback(Protocol):
     def compensated(self, stage: str, start: int, values: Tensor) -> Tensor:
         """Return ``values`` and what is owed to them as a new fp32 tensor."""
 
-    def keep(self, stage: str, start: int, error: Tensor) -> None:
-        """Remember what this exchange took from the values at ``start``."""
+    def keep(self, stage: str, start: int, owed: Tensor, arrived: Tensor) -> None:
+        """Remember what of ``owed``, the values at ``start``, has not arrived."""
 
 
 class _Piece(NamedTuple):
@@ -118,7 +118,7 @@ class Exchange:
         steps: Sequence[Callable[[_Piece], None]] = (
             (run.send_whole, run.add_up) if direct else (run.scatter, run.reduce, run.read)
         )
-        pieces = _cut(values.numel(), self.wire, 1 if direct else size)
+        pieces = _cut(values.numel(), self.piece_numel, self.wire, 1 if direct else size)
         for turn in range(len(pieces) + len(steps) - 1):
             for late, step in enumerate(steps):
                 if 0 <= turn - late < len(pieces):
@@ -128,6 +128,11 @@ class Exchange:
         whole = values.numel() * values.element_size()
         self._account.uncompressed += 2 * (size - 1) * whole // size
         return run.outcome()
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements from one piece of a bucket to the next."""
+        return _piece_numel(self.wire, self.channel.size)
 
     def buffer(self, name: str, slot: int, nbytes: int) -> Tensor:
         """Return ``nbytes`` of memory that is used again for the next piece of this slot."""
@@ -192,7 +197,8 @@ class _Run:
                 self.wire.add_decoded(wire, total)
         row = self._row(piece, nbytes)
         wire = row[HEADER_BYTES : HEADER_BYTES + nbytes]
-        self._encode("owned", piece.start, total, wire, 1.0)
+        mine = piece.owned_by(self.channel.rank)
+        self._encode("owned", mine.start, total, wire, 1.0)
         self._send_row(piece, row, wire)
 
     def read(self, piece: _Piece) -> None:
@@ -240,7 +246,7 @@ class _Run:
         owed = self.feedback.compensated(stage, start, values)
         self.wire.encode(owed, out, divisor=divisor)
         arrived = self.wire.decode(out, owed.numel()).mul_(divisor)
-        self.feedback.keep(stage, start, owed.sub_(arrived))
+        self.feedback.keep(stage, start, owed, arrived)
 
     def _row(self, piece: _Piece, nbytes: int) -> Tensor:
         return self.exchange.buffer("row", piece.slot, _row_bytes(nbytes))
@@ -283,10 +289,14 @@ class _Run:
         return Outcome(nonfinite, headers[..., 1].amax(), (most > least).any())
 
 
-def _cut(numel: int, wire: WireFormat, size: int) -> list[_Piece]:
-    """Cut a bucket into pieces of whole blocks for every rank."""
+def _piece_numel(wire: WireFormat, size: int) -> int:
+    """Return the elements of a piece: whole blocks for every rank."""
     unit = wire.block * size
-    length = max(1, PIECE // unit) * unit
+    return max(1, PIECE // unit) * unit
+
+
+def _cut(numel: int, length: int, wire: WireFormat, size: int) -> list[_Piece]:
+    """Cut a bucket into pieces of ``length`` elements, to be shared by ``size`` ranks."""
     pieces = []
     for index, start in enumerate(range(0, numel, length)):
         count = min(length, numel - start)

@@ -67,6 +67,7 @@ def _register_ddp(
     trained = [p for p in model.parameters() if p.requires_grad]
     _check_width(wire, trained)
     state = CommHookState(wire.name, group)
+    state.name_parameters(model.module.named_parameters())
     if wire.name != "fp16_plain":
         for device in {p.device for p in trained}:
             state.channel(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-from distamp.comm_hooks.buckets import Buckets, Watch
+from distamp.comm_hooks.buckets import Bucket, Buckets, Watch
 from distamp.comm_hooks.channel import Channel, refuse_stranger, resolve_group
+from distamp.comm_hooks.error_feedback_state import Residuals
 from distamp.comm_hooks.exchange import Exchange, Outcome
 from distamp.comm_hooks.order import InOrder, in_order
 from distamp.comm_hooks.stats import Account, HookStats
@@ -23,6 +24,7 @@ from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = ["CommHookState", "state_of"]
 
+_VERSION = 1
 _LAYOUT_WORDS = 4
 # Where blocks would make the wire wider than the gradient itself.
 _AS_WIDE: dict[torch.dtype, str] = {torch.float16: "fp16_plain", torch.bfloat16: "bf16"}
@@ -54,6 +56,9 @@ class CommHookState:
         self._buckets = Buckets()
         self._word = 0
         self._scale: Tensor | None = None
+        self._names: dict[int, str] = {}
+        self._parameters: dict[str, weakref.ref[Tensor]] = {}
+        self._loaded: dict[str, Tensor] = {}
 
     def stats(self) -> HookStats:
         """Return what this rank has sent, waited for and met so far."""
@@ -94,8 +99,9 @@ class CommHookState:
         self._agree(index, values, exchange)
         bucket = self._buckets.begin(parameters)
         words = self._words(values.device)
+        residuals = self._residuals(bucket, exchange, parameters)
         return self._runner(values.device).submit(
-            partial(self._job, exchange, values, words, bucket.note)
+            partial(self._job, exchange, values, words, residuals, bucket.note)
         )
 
     def _job(
@@ -103,15 +109,88 @@ class CommHookState:
         exchange: Exchange,
         values: Tensor,
         words: Tensor,
+        residuals: Residuals | None,
         note: Callable[[Outcome], None],
     ) -> Tensor:
-        outcome = exchange.average_(values, words)
+        outcome = exchange.average_(values, words, residuals)
         note(outcome)
         if exchange.channel.on_host:
             self._account.nonfinite += bool(outcome.nonfinite)
             if exchange.wire.block > 1:
                 self._account.met(int(outcome.largest_exponent))
         return values
+
+    def _residuals(
+        self, bucket: Bucket, exchange: Exchange, parameters: Sequence[Tensor]
+    ) -> Residuals | None:
+        """Return what this bucket is owed, ready for an exchange; None for formats without."""
+        if not exchange.wire.needs_error_feedback:
+            return None
+        if bucket.residuals is None:
+            numels = [parameter.numel() for parameter in parameters]
+            bucket.residuals = Residuals(numels, exchange.channel.size)
+            owed, bucket.owed = bucket.owed, {}
+            for index, parameter in enumerate(parameters):
+                loaded = self._loaded.pop(self._names.get(id(parameter), ""), None)
+                if loaded is not None:
+                    owed[index] = loaded
+            if owed:
+                device = exchange.channel.device
+                bucket.residuals.adopt(owed, device, exchange.piece_numel)
+        # The scaler writes the next scale into the same tensor.
+        bucket.residuals.begin(None if self._scale is None else self._scale.clone())
+        return bucket.residuals
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Give parameters the names by which a checkpoint knows them."""
+        named = list(named_parameters)
+        self._names = {id(parameter): name for name, parameter in named}
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in named}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's gradients are owed by rounding; each rank saves its own.
+
+        ``"residuals"`` holds, by parameter name, 1-D fp32 tensors in unscaled units; it is empty
+        for formats without error feedback.
+        """
+        residuals = {}
+        for name, reference in self._parameters.items():
+            parameter = reference()
+            owed = None if parameter is None else self._buckets.owed(parameter)
+            if owed is None:
+                owed = self._loaded.get(name)
+            if owed is not None:
+                residuals[name] = owed
+        return {"version": _VERSION, "wire": self.wire.name, "residuals": residuals}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank, before the first backward pass.
+
+        Raises:
+            ValueError: Another version, parameters that the model does not have, or a hook that
+                has exchanged gradients already.
+        """
+        if state_dict.get("version") != _VERSION:
+            raise ValueError(
+                f"the hook's state has version {state_dict.get('version')!r}, and this is "
+                f"{_VERSION}: load what state_dict() returned"
+            )
+        unknown = sorted(set(state_dict["residuals"]) - set(self._parameters))
+        if unknown:
+            raise ValueError(
+                f"the hook's state has residuals of {unknown[0]!r} and {len(unknown) - 1} other "
+                "parameters that the model does not have: load it for the model it was saved of"
+            )
+        if self._account.exchanges:
+            raise ValueError(
+                "load_state_dict() was called after gradients were exchanged: call it before the "
+                "first backward pass"
+            )
+        self._loaded = dict(state_dict["residuals"])
+
+    # -- other ways ------------------------------------------------------------------------------
 
     def fell_back(self, reason: str) -> None:
         """Count a bucket that went another way."""
@@ -196,6 +275,8 @@ class CommHookState:
 
     def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
         """See `distamp.precision.CommHook.step_ended`."""
+        if self.wire.needs_error_feedback:
+            self._buckets.step_ended(parameters, found_inf)
 
     def iteration_ended(self) -> None:
         """See `distamp.precision.CommHook.iteration_ended`."""
