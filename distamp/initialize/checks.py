@@ -13,7 +13,7 @@ from distamp.initialize.wrappers import Wrapping, batchnorms_cast_by_wrapper
 from distamp.precision import Precision
 from distamp.scaler.gradients import parameters_of
 
-__all__ = ["check_model", "check_optimizers"]
+__all__ = ["check_comm_hook", "check_model", "check_optimizers"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -139,6 +139,21 @@ def _check_eps(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
                 f"{type(optimizer).__name__} has eps={eps:g}, which float16 rounds to zero, and "
                 f"{precision.level} keeps the optimizer's state in float16: 0 / 0 would make "
                 "parameters NaN. Pass eps=1e-4, or take O2"
+            )
+
+
+def check_comm_hook(wrappings: tuple[Wrapping, ...], comm_hook: str | None) -> None:
+    """Refuse a communication hook where nothing communicates.
+
+    Raises:
+        SettingError: A model has no wrapper that reduces gradients.
+    """
+    for wrapping in wrappings:
+        if comm_hook is not None and wrapping.name in (None, "DataParallel"):
+            raise SettingError(
+                f"comm_hook={comm_hook!r} says how gradients travel between ranks, and this model "
+                "has no wrapper that sends them; wrap it in DistributedDataParallel or FSDP first, "
+                "or leave comm_hook out"
             )
 
 

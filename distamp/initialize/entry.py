@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from distamp.autocast import OpLists, autocast, bind
+from distamp.comm_hooks import register
 from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
-from distamp.initialize.casting import cast_model
-from distamp.initialize.checks import check_model, check_optimizers
+from distamp.initialize.casting import cast_as, cast_model
+from distamp.initialize.checks import check_comm_hook, check_model, check_optimizers
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.precision import Precision
@@ -50,7 +51,7 @@ def initialize(
     opt_level: str | Precision = "O1",
     *,
     process_group: GroupLike = None,
-    comm_hook: object = None,
+    comm_hook: str | None = None,
     **overrides: Unpack[Overrides],
 ) -> Amp:
     """Make a model and its optimizers ready to train at a level of precision.
@@ -65,7 +66,8 @@ def initialize(
         optimizers: One or several, over parameters of the models; None to run the model alone.
         opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
         process_group: The ranks that hold a part of the models; see `DistGradScaler`.
-        comm_hook: How gradients travel between the ranks; see ``distamp.comm_hooks``.
+        comm_hook: The wire format in which gradients travel between the ranks, such as ``"fp16"``;
+            see ``distamp.comm_hooks.register``. The scaler then learns of overflows from them.
         overrides: ``keep_batchnorm_fp32``, ``master_weights`` and ``loss_scale`` (a number or
             ``"dynamic"``) as in Apex, None leaving the level's own; ``num_losses``, each with a
             scale of its own; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of the
@@ -75,6 +77,7 @@ def initialize(
         SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
             or an optimizer do not go with it; says what to do instead.
         TypeError: There is no such override.
+        ValueError: The wrapper cannot take this ``comm_hook``.
 
     Source: Apex's documentation of amp.initialize.
     """
@@ -89,18 +92,20 @@ def initialize(
     to_step = _several("optimizers", optimizers, torch.optim.Optimizer)
     if not models:
         raise SettingError("initialize needs at least one model")
-    if comm_hook is not None:
-        raise SettingError(
-            "comm_hook is not available in this version; register one on the wrapper itself"
-        )
     wrappings = tuple(map(recognise, models))
     for each, wrapping in zip(models, wrappings, strict=True):
         check_model(each, wrapping, precision)
     check_optimizers(models, to_step, precision)
+    check_comm_hook(wrappings, comm_hook)
     scaler, losses = _scaling(precision, models, to_step, process_group, overrides)
     region = _region(precision, models, overrides)
     for each, wrapping in zip(models, wrappings, strict=True):
         _prepare(each, wrapping, precision)
+    if comm_hook is not None:
+        for each in models:
+            state = register(each, comm_hook)
+            if scaler.is_enabled():
+                scaler.attach(state)
     if precision.master_weights:
         _make_masters(to_step)
     num_losses = overrides.get("num_losses", 1)
@@ -118,7 +123,7 @@ def _region(precision: Precision, models: tuple[nn.Module, ...], overrides: Over
 
 
 def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
-    if precision.casts_model and wrapping.computes_in is None:
+    if precision.casts_model and wrapping.computes_in is None and cast_as(wrapping.inner) is None:
         cast_model(wrapping.inner, precision)
     if precision.autocasts and wrapping.name == "DataParallel":
         # torch's replicas know whether autocast is on, and not in which dtype.

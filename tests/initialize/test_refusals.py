@@ -91,6 +91,12 @@ def test_a_model_that_was_cast_for_another_level():
         initialize(model, sgd(model), "O3")
 
 
+def test_a_comm_hook_where_nothing_communicates():
+    model = net()
+    with pytest.raises(SettingError, match="no wrapper that sends them"):
+        initialize(model, sgd(model), "O1", comm_hook="fp16")
+
+
 def test_a_model_without_parameters():
     with pytest.raises(SettingError, match="nothing to train"):
         initialize(nn.ReLU(), None, "O1")
