@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distamp.errors import StageError
 from distamp.scaler.closure import find_closure
 from distamp.scaler.gradients import inner_optimizer, local_gradients, parameters_of, unscale
 from distamp.scaler.master_gradients import Transfer, convert
-from distamp.scaler.master_lookup import all_masters, masters_of, register
+from distamp.scaler.master_lookup import all_masters, register
+from distamp.scaler.master_pair import Pair, local_of, write_back
 from distamp.scaler.master_state import move_state, read_masters, refuse_without_masters
+from distamp.scaler.master_zeroing import ZeroGradWitness
 
 __all__ = ["MasterParameters"]
 
 _LOW = (torch.float16, torch.bfloat16)
-
-# What wrappers mark a parameter with, and the scaler tells layouts by.
-_MARKS = ("_fsdp_flattened", "_unpadded_unsharded_size", "_ddp_ignored", "_is_sharded")
-
-
-@dataclass(eq=False, slots=True)
-class _Pair:
-    """A parameter of the model, its master, and how often the parameter was written so far."""
-
-    parameter: Tensor
-    master: Tensor
-    writes: int
 
 
 class MasterParameters:
@@ -70,24 +58,21 @@ class MasterParameters:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         refuse_without_masters(optimizer, _LOW)
-        if masters_of(optimizer) is not None:
-            raise ValueError(
-                f"this {type(optimizer).__name__} has master parameters already: "
-                "masters_of(optimizer) returns them"
-            )
         inner = inner_optimizer(optimizer) or optimizer
         self._outer = weakref.ref(optimizer)
         self._inner = weakref.ref(inner)
         self._wrapped = inner is not optimizer
         # ShardedDataParallel's gradients are views of buckets, which None would detach for good.
         self._in_buckets = type(optimizer).__module__.startswith("fairscale.")
-        self._pairs: dict[int, _Pair] = {}
-        self._of_master: dict[int, _Pair] = {}
+        self._pairs: dict[int, Pair] = {}
+        self._of_master: dict[int, Pair] = {}
         self._taken = False
-        self._witness: tuple[Tensor, Tensor] | None = None
+        self._witness = ZeroGradWitness()
         self._adopt()
         inner.register_step_pre_hook(self._before_step)
         inner.register_step_post_hook(self._after_step)
+        if self._wrapped:  # its load_state_dict knows the model's parameters alone
+            optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_state())
         register(optimizer, self)
         register(inner, self)
 
@@ -130,7 +115,7 @@ class MasterParameters:
     def nbytes(self) -> int:
         """Bytes that the masters take on this rank; their gradients take as many in a step."""
         with torch.no_grad():
-            return sum(_local(pair.master).nbytes for pair in self._pairs.values())
+            return sum(local_of(pair.master).nbytes for pair in self._pairs.values())
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -165,7 +150,7 @@ class MasterParameters:
             elif source.grad is not None:
                 moving.append(Transfer.of(source, target, inner, index))
         others = local_gradients(staying, allow_fp16=False, owner=None)
-        self._witness = None
+        self._witness.lift()
         self._clear_masters(keep={id(t.target) for t in moving})
         flags = convert(moving, inv_scale, found_inf, self._free)
         self._taken = True
@@ -182,7 +167,7 @@ class MasterParameters:
         """
         for pair in self._pairs.values():
             self._free(pair.parameter)
-        self._witness = None
+        self._witness.lift()
         self._clear_masters(keep=set())
         self._stepping().zero_grad(set_to_none)
 
@@ -190,39 +175,24 @@ class MasterParameters:
     def before_backward(self) -> None:
         """Drop the model's gradients if ``optimizer.zero_grad()`` was called since they came.
 
-        It reaches the masters alone, so an empty gradient is laid on one of them, to see by its
-        absence that it was. Called at the start of every backward pass through a scaled loss; a
-        loop without a scaler may call it before ``loss.backward()``.
+        Called at the start of every backward pass through a scaled loss; a loop without a scaler
+        may call it before ``loss.backward()``.
         """
         if self._wrapped:  # the wrapper's own zero_grad() reaches the model's gradients
             return
         self._drop_if_zeroed()
-        pairs = self._pairs.values()
-        if self._taken and any(pair.master.grad is not None for pair in pairs):
+        masters = [pair.master for pair in self._pairs.values()]
+        if self._taken and any(master.grad is not None for master in masters):
             return  # between unscale_ and step: what lies there is about to be stepped
         self._taken = False
-        if self._witness is None:
-            masters = [pair.master for pair in pairs if pair.master.numel()]
-            if masters:
-                smallest = min(masters, key=Tensor.numel)
-                smallest.grad = witness = _one_zero(smallest)
-                self._witness = (smallest, witness)
+        if not self._witness.is_laid:
+            self._witness.lay(masters)
 
     # -- values -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def write_back(self) -> None:
         """Round every master into its parameter, as happens after each step."""
-        into: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for pair in self._pairs.values():
-            parameter = _local(pair.parameter)
-            ours, theirs = into.setdefault((parameter.device, parameter.dtype), ([], []))
-            ours.append(parameter)
-            theirs.append(_local(pair.master))
-        for parameters, masters in into.values():
-            torch._foreach_copy_(parameters, masters)
-        for pair in self._pairs.values():
-            pair.writes = _writes(pair.parameter)
+        write_back(self._pairs.values())
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -234,8 +204,7 @@ class MasterParameters:
         """
         self._adopt()
         for pair in self._pairs.values():
-            _local(pair.master).copy_(_local(pair.parameter))
-            pair.writes = _writes(pair.parameter)
+            pair.refresh()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -332,8 +301,7 @@ class MasterParameters:
         """Make masters for parameters that came since, and take over what others wrote."""
         self._adopt()
         for pair in self._pairs.values():
-            if pair.writes != _writes(pair.parameter):
-                _take_over(pair)
+            pair.catch_up()
 
     @torch.no_grad()
     def _adopt(self) -> None:
@@ -355,14 +323,14 @@ class MasterParameters:
                 group["params"][index] = self._make(parameter, inner)
 
     def _make(self, parameter: Tensor, inner: torch.optim.Optimizer) -> Tensor:
-        master = torch.nn.Parameter(parameter.detach().float())
-        for mark in _MARKS:
-            if hasattr(parameter, mark):
-                setattr(master, mark, getattr(parameter, mark))
-        pair = _Pair(parameter, master, _writes(parameter))
-        self._pairs[id(parameter)] = self._of_master[id(master)] = pair
-        move_state(inner, parameter, master)
-        return master
+        pair = Pair.of(parameter)
+        self._pairs[id(parameter)] = self._of_master[id(pair.master)] = pair
+        move_state(inner, parameter, pair.master)
+        return pair.master
+
+    def _adopt_state(self) -> None:
+        for pair in self._pairs.values():
+            move_state(self._stepping(), pair.parameter, pair.master)
 
     def _numbers(self) -> dict[int, int]:
         outer = self._outer()
@@ -383,12 +351,7 @@ class MasterParameters:
                 pair.master.grad = None
 
     def _drop_if_zeroed(self) -> None:
-        if self._witness is None:
-            return
-        master, witness = self._witness
-        # zero_grad(set_to_none=False) leaves a sparse tensor without elements.
-        if master.grad is None or (master.grad is witness and witness._nnz() == 0):
-            self._witness = None
+        if self._witness.saw_zero_grad():
             for pair in self._pairs.values():
                 self._free(pair.parameter)
 
@@ -400,31 +363,3 @@ def _refuse_second_master(parameter: Tensor, before: Sequence[Tensor]) -> None:
             f"a parameter of shape {tuple(parameter.shape)} has a master already, in this "
             "optimizer or another: two would drift apart, so let one optimizer hold it, once"
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part; without gradients on, the very tensor a DTensor holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _writes(parameter: Tensor) -> int:
-    """Return a number that grows whenever anything writes to ``parameter``, but through .data."""
-    if isinstance(parameter, DTensor):
-        return parameter._version + parameter.to_local()._version
-    return parameter._version
-
-
-def _take_over(pair: _Pair) -> None:
-    ours, theirs = _local(pair.master), _local(pair.parameter)
-    ours.copy_(torch.where(ours.to(theirs.dtype) == theirs, ours, theirs.float()))
-    pair.writes = _writes(pair.parameter)
-
-
-def _one_zero(master: Tensor) -> Tensor:
-    """Return a sparse zero of the master's shape that takes one element of memory."""
-    return torch.sparse_coo_tensor(
-        torch.zeros(master.dim(), 1, dtype=torch.int64, device=master.device),
-        torch.zeros(1, device=master.device),
-        master.shape,
-        check_invariants=False,
-    )

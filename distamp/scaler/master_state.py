@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distamp.scaler.gradients import inner_optimizer, parameters_of
+from distamp.scaler.master_lookup import masters_of
 
 __all__ = ["move_state", "read_masters", "refuse_without_masters"]
 
@@ -21,7 +22,8 @@ def refuse_without_masters(
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: It holds nothing in ``dtypes``, or steps where nothing can stand around it.
+        ValueError: It has some, holds nothing in ``dtypes``, or steps where nothing can stand
+            around it.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -29,6 +31,10 @@ def refuse_without_masters(
             "MasterParameters for each optimizer"
         )
     name = type(optimizer).__name__
+    if masters_of(optimizer) is not None:
+        raise ValueError(
+            f"this {name} has master parameters already: masters_of(optimizer) returns them"
+        )
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise ValueError(
             f"{name} with overlap_with_ddp=True steps inside the backward pass, before any "
