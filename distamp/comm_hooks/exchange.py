@@ -188,17 +188,16 @@ class _Run:
         """Add up what this rank owns, and send the mean to everybody."""
         self._finish("scatter", piece)
         size, nbytes = self.channel.size, self.wire.nbytes(piece.part)
-        received = self.exchange.buffer("received", piece.slot, nbytes * size)
-        total = self.exchange.buffer("total", 0, 4 * piece.part).view(torch.float32)
-        for rank, wire in enumerate(received.view(size, nbytes)):
-            if rank == 0:
-                self.wire.decode(wire, piece.part, total)
-            else:
-                self.wire.add_decoded(wire, total)
+        received = self.exchange.buffer("received", piece.slot, nbytes * size).view(size, nbytes)
         row = self._row(piece, nbytes)
         wire = row[HEADER_BYTES : HEADER_BYTES + nbytes]
-        mine = piece.owned_by(self.channel.rank)
-        self._encode("owned", mine.start, total, wire, 1.0)
+        if self.feedback is None:
+            self.wire.sum_encoded(received, piece.part, wire)
+        else:
+            total = self.exchange.buffer("total", 0, 4 * piece.part).view(torch.float32)
+            self._add(received, total)
+            mine = piece.owned_by(self.channel.rank)
+            self._encode("owned", mine.start, total, wire, 1.0)
         self._send_row(piece, row, wire)
 
     def read(self, piece: _Piece) -> None:
@@ -225,12 +224,7 @@ class _Run:
         """Add up the wires of all ranks, in their order, so that all ranks get the same."""
         nbytes = self.wire.nbytes(piece.numel)
         total = self.exchange.buffer("total", 0, 4 * piece.numel).view(torch.float32)
-        for rank, row in enumerate(self._rows(piece, nbytes)):
-            wire = row[HEADER_BYTES : HEADER_BYTES + nbytes]
-            if rank == 0:
-                self.wire.decode(wire, piece.numel, total)
-            else:
-                self.wire.add_decoded(wire, total)
+        self._add(self._rows(piece, nbytes)[:, HEADER_BYTES : HEADER_BYTES + nbytes], total)
         # Wires of finite values may add up to inf, which no header knows of.
         near = self.headers[-1][:, 1].amax() >= _NEAR_OVERFLOW
         if not self.channel.on_host or near:
@@ -247,6 +241,12 @@ class _Run:
         self.wire.encode(owed, out, divisor=divisor)
         arrived = self.wire.decode(out, owed.numel()).mul_(divisor)
         self.feedback.keep(stage, start, owed, arrived)
+
+    def _add(self, wires: Tensor, total: Tensor) -> None:
+        """Write the fp32 sum of several wires, in the order of ranks, to ``total``."""
+        self.wire.decode(wires[0], total.numel(), total)
+        for wire in wires[1:]:
+            self.wire.add_decoded(wire, total)
 
     def _row(self, piece: _Piece, nbytes: int) -> Tensor:
         return self.exchange.buffer("row", piece.slot, _row_bytes(nbytes))

@@ -144,6 +144,7 @@ def train_layouts(seeds: Sequence[int]) -> list[tuple[int, str, float]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of DDP, that nothing is unused
             found = errors(mlp(*widths, seed=seed), wire, widths[0], bucket_cap_mb=cap, **settings)
-        if not max(found) <= BOUNDS[wire]:
+        # Layers of a few elements may have twice the error; a wrong exchange has a thousand times.
+        if not max(found) <= 2 * BOUNDS[wire]:
             wrong.append((seed, wire, max(found)))
     return wrong
