@@ -1,69 +1,30 @@
-"""All ranks agree: the scaler's message, what is checked by it, and what is raised by it."""
+"""All ranks agree: when the scaler's message is sent, and what is checked by it."""
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distamp.errors import GradientError, LockstepError, StageError
+from distamp.errors import StageError
 from distamp.scaler import found_inf
+from distamp.scaler.apart import Call, Held, first_error, raise_apart, swapped
 from distamp.scaler.found_inf import Message, Reply, merged
 from distamp.scaler.identity import describe, living_fingerprints
 from distamp.scaler.known import KnownOptimizers
-from distamp.scaler.process_group import Group, GroupLike, resolve, traffic_over
+from distamp.scaler.process_group import Group, GroupLike, resolve
 
-__all__ = ["Agreement", "Settled"]
+__all__ = ["Agreement", "FlagsOf", "Settled", "settle_alone"]
 
 Optimizers: TypeAlias = Sequence[torch.optim.Optimizer]
+FlagsOf: TypeAlias = Callable[[torch.optim.Optimizer], Sequence[Tensor]]
 
 # Messages with room for extras (norms, the largest gradient) after extras were last sent.
 _ROOMY = 8
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What must be the same on every rank, readable for people."""
-
-    call: str
-    iteration: int
-    optimizers: int
-    enabled: bool
-    settings: str
-
-    def digest(self, identities: Sequence[tuple[int, int]]) -> int:
-        """Return this and the optimizers' identities as one number."""
-        words = (
-            zlib.crc32(self.call.encode()),
-            self.iteration,
-            self.optimizers,
-            self.enabled,
-            zlib.crc32(self.settings.encode()),
-        )
-        return hash((words, tuple(identities)))
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What one rank holds, for all ranks to compare when they are not in lockstep."""
-
-    said: _Call
-    scale: float
-    over: list[str]
-    identities: list[int]
-    living: set[int]
-    fresh: bool
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        return {**asdict(self.said), "scale": self.scale, "over": self.over}
 
 
 class Settled(NamedTuple):
@@ -135,22 +96,11 @@ class Agreement:
         """How many ``update`` calls there were."""
         return self._iteration
 
-    @property
-    def most_at_once(self) -> int:
-        """How many optimizers one message has room for; a larger call makes room for the next.
-
-        Alone, each optimizer is settled by itself, so that an error leaves the others as they are.
-        """
-        process_group = self._current()
-        if process_group is None or process_group.size() == 1:
-            return 1
-        return traffic_over(process_group).flag_slots
-
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``; for reports, never on the fast path."""
         if self.alone:
             return [value]
-        return found_inf.gather(self._channel(torch.device("cpu"), None), value)
+        return found_inf.gather(self._group_now(torch.device("cpu"), None), value)
 
     @property
     def rank(self) -> int:
@@ -167,19 +117,24 @@ class Agreement:
         if self._announced or self.alone:
             return
         self._announced = True
-        group = self._channel(torch.device("cpu"), None)
-        call = _Call("disabled", 0, 0, enabled=False, settings="")
+        group = self._group_now(torch.device("cpu"), None)
+        call = Call("disabled", 0, 0, enabled=False, settings="")
         message = Message(call.digest(()), torch.ones(()), ())
         if not found_inf.exchange(group, message, room=_has_room(group)).in_lockstep:
-            held = _Held(call, 1.0, over=[], identities=[], living=set(), fresh=False)
-            _raise_apart(group, found_inf.gather(group, held))
+            held = Held(call, 1.0, over=[], identities=[], living=set(), fresh=False)
+            raise_apart(group, found_inf.gather(group, held))
+
+    def group_for(self, scale: Tensor, known: KnownOptimizers) -> Group | None:
+        """Return the ranks to agree with in this call; None where there is no other."""
+        return None if self.alone else self._group_now(scale.device, known)
 
     def settle(
         self,
+        group: Group,
         call: str,
         optimizers: Optimizers,
         total: int,
-        flags_of: Callable[[torch.optim.Optimizer], Sequence[Tensor]],
+        flags_of: FlagsOf,
         *,
         known: KnownOptimizers,
         scale: Tensor,
@@ -191,8 +146,9 @@ class Agreement:
         """Look at the gradients of ``optimizers`` and agree on one 0-d flag for each.
 
         Args:
+            group: What `group_for` returned.
             call: The method the user called; must be the same on every rank.
-            optimizers: At most ``most_at_once`` of them.
+            optimizers: At most ``group.traffic.flag_slots`` of them.
             total: How many the whole call has.
             flags_of: The local pass; returns a 0-d flag for each device.
             known: What the scaler remembers of its optimizers.
@@ -206,31 +162,15 @@ class Agreement:
             LockstepError: Ranks differ.
             Exception: What ``flags_of`` raised on some rank, on every rank.
         """
-        if self.alone:
-            alone = [merged(flags_of(optimizer), scale.device) for optimizer in optimizers]
-            words = None if norm_words is None else norm_words()[None]
-            return Settled(alone, words, None if largest is None else largest())
-        group = self._channel(scale.device, known)
         self.drain()
-        flags: list[Sequence[Tensor]] = []
-        error: Exception | None = None
-        for optimizer in optimizers:
-            try:
-                flags.append(flags_of(optimizer))
-            except Exception as raised:
-                # Raised by _Pending.check, on every rank: a rank that left here would leave the
-                # others waiting.
-                error = raised
-                flags.append([torch.zeros((), device=scale.device)])
+        flags, error = _looked_at(optimizers, flags_of, scale.device)
         extras = found_inf.joined_extras(
             None if norm_words is None or error is not None else norm_words(),
             None if largest is None else largest(),
         )
-        said = _Call(call, self._iteration, total, enabled=True, settings=settings())
-        identities = known.identities(optimizers)
-        message = Message(
-            said.digest(identities), scale, flags, error is not None, scale_called, extras
-        )
+        said = Call(call, self._iteration, total, enabled=True, settings=settings())
+        digest = said.digest(known.identities(optimizers))
+        message = Message(digest, scale, flags, error is not None, scale_called, extras)
         wants_extras = norm_words is not None or largest is not None
         room = _has_room(group)
         reply = found_inf.exchange(group, message, room=room)
@@ -241,18 +181,19 @@ class Agreement:
         )
         # Without a copy to wait for, at first sight of an optimizer, and before another collective,
         # the check is immediate.
-        agreed = all(known[optimizer].agreed for optimizer in optimizers)
-        if reply.known or not agreed or (wants_extras and not room):
+        if (
+            reply.known
+            or not all(known[optimizer].agreed for optimizer in optimizers)
+            or (wants_extras and not room)
+        ):
             self.drain()
-        agreed_flags = reply.flags(scale.device)
+        agreed = reply.flags(scale.device)
         if extras is None:
-            return Settled(agreed_flags, None, None)
+            return Settled(agreed, None, None)
         everyones = reply.extras() if room else found_inf.gather_extras(group, extras)
         norms, met = found_inf.parted_extras(everyones, scale.device)
         return Settled(
-            agreed_flags,
-            None if norm_words is None else norms,
-            None if largest is None else met,
+            agreed, None if norm_words is None else norms, None if largest is None else met
         )
 
     def drain(self) -> None:
@@ -267,7 +208,7 @@ class Agreement:
             self._resolved = resolve(self.process_group)
         return resolve(self._resolved)
 
-    def _channel(self, preferred: torch.device, known: KnownOptimizers | None) -> Group:
+    def _group_now(self, preferred: torch.device, known: KnownOptimizers | None) -> Group:
         process_group = self._current()
         assert process_group is not None
         group = self._group
@@ -282,13 +223,42 @@ class Agreement:
         return self._group
 
 
-@dataclass(frozen=True)
-class _Pending:
+def settle_alone(
+    optimizers: Optimizers,
+    flags_of: FlagsOf,
+    scale: Tensor,
+    norm_words: Callable[[], Tensor] | None,
+    largest: Callable[[], Tensor] | None,
+) -> Settled:
+    """Return what `Agreement.settle` does, where there is no other rank."""
+    flags = [merged(flags_of(optimizer), scale.device) for optimizer in optimizers]
+    words = None if norm_words is None else norm_words()[None]
+    return Settled(flags, words, None if largest is None else largest())
+
+
+def _looked_at(
+    optimizers: Optimizers, flags_of: FlagsOf, device: torch.device
+) -> tuple[list[Sequence[Tensor]], Exception | None]:
+    """Return the local flags of each optimizer, and the last error that looking at them raised."""
+    flags: list[Sequence[Tensor]] = []
+    error: Exception | None = None
+    for optimizer in optimizers:
+        try:
+            flags.append(flags_of(optimizer))
+        except Exception as raised:
+            # Raised by _Pending.check, on every rank: a rank that left here would leave the
+            # others waiting.
+            error = raised
+            flags.append([torch.zeros((), device=device)])
+    return flags, error
+
+
+class _Pending(NamedTuple):
     """A reply that has been used on the device and not yet read on the host."""
 
     group: Group
     reply: Reply
-    said: _Call
+    said: Call
     scale: Tensor
     optimizers: Optimizers
     known: KnownOptimizers
@@ -307,7 +277,7 @@ class _Pending:
         for optimizer in self.optimizers:
             self.known[optimizer].agreed = True
         if reply.any_error:
-            raise _first_error(self.group, self.error)
+            raise first_error(self.group, self.error)
         if not reply.any_scaled:
             raise StageError(
                 f"Attempted {self.said.call} but _scale is None on every rank.  This may indicate "
@@ -329,7 +299,7 @@ class _Pending:
         each of them also has the optimizer that the other one named.
         """
         known = [self.known[optimizer] for optimizer in self.optimizers]
-        held = _Held(
+        held = Held(
             self.said,
             self.scale.item(),
             self.named(),
@@ -339,8 +309,8 @@ class _Pending:
         )
         everyone = found_inf.gather(self.group, held)
         same_call = all((h.said, h.scale) == (held.said, held.scale) for h in everyone)
-        if not same_call or not all(h.fresh for h in everyone) or _swapped(everyone):
-            _raise_apart(self.group, everyone)
+        if not same_call or not all(h.fresh for h in everyone) or swapped(everyone):
+            raise_apart(self.group, everyone)
         for k in known:
             k.identity = 1 + k.index
         self.reply.reconciled = True
@@ -351,53 +321,3 @@ def _has_room(group: Group) -> bool:
     traffic = group.traffic
     traffic.messages_without_extras += 1
     return traffic.messages_without_extras <= _ROOMY
-
-
-def _swapped(everyone: list[_Held]) -> bool:
-    return any(
-        named_a != named_b and named_a in b.living and named_b in a.living
-        for a, b in combinations(everyone, 2)
-        for named_a, named_b in zip(a.identities, b.identities, strict=True)
-    )
-
-
-def _raise_apart(group: Group, everyone: list[_Held]) -> NoReturn:
-    shown = [held.shown for held in everyone]
-    differing = [key for key in shown[0] if any(held[key] != shown[0][key] for held in shown)]
-    lines = [
-        f"  rank {rank}: " + ", ".join(f"{key}={held[key]!r}" for key in differing or held)
-        for rank, held in zip(group.global_ranks(), shown, strict=True)
-    ]
-    raise LockstepError(
-        "the ranks are not in lockstep; nothing was stepped by this call. They hold\n"
-        + "\n".join(lines)
-        + "\nEvery rank must make the same scaler calls, with the same optimizers in the same "
-        "order and the same settings."
-    )
-
-
-_TOLD: tuple[type[Exception], ...] = (
-    ValueError,
-    TypeError,
-    OSError,
-    RuntimeError,
-    GradientError,
-    StageError,
-)
-
-
-def _first_error(group: Group, mine: Exception | None) -> Exception:
-    """Return the error that every rank raises: its own, else the lowest rank's."""
-    # A type that another rank may not have, or that takes more than a text, is told as its name.
-    said = None
-    if mine is not None:
-        kind = type(mine)
-        said = (kind, str(mine)) if kind in _TOLD else (RuntimeError, f"{kind.__name__}: {mine}")
-    told: list[tuple[type[Exception], str] | None] = found_inf.gather(group, said)
-    if mine is not None:
-        return mine
-    for rank, held in zip(group.global_ranks(), told, strict=True):
-        if held is not None:
-            kind, text = held
-            return kind(f"{text} (raised on rank {rank}; every rank stops here)")
-    return LockstepError("a rank reported an error and then did not say which")

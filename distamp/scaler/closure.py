@@ -19,6 +19,8 @@ class _Overflow(Exception):
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """Return the closure among the arguments of ``optimizer.step``, given by position or name."""
+    if not args and not kwargs:
+        return None
     candidates = [*args, kwargs.get("closure")]
     return next((candidate for candidate in candidates if callable(candidate)), None)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +77,7 @@ def _layout(size: int, flag_slots: int) -> _Layout:
     return _Layout(fields, 1 + -(-fields * size // 64), 2**64 - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What one rank says.
 
     Args:
@@ -251,8 +249,9 @@ def parted_extras(extras: Tensor, device: torch.device) -> tuple[Tensor, Tensor]
 
 def merged(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return one 0-d flag on ``device`` for the flags of several devices."""
-    total = flags[0].to(device, non_blocking=True)
-    for flag in flags[1:]:
+    first, *others = flags
+    total = first if first.device == device else first.to(device, non_blocking=True)
+    for flag in others:
         total = torch.maximum(total, flag.to(device, non_blocking=True))
     return total
 

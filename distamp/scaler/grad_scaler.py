@@ -13,8 +13,9 @@ from distamp.errors import LossScaleCollapse, SettingError, StageError
 from distamp.scaler import host
 from distamp.scaler.callers import stacklevel_of_caller
 from distamp.scaler.closure import find_closure, step_or_restore
+from distamp.scaler.found_inf import merged
 from distamp.scaler.guard import watch_backward
-from distamp.scaler.known import StepCounts, leaves_garbage, takes_flags
+from distamp.scaler.known import Known, StepCounts, leaves_garbage, takes_flags
 from distamp.scaler.master_lookup import masters_of
 from distamp.scaler.outputs import PerDevice, map_tensors, scaled
 from distamp.scaler.schedule import (
@@ -226,25 +227,26 @@ class DistGradScaler(WholeModel):
         return self._unscaling(optimizer)
 
     def _apply(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        record, known = self._record(optimizer), self._known[optimizer]
+        record, known = self._per_optimizer_states[id(optimizer)], self._known[optimizer]
         flag = record.found_inf
         if flag is None:
             raise StageError("No inf checks were recorded for this optimizer.")
         result = None
-        deferred = not host.is_host(flag.device) and not leaves_garbage(optimizer, known)
-        if takes_flags(optimizer, known) and deferred:
-            result = self._fused_step(optimizer, record, flag, args, kwargs)
-        elif self._is_clean(flag):
-            if takes_flags(optimizer, known):
+        fused = takes_flags(optimizer, known)
+        deferred = fused and not host.is_host(flag.device) and not leaves_garbage(optimizer, known)
+        if deferred or self._is_clean(flag):
+            if fused:
                 result = self._fused_step(optimizer, record, flag, args, kwargs)
             else:
                 result = optimizer.step(*args, **kwargs)
-        self._finish_step(optimizer, record, flag)
+        self._finish_step(optimizer, known, record, flag)
         return result
 
-    def _finish_step(self, optimizer: torch.optim.Optimizer, record: Record, flag: Tensor) -> None:
+    def _finish_step(
+        self, optimizer: torch.optim.Optimizer, known: Known, record: Record, flag: Tensor
+    ) -> None:
         record.stage = OptState.STEPPED
-        self._known[optimizer].count(flag)
+        known.count(flag)
         self._attached.step_ended(optimizer, flag)
         if (masters := masters_of(optimizer)) is not None:
             masters.finish_step()
@@ -285,7 +287,7 @@ class DistGradScaler(WholeModel):
                 masters.write_back()
         if record.found_inf is None:
             raise StageError("step() was given a closure that the optimizer never called")
-        self._finish_step(optimizer, record, record.found_inf)
+        self._finish_step(optimizer, self._known[optimizer], record, record.found_inf)
         return result
 
     def _fused_step(
@@ -389,10 +391,7 @@ class DistGradScaler(WholeModel):
             flags = [flag for record in records if (flag := record.found_inf) is not None]
             if not flags:
                 raise StageError("No inf checks were recorded prior to update.")
-            found = flags[0].to(scale.device, non_blocking=True)
-            for flag in flags[1:]:
-                found = torch.maximum(found, flag.to(scale.device, non_blocking=True))
-            self._move_scale(found)
+            self._move_scale(merged(flags, scale.device))
         self._agreement.next_iteration()
         self._attached.iteration_ended()
         self._per_optimizer_states = Records()
@@ -408,7 +407,7 @@ class DistGradScaler(WholeModel):
 
 
 def _refuse_twice(call: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    if len(set(map(id, optimizers))) != len(optimizers):
+    if len(optimizers) > 1 and len(set(map(id, optimizers))) != len(optimizers):
         raise StageError(
             f"{call}() was given one optimizer twice; each is unscaled and stepped once"
         )

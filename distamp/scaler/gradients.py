@@ -6,6 +6,7 @@ several devices and dtypes. Everything after it sees plain local tensors.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,19 @@ def local_gradients(
         ValueError: A gradient is float16 and that is not allowed (torch's own text).
         GradientError: A DTensor gradient is ``Partial``: its local value is only a summand.
     """
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    # Both questions are asked of all at once, in C; most models are dense and plain throughout.
+    if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
+        gradients = _behind_wrappers(parameters, owner)
+    if not allow_fp16 and torch.float16 in {gradient.dtype for gradient in gradients}:
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    return gradients
+
+
+_is_sparse = operator.attrgetter("is_sparse")
+
+
+def _behind_wrappers(parameters: list[Tensor], owner: torch.optim.Optimizer | None) -> list[Tensor]:
     gradients: list[Tensor] = []
     for index, parameter in enumerate(parameters):
         gradient = parameter.grad
@@ -100,8 +114,6 @@ def local_gradients(
                 gradient = parameter.grad = _coalesced_fp16(gradient)
             gradient = gradient._values()
         gradients.append(gradient)
-    if not allow_fp16 and torch.float16 in {g.dtype for g in gradients}:
-        raise ValueError("Attempting to unscale FP16 gradients.")
     return gradients
 
 
@@ -116,9 +128,13 @@ def unscale(gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> li
     Returns:
         One 0-d flag for each device that holds gradients; ``found_inf`` itself if there is none.
     """
+    groups = _grouped(gradients)
+    if len(groups) == 1 and groups[0][0] == found_inf.device:
+        torch._amp_foreach_non_finite_check_and_unscale_(groups[0][1], found_inf, inv_scale)
+        return [found_inf]
     flags: dict[torch.device, Tensor] = {}
     scales: dict[torch.device, Tensor] = {}
-    for device, group in _grouped(gradients):
+    for device, group in groups:
         if device not in flags:
             same = device == found_inf.device
             flags[device] = found_inf if same else torch.zeros((), device=device)
@@ -177,13 +193,12 @@ def _nonempty(group: list[Tensor]) -> list[Tensor]:
     return [g for g in group if g.numel()] or [torch.zeros(1, device=group[0].device)]
 
 
-def _grouped(gradients: list[Tensor]) -> Iterator[tuple[torch.device, list[Tensor]]]:
+def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
     if not gradients:
-        return
+        return []
     as_lists: Any = [gradients]
     groups: dict[Any, Any] = torch._C._group_tensors_by_device_and_dtype(as_lists, False)
-    for (device, _), ((tensors,), _) in groups.items():
-        yield device, tensors
+    return [(device, tensors) for (device, _), ((tensors,), _) in groups.items()]
 
 
 def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int) -> Tensor:

@@ -38,6 +38,8 @@ def register(optimizer: torch.optim.Optimizer, masters: MasterParameters) -> Non
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:
     """Return the master parameters of an optimizer, or of the one it wraps; None without any."""
+    if not _MASTERS:  # asked several times in each step
+        return None
     found = _MASTERS.get(optimizer)
     if found is None and (inner := inner_optimizer(optimizer)) is not None:
         found = _MASTERS.get(inner)

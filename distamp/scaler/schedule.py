@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
+from distamp.scaler import host
 
 __all__ = ["DynamicSchedule", "HysteresisSchedule", "ScaleState", "Schedule", "StaticSchedule"]
 
@@ -183,7 +184,10 @@ class DynamicSchedule(Schedule):
             self.backoff_factor,
             self.growth_interval,
         )
-        state.scale.clamp_(self.min_scale, self.max_scale)
+        # Where reading the scale costs no wait, reading it is quicker than to clamp it.
+        scale = state.scale
+        if not host.is_host(scale.device) or not self.min_scale <= scale.item() <= self.max_scale:
+            scale.clamp_(self.min_scale, self.max_scale)
         return state
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
-from distamp.scaler.agreement import Settled
+from distamp.scaler import host
+from distamp.scaler.agreement import FlagsOf, Settled, settle_alone
 from distamp.scaler.attached import checked_hook
 from distamp.scaler.gradients import (
     check_finite,
@@ -20,12 +21,11 @@ from distamp.scaler.gradients import (
 from distamp.scaler.known import adopt_kin, takes_flags
 from distamp.scaler.master import MasterParameters
 from distamp.scaler.master_lookup import all_masters, carriers, masters_of
+from distamp.scaler.process_group import Group
 from distamp.scaler.settings import ScalerSettings
 from distamp.scaler.stages import OptState, Record
 
 __all__ = ["Settling"]
-
-FlagsOf: TypeAlias = Callable[[torch.optim.Optimizer], Sequence[Tensor]]
 
 
 class Settling(ScalerSettings):
@@ -110,32 +110,26 @@ class Settling(ScalerSettings):
         Returns the norm words of all ranks, if ``norm_words`` computes this rank's.
         """
         words = None
+        scale = self._scale_tensor()
+        group = self._agreement.group_for(scale, self._known)
         # Gradients that are checked again are unscaled already.
         watches = self._schedule.watches_largest and call != "recheck"
-        self._met = torch.zeros_like(self._scale_tensor()) if watches else None
-        most = self._agreement.most_at_once
+        self._met = torch.zeros_like(scale) if watches else None
+        largest = self._largest_met if watches else None
+        # Alone, each is settled by itself, so that an error leaves the others as they are. A call
+        # with more than a message has room for makes room for the next.
+        most = 1 if group is None else group.traffic.flag_slots
         for start in range(0, max(len(optimizers), 1), most):
             part = optimizers[start : start + most]
             last = start + most >= len(optimizers)
-            norm = norm_words if last else None
-            largest = self._largest_met if watches else None
+            norms = norm_words if last else None
             try:
-                settled = self._settle_by_hooks(call, part, flags_of, norm, largest)
-                settled = settled or self._agreement.settle(
-                    call,
-                    part,
-                    len(optimizers),
-                    flags_of,
-                    known=self._known,
-                    scale=self._scale_tensor(),
-                    settings=lambda: self._attached.in_words(self._settings_in_words()),
-                    scale_called=self._scale_called or not self._enabled,
-                    norm_words=norm,
-                    largest=largest,
+                settled = self._settle_part(
+                    group, call, part, len(optimizers), flags_of, norms, largest
                 )
                 self._attached.settled(part)
             except Exception:
-                if not self._agreement.alone:
+                if group is not None:
                     self._close(part)
                 raise
             words = settled.norms
@@ -148,6 +142,37 @@ class Settling(ScalerSettings):
                 self._known[optimizer].found_inf = flag
         return words
 
+    def _settle_part(
+        self,
+        group: Group | None,
+        call: str,
+        optimizers: Sequence[torch.optim.Optimizer],
+        total: int,
+        flags_of: FlagsOf,
+        norm_words: Callable[[], Tensor] | None,
+        largest: Callable[[], Tensor] | None,
+    ) -> Settled:
+        """Settle what one message has room for, without a message where none is needed."""
+        scale = self._scale_tensor()
+        if group is None:
+            return settle_alone(optimizers, flags_of, scale, norm_words, largest)
+        settled = self._settle_by_hooks(call, optimizers, flags_of, norm_words, largest)
+        if settled is not None:
+            return settled
+        return self._agreement.settle(
+            group,
+            call,
+            optimizers,
+            total,
+            flags_of,
+            known=self._known,
+            scale=scale,
+            settings=lambda: self._attached.in_words(self._settings_in_words()),
+            scale_called=self._scale_called or not self._enabled,
+            norm_words=norm_words,
+            largest=largest,
+        )
+
     def _settle_by_hooks(
         self,
         call: str,
@@ -158,7 +183,7 @@ class Settling(ScalerSettings):
     ) -> Settled | None:
         """Settle by what the ranks learned from exchanging gradients; None if they must speak."""
         attached = self._attached
-        if not attached.hooks or self._agreement.alone:
+        if not attached.hooks:
             return None
         agreed = all(self._known[optimizer].agreed for optimizer in optimizers)
         flags = attached.flags(call, optimizers, self._agreement.ranks, agreed=agreed)
@@ -207,13 +232,12 @@ class Settling(ScalerSettings):
     def _unscaling(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         """Unscale, and note at once that it is done."""
         flags = self._unscaled_flags(optimizer)
-        self._record(optimizer).stage = OptState.UNSCALED
+        self._per_optimizer_states[id(optimizer)].stage = OptState.UNSCALED
         return flags
 
     def _unscaled_flags(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         scale = self._scale_tensor()
-        # In float64 as torch does: a float32 reciprocal can be off by one bit.
-        inv_scale = scale.double().reciprocal().float()
+        inv_scale = _inverse(scale)
         found = torch.zeros((), device=scale.device)
         allow_fp16 = self._fp16_grads == "inplace"
         masters = self._masters(optimizer)
@@ -245,3 +269,10 @@ class Settling(ScalerSettings):
         self._require_scale("_check_inf_per_device")
         self._settle("_check_inf_per_device", (optimizer,), self._checked_flags)
         return self._found_inf_per_device(optimizer)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    # In float64 as torch does: a float32 reciprocal can be off by one bit.
+    if host.is_host(scale.device) and (value := scale.item()):
+        return torch.full((), 1.0 / value, dtype=torch.float32)
+    return scale.double().reciprocal().float()
