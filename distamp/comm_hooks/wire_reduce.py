@@ -7,6 +7,7 @@ contribution, so that all ranks know of an inf or NaN wherever it is, with no co
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,28 @@ from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 from distamp.errors import LockstepError
 
-__all__ = ["all_reduce", "reduce_scatter"]
+__all__ = ["News", "all_reduce", "reduce_scatter"]
 
-# Of each row, int64: non-finite or not, which format, how many elements.
-HEADER_WORDS = 3
+# Of each row, int64: non-finite or not, which format, how many elements, two lockstep words.
+HEADER_WORDS = 5
 HEADER_BYTES = 8 * HEADER_WORDS
 ALIGNMENT = 16
+# Sums of this many contributions more are provided for: .grad adds up several backward passes.
+MARGIN = 1 << 10
 _FORMATS = tuple(WIRE_FORMATS)
+
+
+class News(NamedTuple):
+    """What all ranks know after an exchange, without having asked.
+
+    Args:
+        nonfinite: 0-d bool, whether any rank's values hold inf or NaN, or are so large (about
+            1e34) that sums of them may.
+        apart: 0-d bool, whether ranks sent different lockstep words.
+    """
+
+    nonfinite: Tensor
+    apart: Tensor
 
 
 def reduce_scatter(
@@ -35,7 +51,8 @@ def reduce_scatter(
     divisor: float,
     account: Account,
     terms: int | None = None,
-) -> Tensor:
+    words: Tensor | None = None,
+) -> News:
     """Write this rank's part of the sum over all ranks of ``values / divisor`` to ``out``.
 
     Unlike ``torch.distributed.reduce_scatter_single`` it sends the wire's bytes, on gloo too,
@@ -48,12 +65,9 @@ def reduce_scatter(
         group: The ranks.
         divisor: By which each contribution is divided in fp32 before it is rounded.
         account: Where bytes and waiting are counted.
-        terms: How many contributions of such magnitudes will be added up, here and later; the
-            size of the group if None.
-
-    Returns:
-        0-d bool, the same on all ranks: whether any rank's ``values`` holds inf or NaN, or they
-        are so large that sums of them may be inf.
+        terms: How many ranks' contributions will be added up, here and later; the size of the
+            group if None.
+        words: int64 of shape (2,), to be the same on all ranks; a first word of 0 says nothing.
 
     Raises:
         LockstepError: a rank sent another format or length; on the host only.
@@ -61,19 +75,18 @@ def reduce_scatter(
     size, part = group.size(), out.numel()
     nbytes = wire.nbytes(part)
     flat = wire.encode(_in_whole_blocks(values, size, wire.block), divisor=divisor)
-    nonfinite = wire.has_nonfinite(flat, terms=terms or size)
-    sent = _rows(flat.view(size, nbytes), wire, part, nonfinite)
-    received = torch.empty_like(sent)
-    _wait(dist.all_to_all_single(received, sent, group=group, async_op=True), out, account)
+    nonfinite = wire.has_nonfinite(flat, terms=(terms or size) * MARGIN)
+    sent = _rows(flat.view(size, nbytes), wire, part, nonfinite, words)
+    received = _all_to_all(sent, group, account)
     account.exchanges += 1
     account.sent[wire.name] += sent.numel() * (size - 1) // size
     # gloo makes a reduce-scatter of an all-reduce.
     rounds = 2 if dist.get_backend(group) == "gloo" else 1
     account.uncompressed += rounds * values.numel() * values.element_size() * (size - 1) // size
-    found = _read_headers(received, wire, part, group)
+    news = _read_headers(received, wire, part, group)
     _add_up(wire, _payload(received, nbytes), out, at_once=out.device.type != "cpu")
     _note(wire, flat, account)
-    return found
+    return news
 
 
 def all_reduce(
@@ -83,8 +96,9 @@ def all_reduce(
     *,
     divisor: float,
     account: Account,
-    nonfinite: Tensor | None = None,
-) -> Tensor:
+    before: News | None = None,
+    words: Tensor | None = None,
+) -> News:
     """Replace ``values`` by the sum over all ranks of ``values / divisor``.
 
     Unlike ``torch.distributed.all_reduce`` every gradient is rounded twice, before and after the
@@ -96,11 +110,8 @@ def all_reduce(
         group: The ranks.
         divisor: By which each contribution is divided in fp32 before it is rounded.
         account: Where bytes and waiting are counted.
-        nonfinite: 0-d bool, what this rank knows beside its values; goes with them.
-
-    Returns:
-        0-d bool, the same on all ranks: whether any rank's ``values`` holds inf or NaN or is so
-        large that sums of them may be inf, or any rank's ``nonfinite`` is true.
+        before: What the exchange that ``values`` come from brought; added to what is returned.
+        words: int64 of shape (2,), to be the same on all ranks; a first word of 0 says nothing.
 
     Raises:
         LockstepError: a rank sent another format or length; on the host only.
@@ -110,24 +121,27 @@ def all_reduce(
     nbytes = wire.nbytes(part)
     flat = torch.zeros(size * nbytes, dtype=torch.uint8, device=values.device)
     wire.encode(values, flat[: wire.nbytes(numel)], divisor=divisor)
-    known = wire.has_nonfinite(flat, terms=size)
-    if nonfinite is not None:
-        known = known | nonfinite
-    sent = _rows(flat.view(size, nbytes), wire, numel, known)
-    received = torch.empty_like(sent)
-    _wait(dist.all_to_all_single(received, sent, group=group, async_op=True), values, account)
-    found = _read_headers(received, wire, numel, group)
+    known = wire.has_nonfinite(flat, terms=size * MARGIN)
+    if before is not None:
+        known = known | before.nonfinite
+    sent = _rows(flat.view(size, nbytes), wire, numel, known, words)
+    received = _all_to_all(sent, group, account)
+    news = _read_headers(received, wire, numel, group)
     total = torch.empty(part, device=values.device)
     _add_up(wire, _payload(received, nbytes), total, at_once=total.device.type != "cpu")
-    row = _rows(wire.encode(total).view(1, nbytes), wire, numel, found)
+    row = _rows(wire.encode(total).view(1, nbytes), wire, numel, news.nonfinite, words)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    _wait(gather(received.view(-1), row.view(-1), group=group, async_op=True), values, account)
+    start = time.perf_counter()
+    gather(received.view(-1), row.view(-1), group=group)
+    account.waiting += time.perf_counter() - start if values.device.type == "cpu" else 0.0
     wire.decode(_payload(received, nbytes).reshape(-1)[: wire.nbytes(numel)], numel, values)
     account.exchanges += 1
     account.sent[wire.name] += row.numel() * 2 * (size - 1)
     account.uncompressed += 2 * numel * values.element_size() * (size - 1) // size
     _note(wire, flat, account)
-    return found
+    if before is not None:
+        news = News(news.nonfinite, news.apart | before.apart)
+    return news
 
 
 def _in_whole_blocks(values: Tensor, size: int, block: int) -> Tensor:
@@ -139,7 +153,9 @@ def _in_whole_blocks(values: Tensor, size: int, block: int) -> Tensor:
     return rows.view(-1)
 
 
-def _rows(wires: Tensor, wire: WireFormat, numel: int, nonfinite: Tensor) -> Tensor:
+def _rows(
+    wires: Tensor, wire: WireFormat, numel: int, nonfinite: Tensor, words: Tensor | None
+) -> Tensor:
     """Each of ``wires`` behind a header, all of one aligned length."""
     count, nbytes = wires.shape
     length = -(-(HEADER_BYTES + nbytes) // ALIGNMENT) * ALIGNMENT
@@ -148,6 +164,7 @@ def _rows(wires: Tensor, wire: WireFormat, numel: int, nonfinite: Tensor) -> Ten
     header[:, 0] = nonfinite
     header[:, 1] = _FORMATS.index(wire.name)
     header[:, 2] = numel
+    header[:, 3:] = 0 if words is None else words
     rows[:, HEADER_BYTES : HEADER_BYTES + nbytes] = wires
     rows[:, HEADER_BYTES + nbytes :] = 0
     return rows
@@ -157,13 +174,13 @@ def _payload(rows: Tensor, nbytes: int) -> Tensor:
     return rows[:, HEADER_BYTES : HEADER_BYTES + nbytes]
 
 
-def _read_headers(rows: Tensor, wire: WireFormat, numel: int, group: ProcessGroup) -> Tensor:
-    """Whether any sender said non-finite; on the host also whether all sent what this rank did."""
+def _read_headers(rows: Tensor, wire: WireFormat, numel: int, group: ProcessGroup) -> News:
+    """What the senders say; on the host also whether all sent what this rank did."""
     header = rows[:, :HEADER_BYTES].view(torch.int64)
     if rows.device.type == "cpu":
         others = [
             f"rank {rank} sent {_FORMATS[number]} and {count} elements"
-            for rank, (_, number, count) in zip(
+            for rank, (_, number, count, *_) in zip(
                 dist.get_process_group_ranks(group), header.tolist(), strict=True
             )
             if (number, count) != (_FORMATS.index(wire.name), numel)
@@ -173,7 +190,11 @@ def _read_headers(rows: Tensor, wire: WireFormat, numel: int, group: ProcessGrou
                 f"this rank sent {wire.name} and {numel} elements, but {'; '.join(others)}: "
                 "register the same format on the same model on every rank"
             )
-    return (header[:, 0] != 0).any()
+    words = header[:, 3:]
+    silent = words[:, :1] == 0
+    most = torch.where(silent, torch.iinfo(torch.int64).min, words).amax(0)
+    least = torch.where(silent, torch.iinfo(torch.int64).max, words).amin(0)
+    return News((header[:, 0] != 0).any(), (most > least).any())
 
 
 def _add_up(wire: WireFormat, wires: Tensor, out: Tensor, *, at_once: bool) -> None:
@@ -193,14 +214,30 @@ def _add_up(wire: WireFormat, wires: Tensor, out: Tensor, *, at_once: bool) -> N
         out.copy_(total)
 
 
-def _wait(work: dist.Work | None, values: Tensor, account: Account) -> None:
-    """Wait for a collective: the host on the host, the stream on a device."""
-    if work is None:
-        return
+def _all_to_all(sent: Tensor, group: ProcessGroup, account: Account) -> Tensor:
+    """Send the r-th row to rank r, and return what was received, by rank.
+
+    On a host to one peer after the other: gloo's own sends to all at once, and streams that share
+    a link take 1.4 times as long (docs/comm_hooks_figures.md).
+    """
+    received = torch.empty_like(sent)
+    if sent.device.type != "cpu":
+        dist.all_to_all_single(received, sent, group=group)
+        return received
     start = time.perf_counter()
-    work.wait()
-    if values.device.type == "cpu":
-        account.waiting += time.perf_counter() - start
+    size, rank = group.size(), group.rank()
+    received[rank] = sent[rank]
+    for turn in range(1, size):
+        to, source = (rank + turn) % size, (rank - turn) % size
+        works = (
+            dist.irecv(received[source], group=group, group_src=source),
+            dist.isend(sent[to], group=group, group_dst=to),
+        )
+        for work in works:
+            if work is not None:
+                work.wait()
+    account.waiting += time.perf_counter() - start
+    return received
 
 
 def _note(wire: WireFormat, flat: Tensor, account: Account) -> None:

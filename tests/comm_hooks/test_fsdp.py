@@ -23,15 +23,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from distamp.comm_hooks.fsdp import (
+from distamp import DistGradScaler
+from distamp.comm_hooks.fsdp1 import (
     LowPrecisionState,
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
     register_fsdp1,
-    register_fsdp2,
 )
-from distamp.comm_hooks.stats import Account
+from distamp.comm_hooks.fsdp2 import register_fsdp2
 from distamp.comm_hooks.wire import wire_format
+from tests.collectives import count_collectives
 from tests.ranks import mesh
 
 # Of each format: the relative L2 error that a gradient may have.
@@ -109,8 +110,7 @@ def sharded(model: nn.Module, **settings: Any) -> nn.Module:
 
 def fsdp2(name: str, micros: int, settings: dict[str, Any]) -> tuple[list[float], int, int]:
     model = sharded(net(), **settings)
-    account = Account()
-    register_fsdp2(model, wire_format(name), account)
+    account = register_fsdp2(model, wire_format(name)).account
     for micro in range(micros):
         model.set_requires_gradient_sync(micro + 1 == micros)
         loss_of(model(batch(dist.get_rank(), micro))).backward()
@@ -145,26 +145,24 @@ def test_fsdp2_computes_in_bf16_and_reduces_in_fp32(ranks2):
         assert max(found) < 0.05, "bf16's own error"
 
 
-def _wide_layer(hooked: bool) -> tuple[Tensor, int]:
+def _wide_layer() -> tuple[Tensor, int]:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(512, 512), mesh=mesh((dist.get_world_size(),), ("shard",)))
-    account = Account()
-    if hooked:
-        register_fsdp2(model, wire_format("fp16"), account)
+    account = register_fsdp2(model, wire_format("fp16")).account
     model(torch.randn(4, 512)).sum().backward()
     return account.sent["fp16"], account.uncompressed
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_quarter_of_the_bytes_of_gloos_default(ranks, world):
-    for sent, uncompressed in ranks(world).run(_wide_layer, True):
+    for sent, uncompressed in ranks(world).run(_wide_layer):
         assert uncompressed == 2 * (world - 1) * 4 * (512 * 512 + 512) // world
         assert 0.25 < sent / uncompressed <= 0.26
 
 
 def _divided() -> list[list[float]]:
     model = sharded(net())
-    register_fsdp2(model, wire_format("fp16"), Account())
+    register_fsdp2(model, wire_format("fp16"))
     found = []
     for factor, force_sum in itertools.product((1.0, 2.0, 5.0), (False, True)):
         model.zero_grad()
@@ -184,7 +182,7 @@ def test_fsdp2s_divide_factor_is_honoured(ranks2):
 
 def _scaled(scale: float) -> list[float]:
     model = sharded(net())
-    register_fsdp2(model, wire_format("fp16"), Account())
+    register_fsdp2(model, wire_format("fp16"))
     (loss_of(model(batch(dist.get_rank()))) * scale).backward()
     return errors(model, expected(dist.get_world_size()), scale)
 
@@ -198,8 +196,8 @@ def test_no_loss_scale_over_or_underflows(ranks2, scale):
 def _planted(name: str) -> list[tuple[float, int, bool, bool]]:
     """Whether the group's flag is up, and whether this rank's own shards are finite."""
     model = sharded(net())
-    comms = register_fsdp2(model, wire_format(name), Account())
-    first = next(c for c in comms if any(p is model.first.weight for p in c.parameters()))
+    state = register_fsdp2(model, wire_format(name))
+    first = next(c for c in state.groups if any(p is model.first.weight for p in c.parameters()))
     answers = []
     for value, on in itertools.product((math.inf, -math.inf, math.nan, 1.0), (0, 3)):
 
@@ -213,12 +211,12 @@ def _planted(name: str) -> list[tuple[float, int, bool, bool]]:
         if dist.get_rank() == on:
             hidden.register_hook(spoil)
         hidden.sum().backward()
-        assert all(c.take_nonfinite() is None for c in comms if c is not first)
-        flag = first.take_nonfinite()
-        assert first.take_nonfinite() is None, "taken once"
+        assert all(c.nonfinite is None for c in state.groups if c is not first)
+        flag = first.nonfinite
         finite = all(bool(p.grad.to_local().isfinite().all()) for p in first.parameters())
         answers.append((value, on, bool(flag), finite))
         model.first.zero_grad()
+        state.iteration_ended()
     return answers
 
 
@@ -231,20 +229,59 @@ def test_all_ranks_know_of_inf_or_nan_on_one(ranks4, name):
         assert arrived is not math.isfinite(cases[0][0]), "and it arrives where it belongs"
 
 
+def _trained(hooked: bool, factors: list[list[float]]) -> tuple[list[Any], list[int], float]:
+    """Four iterations of two optimizers: steps taken, collectives of each, and a parameter."""
+    model = sharded(net())
+    first = list(model.first.parameters())
+    halves = (first, [p for p in model.parameters() if all(p is not each for each in first)])
+    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
+    scaler = DistGradScaler("cpu", init_scale=2.0**10)
+    if hooked:
+        scaler.attach(register_fsdp2(model, wire_format("fp16")))
+    stepped, messages = [], []
+    for iteration, of_ranks in enumerate(factors):
+        factor = of_ranks[dist.get_rank()]
+
+        def spoil(_: object, __: object, output: Tensor, factor: float = factor) -> None:
+            output.register_hook(lambda gradient: gradient * factor)
+
+        handle = model.first.register_forward_hook(spoil)
+        scaler.scale(loss_of(model(batch(dist.get_rank(), iteration)))).backward()
+        handle.remove()
+        with count_collectives() as counted:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        stepped.append([bool(scaler.stepped(each)) for each in optimizers])
+        messages.append(counted.count)
+        scaler.update()
+        model.zero_grad()
+    return stepped, messages, float(full(model.first.weight).detach().double().sum())
+
+
+def test_a_scaler_hears_of_inf_from_the_exchange(ranks2):
+    factors = [[1.0, 1.0], [1.0, 1.0], [1.0, math.inf], [1.0, 1.0], [math.nan, 1.0]]
+    without = ranks2.run(_trained, False, factors)
+    hooked = ranks2.run(_trained, True, factors)
+    steps = [[True, True], [True, True], [False, True], [True, True], [False, True]]
+    for (stepped, messages, value), (expected_steps, _, exact) in zip(hooked, without, strict=True):
+        assert stepped == expected_steps == steps, "the same skips as without"
+        assert messages[0] == 2, "the first time both are told of"
+        assert messages[1] == messages[3] == 0, "then no message while all is finite"
+        assert value == pytest.approx(exact, rel=1e-3)
+
+
 def _replicas() -> tuple[list[float], list[bool], list[bool]]:
     world = mesh((2, 2), ("replicate", "shard"))
     model = sharded(net(), mesh=world["shard"])
-    account = Account()
-    comms = register_fsdp2(
-        model, wire_format("fp16"), account, replicas=world["replicate"].get_group()
-    )
+    state = register_fsdp2(model, wire_format("fp16"), replicas=world["replicate"].get_group())
+    assert all(group.agreeing() == [0, 1, 2, 3] for group in state.groups)
     loss_of(model(batch(dist.get_rank()))).backward()
     found = errors(model, expected(4))
-    clean = [bool(c.take_nonfinite()) for c in comms]
+    clean = [bool(group.nonfinite) for group in state.groups]
     # On rank 1 alone: rank 2 shares neither its shard nor its replica.
     factor = math.inf if dist.get_rank() == 1 else 1.0
     (loss_of(model(batch(dist.get_rank()))) * factor).backward()
-    return found, clean, [bool(c.take_nonfinite()) for c in comms]
+    return found, clean, [bool(group.nonfinite) for group in state.groups]
 
 
 def test_replicas_are_averaged_through_the_wire_too(ranks4):
@@ -256,11 +293,10 @@ def test_replicas_are_averaged_through_the_wire_too(ranks4):
 
 def _hsdp() -> tuple[list[float], dict[str, int], bool]:
     model = sharded(net(), mesh=mesh((2, 2), ("replicate", "shard")))
-    account = Account()
-    comms = register_fsdp2(model, wire_format("fp16"), account)
+    state = register_fsdp2(model, wire_format("fp16"))
     loss_of(model(batch(dist.get_rank()))).backward()
-    known = all(c.take_nonfinite() is None for c in comms)
-    return errors(model, expected(4)), dict(account.fallbacks), known
+    unknown = all(group.nonfinite is None and not group.agreeing() for group in state.groups)
+    return errors(model, expected(4)), dict(state.stats().fallbacks), unknown
 
 
 def test_torchs_hsdp_keeps_its_all_reduce_and_says_so(ranks4):
@@ -276,7 +312,7 @@ def _refused2(case: str) -> str:
     model: nn.Module = net()
     options: dict[str, Any] = {}
     if case == "twice":
-        register_fsdp2(sharded(model), wire, Account())
+        register_fsdp2(sharded(model), wire)
     elif case == "bf16":
         sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     elif case == "int8":
@@ -286,7 +322,7 @@ def _refused2(case: str) -> str:
         sharded(model, mesh=mesh((2, 1), ("replicate", "shard")))
         options["replicas"] = world.get_group()
     with pytest.raises(ValueError) as caught:
-        register_fsdp2(model, wire, Account(), **options)
+        register_fsdp2(model, wire, **options)
     return str(caught.value)
 
 
@@ -308,7 +344,7 @@ def test_what_fsdp2_cannot_do_is_said(ranks2, case, match):
 
 def _apart() -> str:
     model = sharded(net())
-    register_fsdp2(model, wire_format("fp16" if dist.get_rank() else "int16"), Account())
+    register_fsdp2(model, wire_format("fp16" if dist.get_rank() else "int16"))
     with pytest.raises(RuntimeError) as caught:
         loss_of(model(batch(dist.get_rank()))).backward()
     return str(caught.value)
@@ -403,7 +439,7 @@ def _states() -> tuple[Any, Any]:
     return mine, theirs
 
 
-def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> list[tuple[Any, float, bool]]:
+def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> list[tuple[Any, float, int]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     values = [
         torch.randn(world * 70, generator=torch.Generator().manual_seed(r)).to(dtype)
@@ -417,7 +453,7 @@ def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> list[tuple[Any, 
         fsdp_fp16_compress_hook(state, values[rank], output)
         exact = sum(v.double() for v in values)[rank * 70 :][:70] / (pre * post)
         error = float((output.double() - exact).norm() / exact.norm())
-        answers.append((output.dtype, error, bool(state.nonfinite)))
+        answers.append((output.dtype, error, state.stats().nonfinite))
     return answers
 
 

@@ -1,0 +1,154 @@
+"""What communication hooks of sharded models remember, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distamp.comm_hooks.buckets import Buckets
+from distamp.comm_hooks.stats import Account, HookStats
+from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+
+__all__ = ["ShardedGroup", "ShardedHookState", "ShardedWatch", "check_format", "check_width"]
+
+# Gradients of these dtypes hold whatever an fp32 sum can be.
+_WIDE = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class ShardedGroup(Protocol):
+    """Parameters whose gradients are exchanged together, and what is known of them.
+
+    Attributes:
+        iteration: The last one, as the state counts them, in which they were.
+        nonfinite: 0-d bool, the same on all ranks: whether one of them held inf or NaN on any rank
+            in that iteration, or was so large (1e34) that sums may; None where nobody knows.
+    """
+
+    iteration: int
+    nonfinite: Tensor | None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the sharded parameters."""
+
+    def agreeing(self) -> list[int]:
+        """Return the ranks, of the default group, that know the same of these gradients."""
+
+
+class ShardedHookState:
+    """What `register` returns for sharded models: `CommHookState` without error feedback.
+
+    A `DistGradScaler` can be joined with it. It sends no message while all of an optimizer's
+    gradients came through FSDP2's exchanges and were finite everywhere, for those told every rank.
+    Once one was not, the ranks find out by a message whose it was, as without a hook. FSDP1 does
+    not tell its hook whose gradient it holds, so there the message stays.
+
+    Args:
+        wire: The format on the way.
+    """
+
+    def __init__(self, wire: WireFormat) -> None:
+        self.wire = wire
+        self.account = Account()
+        self.groups: list[ShardedGroup] = []
+        self.book = Buckets()
+        self._word = 0
+        self._scale: Tensor | None = None
+
+    def stats(self) -> HookStats:
+        """Return what this rank has sent, waited for and met so far."""
+        return self.account.stats()
+
+    def watch(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> ShardedWatch | None:
+        """See `distamp.precision.CommHook.watch`."""
+        trained = {id(p) for p in parameters if p.requires_grad}
+        groups = [g for g in self.groups if trained & {id(p) for p in g.parameters()}]
+        held = {id(p) for group in groups for p in group.parameters() if p.requires_grad}
+        on_host = all(p.device.type == "cpu" for p in parameters)
+        if not trained or not trained <= held or not (on_host or trained == held):
+            return None
+        if any(p.dtype not in _WIDE for p in parameters):
+            return None
+        if not all(set(ranks) <= set(group.agreeing()) for group in groups):
+            return None
+        return ShardedWatch(self.book, groups)
+
+    def scale_changed(self, scale: Tensor, word: int) -> None:
+        """See `distamp.precision.CommHook.scale_changed`."""
+        self._scale, self._word = scale, word
+
+    def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+        """See `distamp.precision.CommHook.step_ended`; nothing here hangs on it."""
+
+    def iteration_ended(self) -> None:
+        """See `distamp.precision.CommHook.iteration_ended`."""
+        self.book.iteration_ended()
+
+    def ranks_apart(self) -> bool:
+        """See `distamp.precision.CommHook.ranks_apart`."""
+        return self.book.ranks_apart()
+
+    def words(self, device: torch.device) -> Tensor | None:
+        """Return what the next exchange says besides gradients, int64 of shape (2,)."""
+        if self._scale is None:
+            return None
+        words = torch.empty(2, dtype=torch.int64, device=device)
+        words[0] = self._word
+        words[1] = self._scale.view(torch.int32)
+        return words
+
+
+class ShardedWatch:
+    """See `distamp.precision.GradientWatch`; of whole FSDP2 modules.
+
+    Args:
+        book: Counts iterations.
+        groups: Those that hold the parameters.
+    """
+
+    def __init__(self, book: Buckets, groups: Sequence[ShardedGroup]) -> None:
+        self._book = book
+        self._groups = groups
+
+    def exchanged(self) -> bool:
+        """Return whether all came through in this iteration and, on a host, all were finite."""
+        flags = [g.nonfinite for g in self._groups if g.iteration == self._book.iteration]
+        known = [flag for flag in flags if flag is not None]
+        if len(known) < len(self._groups):
+            return False
+        # Shards differ between ranks: whose gradient it was, no rank knows by itself.
+        return not any(flag.device.type == "cpu" and bool(flag) for flag in known)
+
+    def found_inf(self) -> Tensor:
+        """See `distamp.precision.GradientWatch.found_inf`."""
+        flags = [group.nonfinite for group in self._groups if group.nonfinite is not None]
+        return torch.stack(flags).any().float()
+
+
+def check_format(wire: WireFormat) -> None:
+    """Refuse formats that need error feedback.
+
+    Raises:
+        ValueError: it does; the message names the others.
+    """
+    if wire.needs_error_feedback:
+        allowed = [n for n, each in WIRE_FORMATS.items() if not each.needs_error_feedback]
+        raise ValueError(
+            f"{wire.name} needs error feedback, which sharded gradients have not: use "
+            f"DistributedDataParallel, or one of {', '.join(allowed)}"
+        )
+
+
+def check_width(wire: WireFormat, dtype: torch.dtype, where: str) -> None:
+    """Refuse gradients in a dtype that is no wider than the wire.
+
+    Raises:
+        ValueError: it is not; the message says to set ``where`` to torch.float32.
+    """
+    if dtype.itemsize <= wire.payload.itemsize:
+        raise ValueError(
+            f"the {wire.name} wire is no narrower than gradients reduced in {dtype}: set {where} "
+            "to torch.float32, or register no hook"
+        )
