@@ -1,0 +1,115 @@
+"""Train the launcher's GPT with gradients in each wire format, and draw the losses beside fp32's.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.comm_hooks_training
+        [--formats fp32 fp16 ...] [--folder runs/comm_hooks] [flags of launch/train.py]
+
+Every format starts from the same weights and sees the same text in the same order; a format whose
+run is whole in the folder already is not run again. The folder gets validation.png and table.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import markdown
+from distamp import comm_hooks
+from launch.config import parse
+from launch.job import prepare
+from launch.ranks import Ranks
+from launch.train import train
+
+FP32 = "fp32"
+FORMATS = (FP32, *comm_hooks.WIRE_FORMATS)
+COLORS = ("#222222", "#9a9a9a", "#c2571a", "#1f5fae", "#2f8f4e", "#8c1d18", "#7a4fb5")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--folder", type=Path, default=Path("runs/comm_hooks"))
+    given, flags = parser.parse_known_args()
+    with Ranks.join() as ranks:
+        for name in given.formats:
+            run(name, given.folder / name, flags, ranks)
+            gc.collect()  # DDP's reducer, which holds the group, lies in a cycle
+        if ranks.is_main:
+            report(given.formats, given.folder)
+
+
+def run(name: str, folder: Path, flags: list[str], ranks: Ranks) -> None:
+    """Train with gradients in one format."""
+    if ranks.gather((folder / "stats.json").exists())[0]:
+        return
+    config = parse([*flags, "--run-dir", str(folder), "--overwrite"], quiet=not ranks.is_main)
+    job = prepare(config, ranks)
+    state = None if name == FP32 else comm_hooks.register(job.run.spread.model, name)
+    with job.report:
+        train(job)
+        job.report.finish()
+    if ranks.is_main:
+        stats: dict[str, Any] = {}
+        if state is not None:
+            counted = state.stats()
+            print(f"{name}: {counted}", flush=True)
+            stats = {"sent": counted.total_bytes, "uncompressed": counted.bytes_uncompressed}
+        (folder / "stats.json").write_text(json.dumps(stats))
+
+
+def report(names: list[str], folder: Path) -> None:
+    """Print a table of final losses and draw all validations."""
+    curves = {name: _validations(folder / name) for name in names}
+    last = {name: curve[-1][1] for name, curve in curves.items()}
+    rows = []
+    for name in names:
+        stats = json.loads((folder / name / "stats.json").read_text())
+        beside = f"{last[name] / last[FP32] - 1:+.2%}" if FP32 in last and name != FP32 else ""
+        sent = f"{stats['sent'] / stats['uncompressed']:.3f}" if stats else "1"
+        rows.append([name, f"{last[name]:.4f}", beside, sent])
+    table = markdown(["gradients in", "validation loss", "beside fp32", "bytes of fp32's"], rows)
+    (folder / "table.md").write_text(table + "\n")
+    print(table)
+    draw(curves, folder / "validation.png")
+
+
+def _validations(folder: Path) -> list[tuple[int, float]]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+
+
+def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
+    """Draw validation losses, and below how far each is from fp32's."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=[1.4, 1], layout="constrained"
+    )
+    fp32 = dict(curves.get(FP32, []))
+    for (name, curve), color in zip(curves.items(), COLORS, strict=False):
+        steps, losses = zip(*curve, strict=True)
+        top.plot(steps, losses, color=color, lw=1.4, marker="o", ms=3, label=name)
+        if name != FP32 and fp32:
+            apart = [100 * (loss / fp32[step] - 1) for step, loss in curve]
+            bottom.plot(steps, apart, color=color, lw=1.2, marker="o", ms=3)
+    bottom.axhspan(-0.5, 0.5, color="#e8eef7", zorder=0)
+    bottom.axhline(0, color=COLORS[0], lw=1)
+    top.set_ylabel("validation loss (nats per byte)")
+    bottom.set_ylabel("beside fp32 (%)")
+    bottom.set_xlabel("step")
+    top.legend(frameon=False, ncol=2, title="gradients on the wire in")
+    for axis in (top, bottom):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#e6e6e6", lw=0.6)
+    figure.suptitle("Byte-level GPT, 4 ranks, DDP")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
