@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from distamp import initialize
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCALER_EXAMPLES = [
     "accumulation",
@@ -20,6 +22,16 @@ SCALER_EXAMPLES = [
     "gradient_penalty",
     "lbfgs",
     "several_optimizers",
+]
+ONE_CALL_EXAMPLES = [
+    "load_apex_checkpoint",
+    "one_call_accumulation",
+    "one_call_clipping",
+    "one_call_functions",
+    "one_call_losses",
+    "one_call_penalty",
+    "one_call_ranks",
+    "one_call_training",
 ]
 
 
@@ -40,8 +52,9 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return load
 
 
-@pytest.mark.parametrize("name", SCALER_EXAMPLES)
-def test_an_example_runs_and_prints_a_loss_that_fell(example, capsys, name):
+@pytest.mark.parametrize("name", SCALER_EXAMPLES + ONE_CALL_EXAMPLES)
+def test_an_example_runs_and_prints_a_loss_that_fell(example, capsys, monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     example(name).main()
     lines = [
         line for line in capsys.readouterr().out.splitlines() if "loss" in line and "->" in line
@@ -124,3 +137,79 @@ def test_lbfgs_in_fp16_reaches_the_minimum_of_fp32_over_an_overflow(example):
     full, _, _ = module.train(False)
     assert taken == [False, *([True] * (module.STEPS - 1))]
     assert half[-1] == pytest.approx(full[-1], rel=5e-3)
+
+
+def test_every_level_of_the_typical_loop_learns_what_fp32_learns(example):
+    module = example("one_call_training")
+    full = module.train("O0")
+    for level, rel in (("O1", 1e-2), ("O2", 1e-2), ("bf16", 2e-2)):
+        assert module.train(level) == pytest.approx(full, rel=rel)
+
+
+def test_the_one_call_clips_by_the_norm_of_fp32(example):
+    module = example("one_call_clipping")
+    full, half, cast = (module.train(level) for level in ("O0", "O1", "O2"))
+    assert max(full[1]) > module.MAX_NORM
+    assert half[1] == pytest.approx(full[1], rel=1e-2)
+    assert cast[1] == pytest.approx(full[1], rel=2e-2)
+
+
+def test_the_one_calls_penalty_is_that_of_fp32(example):
+    module = example("one_call_penalty")
+    full, half, cast = (module.train(level) for level in ("O0", "O1", "O2"))
+    for losses, norms in (half, cast):
+        assert losses == pytest.approx(full[0], rel=1e-2)
+        assert norms == pytest.approx(full[1], rel=2e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parts_of_a_batch_are_the_batch_in_the_one_call(example, level):
+    module = example("one_call_accumulation")
+    assert module.train(level, 4) == pytest.approx(module.train(level, 1), rel=5e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_losses_find_scales_as_far_apart_as_they_are(example, level):
+    _, (small, large), _ = example("one_call_losses").train(level)
+    assert small / large >= 256
+
+
+def test_a_function_gets_the_dtype_it_was_written_for_in_a_region(example):
+    module = example("one_call_functions")
+    assert module.train("O1")[1:] == (torch.float16, torch.float32)
+
+
+def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(example, tmp_path):
+    module = example("load_apex_checkpoint")
+    path = tmp_path / "apex.pt"
+    module.write_as_apex_did(path)
+    torch.manual_seed(0)
+    model = module.NextByte().to(module.device())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    amp = initialize(model, optimizer, "O2")
+    whole = module.train(amp) and module.train(amp, skip=module.STEPS)
+    resumed = module.resume(torch.load(path, weights_only=True))
+    assert module.train(resumed, skip=module.STEPS) == whole
+
+
+def on_this_rank(name: str, function: str, *arguments: object) -> object:
+    """Call a function of an example, on a rank of the pool."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return getattr(importlib.import_module(name), function)(*arguments)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("strategy", ["DDP", "FSDP2"])
+def test_the_one_call_trains_over_ranks(ranks2, strategy, level):
+    for losses in ranks2.run(on_this_rank, "one_call_ranks", "train", strategy, level):
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_one_call_accumulates_over_ranks(ranks2, example):
+    ranks = ranks2.run(on_this_rank, "one_call_accumulation", "train", "O2", 2)
+    alone = example("one_call_accumulation").train("O2", 4)
+    mean = [sum(each) / len(each) for each in zip(*ranks, strict=True)]
+    assert mean == pytest.approx(alone, rel=5e-3)
