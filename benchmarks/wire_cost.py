@@ -1,0 +1,119 @@
+"""What a million elements cost to encode, decode and add up in each format, beside ``.half()``.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.wire_cost [--elements 6553600] [--rounds 40]
+    python -m benchmarks.wire_cost --device cuda
+
+One thread, memory of the caller's own (``out=``) on both sides, a gradient bucket of 25 MiB. The
+encoding divides by 8 as well; a decoded value is compared with ``.float()``. On a GPU the functions
+go through ``torch.compile`` and are compared with a copy, in bytes moved per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import Timings, environment, interleave, markdown, ratio
+from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+
+HALF, FLOAT, COPY = ".half()", ".float()", "copy"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=25 << 18)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    print(environment())
+    if arguments.device == "cuda":
+        print(_on_gpu(arguments.elements * 16, arguments.rounds))
+        return
+    torch.set_num_threads(1)
+    print(_on_cpu(arguments.elements, arguments.rounds))
+
+
+def _on_cpu(elements: int, rounds: int) -> str:
+    values = torch.randn(elements)
+    half, single = torch.empty(elements, dtype=torch.float16), torch.empty(elements)
+    contenders: dict[str, Callable[[], object]] = {
+        HALF: lambda: half.copy_(values),
+        FLOAT: lambda: single.copy_(half),
+    }
+    for wire in WIRE_FORMATS.values():
+        contenders |= _of_format(wire, values)
+    timings = interleave(contenders, rounds)
+    rows = [
+        [HALF, _micros(timings, HALF, elements), "1", "", "", ""],
+        [FLOAT, "", "", _micros(timings, FLOAT, elements), "1", ""],
+    ]
+    for name in WIRE_FORMATS:
+        encode, decode, add = (f"{name} {what}" for what in ("encode", "decode", "add"))
+        rows.append(
+            [
+                name,
+                _micros(timings, encode, elements),
+                str(ratio(timings[encode], timings[HALF])),
+                _micros(timings, decode, elements),
+                str(ratio(timings[decode], timings[FLOAT])),
+                _micros(timings, add, elements),
+            ]
+        )
+    header = ["", "encode, us", f"of {HALF}", "decode, us", f"of {FLOAT}", "decode and add, us"]
+    return f"\nMicroseconds per million elements:\n\n{markdown(header, rows)}"
+
+
+def _of_format(wire: WireFormat, values: Tensor) -> dict[str, Callable[[], object]]:
+    sent = wire.encode(values, divisor=8)
+    out = torch.empty_like(values)
+    return {
+        f"{wire.name} encode": lambda: wire.encode(values, sent, divisor=8),
+        f"{wire.name} decode": lambda: wire.decode(sent, out.numel(), out),
+        f"{wire.name} add": lambda: wire.add_decoded(sent, out),
+    }
+
+
+def _micros(timings: Timings, name: str, elements: int) -> str:
+    return f"{statistics.median(timings[name]) / elements * 1e12:.0f}"
+
+
+def _on_gpu(elements: int, rounds: int) -> str:
+    values = torch.randn(elements, device="cuda")
+    other = torch.empty_like(values)
+    contenders: dict[str, Callable[[], object]] = {COPY: lambda: other.copy_(values)}
+    moved = {COPY: 8 * elements}
+    for wire in WIRE_FORMATS.values():
+        contenders |= _compiled(wire, values, other)
+        for what in ("encode", "decode"):
+            moved[f"{wire.name} {what}"] = 4 * elements + wire.nbytes(elements)
+    timings = interleave(contenders, rounds, warmup=5)
+    rates = {name: [moved[name] / each for each in timings[name]] for name in contenders}
+    rows = [
+        [name, f"{statistics.median(each) / 1e9:.0f}", str(ratio(each, rates[COPY]))]
+        for name, each in rates.items()
+    ]
+    return f"\n{markdown(['', 'GB/s', 'of copy'], rows)}"
+
+
+def _compiled(wire: WireFormat, values: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
+    sent = wire.encode(values)
+
+    def encode(given: Tensor, to: Tensor) -> None:
+        wire.encode(given, to, divisor=8)
+
+    def decode(given: Tensor, to: Tensor) -> None:
+        wire.decode(given, to.numel(), to)
+
+    fused = [torch.compile(each, fullgraph=True) for each in (encode, decode)]
+    return {
+        f"{wire.name} encode": lambda: fused[0](values, sent),
+        f"{wire.name} decode": lambda: fused[1](sent, out),
+    }
+
+
+if __name__ == "__main__":
+    main()
