@@ -6,6 +6,12 @@ from distamp.comm_hooks.ddp import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from distamp.comm_hooks.fsdp1 import (
+    LowPrecisionState,
+    fsdp_bf16_compress_hook,
+    fsdp_fp16_compress_hook,
+)
+from distamp.comm_hooks.fsdp_state import ShardedHookState
 from distamp.comm_hooks.registration import register
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import HookStats
@@ -15,11 +21,15 @@ __all__ = [
     "WIRE_FORMATS",
     "CommHookState",
     "HookStats",
+    "LowPrecisionState",
+    "ShardedHookState",
     "WireFormat",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "fsdp_bf16_compress_hook",
+    "fsdp_fp16_compress_hook",
     "register",
     "wire_format",
 ]

@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks.ddp import wire_hook
+from distamp.comm_hooks.fsdp1 import register_fsdp1
+from distamp.comm_hooks.fsdp2 import register_fsdp2
+from distamp.comm_hooks.fsdp_state import ShardedHookState
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.wire import WireFormat, wire_format
 
@@ -22,8 +27,12 @@ _CHOICES = (
 
 
 def register(
-    model: nn.Module, wire: str = "fp16", *, process_group: ProcessGroup | None = None
-) -> CommHookState:
+    model: nn.Module,
+    wire: str = "fp16",
+    *,
+    process_group: ProcessGroup | None = None,
+    replicas: ProcessGroup | None = None,
+) -> CommHookState | ShardedHookState:
     """Average the gradients of a wrapped model through a wire format.
 
     Unlike ``model.register_comm_hook`` it finds the wrapper's own place for a hook, and checks that
@@ -31,10 +40,13 @@ def register(
     backward pass.
 
     Args:
-        model: A DistributedDataParallel module.
-        wire: ``"fp16"``, ``"fp16_plain"`` (torch's hook to the bit), ``"bf16"``, ``"int16"``,
-            ``"int8"`` or ``"fp8_e4m3"``.
-        process_group: The ranks to average over; None takes the model's own.
+        model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
+            holds modules to which ``fully_shard`` was applied.
+        wire: ``"fp16"``, ``"fp16_plain"`` (torch's hook to the bit), ``"bf16"``, ``"int16"``; under
+            DDP also ``"int8"`` and ``"fp8_e4m3"``, whose errors are fed back.
+        process_group: The ranks to average over; None takes the model's own, and no others fit.
+        replicas: For replicas of a one-dimensional FSDP2: the ranks that hold the same shard, to
+            average between them through the wire too.
 
     Returns:
         The state of the hook: its ``stats()``, and what ``DistGradScaler.attach`` takes.
@@ -42,25 +54,42 @@ def register(
     Raises:
         ValueError: Unknown format; a module that is none of the wrappers, or has a hook already; a
             group of other ranks; a wire that is wider than the gradients.
+        RuntimeError: FSDP2 of a torch that has no place for a hook.
     """
     chosen = wire_format(wire)
+    if replicas is not None and not _holds_fsdp2(model):
+        raise ValueError(
+            f"replicas are for a model that fully_shard was applied to, not {type(model).__name__}"
+        )
     if isinstance(model, DistributedDataParallel):
         return _register_ddp(model, chosen, process_group)
+    if isinstance(model, FullyShardedDataParallel):
+        _check_ranks(process_group, _ranks(model.process_group), "sharded")
+        return register_fsdp1(model, chosen)
+    if _holds_fsdp2(model):
+        parameter = next(p for p in model.parameters() if isinstance(p, DTensor))
+        _check_ranks(process_group, parameter.device_mesh.mesh.flatten().tolist(), "sharded")
+        return register_fsdp2(model, chosen, replicas=replicas)
     raise ValueError(_unsuitable(model))
+
+
+def _holds_fsdp2(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _check_ranks(given: ProcessGroup | None, own: list[int], how: str) -> None:
+    if given is not None and _ranks(given) != own:
+        raise ValueError(
+            f"process_group holds ranks {_ranks(given)}, but the model is {how} over ranks {own}; "
+            "leave process_group out to use the model's own"
+        )
 
 
 def _register_ddp(
     model: DistributedDataParallel, wire: WireFormat, process_group: ProcessGroup | None
 ) -> CommHookState:
-    group = model.process_group
-    if process_group is not None and process_group is not group:
-        given, own = (_ranks(each) for each in (process_group, group))
-        if given != own:
-            raise ValueError(
-                f"process_group holds ranks {given}, but the model is replicated over ranks {own}; "
-                "leave process_group out to use the model's own"
-            )
-        group = process_group
+    _check_ranks(process_group, _ranks(model.process_group), "replicated")
+    group = model.process_group if process_group is None else process_group
     if model._comm_hooks:
         hook, _ = model._comm_hooks[0]
         raise ValueError(_second(getattr(hook, "__qualname__", repr(hook))))

@@ -20,8 +20,9 @@ class HookStats:
             and words of the exchange, without what TCP, IP and Ethernet add.
         bytes_uncompressed: What a ring all-reduce of the same gradients in their own dtype sends.
         seconds_waiting: Time spent waiting for other ranks and the network, 0 where a device waits.
-        largest_exponent: floor(log2) of the largest averaged gradient, still scaled, that a block
-            format carried; None before the first.
+        largest_exponent: floor(log2) of the largest magnitude in a block that reached every rank:
+            of a mean, or, where ranks exchange whole wires, of a rank's share in one. Of gradients
+            that are still scaled; None before the first block.
         nonfinite: Exchanges in which some gradient was inf or NaN.
         fallbacks: How many buckets went another way than the format's own, by reason.
     """
@@ -55,7 +56,7 @@ class HookStats:
             f"waited {self.seconds_waiting:.2f} s",
         ]
         if self.largest_exponent is not None:
-            parts.append(f"largest gradient below 2^{self.largest_exponent + 1}")
+            parts.append(f"largest block below 2^{self.largest_exponent + 1}")
         if self.nonfinite:
             parts.append(f"{self.nonfinite} with inf or NaN")
         parts.extend(f"{count} x {reason}" for reason, count in self.fallbacks.items())

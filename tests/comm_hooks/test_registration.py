@@ -1,0 +1,153 @@
+"""One call for every wrapper, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import DistGradScaler, comm_hooks
+from tests.comm_hooks.training import inputs, mlp
+from tests.ranks import mesh, subgroup
+
+WIDTHS = (31, 97, 64, 5)
+
+
+def _wrap(wrapper: str) -> nn.Module:
+    net = mlp(*WIDTHS)
+    if wrapper == "DDP":
+        return DistributedDataParallel(net)
+    if wrapper == "FSDP1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    over = mesh((2, 2), ("replicate", "shard")) if wrapper == "HSDP" else mesh((4,), ("shard",))
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=over, mp_policy=policy)
+    return fully_shard(net, mesh=over, mp_policy=policy)
+
+
+def _trains(wrapper: str) -> tuple[float, int]:
+    """How far the loss of three steps is from that without a hook, and bytes sent."""
+    losses = []
+    for hooked in (False, True):
+        model = _wrap(wrapper)
+        state: Any = comm_hooks.register(model, "fp16") if hooked else None
+        scaler = DistGradScaler("cpu", init_scale=2.0**10)
+        if hooked:
+            scaler.attach(state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(3):
+            sgd.zero_grad()
+            loss = model(inputs(step, WIDTHS[0])).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(sgd)
+            scaler.update()
+        losses.append(loss.item())
+    return abs(losses[1] / losses[0] - 1), state.stats().total_bytes
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2", "HSDP"])
+def test_every_wrapper_trains_through_a_hook_with_a_joined_scaler(ranks4, wrapper):
+    for error, sent in ranks4.run(_trains, wrapper):
+        assert error < 1e-4
+        assert sent > 0
+
+
+def _refused(what: str) -> str:
+    if what == "format":
+        model, wire, kwargs = _wrap("DDP"), "fp12", {}
+    elif what == "module":
+        model, wire, kwargs = mlp(*WIDTHS), "fp16", {}
+    elif what.startswith("group"):
+        model, wire = _wrap(what.split()[1]), "fp16"
+        kwargs = {"process_group": subgroup([0, 1]) if dist.get_rank() < 2 else subgroup([2, 3])}
+        subgroup([2, 3] if dist.get_rank() < 2 else [0, 1])
+    elif what == "replicas":
+        model, wire, kwargs = _wrap("DDP"), "fp16", {"replicas": dist.group.WORLD}
+    elif what == "wide":
+        model = DistributedDataParallel(mlp(*WIDTHS).half())
+        wire, kwargs = "fp16", {}
+    else:
+        wrapper = what.split()[1] if what.startswith("second") else "DDP"
+        model, wire, kwargs = _wrap(wrapper), "fp16", {}
+        if what == "torch's hook":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif what == "PowerSGD":
+            state = powerSGD_hook.PowerSGDState(None)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif what == "built in":
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        else:
+            comm_hooks.register(model)
+    with pytest.raises(ValueError) as error:
+        comm_hooks.register(model, wire, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("format", "unknown wire format 'fp12'"),
+        ("module", "cannot give Sequential a communication hook; give one of Distributed"),
+        ("group DDP", "but the model is replicated over ranks [0, 1, 2, 3]"),
+        ("group FSDP2", "but the model is sharded over ranks [0, 1, 2, 3]"),
+        ("replicas", "replicas are for a model that fully_shard was applied to"),
+        ("wide", "takes 2.01 bytes an element, and gradients are torch.float16"),
+        ("second DDP", "has a communication hook already (wire_hook)"),
+        ("second FSDP1", "has a communication hook already"),
+        ("second FSDP2", "already"),
+        ("torch's hook", "has a communication hook already (fp16_compress_hook)"),
+        ("PowerSGD", "has a communication hook already (powerSGD_hook)"),
+        ("built in", "has a communication hook already (one of torch's built-in hooks)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(ranks4, what, named):
+    for said in ranks4.run(_refused, what):
+        assert named in said
+        assert "\n" not in said
+
+
+def test_there_must_be_a_process_group(ranks2):
+    assert ranks2.run(_without_group, group="none") == [True, True]
+
+
+def _without_group() -> bool:
+    state = comm_hooks.CommHookState("fp16")
+    with pytest.raises(ValueError, match="init_process_group"):
+        state.average(0, torch.ones(3), [])
+    return True
+
+
+def _fairscale() -> str:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim import oss
+
+    net = mlp(*WIDTHS)
+    model = ShardedDataParallel(net, oss.OSS(net.parameters(), torch.optim.SGD, lr=0.1))
+    with pytest.raises(ValueError) as error:
+        comm_hooks.register(model, "fp16")
+    return str(error.value)
+
+
+def test_fairscale_has_no_place_for_a_hook(ranks2):
+    pytest.importorskip("fairscale")
+    assert all("reduce_fp16=True" in said for said in ranks2.run(_fairscale))
+
+
+def _wrong_state(state: Any) -> str:
+    model = _wrap("DDP")
+    model.register_comm_hook(state, comm_hooks.fp16_compress_hook)
+    with pytest.raises(TypeError) as error:
+        model(inputs(0, WIDTHS[0])).sum().backward()
+    return str(error.value)
+
+
+def test_a_drop_in_takes_a_group_none_or_its_own_state(ranks2):
+    assert all("not str" in said for said in ranks2.run(_wrong_state, "fp16"))

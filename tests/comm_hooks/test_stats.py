@@ -1,0 +1,86 @@
+"""What a hook says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from torch import nn
+
+from distamp import comm_hooks
+from distamp.comm_hooks import HookStats
+from tests.collectives import count_collectives
+from tests.comm_hooks.training import inputs, mlp, wrapped
+
+
+def test_a_value_that_reads_as_a_line():
+    stats = HookStats(
+        exchanges=12,
+        bytes_sent={"fp16": 51_000_000, "bf16": 500},
+        bytes_uncompressed=100_000_000,
+        seconds_waiting=1.234,
+        largest_exponent=-3,
+        nonfinite=1,
+        fallbacks={"sparse gradient all-reduced as it is": 4},
+    )
+    assert str(stats) == (
+        "12 exchanges sent 51 MB as fp16, 500 B as bf16; 100 MB uncompressed, 49% saved; "
+        "waited 1.23 s; largest block below 2^-2; 1 with inf or NaN; "
+        "4 x sparse gradient all-reduced as it is"
+    )
+    with pytest.raises(FrozenInstanceError):
+        stats.exchanges = 0
+    assert str(HookStats()) == "no gradient was exchanged yet"
+
+
+def _counted(numel: int, wire: str) -> tuple[int, int, int]:
+    """Bytes that the hook counts, and the parts of its collectives that leave this rank."""
+    import torch.distributed as dist
+
+    from distamp.comm_hooks.channel import Channel
+    from distamp.comm_hooks.exchange import Exchange
+    from distamp.comm_hooks.stats import Account
+    from distamp.comm_hooks.wire import wire_format
+
+    account = Account()
+    size = dist.get_world_size()
+    channel = Channel(dist.group.WORLD, torch.device("cpu"))
+    exchange = Exchange(wire_format(wire), channel, account)
+    with count_collectives() as log:
+        exchange.average_(torch.ones(numel), torch.zeros(2, dtype=torch.int64))
+    stats = account.stats()
+    return stats.bytes_sent[wire], log.bytes * (size - 1) // size, stats.bytes_uncompressed
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("numel", [100, 100_000, 2_500_000])
+def test_bytes_are_those_of_the_collectives(ranks4, wire, numel):
+    for counted, sent, uncompressed in ranks4.run(_counted, numel, wire):
+        assert counted == sent
+        assert uncompressed == 6 * 4 * numel // 4
+
+
+def _largest(scale: float, numel: int) -> tuple[int | None, int | None]:
+    state = comm_hooks.CommHookState("fp16")
+    parameter = nn.Parameter(torch.zeros(numel))
+    before = state.stats().largest_exponent
+    state.average(0, torch.full((numel,), 1.5 * scale), [parameter]).wait()
+    return before, state.stats().largest_exponent
+
+
+@pytest.mark.parametrize("exponent", [-20, 0, 24])
+def test_the_largest_exponent_is_that_of_the_mean_or_a_share_in_it(ranks4, exponent):
+    assert ranks4.run(_largest, 2.0**exponent, 100_000) == [(None, exponent)] * 4
+    assert ranks4.run(_largest, 2.0**exponent, 1000) == [(None, exponent - 2)] * 4
+
+
+def _trained() -> str:
+    model, state = wrapped(mlp(20, 50, 3), "fp16")
+    model(inputs(0, 20)).sum().backward()
+    return str(state.stats())
+
+
+def test_a_hook_says_what_it_saved(ranks2):
+    for said in ranks2.run(_trained):
+        assert said.startswith("1 exchanges sent 2.61 kB as fp16; 4.81 kB uncompressed, 46% saved")
