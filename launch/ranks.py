@@ -68,7 +68,9 @@ class Ranks:
             cuda = torch.cuda.is_available() and dist.is_nccl_available()
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         wait = timedelta(seconds=timeout)
-        store, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=wait)))
+        shared, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=wait)))
+        # torchrun's store outlives a group of processes, and so do the addresses they left there.
+        store = PrefixStore(f"attempt {restarts} of {world_size}", shared)
         roll = Roll(PrefixStore("roll", store), rank, world_size)
         roll.enter()
         dist.init_process_group(

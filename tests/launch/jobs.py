@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,13 +11,17 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "train.py"
 # A model small enough that starting the processes is most of a run.
 TINY = ("--layers", "1", "--width", "16", "--heads", "2", "--block", "16", "--batch", "12")
 TINY = (*TINY, "--validation-windows", "16", "--warmup", "5")
+
+
+# No run here takes a tenth of this, but on a machine that has much else to do.
+TIMEOUT_S = 600.0
 
 
 def text_file(folder: Path, kilobytes: int = 32) -> Path:
@@ -27,9 +32,12 @@ def text_file(folder: Path, kilobytes: int = 32) -> Path:
     return path
 
 
-def torchrun(processes: int, *args: object, script: Path = SCRIPT) -> list[str]:
+def torchrun(
+    processes: int, *args: object, script: Path = SCRIPT, max_restarts: int = 0
+) -> list[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*start, "--nproc-per-node", str(processes), str(script), *map(str, args)]
+    start += ["--max-restarts", str(max_restarts), "--nproc-per-node", str(processes)]
+    return [*start, str(script), *map(str, args)]
 
 
 def _environment(path: str = "") -> dict[str, str]:
@@ -37,7 +45,9 @@ def _environment(path: str = "") -> dict[str, str]:
     return {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run(processes: int, *args: object, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+def run(
+    processes: int, *args: object, script: Path = SCRIPT, timeout: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     """Run to the end, in a folder that is not the repository's.
 
     Args:
@@ -49,7 +59,7 @@ def run(processes: int, *args: object, script: Path = SCRIPT) -> subprocess.Comp
         text=True,
         env=_environment("" if script is SCRIPT else str(ROOT)),
         cwd="/",
-        timeout=120,
+        timeout=timeout,
         check=False,
     )
 
@@ -62,12 +72,14 @@ class Started:
 
     def workers(self) -> list[int]:
         """Process ids of the ranks."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [
-            int(pid)
-            for pid in children.read_text().split()
-            if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        found = []
+        with contextlib.suppress(OSError):
+            tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+            for pid in [int(pid) for task in tasks for pid in task.read_text().split()]:
+                with contextlib.suppress(OSError):
+                    if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        found.append(pid)
+        return found
 
     def kill(self, *, everything: bool) -> None:
         """SIGKILL one rank, or torchrun and every rank; wait until all of them are gone."""
@@ -76,17 +88,20 @@ class Started:
             self.process.kill()
         for pid in workers if everything else workers[-1:]:
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=TIMEOUT_S)
         while any(Path(f"/proc/{pid}").exists() for pid in workers):
             time.sleep(0.01)
 
 
-def start(processes: int, *args: object) -> Started:
+def start(
+    processes: int, *args: object, max_restarts: int = 0, output: IO[bytes] | None = None
+) -> Started:
+    """Start a run; what it prints goes to ``output``, or nowhere."""
     return Started(
         subprocess.Popen(
-            torchrun(processes, *args),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            torchrun(processes, *args, max_restarts=max_restarts),
+            stdout=output or subprocess.DEVNULL,
+            stderr=output or subprocess.DEVNULL,
             env=_environment(),
             cwd="/",
         )
@@ -105,7 +120,7 @@ def without_speed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
 
 
-def wait_for_step(folder: Path, step: int, seconds: float = 60) -> None:
+def wait_for_step(folder: Path, step: int, seconds: float = TIMEOUT_S) -> None:
     """Wait until a run has written a record of this step."""
     end = time.monotonic() + seconds
     while not any(row["step"] >= step for row in records(folder)):
