@@ -293,12 +293,18 @@ class Amp:
             raise StageError("initialize was given no optimizer, so there is nothing to step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of every model and optimizer."""
+        """Clear the gradients of every model and optimizer.
+
+        Args:
+            set_to_none: As in ``Optimizer.zero_grad``; without effect under fairscale's
+                ShardedDataParallel, whose buckets hold the gradients.
+        """
+        to_none = set_to_none and not any(w.keeps_buckets for w in self._wrappings)
         for model in self.models:
-            model.zero_grad(set_to_none=set_to_none)
+            model.zero_grad(set_to_none=to_none)
         for optimizer in self.optimizers:
             masters = masters_of(optimizer)
-            (optimizer if masters is None else masters).zero_grad(set_to_none=set_to_none)
+            (optimizer if masters is None else masters).zero_grad(set_to_none=to_none)
 
     # -- state -----------------------------------------------------------------------------------
 

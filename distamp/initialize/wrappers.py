@@ -37,6 +37,11 @@ class Wrapping:
         return self.name == _DDP
 
     @property
+    def keeps_buckets(self) -> bool:
+        """Whether gradients are views of buckets, which setting them to None would detach."""
+        return self.name == _SHARDED_DDP
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of the parameters."""
         return self.name in _SHARDING
@@ -103,6 +108,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 _DDP = "DistributedDataParallel"
 _FSDP1, _FSDP2 = "FullyShardedDataParallel", "fully_shard"
+_SHARDED_DDP = "fairscale's ShardedDataParallel"
 _FAIRSCALE_FSDP = "fairscale's FullyShardedDataParallel"
 _SHARDING = (_FSDP1, _FSDP2, _FAIRSCALE_FSDP)
 

@@ -111,17 +111,12 @@ def share(tensor: Tensor, layout: str) -> Tensor:
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def zero_grad(amp: Amp, layout: str) -> None:
-    # ShardedDataParallel's gradients are views of its buckets.
-    amp.zero_grad(set_to_none=layout != "OSS")
-
-
 def train(layout: str, level: str) -> tuple[list[float], list[Tensor]]:
     """Return the norms of the gradients, and the parameters in the end, whole."""
     amp = made(layout, level)
     norms = []
     for context, following in batches(STEPS):
-        zero_grad(amp, layout)
+        amp.zero_grad()
         with amp.autocast():
             logits = amp.model(share(context, layout))
         amp.backward(loss_of(logits, share(following, layout)))
@@ -181,7 +176,7 @@ def _overflow(layout: str, level: str) -> tuple[list[bool], float, bool]:
     before = whole(amp.model)
     taken = []
     for number, (context, following) in enumerate(batches(2)):
-        zero_grad(amp, layout)
+        amp.zero_grad()
         with amp.autocast():
             logits = amp.model(share(context, layout))
         bad = number == 0 and dist.get_rank() == 1

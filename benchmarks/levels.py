@@ -1,0 +1,387 @@
+"""What each level costs and what it comes to: validation loss and memory of O0 to O3 and bf16.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.levels [--seeds 0 1 2] [--steps 300] [--write]
+
+Two models on real data, from the same seed and over the same batches at every level: the launcher's
+GPT on the Python standard library's source, and a small convolutional network with batch norms on
+scikit-learn's digits. Memory is counted in bytes, tensor by tensor, at one step: it depends on no
+machine. ``--write`` puts the results into docs/results/levels.json, docs/levels.md and
+docs/images/levels.png; ``--render`` writes the last two from the first, and trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from benchmarks.common import environment, markdown
+from distamp import initialize
+from distamp.initialize import Amp
+from distamp.initialize.entry import Overrides
+from distamp.scaler import DynamicSchedule
+from launch.config import Shape
+from launch.corpus import load_corpus
+from launch.data import TrainingWindows, validation_windows
+from launch.networks import GPT
+
+LEVELS = ("O0", "O1", "O2", "O3", "bf16")
+# A run this short would otherwise spend a part of it on finding its scale.
+SCALING: Overrides = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
+PAGE = Path("docs/levels.md")
+RESULTS = Path("docs/results/levels.json")
+IMAGE = Path("docs/images/levels.png")
+BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its data.
+
+    Attributes:
+        model: Makes the model, from torch's random numbers.
+        optimizer: Makes its optimizer for a level.
+        batch: Returns the training batch of a step: inputs and targets.
+        validation: What the final loss is taken on.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Iterable[Tensor], str], torch.optim.Optimizer]
+    batch: Callable[[int, int], tuple[Tensor, Tensor]]
+    validation: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at one step, each tensor counted once.
+
+    Attributes:
+        weights: Parameters and buffers of the model.
+        masters: fp32 copies that the optimizer steps.
+        gradients: The most that lies in memory at one time between backward and step.
+        optimizer: The optimizer's own state.
+        activations: What the graph of the forward pass keeps for backward, parameters apart; casts
+            of weights that autocast makes are among it.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    task: str
+    level: str
+    seed: int
+    loss: float
+    skipped: int
+    memory: Memory
+
+
+def gpt(batch: int = 8, block: int = 32) -> Task:
+    """Return the launcher's GPT over the standard library's source."""
+    corpus = load_corpus(None)
+    windows: dict[int, TrainingWindows] = {}
+
+    def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
+        if seed not in windows:
+            windows[seed] = TrainingWindows(corpus.train, block, seed)
+        return windows[seed].take(step * batch, batch)
+
+    return Task(
+        "GPT",
+        lambda: GPT(Shape(layers=2, heads=4, width=64, block=block)),
+        adamw,
+        take,
+        validation_windows(corpus.validation, block, 64),
+    )
+
+
+def adamw(parameters: Iterable[Tensor], level: str) -> torch.optim.Optimizer:
+    """Return AdamW; at O3, where its state is float16, the usual eps would be zero."""
+    eps = 1e-4 if level == "O3" else 1e-8
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), eps=eps)
+
+
+class ConvNet(nn.Module):
+    """Three convolutions with batch norms over 8 x 8 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inner, outer, stride in ((1, 8, 1), (8, 16, 2), (16, 32, 2)):
+            layers += [
+                nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False),
+                nn.BatchNorm2d(outer),
+                nn.ReLU(),
+            ]
+        self.features = nn.Sequential(*layers)
+        self.classes = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, 1, 8, 8) to logits (batch, 10)."""
+        logits: Tensor = self.classes(self.features(images).mean((2, 3)))
+        return logits
+
+
+def conv_net(batch: int = 32) -> Task:
+    """Return a small convolutional network over scikit-learn's handwritten digits."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    targets = torch.tensor(digits.target, dtype=torch.long)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    held_out, rest = order[:360], order[360:]
+
+    def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed * 100_003 + step)
+        rows = rest[torch.randint(len(rest), (batch,), generator=generator)]
+        return images[rows], targets[rows]
+
+    return Task(
+        "conv net",
+        ConvNet,
+        lambda parameters, _: torch.optim.SGD(parameters, 0.02, momentum=0.9, weight_decay=1e-3),
+        take,
+        (images[held_out], targets[held_out]),
+    )
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats, in fp32."""
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+def train(task: Task, level: str, seed: int, steps: int) -> Run:
+    """Train from a seed, and take the loss on what was held out."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()), level)
+    amp = initialize(model, optimizer, level, **(SCALING if level in ("O1", "O2") else {}))
+    rate = [group["lr"] for group in optimizer.param_groups]
+    skipped = taken = 0
+    memory: Memory | None = None
+    for step in range(steps):
+        inputs, targets = task.batch(seed, step)
+        for group, peak in zip(optimizer.param_groups, rate, strict=True):
+            group["lr"] = peak * min(1.0, (taken + 1) / 20, (steps - taken) / (steps / 2))
+        amp.zero_grad()
+        measure = steps // 2 == step
+        activations = _Saved(amp.model)
+        with activations if measure else amp.no_sync():
+            with amp.autocast():
+                logits = amp.model(inputs)
+            loss = mean_loss(logits, targets)
+        amp.backward(loss)
+        if measure:
+            held = _gradient_bytes(amp)
+        amp.clip_grad_norm_(1.0)
+        if measure:
+            memory = _memory(amp, max(held, _gradient_bytes(amp)), activations.bytes)
+        stepped = bool(amp.step())
+        skipped += not stepped
+        taken += stepped
+    assert memory is not None
+    return Run(task.name, level, seed, validate(task, amp), skipped, memory)
+
+
+@torch.no_grad()
+def validate(task: Task, amp: Amp) -> float:
+    """Return the loss on what was held out, computed at the level itself."""
+    amp.model.eval()
+    inputs, targets = task.validation
+    with amp.autocast():
+        logits = amp.model(inputs)
+    return mean_loss(logits, targets).item()
+
+
+class _Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd keeps inside, each storage once and parameters not at all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._held: list[Tensor] = []  # alive, so that no storage's place is used again
+        self.bytes = 0
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._known.add(storage.data_ptr())
+            self._held.append(tensor.detach())
+            self.bytes += storage.nbytes()
+        return tensor
+
+
+def _memory(amp: Amp, gradients: int, activations: int) -> Memory:
+    (optimizer,) = amp.optimizers
+    return Memory(
+        _bytes([*amp.model.parameters(), *amp.model.buffers()]),
+        sum(masters.nbytes for masters in amp.masters),
+        gradients,
+        _bytes(v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)),
+        activations,
+    )
+
+
+def _gradient_bytes(amp: Amp) -> int:
+    (optimizer,) = amp.optimizers
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    everyone = {id(p): p for p in (*amp.model.parameters(), *stepped)}.values()
+    return _bytes(p.grad for p in everyone if p.grad is not None)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t._values().nbytes if t.is_sparse else t.nbytes for t in tensors)
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+def render(results: dict[str, Any]) -> str:
+    """Return the results as they stand in the page: two tables and the picture."""
+    runs, seeds = results["runs"], sorted({run["seed"] for run in results["runs"]})
+    tasks = list(dict.fromkeys(run["task"] for run in runs))
+    losses, memory = [], []
+    for task in tasks:
+        base = _losses(runs, task, "O0")
+        for level in LEVELS:
+            mine = _losses(runs, task, level)
+            beside = [(m / b - 1) * 100 for m, b in zip(mine, base, strict=True)]
+            spread = statistics.stdev(mine) if len(mine) > 1 else 0.0
+            change = f"{statistics.mean(beside):+.2f} % ({min(beside):+.2f} to {max(beside):+.2f})"
+            skipped = [r["skipped"] for r in runs if (r["task"], r["level"]) == (task, level)]
+            losses.append(
+                [
+                    task,
+                    level,
+                    f"{statistics.mean(mine):.4f} ± {spread:.4f}",
+                    "" if level == "O0" else change,
+                    str(round(statistics.mean(skipped), 1)),
+                ]
+            )
+            one = next(r for r in runs if (r["task"], r["level"]) == (task, level))["memory"]
+            memory.append([task, level, *(f"{value / 1024:,.0f}" for value in one.values())])
+    header = ["Model", "Level", "Validation loss", "beside O0, seed by seed", "Steps skipped"]
+    kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
+    return (
+        f"Nats per byte and per digit, mean and standard deviation over {len(seeds)} seeds; "
+        f"{results['steps']} steps each. {results['environment']}. Written by "
+        f"`{results['command']}`.\n\n{markdown(header, losses)}\n\n"
+        "![Validation loss of each level beside O0](images/levels.png)\n\n"
+        "KiB at one step, each tensor counted once.\n\n"
+        f"{markdown(['Model', 'Level', *kinds], memory)}\n"
+    )
+
+
+def _losses(runs: list[dict[str, Any]], task: str, level: str) -> list[float]:
+    found = [r for r in runs if r["task"] == task and r["level"] == level]
+    return [r["loss"] for r in sorted(found, key=lambda r: r["seed"])]
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw the loss of every run beside that of O0 from the same seed, and the memory."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    runs = results["runs"]
+    tasks = list(dict.fromkeys(run["task"] for run in runs))
+    figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 6.5), squeeze=False)
+    for column, task in enumerate(tasks):
+        base = _losses(runs, task, "O0")
+        top, bottom = axes[0][column], axes[1][column]
+        top.axhspan(-1, 1, color="0.92")
+        for place, level in enumerate(LEVELS):
+            beside = [
+                100 * (m / b - 1) for m, b in zip(_losses(runs, task, level), base, strict=True)
+            ]
+            top.plot([place] * len(beside), beside, "o", color=f"C{place}")
+        top.set_title(task)
+        top.set_xticks(range(len(LEVELS)), LEVELS)
+        below = [0.0] * len(LEVELS)
+        for kind in ("weights", "masters", "gradients", "optimizer", "activations"):
+            sizes = [
+                next(r for r in runs if (r["task"], r["level"]) == (task, level))["memory"][kind]
+                / 2**20
+                for level in LEVELS
+            ]
+            bottom.bar(LEVELS, sizes, bottom=below, label=kind)
+            below = [a + b for a, b in zip(below, sizes, strict=True)]
+    axes[0][0].set_ylabel("validation loss beside O0, %\n(each dot a seed, grey: 1 %)")
+    axes[1][0].set_ylabel("MiB at one step")
+    axes[1][0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": ""})
+    plt.close(figure)
+
+
+def write(results: dict[str, Any]) -> None:
+    """Put the results into the page, between its two marks, and draw the picture."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}{render(results)}{END}{after}")
+    plot(results, IMAGE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tasks", nargs="+", default=["gpt", "conv"], choices=("gpt", "conv"))
+    parser.add_argument("--write", action="store_true", help="put the results into the docs")
+    parser.add_argument(
+        "--render", action="store_true", help="write the docs from the last results"
+    )
+    options = parser.parse_args()
+    if options.render:
+        write(json.loads(RESULTS.read_text()))
+        return
+    runs = []
+    for make in [{"gpt": gpt, "conv": conv_net}[name] for name in options.tasks]:
+        task = make()
+        for seed in options.seeds:
+            for level in LEVELS:
+                start = time.perf_counter()
+                run = train(task, level, seed, options.steps)
+                runs.append(asdict(run))
+                print(
+                    f"{run.task:9} {level:5} seed {seed}: loss {run.loss:.4f}, {run.skipped} "
+                    f"skipped, {time.perf_counter() - start:.0f} s",
+                    flush=True,
+                )
+    results = {
+        "command": f"OMP_NUM_THREADS=1 python -m benchmarks.levels --steps {options.steps} --write",
+        "environment": environment(),
+        "steps": options.steps,
+        "runs": runs,
+    }
+    if options.write:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        write(results)
+    else:
+        print(render(results))
+
+
+if __name__ == "__main__":
+    main()
