@@ -10,7 +10,9 @@ sum, and the wire of the mean; for torch's hook, the cast, the division in fp16 
 in the order of gloo's ring. Two ranks send whole wires to each other, so they round once.
 
 The last table gives one-byte formats what they need: error feedback, in which each exchange is
-owed what rounding took from the last. Its error is that of the sum of all gradients so far.
+owed what rounding took from the last. Its error is that of the sum of all gradients so far, of all
+elements and of small tensors (64 elements, a hundredth of the size) that lie between large ones
+and share their blocks, as biases do.
 """
 
 from __future__ import annotations
@@ -47,18 +49,15 @@ def main() -> None:
     print(_with_feedback(max(arguments.elements // 4, 1), arguments.steps))
 
 
-def gradients(world: int, elements: int, seed: int = 0) -> list[Tensor]:
+def gradients(world: int, elements: int) -> list[Tensor]:
     """A gradient of each rank, float64, ``LAYERS`` rows that differ in size by six decades."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-2, -8, LAYERS, dtype=torch.float64).unsqueeze(1).float()
 
-    def draw() -> Tensor:
-        normal = torch.randn(LAYERS, elements, generator=generator)
-        freedom = torch.randn(5, LAYERS, elements, generator=generator)
-        return normal / freedom.square().mean(0).sqrt() * sizes
-
-    common = draw()
-    return [(common + draw()).double() for _ in range(world)]
+    shape = (LAYERS, elements)
+    common = _heavy_tailed(shape, generator)
+    own = [_heavy_tailed(shape, generator) for _ in range(world)]
+    return [((common + each) * sizes).double() for each in own]
 
 
 def through(wire: WireFormat, contributions: list[Tensor]) -> Tensor:
@@ -119,24 +118,32 @@ def _by_scale(elements: int) -> str:
 
 
 def _with_feedback(elements: int, steps: int) -> str:
-    world, rows = 4, []
+    rows = []
     for wire in WIRE_FORMATS.values():
-        errors = [_summed(wire, world, elements, steps, feedback) for feedback in (False, True)]
         share = wire.nbytes(1 << 20) / (4 << 20)
-        rows.append([wire.name, f"{share:.3f}", *(f"{error:.1e}" for error in errors)])
-    return markdown(["format", "bytes of fp32", "without feedback", "with"], rows)
+        without, fed_back = (_summed(wire, elements, steps, given) for given in (False, True))
+        both = (f"{error:.1e}" for pair in zip(without, fed_back, strict=True) for error in pair)
+        rows.append([wire.name, f"{share:.3f}", *both])
+    header = ["format", "bytes of fp32", "all", "all, fed back", "small", "small, fed back"]
+    return markdown(header, rows)
 
 
-def _summed(wire: WireFormat, world: int, elements: int, steps: int, feedback: bool) -> float:
-    """The relative error of the sum of the means of all steps, in both roundings of each."""
-    numel, scale = LAYERS * elements, 2.0**16
+def _summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tuple[float, float]:
+    """The relative error of the sum of the means of all steps: of everything, and of biases."""
+    world, scale = 4, 2.0**10
+    sizes = torch.cat([torch.ones(elements), torch.full((64,), 0.01)]).repeat(LAYERS // 2)
+    numel = sizes.numel()
     owed_mine = [torch.zeros(numel) for _ in range(world)]
     owed_sum = torch.zeros(numel)
-    mine = torch.zeros(numel, dtype=torch.float64)
-    exact = torch.zeros_like(mine)
+    mine, exact = torch.zeros(2, numel, dtype=torch.float64)
     for step in range(steps):
-        reference, contributions = _problem(world, elements, scale, seed=step)
-        exact += reference
+        generator = torch.Generator().manual_seed(step)
+        common = _heavy_tailed((numel,), generator)
+        contributions = [
+            (common + _heavy_tailed((numel,), generator)) * sizes * 1e-2 * scale
+            for _ in range(world)
+        ]
+        exact += torch.stack(contributions).double().mean(0)
         wires = []
         for rank, each in enumerate(contributions):
             owed = compensate(each, owed_mine[rank], scale)
@@ -152,12 +159,20 @@ def _summed(wire: WireFormat, world: int, elements: int, steps: int, feedback: b
         if feedback:
             owed_sum = new_residual(owed, mean, scale)
         mine += mean
-    return _error(mine, exact)
+    small = sizes < 1
+    return _error(mine, exact), _error(mine[small], exact[small])
+
+
+def _heavy_tailed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Student's t with 5 degrees of freedom."""
+    normal = torch.randn(shape, generator=generator)
+    freedom = torch.randn(5, *shape, generator=generator)
+    return normal / freedom.square().mean(0).sqrt()
 
 
 def _problem(world: int, elements: int, scale: float, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
     """The float64 mean, flat, and the fp32 contributions whose mean it is."""
-    each = [g.flatten() * scale for g in gradients(world, elements, seed)]
+    each = [g.flatten() * scale for g in gradients(world, elements)]
     mean = torch.stack(each).mean(0)
     return mean, [g.float() for g in each]
 

@@ -191,8 +191,25 @@ class BlockFormat(WireFormat):
         self, unit: torch.Tensor, payload: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """Write the decoded blocks to ``rows``, fp32, and return it."""
-        rows.copy_(payload).mul_(unit.abs().unsqueeze(1))
+        if self.payload == torch.float8_e4m3fn and on_host(rows):
+            _read_float8(payload, rows)
+        else:
+            rows.copy_(payload)
+        rows.mul_(unit.abs().unsqueeze(1))
         if self._is_integer and (not on_host(rows) or bool((unit < 0).any())):
             marked = (unit < 0).unsqueeze(1) & (payload == -self.top - 1)
             rows.masked_fill_(marked, math.nan)
         return rows
+
+
+def _read_float8(payload: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write float8_e4m3fn to fp32 rows; torch's own cast takes ten times as long on a CPU.
+
+    Shifted by its missing mantissa bits it is a half, less 2^8 for the exponents' biases, except
+    for its NaN, which is 480 then.
+    """
+    bits = payload.view(torch.int8).to(torch.int16)
+    bits = bits.bitwise_left_shift_(7).bitwise_and_(-0x4080)
+    rows.copy_(bits.view(torch.float16)).mul_(256.0)
+    if max(rows.amax(), -rows.amin()) > 448:
+        rows.masked_fill_(rows.abs() > 448, math.nan)
