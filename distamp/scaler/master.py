@@ -69,6 +69,8 @@ class MasterParameters:
         self._taken = False
         self._witness = ZeroGradWitness()
         self._adopt()
+        if not self._wrapped:
+            self._witness.lay([pair.master for pair in self._pairs.values()], in_backward=False)
         inner.register_step_pre_hook(self._before_step)
         inner.register_step_post_hook(self._after_step)
         if self._wrapped:  # its load_state_dict knows the model's parameters alone
@@ -112,6 +114,16 @@ class MasterParameters:
         return [parameter for parameter in parameters_of(outer) if id(parameter) not in here]
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that was given; None once it is gone."""
+        return self._outer()
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether a parameter is float16, whose gradients underflow unless the loss is scaled."""
+        return any(pair.parameter.dtype is torch.float16 for pair in self._pairs.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the masters take on this rank; their gradients take as many in a step."""
         with torch.no_grad():
@@ -140,15 +152,17 @@ class MasterParameters:
             GradientError: A gradient is a Partial DTensor; nothing is moved then.
         """
         self._catch_up()
-        self._drop_if_zeroed()
+        if self._witness.in_backward:
+            self._drop_if_zeroed()
         inner = self._stepping()
         moving: list[Transfer] = []
         staying: list[Tensor] = []
-        for index, (source, target) in enumerate(zip(self.sources(), self.stepped(), strict=True)):
-            if source is target:
-                staying.append(source)
-            elif source.grad is not None:
-                moving.append(Transfer.of(source, target, inner, index))
+        for index, target in enumerate(parameters_of(inner)):
+            pair = self._of_master.get(id(target))
+            if pair is None:
+                staying.append(target)
+            elif pair.parameter.grad is not None:
+                moving.append(Transfer.of(pair.parameter, target, inner, index))
         others = local_gradients(staying, allow_fp16=False, owner=None)
         self._witness.lift()
         self._clear_masters(keep={id(t.target) for t in moving})
@@ -185,8 +199,8 @@ class MasterParameters:
         if self._taken and any(master.grad is not None for master in masters):
             return  # between unscale_ and step: what lies there is about to be stepped
         self._taken = False
-        if not self._witness.is_laid:
-            self._witness.lay(masters)
+        if not self._witness.in_backward:
+            self._witness.lay(masters, in_backward=True)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -270,6 +284,8 @@ class MasterParameters:
 
     def finish_step(self) -> None:
         """Note that the gradients that were taken are used up, by a step or a skipped one."""
+        if self._taken and not self._wrapped:
+            self._witness.find([pair.master for pair in self._pairs.values()])
         self._taken = False
 
     @torch.no_grad()
@@ -281,8 +297,8 @@ class MasterParameters:
         if not self._taken:
             self.take_gradients()
             return
-        self._catch_up()
         for pair in self._pairs.values():
+            pair.catch_up()
             late = pair.parameter.grad
             if late is not None:
                 held, late = pair.master.grad, late.float()

@@ -21,14 +21,14 @@ _BLOCK_ON_HOST = 2**16
 _BLOCK = 2**25
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Transfer:
     """One gradient on its way.
 
     Args:
         source: Whose ``.grad`` is read.
         target: Whose ``.grad`` is written: float32, of the same shape and placement.
-        local: The local part of ``source.grad``, dense or sparse.
+        local: The local part of ``source.grad``, dense or sparse; gone once it is converted.
     """
 
     source: Tensor
@@ -86,12 +86,12 @@ def convert(
         if block[0].local.is_sparse:
             unscale([_write_sparse(transfer) for transfer in block])
         else:
-            sources = [transfer.local for transfer in block]
-            targets = [_buffer(transfer) for transfer in block]
-            for pieces, into in _pieces(sources, targets):
+            for pieces, into in _pieces(block):
                 torch._foreach_copy_(into, pieces)
                 unscale(into)
+                del pieces
         for transfer in block:
+            del transfer.local
             free(transfer.source)
     return list(flags.values())
 
@@ -116,10 +116,10 @@ def _blocks(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
         yield block
 
 
-def _pieces(
-    sources: list[Tensor], targets: list[Tensor]
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield a block as it is, but a single large tensor on the host cut into blocks."""
+def _pieces(block: list[Transfer]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield what is to be copied into what; a single large tensor on the host is cut up."""
+    sources = [transfer.local for transfer in block]
+    targets = [_buffer(transfer) for transfer in block]
     source, target = sources[0], targets[0]
     limit = _limit(source.device)
     large = len(sources) == 1 and source.numel() > limit and host.is_host(source.device)

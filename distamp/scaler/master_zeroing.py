@@ -2,57 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from distamp.scaler.master_pair import local_of
 
 __all__ = ["ZeroGradWitness"]
 
 
 class ZeroGradWitness:
-    """An empty gradient on the smallest master, laid there when a backward pass begins.
+    """A gradient of one master that ``zero_grad`` takes away, or empties.
 
-    ``zero_grad`` takes it away, or empties it with ``set_to_none=False``; nothing else does. It is
-    sparse, so that it takes one element of memory and its emptiness is known without a wait.
+    While a backward pass is under way masters have no gradients, so one is made for the smallest:
+    sparse, which takes one element of memory, and says without a wait whether it was emptied. After
+    a step the gradient that was stepped serves.
+
+    Attributes:
+        in_backward: Whether it was laid as a backward pass began, so that whatever the model's
+            gradients hold by then is older than a ``zero_grad`` seen afterwards.
     """
 
     def __init__(self) -> None:
-        self._laid: tuple[Tensor, Tensor] | None = None
+        self.in_backward = False
+        self._master: Tensor | None = None
+        self._laid: Tensor | None = None
+        self._stepped: weakref.ref[Tensor] | None = None
+        self._version = 0
 
-    @property
-    def is_laid(self) -> bool:
-        """Whether it lies somewhere, or was taken away from there."""
-        return self._laid is not None
-
-    def lay(self, masters: Iterable[Tensor]) -> None:
-        """Lay it on the smallest of ``masters`` that has an element; on none if none has."""
+    def lay(self, masters: Iterable[Tensor], *, in_backward: bool) -> None:
+        """Lay a gradient on the smallest of ``masters`` that has an element, if one has."""
+        self.lift()
         smallest = min((m for m in masters if m.numel()), key=Tensor.numel, default=None)
         if smallest is None:
             return
-        empty = torch.sparse_coo_tensor(
+        laid = torch.sparse_coo_tensor(
             torch.zeros(smallest.dim(), 1, dtype=torch.int64, device=smallest.device),
             torch.zeros(1, device=smallest.device),
             smallest.shape,
             check_invariants=False,
         )
-        smallest.grad = empty
-        self._laid = (smallest, empty)
+        smallest.grad = laid
+        self._master, self._laid, self.in_backward = smallest, laid, in_backward
+
+    def find(self, masters: Sequence[Tensor]) -> None:
+        """Let the smallest gradient that was stepped serve; lay one if there is none."""
+        self.lift()
+        held = [master for master in masters if master.numel() and master.grad is not None]
+        if not held:
+            self.lay(masters, in_backward=False)
+            return
+        smallest = min(held, key=Tensor.numel)
+        assert smallest.grad is not None
+        # Not kept alive: under FSDP1 it may be the gradient of the whole shard.
+        self._master, self._stepped = smallest, weakref.ref(smallest.grad)
+        self._version = local_of(smallest.grad)._version
 
     def saw_zero_grad(self) -> bool:
-        """Return whether ``zero_grad`` was called since it was laid; then it lies nowhere."""
-        if self._laid is None:
+        """Return whether ``zero_grad`` was called since; the witness is gone then."""
+        if self._master is None:
             return False
-        master, empty = self._laid
-        if master.grad is None or (master.grad is empty and empty._nnz() == 0):
+        now = self._master.grad
+        if now is None:
+            seen = True
+        elif self._laid is not None:
+            seen = now is self._laid and now._nnz() == 0
+        else:
+            assert self._stepped is not None
+            seen = now is self._stepped() and local_of(now)._version != self._version
+        if seen:
             self.lift()
-            return True
-        return False
+        return seen
 
     def lift(self) -> None:
-        """Take it away."""
-        if self._laid is not None:
-            master, empty = self._laid
-            if master.grad is empty:
-                master.grad = None
-            self._laid = None
+        """Take away what was laid."""
+        if self._master is not None and self._laid is not None and self._master.grad is self._laid:
+            self._master.grad = None
+        self._master = self._laid = self._stepped = None
+        self.in_backward = False

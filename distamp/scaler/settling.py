@@ -79,8 +79,13 @@ class Settling(ScalerSettings):
 
     def _backward_begins(self) -> list[tuple[Record, list[Tensor]]]:
         """Return records and parameters that a backward pass must leave alone."""
-        for masters in all_masters():
-            masters.before_backward()
+        if self._fp16_grads == "master":
+            for masters in all_masters():
+                optimizer = masters.optimizer
+                known = optimizer is not None and self._known.get(optimizer) is not None
+                # In bfloat16 another model of this process may train without a scaler.
+                if known or masters.needs_scaler:
+                    masters.before_backward()
         return self._unscaled()
 
     def _unscaled(self) -> list[tuple[Record, list[Tensor]]]:

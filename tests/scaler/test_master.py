@@ -179,6 +179,22 @@ def test_a_gradient_that_was_zeroed_before_a_step_is_gone(zero_grad):
     assert parameter.item() == -2.0
 
 
+@pytest.mark.parametrize("zero_grad", ZERO_GRADS)
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_pass_without_a_scaler_that_was_zeroed_is_gone_as_well(zero_grad, steps):
+    """A pass to warm a wrapper up, before the first step or later."""
+    parameter, optimizer, masters = one_master(0.0)
+    scaler, model = master_scaler(), nn.ParameterList([parameter])
+    for step in range(3):
+        if step == steps:
+            (parameter.float().sum() * 100.0).backward()
+        ZERO_GRADS[zero_grad](optimizer, model, masters)
+        scaler.scale(parameter.float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert parameter.item() == -3.0
+
+
 @pytest.mark.parametrize("zero_grad", ["optimizer", "optimizer in place", "masters"])
 def test_a_step_right_after_zero_grad_moves_nothing(zero_grad):
     parameter, optimizer, masters = one_master(1.0)
@@ -666,6 +682,24 @@ def test_a_closure_without_a_scaler_sees_each_move():
 
     optimizer.step(closure)
     assert parameter.item() == 3.0
+
+
+def test_a_scaler_of_another_model_leaves_a_run_without_one_alone():
+    """Its backward pass lies between zero_grad and step of a bfloat16 model."""
+    parameter = one(0.0, BF16)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    MasterParameters(optimizer)
+    other, stepped, _ = one_master(0.0)
+    scaler = master_scaler()
+    for _ in range(2):
+        optimizer.zero_grad()
+        parameter.float().sum().backward()
+        stepped.zero_grad()
+        scaler.scale(other.float().sum()).backward()
+        scaler.step(stepped)
+        scaler.update()
+        optimizer.step()
+    assert (parameter.item(), other.item()) == (-2.0, -2.0)
 
 
 # -- guards ----------------------------------------------------------------------------------------
