@@ -171,7 +171,8 @@ class BlockFormat(WireFormat):
         direct = out.dtype == torch.float32 and not add
         memory = None if direct else torch.empty((min(step, whole), self.block), device=out.device)
         parts = (unit[:whole].split(step), payload[:whole].split(step), rows.split(step))
-        for units, load, target in zip(*parts, strict=True):
+        # An empty tensor splits into one empty part.
+        for units, load, target in zip(*parts, strict=True) if whole else ():
             if memory is None:
                 self._read_rows(units, load, target)
             elif add:
