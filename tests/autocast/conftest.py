@@ -45,6 +45,12 @@ def leaks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The same random inputs and weights in every run, whatever ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = thread_state()
     yield

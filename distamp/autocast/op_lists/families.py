@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "RUNS_AS"]
 
 # Ops that do one computation under several names: moving one of them alone would leave the others
 # in the old precision, and callers cannot tell which of them torch picks (a linear layer may run
@@ -56,4 +56,14 @@ FAMILIES: tuple[frozenset[str], ...] = tuple(
         "logit special_logit",
         "sum nansum",
     )
+)
+
+# What the other ops of a family come down to: a call of one of those is a call of some of these.
+RUNS_AS: frozenset[str] = frozenset(
+    """convolution _convolution convolution_overrideable mkldnn_convolution _conv_depthwise2d
+    slow_conv3d thnn_conv2d slow_conv_dilated2d slow_conv_dilated3d _slow_conv2d_forward
+    slow_conv_transpose2d slow_conv_transpose3d conv_depthwise3d
+    _scaled_dot_product_attention_math _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention""".split()  # noqa: SIM905
 )

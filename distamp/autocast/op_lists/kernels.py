@@ -35,7 +35,7 @@ from distamp.autocast.op_lists.rules import (
     widest,
 )
 
-__all__ = ["CARRIER_DEVICE", "RuleTable", "enter"]
+__all__ = ["CARRIER_DEVICE", "RuleTable", "enter", "is_registered"]
 
 _CARRIER: DispatchKey = getattr(DispatchKey, "AutocastPrivateUse1")  # noqa: B009
 _BELOW = torch._C._dispatch_keyset_full_after(_CARRIER)
@@ -194,7 +194,8 @@ class _Op:
 
 # Overloaded ops whose C binding tells the overloads apart by the types of their arguments.
 _TOLD_APART = set(
-    "conv1d conv2d conv3d cumprod cumsum log_softmax mean norm pow prod softmax sum".split()  # noqa: SIM905
+    "addmm baddbmm bmm conv1d conv2d conv3d cumprod cumsum log_softmax mean mm norm pow prod "  # noqa: SIM905
+    "softmax sum".split()
 )
 
 
@@ -227,7 +228,7 @@ def kernel({parameters}):
     if shut:
         set_excluded(key, True)
     try:
-        return call({called})
+{calls}
     finally:
         set_excluded(CARRIER, False)
         if shut:
@@ -248,11 +249,37 @@ def _kernel(op: _Op) -> Callable[..., Any]:
     that a listed op does here.
     """
     arguments = op.overload._schema.arguments
-    positional = [argument for argument in arguments if not argument.kwarg_only]
-    keyword = [argument for argument in arguments if argument.kwarg_only]
-    if any("Tensor" in str(argument.type) for argument in keyword):
+    if any("Tensor" in str(argument.type) for argument in arguments if argument.kwarg_only):
         run = op.run
         return lambda *args, **kwargs: run(args, kwargs)
+    source, defaults = _source(op)
+    scope: dict[str, Any] = {
+        "CARRIER": _CARRIER,
+        "thread": _thread,
+        "excluded": _excluded,
+        "set_excluded": _set_excluded,
+        "castable": CASTABLE,
+        "cast": cast,
+        "cast_list": cast_list,
+        "widest": widest,
+        "lower": get_autocast_dtype,
+        "run": op.run,
+        "call": op.call,
+        **defaults,
+    }
+    exec(compile(source, f"<op list kernel of {op.overload.name()}>", "exec"), scope)
+    kernel: FunctionType = scope["kernel"]
+    # Where a function being compiled breaks, ops run with its compiler on: in torch 2.11 it takes
+    # the kernel for a function to compile and fails on what the kernel calls.
+    eval_frame.set_code_exec_strategy(kernel.__code__, _NEVER_COMPILED)
+    return kernel
+
+
+def _source(op: _Op) -> tuple[str, dict[str, Any]]:
+    """The text of one op's kernel, and the default values that it names."""
+    arguments = op.overload._schema.arguments
+    positional = [argument for argument in arguments if not argument.kwarg_only]
+    keyword = [argument for argument in arguments if argument.kwarg_only]
     kinds = [str(argument.type) for argument in positional]
     last = max(i for i, kind in enumerate(kinds) if kind in _CAST or i == op.dtype_position)
     names = [f"a{i}" for i in range(last + 1)]
@@ -283,34 +310,30 @@ def _kernel(op: _Op) -> Callable[..., Any]:
             for name, kind in zip(names, kinds, strict=False)
             if kind in _CAST
         ),
-        called=", ".join(names + rest + keywords),
+        calls=_calls(names, rest, keywords),
     )
-    scope: dict[str, Any] = {
-        "CARRIER": _CARRIER,
-        "thread": _thread,
-        "excluded": _excluded,
-        "set_excluded": _set_excluded,
-        "castable": CASTABLE,
-        "cast": cast,
-        "cast_list": cast_list,
-        "widest": widest,
-        "lower": get_autocast_dtype,
-        "run": op.run,
-        "call": op.call,
-        **defaults,
-    }
-    exec(compile(source, f"<op list kernel of {op.overload.name()}>", "exec"), scope)
-    kernel: FunctionType = scope["kernel"]
-    # Where a function being compiled breaks, ops run with its compiler on: in torch 2.11 it takes
-    # the kernel for a function to compile and fails on what the kernel calls.
-    eval_frame.set_code_exec_strategy(kernel.__code__, _NEVER_COMPILED)
-    return kernel
+    return source, defaults
+
+
+def _calls(names: list[str], rest: list[str], keywords: list[str]) -> str:
+    """The call of the op itself; unpacking what is empty, as it mostly is, would cost a tenth."""
+    more = [each.lstrip("*") for each in rest + keywords]
+    plain = f"        return call({', '.join(names)})"
+    if not more:
+        return plain
+    full = f"            return call({', '.join(names + rest + keywords)})"
+    return f"        if {' or '.join(more)}:\n{full}\n{plain}"
 
 
 _lock = threading.Lock()
 _libraries: dict[str, torch.library.Library] = {}
 _slots: dict[OpOverload, int] = {}
 _ops: list[_Op] = []
+
+
+def is_registered(overload: OpOverload) -> bool:
+    """Whether an op has its kernel at the carrier key, for these lists or for others."""
+    return overload in _slots
 
 
 def _register(overload: OpOverload) -> int:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch._ops import OpOverload
 
 from distamp.autocast.op_lists import names
-from distamp.autocast.op_lists.kernels import CARRIER_DEVICE, RuleTable, enter
+from distamp.autocast.op_lists.documented import documented_categories
+from distamp.autocast.op_lists.families import RUNS_AS
+from distamp.autocast.op_lists.kernels import CARRIER_DEVICE, RuleTable, enter, is_registered
 from distamp.autocast.op_lists.rules import Category, Rule
+from distamp.autocast.op_reference import registered
 from distamp.autocast.threads.stack import thread
 
 __all__ = ["OpLists", "current", "moves", "pop", "push", "restore"]
@@ -132,9 +136,6 @@ class OpLists:
         """
         if self.document is None:
             return self._by_op()
-        # Reads torch's lists with fake tensors, whose import takes half a second.
-        from distamp.autocast.op_lists.documented import documented_categories
-
         return documented_categories(self.document, device_type)
 
     def __repr__(self) -> str:
@@ -184,11 +185,9 @@ def _in_force(lists: tuple[tuple[str, OpLists], ...]) -> _InForce:
     made = _made.get(lists)
     if made is not None:
         return made
-    rules: dict[OpOverload, list[Rule]] = {}
-    for device_type, ops in lists:
-        for op, category in ops.categories(device_type).items():
-            for overload in names.overloads(op):
-                rules.setdefault(overload, []).append(Rule.of(device_type, category))
+    # Torch's own lists are read by calling ops, which no mode of this thread's should see.
+    with ThreadPoolExecutor(1) as pool:
+        rules = pool.submit(_rules, lists).result()
     with _lock:
         if lists not in _made:
             limit = len(_MARKS) * (len(_MARKS) + 1)
@@ -200,6 +199,34 @@ def _in_force(lists: tuple[tuple[str, OpLists], ...]) -> _InForce:
             _made[lists] = _InForce(lists, RuleTable(rules), len(_made))
             _tag_compile_caches()
     return _made[lists]
+
+
+def _rules(lists: tuple[tuple[str, OpLists], ...]) -> dict[OpOverload, list[Rule]]:
+    """The rules of each overload, one for each device type; none where torch's own say the same."""
+    rules: dict[OpOverload, list[Rule]] = {}
+    for device_type, ops in lists:
+        categories = ops.categories(device_type)
+        for op, category in categories.items():
+            for overload in names.overloads(op):
+                if is_registered(overload) or not _torchs_does(
+                    op, overload, device_type, categories
+                ):
+                    rules.setdefault(overload, []).append(Rule.of(device_type, category))
+    return rules
+
+
+def _torchs_does(
+    op: str, overload: OpOverload, device_type: str, categories: Mapping[str, Category]
+) -> bool:
+    """Whether torch's own list says of an op what these lists say, so that it needs no kernel.
+
+    Not where torch's kernel would meet ours in ops that it calls: two cost more than one.
+    """
+    if registered.category(overload, device_type) is not categories[op]:
+        return False
+    return categories[op] is not Category.UNLISTED and RUNS_AS.isdisjoint(
+        names.family(op) & categories.keys()
+    )
 
 
 def _tag_compile_caches() -> None:

@@ -119,9 +119,10 @@ def cast(arg: Tensor, to: torch.dtype, rule: Rule) -> Tensor:
 
 def cast_list(args: Sequence[Tensor], to: torch.dtype, rule: Rule) -> Sequence[Tensor]:
     """Cast the tensors of a list, which is handed on as it is if there is nothing to cast."""
-    if all(arg.dtype is to or arg.dtype not in CASTABLE for arg in args):
-        return args
-    return [cast_any(arg, to, rule) for arg in args]
+    for arg in args:
+        if arg.dtype is not to and arg.dtype in CASTABLE:
+            return [cast_any(each, to, rule) for each in args]
+    return args
 
 
 def cast_any(arg: Any, to: torch.dtype, rule: Rule) -> Any:

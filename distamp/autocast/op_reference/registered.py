@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp.autocast.op_lists.names import overloads
-from distamp.autocast.op_lists.rules import Category
+from distamp.autocast.op_lists.rules import Category, tensors_in
 
-__all__ = ["BANNED", "autocast_without_device", "registered", "registered_overloads"]
+__all__ = [
+    "BANNED",
+    "autocast_without_device",
+    "category",
+    "registered",
+    "registered_overloads",
+]
 
 # Ops that raise in an autocast region, with advice on what to use instead.
 BANNED = "banned"
@@ -31,26 +36,37 @@ class _Reached(Exception):
     """The op itself was reached; it need not run."""
 
 
-class _Casts(TorchDispatchMode):
-    """Records the dtypes that an autocast kernel casts to, and stops at the op behind it."""
+class _Probe(Tensor):
+    """A tensor of any device, there or not, that tells what it is cast to and lets no op run.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtypes: set[torch.dtype] = set()
+    torch's fake tensors do the same, and load torch.compile for it.
+    """
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    at: torch.device
+    casts: set[torch.dtype]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, dtype: torch.dtype, at: torch.device, casts: set[torch.dtype]) -> _Probe:
+        shape = torch.empty(2, 2, dtype=dtype, device="meta")
+        made: Any = Tensor._make_subclass(
+            cls, shape, False, dispatch_device=True, device_for_backend_keys=at
+        )
+        made.at, made.casts = at, casts
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":  # A fake tensor is asked for its device.
-            return func(*args, **kwargs)
-        if func is torch.ops.aten._to_copy.default:
-            self.dtypes.add(kwargs["dtype"])
-            return func(*args, **kwargs)
-        if kwargs.get("dtype") is not None:
-            self.dtypes.add(kwargs["dtype"])
-        if True in args and func._schema.arguments[args.index(True)].name == "half_to_float":
-            self.dtypes.add(torch.float32)
+        first: Any = next(each for each in tensors_in((*args, *(kwargs or {}).values())))
+        if func is torch.ops.prim.device.default:
+            return first.at
+        dtypes = [each for each in (*args, *(kwargs or {}).values()) if type(each) is torch.dtype]
+        first.casts.update(dtypes)
+        if func is torch.ops.aten.to.dtype or func is torch.ops.aten._to_copy.default:
+            return cls(dtypes[0], first.at, first.casts)
         raise _Reached
 
 
@@ -89,31 +105,25 @@ def _casts(
     overload: OpOverload, device_type: str, lower: torch.dtype, dtypes: tuple[torch.dtype, ...]
 ) -> set[torch.dtype] | str:
     """What one op's inputs of ``dtypes``, in turn, are cast to; or BANNED."""
-
-    def tensors() -> Iterator[Tensor]:
-        while True:
-            for dtype in dtypes:
-                yield torch.ones(2, 2, dtype=dtype, device=device_type)
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        args, kwargs = _arguments(overload, tensors())
-        name = overload._schema.name.removeprefix("aten::")
-        call = getattr(torch._C._VariableFunctions, name) if name in _DEPRECATED else overload
-        with (
-            autocast_without_device(device_type, lower),
-            _Casts() as casts,
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            try:
-                call(*args, **kwargs)
-            except RuntimeError as error:
-                if "unsafe to autocast" in str(error):
-                    return BANNED
-            except (_Reached, IndexError, TypeError, ValueError, NotImplementedError):
-                pass
-    found: set[torch.dtype] = casts.dtypes
-    return found
+    casts: set[torch.dtype] = set()
+    at = torch.device(device_type)
+    args, kwargs = _arguments(overload, (_Probe(it, at, casts) for it in itertools.cycle(dtypes)))
+    name = overload._schema.name.removeprefix("aten::")
+    call = getattr(torch._C._VariableFunctions, name) if name in _DEPRECATED else overload
+    with autocast_without_device(device_type, lower), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Autograd would ask for the device.
+        below = torch._C._AutoDispatchBelowAutograd()
+        try:
+            call(*args, **kwargs)
+        except RuntimeError as error:
+            if "unsafe to autocast" in str(error):
+                return BANNED
+        except (_Reached, IndexError, TypeError, ValueError, NotImplementedError):
+            pass
+        finally:
+            del below
+    return casts
 
 
 @contextlib.contextmanager
@@ -130,7 +140,12 @@ def autocast_without_device(device_type: str, dtype: torch.dtype) -> Iterator[No
         torch.clear_autocast_cache()
 
 
-def _category(overload: OpOverload, device_type: str) -> Category | str:
+@functools.cache
+def category(overload: OpOverload, device_type: str) -> Category | str:
+    """The category torch registered for one overload, :data:`BANNED`, or ``UNLISTED``."""
+    key = "Autocast" + torch._C._dispatch_key_for_device(device_type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
+        return Category.UNLISTED
     lower, fp32 = torch.bfloat16, torch.float32
     of_fp32 = _casts(overload, device_type, lower, (fp32,))
     if isinstance(of_fp32, str):
@@ -154,7 +169,7 @@ def registered_overloads(device_type: str) -> Mapping[OpOverload, Category | str
         if full.startswith("aten::")
     }
     return {
-        overload: _category(overload, device_type)
+        overload: category(overload, device_type)
         for name in sorted(names)
         for overload in overloads(name)
         if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)

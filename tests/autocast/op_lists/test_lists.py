@@ -24,7 +24,8 @@ from distamp.autocast.op_reference import NATIVE, observe
 from distamp.autocast.op_reference.samples import SAMPLES
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-X, W, B = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
+SEED = torch.Generator().manual_seed(0)
+X, W, B = (torch.randn(shape, generator=SEED) for shape in ((4, 4), (4, 4), (4,)))
 
 MATMULS: dict[str, Callable[[], Tensor]] = {
     "linear": lambda: F.linear(X, W, B),

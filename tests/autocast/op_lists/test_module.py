@@ -13,7 +13,7 @@ from distamp import autocast
 from distamp.autocast import precision
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-X = torch.randn(2, 4)
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
 def model() -> nn.Sequential:
