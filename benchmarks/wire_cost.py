@@ -4,14 +4,17 @@
     python -m benchmarks.wire_cost --device cuda
 
 One thread, memory of the caller's own (``out=``) on both sides, a gradient bucket of 25 MiB. The
-encoding divides by 8 as well; a decoded value is compared with ``.float()``. On a GPU the functions
+encoding divides by 8 as well; a decoded value is compared with ``.float()``. Times are those of the
+processor, which a busy machine lengthens less than the clock's. On a GPU the functions
 go through ``torch.compile`` and are compared with a copy, in bytes moved per second.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -46,7 +49,7 @@ def _on_cpu(elements: int, rounds: int) -> str:
     }
     for wire in WIRE_FORMATS.values():
         contenders |= _of_format(wire, values)
-    timings = interleave(contenders, rounds)
+    timings = _processor_times(contenders, rounds)
     rows = [
         [HALF, _micros(timings, HALF, elements), "1", "", "", ""],
         [FLOAT, "", "", _micros(timings, FLOAT, elements), "1", ""],
@@ -65,6 +68,19 @@ def _on_cpu(elements: int, rounds: int) -> str:
         )
     header = ["", "encode, us", f"of {HALF}", "decode, us", f"of {FLOAT}", "decode and add, us"]
     return f"\nMicroseconds per million elements:\n\n{markdown(header, rows)}"
+
+
+def _processor_times(contenders: dict[str, Callable[[], object]], rounds: int) -> Timings:
+    """Seconds that this thread ran for, round by round, in an order drawn anew for each."""
+    names, order = list(contenders), random.Random(0)
+    timings: Timings = {name: [] for name in names}
+    for number in range(-3, rounds):
+        for name in order.sample(names, len(names)):
+            start = time.thread_time()
+            contenders[name]()
+            if number >= 0:
+                timings[name].append(time.thread_time() - start)
+    return timings
 
 
 def _of_format(wire: WireFormat, values: Tensor) -> dict[str, Callable[[], object]]:

@@ -11,7 +11,7 @@ import torch
 __all__ = ["WireFormat", "exponent_field", "on_host", "pieces"]
 
 # Elements worked on at a time on a CPU, so that every pass after the first finds them in the cache.
-PIECE = 1 << 17
+PIECE = 1 << 18
 SUM_PIECE = 1 << 20
 EXPONENT_BITS = 23
 
