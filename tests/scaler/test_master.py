@@ -660,6 +660,20 @@ def test_bf16_masters_need_no_scaler(scaler, zero_grad):
     assert equal(master_params(optimizer), hand.copies)
 
 
+@pytest.mark.parametrize("how", ["model", "masters", "optimizer, told of the pass"])
+def test_without_a_scaler_a_gradient_is_thrown_away_as_documented(how):
+    parameter = one(0.0, BF16)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    masters = MasterParameters(optimizer)
+    for gradient in (100.0, 1.0):
+        ZERO_GRADS[how.split(",")[0]](optimizer, nn.ParameterList([parameter]), masters)
+        if "told" in how:
+            masters.before_backward()
+        (parameter.float().sum() * gradient).backward()
+    optimizer.step()
+    assert parameter.item() == -1.0
+
+
 def test_a_disabled_scaler_clips_masters():
     parameter, optimizer, _ = one_master(0.0)
     scaler = DistGradScaler("cpu", enabled=False)
