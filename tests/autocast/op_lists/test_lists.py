@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import autocast
 from distamp.autocast import OpLists, op_lists
@@ -20,7 +21,7 @@ from distamp.autocast.op_lists import kernels
 from distamp.autocast.op_lists import lists as lists_module
 from distamp.autocast.op_lists.families import FAMILIES
 from distamp.autocast.op_lists.names import documented, documents, overloads
-from distamp.autocast.op_reference import NATIVE, observe
+from distamp.autocast.op_reference import NATIVE, observe, registered
 from distamp.autocast.op_reference.samples import SAMPLES
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -447,6 +448,37 @@ def test_a_custom_op_can_be_listed() -> None:
             assert op(X).dtype is BF16
         with autocast("cpu"):
             assert op(X).dtype is FP32
+
+
+def test_what_torch_lists_alike_needs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it lists otherwise, or where its kernel would meet ours inside, does."""
+    monkeypatch.setattr(lists_module, "_made", {})
+    monkeypatch.setattr(lists_module, "is_registered", lambda overload: False)
+
+    def rules(ops: OpLists) -> set[str]:
+        return {overload.name() for overload in lists_module._rules((("cpu", ops),))}
+
+    assert rules(OpLists(lower_precision={"mm", "linear"}, exact=True)) == set()
+    assert rules(OpLists(fp32={"mm"}, exact=True)) == {"aten::mm"}
+    matrix_products = rules(OpLists(lower_precision={"linear"}))
+    assert "aten::einsum" in matrix_products
+    assert "aten::linear" not in matrix_products
+    assert {"aten::conv2d", "aten::convolution"} <= rules(OpLists(lower_precision={"conv2d"}))
+
+
+def test_reading_torchs_lists_shows_in_no_mode_of_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    monkeypatch.setattr(lists_module, "_made", {})
+    registered.category.cache_clear()
+    with Seen(), autocast("cpu", ops=OpLists(fp32={"linear"})):
+        assert seen == []
 
 
 def test_ops_that_are_not_listed_never_reach_python(monkeypatch: pytest.MonkeyPatch) -> None:
