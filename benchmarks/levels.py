@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks.common import environment, markdown
+from benchmarks.common import environment
+from benchmarks.levels_page import CONTROL, LEVELS, RESULTS, render, write
 from distamp import initialize
 from distamp.initialize import Amp
 from distamp.initialize.entry import Overrides
@@ -34,13 +33,8 @@ from launch.corpus import load_corpus
 from launch.data import TrainingWindows, validation_windows
 from launch.networks import GPT
 
-LEVELS = ("O0", "O1", "O2", "O3", "bf16")
 # A run this short would otherwise spend a part of it on finding its scale.
 SCALING: Overrides = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
-PAGE = Path("docs/levels.md")
-RESULTS = Path("docs/results/levels.json")
-IMAGE = Path("docs/images/levels.png")
-BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->"
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ def conv_net(batch: int = 32) -> Task:
     return Task(
         "conv net",
         ConvNet,
-        lambda parameters, _: torch.optim.SGD(parameters, 0.02, momentum=0.9, weight_decay=1e-3),
+        lambda parameters, _: torch.optim.SGD(parameters, 0.01, momentum=0.9, weight_decay=1e-3),
         take,
         (images[held_out], targets[held_out]),
     )
@@ -172,8 +166,12 @@ def train(task: Task, level: str, seed: int, steps: int) -> Run:
     """Train from a seed, and take the loss on what was held out."""
     torch.manual_seed(seed)
     model = task.model()
+    if level == CONTROL:
+        model.half().float()
     optimizer = task.optimizer(list(model.parameters()), level)
-    amp = initialize(model, optimizer, level, **(SCALING if level in ("O1", "O2") else {}))
+    amp = initialize(
+        model, optimizer, level.split(",")[0], **(SCALING if level in ("O1", "O2") else {})
+    )
     rate = [group["lr"] for group in optimizer.param_groups]
     skipped = taken = 0
     memory: Memory | None = None
@@ -251,95 +249,15 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t._values().nbytes if t.is_sparse else t.nbytes for t in tensors)
 
 
-# -- results -------------------------------------------------------------------------------------
+def _with_earlier(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Return the runs and, of earlier ones of as many steps, those that they do not replace."""
 
+    def key(run: dict[str, Any]) -> tuple[int, int, int]:
+        return run["task"] != "GPT", run["seed"], LEVELS.index(run["level"])
 
-def render(results: dict[str, Any]) -> str:
-    """Return the results as they stand in the page: two tables and the picture."""
-    runs, seeds = results["runs"], sorted({run["seed"] for run in results["runs"]})
-    tasks = list(dict.fromkeys(run["task"] for run in runs))
-    losses, memory = [], []
-    for task in tasks:
-        base = _losses(runs, task, "O0")
-        for level in LEVELS:
-            mine = _losses(runs, task, level)
-            beside = [(m / b - 1) * 100 for m, b in zip(mine, base, strict=True)]
-            spread = statistics.stdev(mine) if len(mine) > 1 else 0.0
-            change = f"{statistics.mean(beside):+.2f} % ({min(beside):+.2f} to {max(beside):+.2f})"
-            skipped = [r["skipped"] for r in runs if (r["task"], r["level"]) == (task, level)]
-            losses.append(
-                [
-                    task,
-                    level,
-                    f"{statistics.mean(mine):.4f} ± {spread:.4f}",
-                    "" if level == "O0" else change,
-                    str(round(statistics.mean(skipped), 1)),
-                ]
-            )
-            one = next(r for r in runs if (r["task"], r["level"]) == (task, level))["memory"]
-            memory.append([task, level, *(f"{value / 1024:,.0f}" for value in one.values())])
-    header = ["Model", "Level", "Validation loss", "beside O0, seed by seed", "Steps skipped"]
-    kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
-    return (
-        f"Nats per byte and per digit, mean and standard deviation over {len(seeds)} seeds; "
-        f"{results['steps']} steps each. {results['environment']}. Written by "
-        f"`{results['command']}`.\n\n{markdown(header, losses)}\n\n"
-        "![Validation loss of each level beside O0](images/levels.png)\n\n"
-        "KiB at one step, each tensor counted once.\n\n"
-        f"{markdown(['Model', 'Level', *kinds], memory)}\n"
-    )
-
-
-def _losses(runs: list[dict[str, Any]], task: str, level: str) -> list[float]:
-    found = [r for r in runs if r["task"] == task and r["level"] == level]
-    return [r["loss"] for r in sorted(found, key=lambda r: r["seed"])]
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Draw the loss of every run beside that of O0 from the same seed, and the memory."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    runs = results["runs"]
-    tasks = list(dict.fromkeys(run["task"] for run in runs))
-    figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 6.5), squeeze=False)
-    for column, task in enumerate(tasks):
-        base = _losses(runs, task, "O0")
-        top, bottom = axes[0][column], axes[1][column]
-        top.axhspan(-1, 1, color="0.92")
-        for place, level in enumerate(LEVELS):
-            beside = [
-                100 * (m / b - 1) for m, b in zip(_losses(runs, task, level), base, strict=True)
-            ]
-            top.plot([place] * len(beside), beside, "o", color=f"C{place}")
-        top.set_title(task)
-        top.set_xticks(range(len(LEVELS)), LEVELS)
-        below = [0.0] * len(LEVELS)
-        for kind in ("weights", "masters", "gradients", "optimizer", "activations"):
-            sizes = [
-                next(r for r in runs if (r["task"], r["level"]) == (task, level))["memory"][kind]
-                / 2**20
-                for level in LEVELS
-            ]
-            bottom.bar(LEVELS, sizes, bottom=below, label=kind)
-            below = [a + b for a, b in zip(below, sizes, strict=True)]
-    axes[0][0].set_ylabel("validation loss beside O0, %\n(each dot a seed, grey: 1 %)")
-    axes[1][0].set_ylabel("MiB at one step")
-    axes[1][0].legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": ""})
-    plt.close(figure)
-
-
-def write(results: dict[str, Any]) -> None:
-    """Put the results into the page, between its two marks, and draw the picture."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}{render(results)}{END}{after}")
-    plot(results, IMAGE)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"steps": steps, "runs": []}
+    held = {key(run): run for run in (kept["runs"] if kept["steps"] == steps else [])}
+    return [run for _, run in sorted((held | {key(run): run for run in runs}).items())]
 
 
 def main() -> None:
@@ -349,6 +267,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tasks", nargs="+", default=["gpt", "conv"], choices=("gpt", "conv"))
+    parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS)
     parser.add_argument("--write", action="store_true", help="put the results into the docs")
     parser.add_argument(
         "--render", action="store_true", help="write the docs from the last results"
@@ -361,7 +280,7 @@ def main() -> None:
     for make in [{"gpt": gpt, "conv": conv_net}[name] for name in options.tasks]:
         task = make()
         for seed in options.seeds:
-            for level in LEVELS:
+            for level in options.levels:
                 start = time.perf_counter()
                 run = train(task, level, seed, options.steps)
                 runs.append(asdict(run))
@@ -377,6 +296,7 @@ def main() -> None:
         "runs": runs,
     }
     if options.write:
+        results["runs"] = _with_earlier(runs, options.steps)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         write(results)
     else:

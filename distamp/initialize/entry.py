@@ -101,11 +101,7 @@ def initialize(
     region = _region(precision, models, overrides)
     for each, wrapping in zip(models, wrappings, strict=True):
         _prepare(each, wrapping, precision)
-    if comm_hook is not None:
-        for each in models:
-            state = register(each, comm_hook)
-            if scaler.is_enabled():
-                scaler.attach(state)
+    _attach_hooks(models, comm_hook, scaler)
     if precision.master_weights:
         _make_masters(to_step)
     num_losses = overrides.get("num_losses", 1)
@@ -128,6 +124,17 @@ def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None
     if precision.autocasts and wrapping.name == "DataParallel":
         # torch's replicas know whether autocast is on, and not in which dtype.
         bind(model)
+
+
+def _attach_hooks(
+    models: tuple[nn.Module, ...], comm_hook: str | None, scaler: DistGradScaler
+) -> None:
+    if comm_hook is None:
+        return
+    for model in models:
+        state = register(model, comm_hook)
+        if scaler.is_enabled():
+            scaler.attach(state)
 
 
 def _make_masters(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
