@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
-__all__ = ["Channel", "refuse_stranger", "resolve_group"]
+__all__ = ["Channel", "device_of", "refuse_stranger", "resolve_group"]
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
@@ -124,7 +124,7 @@ def _own_gloo(parent: ProcessGroup, rank: int, size: int) -> Any:
     a second time, such a group finds the addresses of the first.
     """
     names = torch.randint(2**62, (1,), generator=_seeded_by_the_system())
-    on_device = names.to(_device_of(parent))
+    on_device = names.to(device_of(parent))
     dist.broadcast(on_device, src=dist.get_global_rank(parent, 0), group=parent)
     store = dist.distributed_c10d._get_default_store()
     name = f"distamp/comm_hooks/{int(on_device.item())}"
@@ -138,7 +138,8 @@ def _seeded_by_the_system() -> torch.Generator:
     return generator
 
 
-def _device_of(group: ProcessGroup) -> torch.device:
+def device_of(group: ProcessGroup) -> torch.device:
+    """Return a device whose tensors the group can send."""
     types = [device.type for device in group._device_types]
     if "cpu" in types or not types:
         return torch.device("cpu")
@@ -146,6 +147,6 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 
 def _timeout(group: ProcessGroup) -> timedelta:
-    backend = group._get_backend(_device_of(group))
+    backend = group._get_backend(device_of(group))
     timeout: timedelta = getattr(backend.options, "_timeout", dist.default_pg_timeout)
     return timeout

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.futures import Future
 
-from distamp.comm_hooks.state import CommHookState, completed, state_of
+from distamp.comm_hooks.state import CommHookState, state_of
 
 __all__ = [
     "bf16_compress_hook",
@@ -130,8 +131,8 @@ def _casting(hook: Hook, dtype: torch.dtype) -> Hook:
 def average_bucket(state: CommHookState, bucket: Any) -> Future[Tensor]:
     """Average what DDP, or its compiled reducer, hands to a hook."""
     if isinstance(bucket, tuple):
-        gradient, parameter = bucket
-        return completed(average_gradient_(state, gradient, parameter))
+        # Its results are taken from the gradient itself, and the future is not looked at.
+        return _average_compiled(state, bucket[0])  # type: ignore[return-value]
     buffer = bucket.buffer()
     if buffer.is_sparse:
         return _average_sparse(state, bucket)
@@ -140,18 +141,18 @@ def average_bucket(state: CommHookState, bucket: Any) -> Future[Tensor]:
     return state.average(bucket.index(), buffer, bucket.parameters())
 
 
-def average_gradient_(state: CommHookState, gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Average one gradient in place and wait for it."""
-    if gradient.is_sparse:
-        raise ValueError("a sparse gradient cannot be averaged by a compiled reducer")
-    flat = gradient.reshape(-1)
-    if state.wire.name == "fp16_plain":
-        averaged = _average_plain(state, flat).wait()
+def _average_compiled(state: CommHookState, gradient: Tensor) -> Tensor:
+    """All-reduce one gradient of DDP's Python reducer, in place.
+
+    The call is a part of a graph, which has no place for a thread or for futures.
+    """
+    group = state.process_group
+    mean = gradient / dist.get_world_size(group)
+    if torch.compiler.is_compiling():
+        mean = functional_collectives.all_reduce(mean, "sum", group)
     else:
-        averaged = state.average(-1, flat, [parameter]).wait()
-    if averaged.data_ptr() != gradient.data_ptr():
-        gradient.copy_(averaged.view_as(gradient))
-    return gradient
+        dist.all_reduce(mean, group=group)
+    return gradient.copy_(mean)
 
 
 def _average_plain(state: CommHookState, buffer: Tensor) -> Future[Tensor]:

@@ -223,13 +223,17 @@ class _Run:
     def add_up(self, piece: _Piece) -> None:
         """Add up the wires of all ranks, in their order, so that all ranks get the same."""
         nbytes = self.wire.nbytes(piece.numel)
-        total = self.exchange.buffer("total", 0, 4 * piece.numel).view(torch.float32)
+        values = self.values[piece.start : piece.start + piece.numel]
+        total = values
+        if values.dtype is not torch.float32:
+            total = self.exchange.buffer("total", 0, 4 * piece.numel).view(torch.float32)
         self._add(self._rows(piece, nbytes)[:, HEADER_BYTES : HEADER_BYTES + nbytes], total)
         # Wires of finite values may add up to inf, which no header knows of.
         near = self.headers[-1][:, 1].amax() >= _NEAR_OVERFLOW
         if not self.channel.on_host or near:
             self.late.append(_any_nonfinite(total))
-        self.values[piece.start : piece.start + piece.numel].copy_(total)
+        if total is not values:
+            values.copy_(total)
 
     # -- both ------------------------------------------------------------------------------------
 

@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.comm_hooks.channel import device_of
 from distamp.comm_hooks.ddp import wire_hook
 from distamp.comm_hooks.fsdp1 import register_fsdp1
 from distamp.comm_hooks.fsdp2 import register_fsdp2
 from distamp.comm_hooks.fsdp_state import ShardedHookState
 from distamp.comm_hooks.state import CommHookState
-from distamp.comm_hooks.wire import WireFormat, wire_format
+from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = ["register"]
 
@@ -95,6 +96,7 @@ def _register_ddp(
         raise ValueError(_second(getattr(hook, "__qualname__", repr(hook))))
     trained = [p for p in model.parameters() if p.requires_grad]
     _check_width(wire, trained)
+    _check_same_format(wire, group)
     state = CommHookState(wire.name, group)
     state.name_parameters(model.module.named_parameters())
     if wire.name != "fp16_plain":
@@ -106,6 +108,25 @@ def _register_ddp(
         model._comm_hooks.pop()
         raise ValueError(_second("one of torch's built-in hooks")) from error
     return state
+
+
+def _check_same_format(wire: WireFormat, group: ProcessGroup) -> None:
+    """Refuse, on every rank, ranks that register different formats: they would wait for ever."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    names = list(WIRE_FORMATS)
+    mine = torch.tensor([names.index(wire.name)], device=device_of(group))
+    everyone = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(everyone, mine, group=group)
+    said: dict[str, list[int]] = {}
+    for rank, index in zip(_ranks(group), torch.cat(everyone).tolist(), strict=True):
+        said.setdefault(names[index], []).append(rank)
+    if len(said) > 1:
+        parts = (f"rank {', '.join(map(str, ranks))}: {name}" for name, ranks in said.items())
+        raise ValueError(
+            f"the ranks register different formats: {'; '.join(parts)}. Give every rank the same"
+        )
 
 
 def _check_width(wire: WireFormat, parameters: list[nn.Parameter]) -> None:

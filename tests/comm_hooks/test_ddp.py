@@ -200,6 +200,33 @@ def test_a_group_of_some_ranks(ranks4):
     assert max(ranks4.run(_subgroup)) <= BOUNDS["fp16"]
 
 
+def _compiled(reducer: str) -> float:
+    import torch._dynamo as dynamo
+
+    net = mlp(*WIDTHS)
+    plain, _ = wrapped(net, None)
+    x = inputs(0, WIDTHS[0])
+    plain(x).square().sum().backward()
+    with warnings.catch_warnings(), dynamo.config.patch(optimize_ddp=reducer or True):
+        warnings.simplefilter("ignore")  # of torch's own, about its graphs
+        hooked, _ = wrapped(net, "fp16")
+        loss = torch.compile(hooked, backend="aot_eager")(x).square().sum()
+        with contextlib.ExitStack() as stack:
+            if reducer:
+                compiler = torch.compile(backend="aot_eager")
+                stack.enter_context(dynamo.compiled_autograd._enable(compiler))
+            loss.backward()
+    dynamo.reset()
+    a, b = gradients(plain), gradients(hooked)
+    return ((a - b).norm() / a.norm()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reducer", ["", "python_reducer"])
+def test_compiled_models(new_ranks, reducer):
+    assert max(new_ranks(2, timeout=280).run(_compiled, reducer)) <= BOUNDS["fp16"]
+
+
 def _half(dtype: torch.dtype) -> tuple[float, dict[str, int]]:
     net = mlp(*WIDTHS).to(dtype)
     found = []
@@ -353,7 +380,10 @@ def _other_bucket(what: str) -> str:
     # What is never unused comes in one bucket at first, whatever its size.
     net = mlp(*WIDTHS)
     model = DistributedDataParallel(net, bucket_cap_mb=cap, find_unused_parameters=True)
-    comm_hooks.register(model, wire)
+    model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    if what == "format":
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(comm_hooks.CommHookState(wire), comm_hooks.fp16_compress_hook)
     with pytest.raises(ValueError, match="the ranks exchange different gradients") as error:
         model(inputs(0, WIDTHS[0])).square().sum().backward()
     return str(error.value)

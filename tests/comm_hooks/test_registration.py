@@ -67,8 +67,8 @@ def _refused(what: str) -> str:
         model, wire, kwargs = mlp(*WIDTHS), "fp16", {}
     elif what.startswith("group"):
         model, wire = _wrap(what.split()[1]), "fp16"
-        kwargs = {"process_group": subgroup([0, 1]) if dist.get_rank() < 2 else subgroup([2, 3])}
-        subgroup([2, 3] if dist.get_rank() < 2 else [0, 1])
+        groups = [subgroup([0, 1]), subgroup([2, 3])]
+        kwargs = {"process_group": groups[dist.get_rank() // 2]}
     elif what == "replicas":
         model, wire, kwargs = _wrap("DDP"), "fp16", {"replicas": dist.group.WORLD}
     elif what == "wide":
@@ -112,6 +112,21 @@ def test_what_does_not_fit_is_refused_in_one_line(ranks4, what, named):
     for said in ranks4.run(_refused, what):
         assert named in said
         assert "\n" not in said
+
+
+def _other_format(other: str) -> str:
+    model = _wrap("DDP")
+    with pytest.raises(ValueError) as error:
+        comm_hooks.register(model, other if dist.get_rank() == 2 else "fp16")
+    comm_hooks.register(model, "fp16")  # nothing was registered by the failed call
+    return str(error.value)
+
+
+@pytest.mark.parametrize("other", ["int8", "fp16_plain"])
+def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4, other):
+    said = f"the ranks register different formats: rank 0, 1, 3: fp16; rank 2: {other}. "
+    for each in ranks4.run(_other_format, other):
+        assert each == said + "Give every rank the same"
 
 
 def test_there_must_be_a_process_group(ranks2):

@@ -1,0 +1,127 @@
+"""A DDP training step of 25 million parameters: each hook beside torch's and beside none.
+
+Every contender has its own copy of the model under DDP; steps are taken in turn on all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import Timings, environment, interleave, markdown, ratio, slowest
+from distamp import comm_hooks
+
+__all__ = ["NONE", "TORCH", "bytes_of_a_step", "model_of", "step_of", "time_steps"]
+
+NONE, TORCH = "no hook (fp32)", "torch's fp16_compress_hook"
+WIDTH, LAYERS = 1776, 8
+
+
+def model_of(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
+    """Return ``layers`` square linear layers: 25 M parameters by default."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def step_of(
+    contender: str, width: int = WIDTH, layers: int = LAYERS, rows: int = 1
+) -> tuple[Callable[[], None], Any]:
+    """Return one forward and backward pass under DDP with a hook, and the hook's state.
+
+    To be called on every rank of the default group, with the same arguments.
+
+    Args:
+        contender: `NONE`, `TORCH` or a wire format.
+        width: Of the layers.
+        layers: Their number.
+        rows: Of the batch on each rank; few, so that the step is communication.
+    """
+    model = DistributedDataParallel(model_of(width, layers))
+    state: Any = None
+    if contender == TORCH:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif contender != NONE:
+        state = comm_hooks.register(model, contender)
+    batch = torch.randn(rows, width)
+
+    def step() -> None:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+
+    return step, state
+
+
+def time_steps(
+    contenders: Sequence[str], rounds: int, width: int = WIDTH, layers: int = LAYERS
+) -> tuple[Timings, dict[str, float]]:
+    """Time steps of all contenders in turn; returns seconds and bytes of one step, on this rank."""
+    steps = {name: step_of(name, width, layers) for name in contenders}
+    warmup = 2
+    timings = interleave(
+        {name: step for name, (step, _) in steps.items()},
+        rounds,
+        warmup=warmup,
+        before=dist.barrier,
+    )
+    numel = sum(p.numel() for p in model_of(width, layers).parameters())
+    sent = {
+        name: bytes_of_a_step(name, numel, state, rounds + warmup)
+        for name, (_, state) in steps.items()
+    }
+    return timings, sent
+
+
+def bytes_of_a_step(contender: str, numel: int, state: Any, steps: int) -> float:
+    """Return what this rank gives to the network in a step: counted, or by a ring all-reduce."""
+    if state is not None:
+        return state.stats().total_bytes / steps
+    size = dist.get_world_size()
+    return 2 * (size - 1) / size * numel * (4 if contender == NONE else 2)
+
+
+def _rank(contenders: Sequence[str], rounds: int, width: int, layers: int) -> Any:
+    return time_steps(contenders, rounds, width, layers)
+
+
+def main() -> None:
+    from tests.ranks import RankPool
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--wires", nargs="+", default=["fp16", "bf16", "int16", "int8"])
+    given = parser.parse_args()
+    contenders = [NONE, TORCH, *given.wires]
+    print(environment())
+    for size in given.ranks:
+        with RankPool(size, timeout=1800) as pool:
+            ranks = pool.run(_rank, contenders, given.rounds, given.width, given.layers)
+        times = slowest([timings for timings, _ in ranks])
+        sent = ranks[0][1]
+        rows = [
+            [
+                name,
+                f"{sorted(times[name])[given.rounds // 2] * 1e3:.0f}",
+                str(ratio(times[name], times[TORCH])),
+                str(ratio(times[name], times[NONE])),
+                f"{sent[name] / 1e6:.1f}",
+                f"{sent[name] / sent[NONE]:.3f}",
+            ]
+            for name in contenders
+        ]
+        print(f"\n{size} ranks over loopback, {given.rounds} rounds in turn\n")
+        head = ["", "ms", "beside torch's", "beside none", "MB a rank", "of fp32's bytes"]
+        print(markdown(head, rows))
+
+
+if __name__ == "__main__":
+    main()
