@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from distamp.comm_hooks.fsdp_state import ShardedHookState, check_format, check_width
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
-from distamp.comm_hooks.wire_reduce import all_reduce, reduce_scatter
+from distamp.comm_hooks.wire_reduce import agree, all_reduce, reduce_scatter
 
 __all__ = [
     "LowPrecisionState",
@@ -87,6 +87,7 @@ def register_fsdp1(model: FullyShardedDataParallel, wire: WireFormat) -> Sharded
     Raises:
         ValueError: not the outermost wrapper, a hook is there already, a hybrid strategy, a
             format that needs error feedback, or gradients in a dtype not wider than the wire.
+        LockstepError: a rank holds another format or model; on all ranks.
     """
     check_format(wire)
     if not model.check_is_root():
@@ -106,6 +107,10 @@ def register_fsdp1(model: FullyShardedDataParallel, wire: WireFormat) -> Sharded
         dtype = precision.reduce_dtype or precision.param_dtype or _dtype_of(unit)
         check_width(wire, dtype, "MixedPrecision(reduce_dtype=...)")
     assert model.process_group is not None
+    assert model.compute_device is not None
+    flat = [unit._flat_param for unit in units if unit._flat_param is not None]
+    numel = sum(each._unpadded_unsharded_size.numel() for each in flat)
+    agree(wire, numel, model.process_group, model.compute_device)
     state = ShardedHookState(wire)
     hook_state = LowPrecisionState(model.process_group, _dtype_of(model))
     hook_state.account = state.account

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks.fsdp_state import ShardedHookState, check_format, check_width
 from distamp.comm_hooks.wire import WireFormat
-from distamp.comm_hooks.wire_reduce import News, all_reduce, reduce_scatter
+from distamp.comm_hooks.wire_reduce import News, agree, all_reduce, reduce_scatter
 
 __all__ = ["WireReduceScatter", "register_fsdp2"]
 
@@ -154,6 +154,7 @@ def register_fsdp2(
         ValueError: no FSDP2 module, a hook or a custom reduce-scatter is there already, a format
             that needs error feedback, gradients reduced in a dtype that is not wider than the
             wire, or ``replicas`` with a two-dimensional mesh.
+        LockstepError: a rank holds another format or model; on all ranks.
         RuntimeError: this torch has no ``set_custom_reduce_scatter``.
     """
     check_format(wire)
@@ -171,6 +172,7 @@ def register_fsdp2(
     groups = [_param_groups(module) for module in modules]
     for module, of_module in zip(modules, groups, strict=True):
         _check_groups(module, of_module, wire, replicas)
+    _agree(wire, [group for of_module in groups for group in of_module], replicas)
     state = ShardedHookState(wire)
     for module, of_module in zip(modules, groups, strict=True):
         for param_group in of_module:
@@ -215,6 +217,18 @@ def _check_groups(
                 "itself: pass fully_shard the shard dimension alone, mesh['shard'], or leave out "
                 "replicas"
             )
+
+
+def _agree(wire: WireFormat, groups: list[Any], replicas: ProcessGroup | None) -> None:
+    """Compare format and model among the ranks that will exchange."""
+    numels: dict[ProcessGroup, int] = {}
+    for group in groups:
+        numel = sum(each.sharded_param.numel() for each in group.fsdp_params)
+        for ranks in (group.mesh_info.shard_process_group, replicas):
+            if ranks is not None:
+                numels[ranks] = numels.get(ranks, 0) + numel
+    for ranks, numel in numels.items():
+        agree(wire, numel, ranks, groups[0].device)
 
 
 def _divisor(op: Any, size: int) -> float:

@@ -18,7 +18,7 @@ from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 from distamp.errors import LockstepError
 
-__all__ = ["News", "all_reduce", "reduce_scatter"]
+__all__ = ["News", "agree", "all_reduce", "reduce_scatter"]
 
 # Of each row, int64: non-finite or not, which format, how many elements, two lockstep words.
 HEADER_WORDS = 5
@@ -40,6 +40,24 @@ class News(NamedTuple):
 
     nonfinite: Tensor
     apart: Tensor
+
+
+def agree(wire: WireFormat, numel: int, group: ProcessGroup, device: torch.device) -> None:
+    """Compare format and length with all ranks of the group, once, before anything is sent.
+
+    Args:
+        wire: The format on the way.
+        numel: How many elements this rank holds, of all that will be sent.
+        group: The ranks.
+        device: One that the group can send from.
+
+    Raises:
+        LockstepError: a rank holds another format or length; on all ranks.
+    """
+    mine = torch.tensor([0, _FORMATS.index(wire.name), numel, 0, 0], device=device)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(rows, mine, group=group)
+    _compare(torch.stack(rows).tolist(), wire, numel, group)
 
 
 def reduce_scatter(
@@ -178,23 +196,27 @@ def _read_headers(rows: Tensor, wire: WireFormat, numel: int, group: ProcessGrou
     """What the senders say; on the host also whether all sent what this rank did."""
     header = rows[:, :HEADER_BYTES].view(torch.int64)
     if rows.device.type == "cpu":
-        others = [
-            f"rank {rank} sent {_FORMATS[number]} and {count} elements"
-            for rank, (_, number, count, *_) in zip(
-                dist.get_process_group_ranks(group), header.tolist(), strict=True
-            )
-            if (number, count) != (_FORMATS.index(wire.name), numel)
-        ]
-        if others:
-            raise LockstepError(
-                f"this rank sent {wire.name} and {numel} elements, but {'; '.join(others)}: "
-                "register the same format on the same model on every rank"
-            )
+        _compare(header.tolist(), wire, numel, group)
     words = header[:, 3:]
     silent = words[:, :1] == 0
     most = torch.where(silent, torch.iinfo(torch.int64).min, words).amax(0)
     least = torch.where(silent, torch.iinfo(torch.int64).max, words).amin(0)
     return News((header[:, 0] != 0).any(), (most > least).any())
+
+
+def _compare(headers: list[list[int]], wire: WireFormat, numel: int, group: ProcessGroup) -> None:
+    others = [
+        f"rank {rank} {_FORMATS[number]} and {count}"
+        for rank, (_, number, count, *_) in zip(
+            dist.get_process_group_ranks(group), headers, strict=True
+        )
+        if (number, count) != (_FORMATS.index(wire.name), numel)
+    ]
+    if others:
+        raise LockstepError(
+            f"this rank sends {wire.name} and {numel} elements, but {'; '.join(others)}: register "
+            "the same format on the same model on every rank"
+        )
 
 
 def _add_up(wire: WireFormat, wires: Tensor, out: Tensor, *, at_once: bool) -> None:

@@ -32,6 +32,7 @@ from distamp.comm_hooks.fsdp1 import (
 )
 from distamp.comm_hooks.fsdp2 import register_fsdp2
 from distamp.comm_hooks.wire import wire_format
+from distamp.errors import LockstepError
 from tests.collectives import count_collectives
 from tests.ranks import mesh
 
@@ -342,19 +343,21 @@ def test_what_fsdp2_cannot_do_is_said(ranks2, case, match):
         assert re.search(match, said), said
 
 
-def _apart() -> str:
-    model = sharded(net())
-    register_fsdp2(model, wire_format("fp16" if dist.get_rank() else "int16"))
-    with pytest.raises(RuntimeError) as caught:
-        loss_of(model(batch(dist.get_rank()))).backward()
+def _apart(wrapper: str, other: str) -> str:
+    wire = wire_format("fp16" if dist.get_rank() else other)
+    model = sharded(net()) if wrapper == "FSDP2" else wrapped(net())
+    with pytest.raises(LockstepError) as caught:
+        (register_fsdp2 if wrapper == "FSDP2" else register_fsdp1)(model, wire)
     return str(caught.value)
 
 
-def test_ranks_with_different_formats_are_named_on_all(new_ranks):
-    first, second = new_ranks(2).run(_apart)
-    assert "this rank sent int16" in first
-    assert "rank 1 sent fp16" in first
-    assert "rank 0 sent int16" in second
+@pytest.mark.parametrize("other", ["int16", "bf16"])
+@pytest.mark.parametrize("wrapper", ["FSDP1", "FSDP2"])
+def test_ranks_with_different_formats_are_named_on_all(ranks2, wrapper, other):
+    first, second = ranks2.run(_apart, wrapper, other)
+    assert f"this rank sends {other}" in first
+    assert "rank 1 fp16" in first
+    assert f"rank 0 {other}" in second
 
 
 # -- FSDP1 ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WIRE_FORMATS, wire_format
 from distamp.comm_hooks.wire_reduce import News, _add_up, all_reduce, reduce_scatter
+from distamp.errors import LockstepError
 
 # Of twice rounded values.
 ERRORS = {"fp16_plain": 4e-4, "bf16": 3e-3, "fp16": 4e-4, "int16": 8e-5, "int8": 0.02}
@@ -105,6 +106,21 @@ def test_every_rank_hears_the_same_news(ranks4, kind, nonfinite, apart):
     for answers in ranks4.run(_news, kind):
         assert set(answers[::2]) == {nonfinite}
         assert set(answers[1::2]) == {apart}
+
+
+def _apart(numel: int, name: str) -> str:
+    wire, group = wire_format(name if dist.get_rank() == 1 else "fp16"), dist.group.WORLD
+    given = torch.ones(numel if dist.get_rank() == 1 else 256)
+    with pytest.raises(LockstepError) as caught:
+        all_reduce(wire, given, group, divisor=1, account=Account())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("numel", "name"), [(256, "int16"), (250, "fp16")])
+def test_a_peer_that_sends_something_else_is_named_on_all_ranks(ranks2, numel, name):
+    first, second = ranks2.run(_apart, numel, name)
+    assert f"rank 1 {name} and {numel}" in first
+    assert "rank 0 fp16 and 256" in second
 
 
 @pytest.mark.parametrize("numel", [1, 256, 700])
