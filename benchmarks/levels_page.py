@@ -95,7 +95,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             below = [a + b for a, b in zip(below, sizes, strict=True)]
     axes[0][0].set_ylabel("validation loss beside O0, %\n(each dot a seed, grey: 1 %)")
     axes[1][0].set_ylabel("MiB at one step")
-    axes[1][0].legend(fontsize=8, loc="lower left", framealpha=0.9)
+    axes[1][-1].legend(fontsize=8, loc="upper right")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": ""})

@@ -23,6 +23,7 @@ SCALER_EXAMPLES = [
     "lbfgs",
     "several_optimizers",
 ]
+PATIENCE_S = 240.0
 ONE_CALL_EXAMPLES = [
     "load_apex_checkpoint",
     "one_call_accumulation",
@@ -204,12 +205,14 @@ def on_this_rank(name: str, function: str, *arguments: object) -> object:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("strategy", ["DDP", "FSDP2"])
 def test_the_one_call_trains_over_ranks(ranks2, strategy, level):
-    for losses in ranks2.run(on_this_rank, "one_call_ranks", "train", strategy, level):
+    for losses in ranks2.run(
+        on_this_rank, "one_call_ranks", "train", strategy, level, timeout=PATIENCE_S
+    ):
         assert losses[-1] < 0.8 * losses[0]
 
 
 def test_the_one_call_accumulates_over_ranks(ranks2, example):
-    ranks = ranks2.run(on_this_rank, "one_call_accumulation", "train", "O2", 2)
+    ranks = ranks2.run(on_this_rank, "one_call_accumulation", "train", "O2", 2, timeout=PATIENCE_S)
     alone = example("one_call_accumulation").train("O2", 4)
     mean = [sum(each) / len(each) for each in zip(*ranks, strict=True)]
     assert mean == pytest.approx(alone, rel=5e-3)

@@ -177,6 +177,9 @@ class Amp:
                     "(num_losses=1), or leave no_sync() out"
                 )
             self._losses.enter(loss_id)
+        if not self.scaler.is_enabled():  # else the scaler does it
+            for masters in self.masters:
+                masters.before_backward()
         scaled = self.scaler.scale(loss)
         with contextlib.ExitStack() as stack:
             for passes in self._passes if self._syncs else ():

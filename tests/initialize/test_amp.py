@@ -250,6 +250,36 @@ def test_zero_grad_leaves_nothing_behind_whatever_holds_it():
         assert all(p.grad is None for p in (*model.parameters(), *stepped))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_optimizers_own_zero_grad_is_enough_in_a_loop(level):
+    outcomes = []
+    for own in (False, True):
+        model = net()
+        amp = initialize(model, adam(model), level)
+        for context, following in batches(3):
+            (amp.optimizers[0] if own else amp).zero_grad()
+            with amp.autocast():
+                logits = amp.model(context)
+            amp.backward(loss_of(logits, following))
+            amp.step()
+        outcomes.append(values(model))
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_gradients_that_were_discarded_by_the_optimizer_are_not_stepped():
+    outcomes = []
+    for wasted in (False, True):
+        model = net()
+        amp = initialize(model, adam(model), "bf16-O2")
+        ((context, following),) = batches(1)
+        for _ in range(1 + wasted):
+            amp.optimizers[0].zero_grad()
+            amp.backward(loss_of(amp.model(context), following))
+        amp.step()
+        outcomes.append([master for _, master in amp.masters[0].pairs()])
+    assert all(map(torch.equal, *outcomes))
+
+
 @pytest.mark.parametrize(
     ("loss_scale", "schedule", "scale"),
     [(None, DynamicSchedule, 2.0**16), (128.0, StaticSchedule, 128.0)],

@@ -118,6 +118,7 @@ def test_an_eps_that_float16_takes_for_zero():
 
 
 CPU = torch.device("cpu")
+PATIENCE_S = 240.0
 
 
 def _refused(model: nn.Module, level: str, **overrides: object) -> str:
@@ -154,7 +155,7 @@ def _partly_sharded() -> nn.Module:
     ],
 )
 def test_a_wrapper_around_a_model_that_is_still_to_be_cast(ranks2: RankPool, kind, name):
-    for said in ranks2.run(wrapped_before_the_cast):
+    for said in ranks2.run(wrapped_before_the_cast, timeout=PATIENCE_S):
         level = "'O3'" if kind == "FSDP2" else "'O2'"
         assert f"the order is cast_model(model, {level}), {name}, the optimizer" in said[kind]
         assert "\n" not in said[kind]
@@ -207,6 +208,6 @@ def other_orders() -> dict[str, str]:
     ],
 )
 def test_an_order_or_mixture_that_cannot_work(ranks2: RankPool, case, reason):
-    for said in ranks2.run(other_orders):
+    for said in ranks2.run(other_orders, timeout=PATIENCE_S):
         assert reason in said[case]
         assert "\n" not in said[case]
