@@ -145,9 +145,8 @@ def all_reduce(
     sent = _rows(flat.view(size, nbytes), wire, numel, known, words)
     received = _all_to_all(sent, group, account)
     news = _read_headers(received, wire, numel, group)
-    total = torch.empty(part, device=values.device)
-    _add_up(wire, _payload(received, nbytes), total, at_once=total.device.type != "cpu")
-    row = _rows(wire.encode(total).view(1, nbytes), wire, numel, news.nonfinite, words)
+    mean = wire.sum_encoded(_payload(received, nbytes), part)
+    row = _rows(mean.view(1, nbytes), wire, numel, news.nonfinite, words)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     start = time.perf_counter()
     gather(received.view(-1), row.view(-1), group=group)
