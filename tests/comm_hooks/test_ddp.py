@@ -209,7 +209,7 @@ def _compiled(reducer: str) -> float:
     plain(x).square().sum().backward()
     with warnings.catch_warnings(), dynamo.config.patch(optimize_ddp=reducer or True):
         warnings.simplefilter("ignore")  # of torch's own, about its graphs
-        hooked, _ = wrapped(net, "fp16")
+        hooked, _ = wrapped(net, "fp16", bucket_cap_mb=25)
         loss = torch.compile(hooked, backend="aot_eager")(x).square().sum()
         with contextlib.ExitStack() as stack:
             if reducer:
