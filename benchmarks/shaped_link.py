@@ -38,7 +38,7 @@ from distamp import comm_hooks
 COMPUTE, FP32, TORCH_FP16, TORCH_BF16 = "compute", "fp32", "torch fp16", "torch bf16"
 DDP = (COMPUTE, FP32, TORCH_FP16, TORCH_BF16, *comm_hooks.WIRE_FORMATS)
 FSDP2 = (FP32, "fp16", "bf16", "int16")
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD = "forward", "backward"  # DDP's whole step is timed as backward
 WIDTH, LAYERS, TOKENS = 512, 8, 32
 
 
@@ -82,7 +82,7 @@ def main() -> None:
         "names": names,
         "rounds": given.rounds,
     }
-    print(environment())
+    print(environment(), flush=True)
     ranks = run_on_hosts(
         "benchmarks.shaped_link", given.hosts, given.rate, given.mtu, options, timeout=7200
     )
@@ -91,20 +91,25 @@ def main() -> None:
         f" {given.rate}, packets of {given.mtu} bytes (headers {headers(given.mtu)}); the slowest"
         f" link carries {min(rank['link'] for rank in ranks):.0f} Mbit/s of payload\n"
     )
-    phases = [BACKWARD] if given.wrapper == "ddp" else [FORWARD, BACKWARD]
-    for phase in phases:
-        title = "step" if given.wrapper == "ddp" else phase
-        print(table(ranks, names, phase, title), end="\n\n")
+    if given.wrapper == "fsdp2":
+        print(table(ranks, names, FORWARD, 0.0), end="\n\n")
+    # Without --keep the backward pass gathers what the forward pass did.
+    weights = 0.0
+    if given.wrapper == "fsdp2" and not given.keep:
+        weights = _sent(ranks[0], names[0], FORWARD)
+    print(table(ranks, names, BACKWARD, weights))
 
 
-def table(ranks: list[dict[str, Any]], names: list[str], phase: str, title: str) -> str:
-    """Compare all contenders in one phase."""
+def _sent(rank: dict[str, Any], name: str, phase: str) -> float:
+    """Return the bytes of one phase, the median of all rounds."""
+    return statistics.median(step[phase]["payload"] for step in rank["rounds"][name])
+
+
+def table(ranks: list[dict[str, Any]], names: list[str], phase: str, weights: float) -> str:
+    """Compare all contenders in one phase, in which so many bytes of weights are sent too."""
     rounds = [rank["rounds"] for rank in ranks]
     seconds = {name: slowest(rounds, name, phase) for name in names}
-    sent = {
-        name: statistics.median(step[phase]["payload"] for step in rounds[0][name])
-        for name in names
-    }
+    sent = {name: _sent(ranks[0], name, phase) for name in names}
     rows = []
     for name in names:
         cells = [name, f"{statistics.median(seconds[name]):.2f}"]
@@ -112,13 +117,25 @@ def table(ranks: list[dict[str, Any]], names: list[str], phase: str, title: str)
             known = peer in names and peer != name
             cells.append(str(ratio(seconds[name], seconds[peer])) if known else "-")
         cells.append(f"{sent[name] / 1e6:.2f}")
-        cells.append(f"{sent[name] / sent[FP32]:.3f}" if FP32 in names else "-")
-        counted = ranks[0]["counted"].get(name)
-        cells.append("-" if counted is None else f"{counted / 1e6:.2f}")
-        cells.append("-" if counted is None else f"{counted / sent[name] - 1:+.2%}")
+        if phase == BACKWARD:
+            cells += _gradients(name, sent, weights, ranks[0]["counted"].get(name))
         rows.append(cells)
-    head = [f"{title} with", "seconds", "of fp32's", "of torch fp16's"]
-    return markdown([*head, "MB sent", "of fp32's", "MB by stats()", "apart"], rows)
+    title = phase if FORWARD in ranks[0]["rounds"][names[0]][0] else "step"
+    head = [f"{title} with", "seconds", "of fp32's", "of torch fp16's", "MB sent"]
+    if phase == BACKWARD:
+        head += ["of them gradients", "of fp32's", "by stats()", "apart"]
+    return markdown(head, rows)
+
+
+def _gradients(
+    name: str, sent: dict[str, float], weights: float, counted: float | None
+) -> list[str]:
+    """Compare the bytes of gradients with fp32's and with what the hook counted."""
+    mine = sent[name] - weights if name != COMPUTE else 0.0
+    cells = [f"{mine / 1e6:.2f}", f"{mine / (sent[FP32] - weights):.3f}" if FP32 in sent else "-"]
+    if counted is None:
+        return [*cells, "-", "-"]
+    return [*cells, f"{counted / 1e6:.2f}", f"{counted / mine - 1:+.2%}"]
 
 
 def rank(wrapper: str, keep: bool, names: list[str], rounds: int) -> dict[str, Any]:
