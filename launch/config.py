@@ -75,6 +75,10 @@ class Config:
     """Ranks that share each layer (fsdp2+tp)."""
     adamw: Literal["fused", "foreach", "loop"] | None = None
     """torch's implementation of AdamW. Default: the fastest that the strategy can use."""
+    comm_hook: Literal["fp16", "fp16_plain", "bf16", "int16"] | None = None
+    """Send gradients in this format (ddp, zero1, fsdp1, fsdp2, hsdp)."""
+    backend: Literal["gloo", "nccl"] | None = None
+    """What gradients travel over. Default: NCCL between GPUs, gloo between CPUs."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it gives up."""
 
@@ -112,6 +116,8 @@ class Config:
     """Steps between two checkpoints."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay."""
+    report: bool = False
+    """Write which module computed in which precision in the first step."""
 
     shape: Shape = field(default_factory=Shape)
 

@@ -6,13 +6,14 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
 
 from distamp import autocast
 from launch.config import Config
 from launch.errors import UsageError
 from launch.ranks import Ranks
 
-__all__ = ["DTYPES", "check_memory", "check_precision", "pick_device", "slowdown"]
+__all__ = ["DTYPES", "check_backend", "check_memory", "check_precision", "pick_device", "slowdown"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # fp32 parameter and gradient, and AdamW's two moments.
@@ -46,6 +47,16 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(device.type, index)
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that is not here.
+
+    Raises:
+        UsageError: For NCCL without a GPU, or without NCCL.
+    """
+    if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise UsageError("--backend nccl: it needs a CUDA device and a torch built with NCCL")
 
 
 def check_precision(device: torch.device, precision: str) -> None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, precision_report
 from distamp.scaler import DynamicSchedule, HeadroomSchedule
 from launch import checkpoint, strategies
 from launch.config import Config
 from launch.data import Data, load_data
-from launch.device import check_memory, check_precision, pick_device, slowdown
+from launch.device import check_backend, check_memory, check_precision, pick_device, slowdown
 from launch.errors import UsageError
 from launch.folder import Origin, check_shared, check_space, claim, find_origin
 from launch.models import Recipe, count_parameters, init_model, recipe_for
 from launch.ranks import Ranks
 from launch.reporting import Reporter
+from launch.spread import Place
 from launch.state import RunState, random_state, restore_random_state
 from launch.stopping import Preempted, Stop
-from launch.strategies import Place
 
 __all__ = ["Job", "learning_rate", "prepare"]
 
@@ -38,6 +40,7 @@ class Job:
     run: RunState
     report: Reporter
     stop: Stop
+    reported: bool = False
 
     @property
     def whereabouts(self) -> str:
@@ -74,6 +77,25 @@ class Job:
                 raise
             self.report.note(f"Warning: {error}; the run goes on and tries again at the next save")
 
+    @contextmanager
+    def precision_report(self) -> Iterator[None]:
+        """Watch the first step that this process does, where ``--report`` asks for it."""
+        if not self.config.report or self.reported or not self.ranks.is_main:
+            yield
+            return
+        self.reported = True
+        with precision_report(self.run.spread.model) as report:
+            yield
+        report.to_json(self.config.folder / "precision.json")
+        report.plot(self.config.folder / "precision.png")
+        (self.config.folder / "precision.txt").write_text(f"{report}\n", encoding="utf-8")
+
+    def summary(self) -> dict[str, str]:
+        """Return what the end of the run is to say, beside what its records say."""
+        hook = self.run.spread.hook
+        facts = {} if hook is None else {"Gradients": str(hook.stats())}
+        return {**facts, **({"Precisions": "precision.txt, .json, .png"} if self.reported else {})}
+
     def stopped(self) -> Preempted:
         """Say that the run was stopped; return what to raise."""
         where = f"after step {self.run.progress.step}; go on with --resume {self.config.folder}"
@@ -93,6 +115,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         config = given
         config.check()
         device = pick_device(config.device, ranks)
+        check_backend(config.backend)
         strategies.check(config, ranks, device)
         check_precision(device, config.precision)
         recipe = recipe_for(config)
@@ -115,6 +138,8 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         place = Place(config, ranks, device, data.sample)
         spread = strategies.spread(init_model(recipe, data, config.seed, device), place)
         run = RunState(spread, _scaler(config, device))
+    if spread.hook is not None and run.scaler.is_enabled():
+        run.scaler.attach(spread.hook)
     torch.manual_seed(config.seed + 1 + run.spread.reader)
     if origin is not None:
         restore(run, origin, ranks, device)
@@ -181,7 +206,7 @@ def _random_tensors(ranks: Ranks, device: torch.device) -> dict[str, torch.Tenso
 # The settings that decide which numbers a run comes to.
 _NUMBERS = (
     *("precision", "steps", "batch", "accumulate", "lr", "warmup", "final_lr"),
-    *("weight_decay", "clip", "seed", "growth_interval", "schedule"),
+    *("weight_decay", "clip", "seed", "growth_interval", "schedule", "comm_hook"),
 )
 
 

@@ -49,7 +49,8 @@ class Ranks:
         Objects and losses travel over gloo, gradients over the backend of the device they lie on.
 
         Args:
-            backend: As ``init_process_group`` takes it; None chooses by the devices there are.
+            backend: What gradients travel over, ``"gloo"`` or ``"nccl"``; None chooses by the
+                devices there are.
             timeout: Seconds to wait for the others in one collective.
         """
         rank = int(os.environ.get("RANK", "0"))
@@ -64,9 +65,10 @@ class Ranks:
         # one still giving back a tensor while the interpreter ends takes the process with it
         # ("terminate called without an active exception").
         importlib.import_module("torch._dynamo")
-        if backend is None:
-            cuda = torch.cuda.is_available() and dist.is_nccl_available()
-            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        if backend == "nccl" or (backend is None and cuda):
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # prepare() refuses what is not here
+        backend = backend or "gloo"
         wait = timedelta(seconds=timeout)
         shared, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=wait)))
         # torchrun's store outlives a group of processes, and so do the addresses they left there.

@@ -56,8 +56,8 @@ class Reporter:
     def validation(self, record: Record) -> None:
         """Take a validation's record."""
 
-    def finish(self) -> None:
-        """Draw the plot and say where everything is."""
+    def finish(self, more: dict[str, str]) -> None:
+        """Draw the plot and say where everything is; ``more`` is said with it."""
 
     def close(self) -> None:
         """Leave the terminal and the files in order, whatever happened."""
@@ -144,7 +144,7 @@ class RunReporter(Reporter):
         )
         self.last = time.monotonic()
 
-    def finish(self) -> None:
+    def finish(self, more: dict[str, str]) -> None:
         """Draw the plot, and print the summary and where the results are."""
         self.close()
         plot_run(self.records, self.config, self.measure, self.folder / PLOT)
@@ -161,7 +161,7 @@ class RunReporter(Reporter):
             facts["Loss scale"] = _power(steps[-1]["loss_scale"])
             facts["Skipped"] = f"{steps[-1]['skipped']} of {steps[-1]['step']} steps"
         self.console.print()
-        self._table(facts)
+        self._table({**facts, **more})
         self.console.print(f"Results are in [bold]{self.folder}[/bold]:")
         for name, what in {
             METRICS: "every step and validation, one JSON object per line",

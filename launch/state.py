@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distamp import DistGradScaler
-from launch.strategies import Spread
+from launch.spread import Spread
 
 __all__ = ["Progress", "RunState", "random_state", "restore_random_state"]
 

@@ -6,13 +6,12 @@ import contextlib
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -23,56 +22,9 @@ from distamp.autocast import DataParallel
 from launch.config import Config
 from launch.errors import UsageError
 from launch.ranks import Ranks
+from launch.spread import Place, Spread, all_read, decayed_names, hooked, split, units
 
-__all__ = ["STRATEGIES", "Place", "Spread", "Strategy", "chosen", "readers", "spread"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a model is to be spread.
-
-    Attributes:
-        sample: An input of the model, with a batch dimension of 1.
-    """
-
-    config: Config
-    ranks: Ranks
-    device: torch.device
-    sample: Tensor
-
-
-@dataclass
-class Spread:
-    """A model spread over the ranks, and what updates it.
-
-    Attributes:
-        model: As it is called.
-        inner: The module whose names its parameters have in a checkpoint.
-        optimizer: The optimizer to step.
-        readers: How many different parts a batch is divided into.
-        reader: Which of them this rank computes.
-        accumulating: Entered for every microbatch of a step but the last.
-        keeps_gradients: Whether gradients must be zeroed in place.
-    """
-
-    model: nn.Module
-    inner: nn.Module
-    optimizer: torch.optim.Optimizer
-    readers: int = 1
-    reader: int = 0
-    accumulating: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
-    keeps_gradients: bool = False
-
-    def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients over the ranks in a step's last microbatch alone."""
-        return nullcontext() if last else self.accumulating()
-
-    def zero_grad(self) -> None:
-        """Forget this step's gradients."""
-        if self.keeps_gradients:
-            self.model.zero_grad(set_to_none=False)
-        else:
-            self.optimizer.zero_grad()
+__all__ = ["STRATEGIES", "Strategy", "check", "chosen", "readers", "spread"]
 
 
 # -- one process ----------------------------------------------------------------------------------
@@ -125,7 +77,7 @@ def sharded_ddp(model: nn.Module, place: Place) -> Spread:
     settings = _adamw_settings(place)
     optimizer = oss.OSS(_groups(model, model, place), optim=torch.optim.AdamW, **settings)
     wrapped = ShardedDataParallel(model, optimizer)
-    return _all_read(place, wrapped, model, optimizer, wrapped.no_sync, keeps_gradients=True)
+    return all_read(place, wrapped, model, optimizer, wrapped.no_sync, keeps_gradients=True)
 
 
 # -- a part of the model on each rank -------------------------------------------------------------
@@ -133,17 +85,19 @@ def sharded_ddp(model: nn.Module, place: Place) -> Spread:
 
 def fsdp1(model: nn.Module, place: Place) -> Spread:
     """FullyShardedDataParallel."""
-    decayed = _decayed(model)
+    decayed = decayed_names(model)
     settings: dict[str, Any] = {
         "device_id": place.device,
         "use_orig_params": True,  # else one flat parameter would mix those that decay and not
         "device_mesh": init_device_mesh(place.device.type, (place.ranks.world_size,)),
     }
-    for parent, name, unit in _units(model):
+    for parent, name, unit in units(model):
         parent[name] = FullyShardedDataParallel(unit, **settings)
     wrapped = FullyShardedDataParallel(model, **settings)
-    optimizer = torch.optim.AdamW(_split(wrapped, decayed, place.config), **_adamw_settings(place))
-    return _all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
+    optimizer = torch.optim.AdamW(split(wrapped, decayed, place.config), **_adamw_settings(place))
+    spread = all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
+    spread.hook = hooked(wrapped, place)
+    return spread
 
 
 def fsdp2(model: nn.Module, place: Place) -> Spread:
@@ -174,7 +128,7 @@ def fsdp2_tp(model: nn.Module, place: Place) -> Spread:
     columns, rows = plan()
     styles: dict[str, Any] = {**dict.fromkeys(columns, ColwiseParallel())}
     styles |= dict.fromkeys(rows, RowwiseParallel())
-    decayed = _decayed(model)
+    decayed = decayed_names(model)
     parallelize_module(model, mesh["tp"], styles)
     spread = _fully_sharded(model, place, mesh["dp"], decayed)
     spread.readers, spread.reader = shape[0], place.ranks.rank // tp
@@ -185,28 +139,13 @@ def fairscale_fsdp(model: nn.Module, place: Place) -> Spread:
     """Fairscale's FullyShardedDataParallel; CUDA alone."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel as Fairscale
 
-    decayed = _decayed(model)
+    decayed = decayed_names(model)
     wrapped = Fairscale(model, flatten_parameters=False)
-    optimizer = torch.optim.AdamW(_split(wrapped, decayed, place.config), **_adamw_settings(place))
-    return _all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
+    optimizer = torch.optim.AdamW(split(wrapped, decayed, place.config), **_adamw_settings(place))
+    return all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
 
 
 # -- what they are made of ------------------------------------------------------------------------
-
-
-def _all_read(
-    place: Place,
-    model: nn.Module,
-    inner: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accumulating: Callable[[], AbstractContextManager[None]],
-    *,
-    keeps_gradients: bool = False,
-) -> Spread:
-    ranks = place.ranks
-    return Spread(
-        model, inner, optimizer, ranks.world_size, ranks.rank, accumulating, keeps_gradients
-    )
 
 
 def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer) -> Spread:
@@ -218,6 +157,7 @@ def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer
     """
     ids = None if place.device.type == "cpu" else [place.device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    hook = hooked(wrapped, place)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     on_device = [] if place.device.type == "cpu" else [place.device]
     with torch.random.fork_rng(on_device, device_type=place.device.type):
@@ -225,17 +165,19 @@ def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     wrapped.zero_grad(set_to_none=True)
-    return _all_read(place, wrapped, model, optimizer, wrapped.no_sync)
+    spread = all_read(place, wrapped, model, optimizer, wrapped.no_sync)
+    spread.hook = hook
+    return spread
 
 
 def _fully_sharded(
     model: nn.Module, place: Place, mesh: DeviceMesh, decayed: frozenset[str] | None = None
 ) -> Spread:
-    decayed = _decayed(model) if decayed is None else decayed
-    for _, _, unit in _units(model):
+    decayed = decayed_names(model) if decayed is None else decayed
+    for _, _, unit in units(model):
         fully_shard(unit, mesh=mesh)
     wrapped = fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(_split(model, decayed, place.config), **_adamw_settings(place))
+    optimizer = torch.optim.AdamW(split(model, decayed, place.config), **_adamw_settings(place))
 
     @contextlib.contextmanager
     def accumulating() -> Any:
@@ -245,46 +187,13 @@ def _fully_sharded(
         finally:
             wrapped.set_requires_gradient_sync(True)
 
-    return _all_read(place, model, model, optimizer, accumulating)
-
-
-def _units(model: nn.Module) -> list[tuple[Any, str, nn.Module]]:
-    """Return what is gathered and freed as one: each member of each outermost ModuleList."""
-    found: list[tuple[Any, str, nn.Module]] = []
-
-    def walk(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                found.extend((child._modules, name, unit) for name, unit in child.named_children())
-            else:
-                walk(child)
-
-    walk(model)
-    return found
-
-
-def _decayed(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that decay: matrices, but not biases and norms."""
-    return frozenset(name for name, p in model.named_parameters() if p.dim() >= 2)
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers put into it."""
-    return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
-
-
-def _split(model: nn.Module, decayed: frozenset[str], config: Config) -> list[dict[str, Any]]:
-    """Split parameters for AdamW by the names of those that decay."""
-    trained = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        ([p for name, p in trained if name in decayed], config.weight_decay),
-        ([p for name, p in trained if name not in decayed], 0.0),
-    ]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+    spread = all_read(place, model, model, optimizer, accumulating)
+    spread.hook = hooked(model, place)
+    return spread
 
 
 def _groups(model: nn.Module, named: nn.Module, place: Place) -> list[dict[str, Any]]:
-    return _split(model, _decayed(named), place.config)
+    return split(model, decayed_names(named), place.config)
 
 
 def _adamw(model: nn.Module, place: Place) -> torch.optim.Optimizer:
@@ -311,6 +220,7 @@ class Strategy:
         adamw: The implementations of AdamW that it works with, the fastest first.
         package: What must be installed.
         device: The only type of device it runs on.
+        hooked: Whether its gradients can be sent by a communication hook.
     """
 
     build: Callable[[nn.Module, Place], Spread]
@@ -319,18 +229,19 @@ class Strategy:
     adamw: tuple[str, ...] = ("fused", "foreach", "loop")
     package: str | None = None
     device: str | None = None
+    hooked: bool = False
 
 
 STRATEGIES: dict[str, Strategy] = {
     "none": Strategy(none, False, "one device"),
     "dp": Strategy(dp, False, "DataParallel"),
-    "ddp": Strategy(ddp, True, "DDP"),
-    "fsdp1": Strategy(fsdp1, True, "FSDP1"),
-    "fsdp2": Strategy(fsdp2, True, "FSDP2"),
-    "hsdp": Strategy(hsdp, True, "HSDP"),
+    "ddp": Strategy(ddp, True, "DDP", hooked=True),
+    "fsdp1": Strategy(fsdp1, True, "FSDP1", hooked=True),
+    "fsdp2": Strategy(fsdp2, True, "FSDP2", hooked=True),
+    "hsdp": Strategy(hsdp, True, "HSDP", hooked=True),
     # Its parameters are DTensors of two meshes, which no one kernel takes together.
     "fsdp2+tp": Strategy(fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",)),
-    "zero1": Strategy(zero1, True, "DDP with ZeroRedundancyOptimizer"),
+    "zero1": Strategy(zero1, True, "DDP with ZeroRedundancyOptimizer", hooked=True),
     "oss": Strategy(oss, True, "DDP with OSS", package="fairscale"),
     "sharded_ddp": Strategy(sharded_ddp, True, "ShardedDataParallel", package="fairscale"),
     "fairscale_fsdp": Strategy(
@@ -380,6 +291,9 @@ def check(config: Config, ranks: Ranks, device: torch.device) -> None:
             f"--adamw {config.adamw}: {name} has parameters of two meshes in one optimizer, and"
             f" needs --adamw {strategy.adamw[0]}"
         )
+    if config.comm_hook is not None and not strategy.hooked:
+        fit = ", ".join(name for name, each in STRATEGIES.items() if each.hooked)
+        raise UsageError(f"--comm-hook {config.comm_hook}: it is for {fit}, and this is {name}")
     shards = _shards(config, ranks)
     if name == "hsdp" and (world % shards or shards < 2 or shards == world):
         raise UsageError(

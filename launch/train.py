@@ -32,8 +32,8 @@ from launch.stopping import Preempted, Stop
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; return the exit code."""
     config = read(args, quiet=os.environ.get("RANK", "0") != "0")
-    timeout = config.timeout if isinstance(config, Config) else Config().timeout
-    with Stop().listening() as stop, Ranks.join(timeout=timeout) as ranks:
+    asked = config if isinstance(config, Config) else Config()
+    with Stop().listening() as stop, Ranks.join(asked.backend, asked.timeout) as ranks:
         try:
             run(config, ranks, stop)
         except UsageError as error:
@@ -51,7 +51,7 @@ def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
         job = prepare(config, ranks, stop)
     with job.report, ranks.watching(lambda: job.whereabouts):
         train(job)
-        job.report.finish()
+        job.report.finish(job.summary())
 
 
 def train(job: Job) -> None:
@@ -69,15 +69,16 @@ def train(job: Job) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss_sum = torch.zeros((), device=device)
-        for microbatch in range(config.accumulate):
-            first = progress.position + (microbatch * spread.readers + spread.reader) * share
-            inputs, answers = (t.to(device) for t in data.take(first, share))
-            with spread.microbatch(last=microbatch == config.accumulate - 1):
-                with compute:
-                    logits = spread.model(inputs)
-                loss = mean_loss(logits, answers) / config.accumulate
-                scaler.scale(loss).backward()
-            loss_sum += loss.detach()
+        with job.precision_report():
+            for microbatch in range(config.accumulate):
+                first = progress.position + (microbatch * spread.readers + spread.reader) * share
+                inputs, answers = (t.to(device) for t in data.take(first, share))
+                with spread.microbatch(last=microbatch == config.accumulate - 1):
+                    with compute:
+                        logits = spread.model(inputs)
+                    loss = mean_loss(logits, answers) / config.accumulate
+                    scaler.scale(loss).backward()
+                loss_sum += loss.detach()
 
         norm = scaler.clip_grad_norm_(optimizer, config.clip or math.inf)
         scale = scaler.get_scale()

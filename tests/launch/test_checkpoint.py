@@ -21,7 +21,7 @@ from tests.launch import jobs, pooled
 from tests.launch.pooled import Rows
 from tests.launch.test_strategies import SMALL, _agree
 
-pytestmark = pytest.mark.xdist_group("launch")
+pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
 
 FP16 = ("--precision", "fp16", "--init-scale", 2.0**19, "--checkpoint-every", 2)
 

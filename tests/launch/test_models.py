@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from PIL import Image
 
 from launch.config import Config, Shape
 from launch.corpus import Corpus
 from launch.data import Data, Images, Text
 from launch.errors import UsageError
-from launch.images import load_digits
+from launch.images import load_digits, load_folder
 from launch.models import count_parameters, init_model, mean_loss, recipe_for
-from launch.strategies import _decayed, _split
+from launch.spread import decayed_names, split
+from tests.launch import jobs, pooled
 
 CPU = torch.device("cpu")
 SMALL = Shape(layers=2, heads=2, width=16, block=8)
@@ -55,7 +60,7 @@ def test_loss_of_fp16_logits_is_taken_in_fp32():
 
 def test_every_parameter_is_in_one_group_and_matrices_alone_decay():
     model = _build(Config(shape=SMALL))
-    decayed, rest = _split(model, _decayed(model), Config(weight_decay=0.1))
+    decayed, rest = split(model, decayed_names(model), Config(weight_decay=0.1))
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in rest["params"]} == {1}
@@ -154,3 +159,72 @@ def test_patches_that_do_not_fit_the_image_are_refused():
     data = Images(load_digits(), seed=0)
     with pytest.raises(UsageError, match="--patch 3: images of 8 x 8 pixels"):
         _build(Config(model="digits", shape=Shape(patch=3)), data)
+
+
+def _train(folder: Path, *args: object) -> list[dict[str, Any]]:
+    return pooled.train(folder, args)
+
+
+def test_the_digits_are_learnt_in_bf16(tmp_path):
+    flags = ("--model", "digits", "--precision", "bf16", "--width", 32, "--heads", 2, "--layers", 1)
+    rows = _train(tmp_path, *flags, "--steps", 150, "--warmup", 10, "--evaluate-every", 150)
+    assert rows[0]["validation_accuracy"] < 0.3
+    assert rows[-1]["validation_accuracy"] > 0.45
+    assert "bits_per_byte" not in rows[1]
+
+
+def test_a_hugging_face_model_learns_text(tmp_path):
+    args = ("--model-args", *SMALL_HF["hf:gpt2"], "--block", 16, "--batch", 8, "--lr", 1e-2)
+    data = ("--data", jobs.text_file(tmp_path))
+    rows = _train(tmp_path / "run", "--model", "hf:gpt2", *args, *data, "--steps", 30)
+    assert rows[-1]["validation_bits_per_byte"] < rows[0]["validation_bits_per_byte"] - 1
+
+
+def _pictures(folder: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    for name, level in (("dark", 40), ("light", 200)):
+        (folder / name).mkdir(parents=True)
+        for number in range(30):
+            noise = torch.randint(0, 40, (10, 12, 3), generator=generator)
+            pixels = (noise + level).to(torch.uint8).numpy()
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_pictures_of_a_folder_are_classed_by_the_folder_they_lie_in(tmp_path):
+    pictures = load_folder(_pictures(tmp_path), size=8)
+    assert pictures.pixels.shape == (60, 3, 8, 8)
+    assert pictures.classes == ("dark", "light")
+    light = pictures.pixels.float().mean(dim=(1, 2, 3)) > 128
+    assert torch.equal(light.long(), pictures.labels)
+    assert 5 < pictures.labels[-30:].sum() < 25  # mixed, so that what is held out is of both
+
+
+def test_a_folder_of_pictures_is_learnt(tmp_path):
+    data = ("--data", _pictures(tmp_path / "pictures"), "--image-size", 8)
+    flags = ("--model", "digits", "--width", 16, "--heads", 2, "--batch", 8, "--warmup", 2)
+    rows = _train(tmp_path / "run", *flags, *data, "--steps", 20, "--evaluate-every", 20)
+    assert rows[-1]["validation_accuracy"] == 1.0
+
+
+def test_pictures_that_cannot_be_read_or_have_no_classes_are_refused(tmp_path):
+    folder = _pictures(tmp_path / "pictures")
+    said = pooled.refusal("--data", folder, "--run-dir", tmp_path / "run")
+    assert said == f"--data {folder}: images, and --model gpt is for text"
+    said = pooled.refusal("--model", "digits", "--data", folder / "dark")
+    assert "pictures of 0 classes; put those of each class into a folder of its own" in said
+    (folder / "dark" / "broken.png").write_bytes(b"no picture")
+    said = pooled.refusal("--model", "digits", "--data", folder, "--image-size", 8)
+    assert "cannot read" in said
+    assert "\n" not in said
+
+
+def test_images_come_in_an_order_that_depends_on_the_seed_and_once_an_epoch():
+    data = Images(load_digits(), seed=3)
+    seen = data.take(0, len(data))[0]
+    again = Images(load_digits(), seed=3).take(0, len(data))[0]
+    assert torch.equal(seen, again)
+    assert len(torch.unique(seen.flatten(1), dim=0)) == len(
+        torch.unique(data.pictures.pixels[: len(data)].flatten(1), dim=0)
+    )
+    assert not torch.equal(Images(load_digits(), seed=4).take(0, 9)[0], seen[:9])

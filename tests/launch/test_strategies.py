@@ -14,7 +14,7 @@ from tests.launch import jobs, pooled
 from tests.launch.pooled import Rows
 
 # Pools of ranks and their runs: one at a time.
-pytestmark = pytest.mark.xdist_group("launch")
+pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
 
 TRAINED = [n for n, s in STRATEGIES.items() if s.several and s.device is None]
 SMALL = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.launch import jobs
 from tests.launch.jobs import TINY
 
 # Jobs of several processes each: one at a time, beside whatever the other test workers do.
-pytestmark = pytest.mark.xdist_group("launch")
+pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -25,66 +26,55 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # steps overflows again later; dropout draws random numbers that differ between ranks.
 KILLED = (
     *("--precision", "fp16", "--init-scale", 2.0**40, "--growth-interval", "20"),
-    *("--dropout", "0.1", "--steps", "160", "--checkpoint-every", "7", "--evaluate-every", "50"),
+    *("--dropout", "0.1", "--steps", "60", "--checkpoint-every", "7", "--evaluate-every", "20"),
+    *("--lr", "1e-2"),
 )
 
 
+@dataclass
+class Finished:
+    """A run that has ended, and what it said."""
+
+    folder: Path
+    done: subprocess.CompletedProcess[str]
+
+
 @pytest.fixture(scope="module")
-def never_killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def never_killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("never_killed")
     done = jobs.run(2, "--data", text, "--run-dir", folder, *TINY, *KILLED)
     assert done.returncode == 0, done.stderr
-    return folder
+    return Finished(folder, done)
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["one rank", "every process"])
-def test_run_killed_and_resumed_writes_the_losses_of_one_never_killed(
-    never_killed, text, tmp_path, everything
-):
+def test_run_killed_and_resumed_writes_the_losses_of_one_never_killed(never_killed, text, tmp_path):
     run = ("--data", text, "--run-dir", tmp_path, *TINY, *KILLED)
     killed = jobs.start(2, *run)
     jobs.wait_for_step(tmp_path, 25)
-    killed.kill(everything=everything)
+    killed.kill(everything=True)
     assert killed.process.returncode != 0
     before = jobs.records(tmp_path)[-1]["step"]
-    assert 25 <= before < 160
+    assert 25 <= before < 60
 
     resumed = jobs.run(2, *run, "--resume", tmp_path)
 
     assert resumed.returncode == 0, resumed.stderr
-    expected = jobs.without_speed(jobs.records(never_killed))
+    expected = jobs.without_speed(jobs.records(never_killed.folder))
     assert jobs.without_speed(jobs.records(tmp_path)) == expected
-    assert expected[-1]["step"] == 160
+    assert expected[-1]["step"] == 60
     assert sum(not row.get("stepped", True) for row in expected) > 10
 
 
-def test_two_ranks_and_microbatches_train_as_one_process_does(text, tmp_path):
-    run = ("--data", text, *TINY, "--steps", "12", "--evaluate-every", "6")
-    assert jobs.run(1, *run, "--run-dir", tmp_path / "one").returncode == 0
-    spread = jobs.run(2, *run, "--accumulate", "3", "--run-dir", tmp_path / "two")
-    assert spread.returncode == 0, spread.stderr
-
-    def losses(folder: Path) -> list[float]:
-        return [r.get("loss", r.get("validation_loss")) for r in jobs.records(folder)]
-
-    # The same sequences in the same steps: only the order of fp32 additions differs.
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-
-
-def test_fp16_run_on_two_ranks_learns_and_says_where_its_results_are(text, tmp_path):
-    folder = tmp_path / "run"
-    run = ("--data", text, "--run-dir", folder, *TINY, "--precision", "fp16", "--lr", "1e-2")
-    done = jobs.run(2, *run, "--steps", "40", "--evaluate-every", "20")
-
-    assert done.returncode == 0, done.stderr
+def test_run_on_two_ranks_learns_and_says_where_its_results_are(never_killed):
+    folder, done = never_killed.folder, never_killed.done
     validations = [r for r in jobs.records(folder) if "validation_loss" in r]
-    assert [r["step"] for r in validations] == [0, 20, 40]
+    assert [r["step"] for r in validations] == [0, 20, 40, 60]
     assert 7.5 < validations[0]["validation_bits_per_byte"] < 8.5
-    assert validations[-1]["validation_bits_per_byte"] < 5
+    assert validations[-1]["validation_bits_per_byte"] < 6.5
     assert f"Results are in {folder}" in done.stdout
     assert done.stdout.count("Results are in") == 1
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "checkpoints" / "step-00000040" / "manifest.json").is_file()
+    assert (folder / "checkpoints" / "step-00000060" / "manifest.json").is_file()
     assert not done.stderr
 
 
@@ -162,6 +152,11 @@ def _tiny(folder: Path, text: Path, *more: str) -> list[str]:
         (["--device", "toaster"], "--device toaster: not a device"),
         (["--device", "mtia"], "--device mtia: not on this machine"),
         (["--precision", "fp16", "--init-scale", "inf"], "init_scale"),
+        (["--model", "gtp"], "--model gtp: it must be gpt, digits, hf:NAME or module:factory"),
+        (["--model", "digits"], "text, and --model digits is for images"),
+        (["--strategy", "dpp"], "--strategy dpp: it must be one of"),
+        (["--strategy", "fairscale_fsdp"], "--strategy fairscale_fsdp: it needs several ranks"),
+        (["--timeout", "0"], "--timeout 0.0: it must be more than 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -246,18 +241,6 @@ def test_missing_extra_is_named(tmp_path):
     assert done.stderr == "error: no rich here; pip install -e '.[train]' brings it\n"
 
 
-def test_run_goes_on_with_another_number_of_ranks(text, tmp_path):
-    run = ("--data", text, *TINY, "--final-lr", "1")
-    assert main([*map(str, run), "--steps", "6", "--run-dir", str(tmp_path / "one")]) == 0
-    assert main([*map(str, run), "--steps", "3", "--run-dir", str(tmp_path / "two")]) == 0
-    done = jobs.run(2, *run, "--steps", "6", "--resume", tmp_path / "two")
-
-    assert done.returncode == 0, done.stderr
-    assert "steps 3 -> 6, ranks 1 -> 2" in done.stdout
-    one, two = (jobs.records(tmp_path / name) for name in ("one", "two"))
-    assert two[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], rel=1e-4)
-
-
 THREADS_LEFT = """
 import sys
 from pathlib import Path
@@ -272,7 +255,9 @@ sys.exit(code)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
-@pytest.mark.parametrize("steps", [2, 0], ids=["trained", "refused"])
+@pytest.mark.parametrize(
+    "steps", [2, pytest.param(0, marks=pytest.mark.slow)], ids=["trained", "refused"]
+)
 def test_no_thread_of_the_group_outlives_a_run(text, tmp_path, steps):
     # One that does may abort the process, should it need the interpreter while that is ending.
     script = tmp_path / "script.py"
