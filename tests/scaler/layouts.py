@@ -231,7 +231,7 @@ class Pipeline(World):
     def part_names(self) -> list[list[str]]:
         return [[n for n in self.initial if n.endswith(s)] for s in (".weight", ".bias")]
 
-    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
+    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> Tensor:
         rank = self.rank
         for step in range(micro):
 
@@ -250,6 +250,7 @@ class Pipeline(World):
         if rank != WORLD - 1 and type(scaler).__module__.startswith("torch."):
             # torch's scalers assert where scale() was never called; this rank sees no loss.
             scaler.scale(torch.zeros(()))
+        return torch.zeros(())
 
     def full_parameters(self) -> dict[str, Tensor]:
         name = LAYERS[self.rank]

@@ -35,12 +35,29 @@ class Layout:
         group: what ``torch.distributed`` should be: ``"default"``, or ``"none"`` for no group.
         clips: whether a total norm is defined: where plain tensors hold different parts of the
             model on different ranks, nothing but the user can tell them from replicas.
+        kinds: the names of the optimizers that train on it; None for all of `KINDS`.
+        init_scale: what the cells begin with; lower where gradients are float16.
+        fp16_grads: what the scaler is given.
+        tolerance: of parameters after a few steps, against float64; a step that is wrong is off by
+            more.
+        on_average: whether that is of the average and not of the largest difference: Adam's and
+            Adagrad's first step is as large where a gradient is nearly zero as elsewhere, and half
+            precision gets the sign of such a gradient wrong.
+        norm_tolerance: of a gradient norm, relative.
+        overflows_in_sum: whether gradients are summed in float16, so that finite ones can overflow.
     """
 
     widths: ClassVar[tuple[int, int]] = (3, 2)
     shards: ClassVar[int] = 1
     group: ClassVar[str] = "none"
     clips: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...] | None] = None
+    init_scale: ClassVar[float] = 2.0**16
+    fp16_grads: ClassVar[str] = "error"
+    tolerance: ClassVar[float] = 2e-5
+    on_average: ClassVar[bool] = False
+    norm_tolerance: ClassVar[float] = 1e-4
+    overflows_in_sum: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -89,12 +106,23 @@ class Layout:
         for optimizer in optimizers:
             optimizer.zero_grad()
 
-    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
-        """Forward and backward of each microbatch; ``factors`` multiply this rank's losses."""
+    def inputs(self, x: Tensor) -> Tensor:
+        """A batch as the model takes it."""
+        return x.float()
+
+    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> Tensor:
+        """Forward and backward of each microbatch; ``factors`` multiply this rank's losses.
+
+        Returns this rank's loss, unscaled, for optimizers that want it.
+        """
+        total = torch.zeros(())
         for step in range(micro):
             with self.accumulating() if step + 1 < micro else contextlib.nullcontext():
-                loss = loss_of(self.model(batch(iteration, step, self.shard_of(self.rank)).float()))
-                scaler.scale(loss * factors[step]).backward()
+                x = self.inputs(batch(iteration, step, self.shard_of(self.rank)))
+                loss = loss_of(self.model(x).float()) * factors[step]
+                scaler.scale(loss).backward()
+                total += loss.detach()
+        return total
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -123,7 +151,7 @@ class Layout:
         gradients = [
             local
             for p in self.owned(optimizer)
-            if p.grad is not None and (local := _local(p.grad)).numel() > 0
+            if p.grad is not None and (local := local_values(p.grad)).numel() > 0
         ]
         if not gradients:
             return False
@@ -137,8 +165,10 @@ class Layout:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_values(gradient: Tensor) -> Tensor:
+    """The dense storage behind a gradient on this rank."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local._values() if local.is_sparse else local
 
 
 def _full(tensor: Tensor) -> Tensor:

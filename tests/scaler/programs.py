@@ -12,7 +12,8 @@ class Fault:
     Args:
         rank: where.
         value: ``"inf"``, ``"-inf"`` or ``"nan"`` in that rank's own gradients after the backward
-            pass, where no reduction spreads it; or ``"loss"``, a loss of inf before the pass.
+            pass, where no reduction spreads it; ``"loss"``, a loss of inf before the pass; or
+            ``"sum"``: every rank's gradients are finite, and their sum in float16 is not.
         optimizer: whose gradients.
         where: picks the gradient and the element.
     """
@@ -30,7 +31,7 @@ class Iteration:
     Args:
         order: ``"step"``; ``"unscale"``: unscale_, step; ``"clip"``: unscale_, clip, step;
             ``"grouped"``: unscale_ and step of all optimizers with one message each, where the
-            scaler has that.
+            scaler has that; ``"closure"``: step with a closure that computes the gradients.
         micro: backward passes before the step.
         faults: what goes wrong.
         reverse: the optimizers in reverse order.
@@ -50,8 +51,8 @@ class Program:
     """Iterations on one layout with one kind of optimizer.
 
     Args:
-        layout: one of `LAYOUTS`.
-        kind: one of `KINDS`.
+        layout: one of `ALL_LAYOUTS`.
+        kind: one of `ALL_KINDS`.
         iterations: what every rank does.
         optimizers: 1 for all parameters, or 2 for the layout's two parts.
         init_scale: of the scaler.

@@ -76,6 +76,11 @@ KINDS["Adam capturable"] = Kind(
 )
 
 
+# Evaluates the loss several times in one step, so it is only ever given a closure.
+LBFGS = Kind("LBFGS", torch.optim.LBFGS, {"lr": 0.5, "max_iter": 3}, {})
+ALL_KINDS: dict[str, Kind] = {**KINDS, LBFGS.name: LBFGS}
+
+
 class Reference:
     """The whole model in float64, trained on every shard of the batch at once.
 
@@ -103,13 +108,18 @@ class Reference:
         self.parts = [list(part) for part in parts]
         self._forward = forward
         self._shards = shards
+        plain: dict[str, Any] = {} if kind is LBFGS else {"foreach": False}
         self._optimizers = [
-            kind.cls([self.parameters[name] for name in part], **kind.settings, foreach=False)
+            kind.cls([self.parameters[name] for name in part], **kind.settings, **plain)
             for part in self.parts
         ]
 
-    def backward(self, iteration: int, micro: int) -> None:
-        """Set every gradient: the sum over microbatches of the mean over shards."""
+    def backward(self, iteration: int, micro: int) -> Tensor:
+        """Set every gradient, the sum over microbatches of the mean over shards.
+
+        Returns the loss, of all microbatches and shards alike.
+        """
+        total = torch.zeros((), dtype=torch.float64)
         for parameter in self.parameters.values():
             parameter.grad = None
         for step in range(micro):
@@ -117,10 +127,19 @@ class Reference:
                 loss_of(self._forward(self.parameters, batch(iteration, step, shard), shard))
                 for shard in range(self._shards)
             ]
-            (torch.stack(losses).sum() / self._shards).backward()
+            loss = torch.stack(losses).sum() / self._shards
+            loss.backward()
+            total += loss.detach()
         for name, parameter in self.parameters.items():
             if "@" in name and parameter.grad is not None:
                 parameter.grad *= self._shards
+        return total
+
+    def largest(self, shard: int, iteration: int) -> float:
+        """The largest gradient of one shard's first microbatch, before any reduction."""
+        loss = loss_of(self._forward(self.parameters, batch(iteration, 0, shard), shard))
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        return max(float(gradient.abs().max()) for gradient in gradients)
 
     def norm(self, part: int) -> float:
         """The 2-norm of the gradients that one optimizer holds, on all ranks together."""
@@ -136,6 +155,9 @@ class Reference:
 
     def step(self, part: int) -> None:
         self._optimizers[part].step()
+
+    def step_with_closure(self, part: int, iteration: int, micro: int) -> None:
+        self._optimizers[part].step(lambda: self.backward(iteration, micro))
 
 
 @dataclass

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.scaler.layouts import LAYOUTS, WORLD, Layout
+from tests.scaler.layouts import WORLD, Layout
+from tests.scaler.layouts_base import local_values
+from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Iteration, Outcome, Program
-from tests.scaler.reference import KINDS, Reference, ScaleRule
+from tests.scaler.reference import ALL_KINDS, LBFGS, Reference, ScaleRule
 
 MAX_NORM = 0.05
 VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -30,8 +32,8 @@ class _NoScaler:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
+    def step(self, optimizer: torch.optim.Optimizer, *closure: Any) -> None:
+        optimizer.step(*closure)
 
     def update(self) -> None: ...
 
@@ -47,6 +49,7 @@ def _distamp(program: Program, layout: Layout) -> Any:
         init_scale=program.init_scale,
         growth_interval=program.growth_interval,
         process_group=layout.process_group(),
+        fp16_grads=layout.fp16_grads,
     )
 
 
@@ -87,10 +90,10 @@ def run_on_rank(programs: Sequence[Program], scaler: str) -> list[list[Outcome]]
 class _Runner:
     def __init__(self, program: Program, scaler: str) -> None:
         self.program = program
-        self.layout = LAYOUTS[program.layout]()
+        self.layout = ALL_LAYOUTS[program.layout]()
         self.scaler = SCALERS[scaler](program, self.layout)
         self.real = scaler != "none"
-        kind = KINDS[program.kind]
+        kind = ALL_KINDS[program.kind]
         parts = self.layout.parts()
         if program.optimizers == 1:
             parts = [[p for part in parts for p in part]]
@@ -120,13 +123,15 @@ class _Runner:
         elif astray == "scale":
             self.rule.scale = self.rule.by_hand()
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": self.rule.scale})
-        self._backward(number, iteration)
-        outcome.expected_skips = self._overflows()
-        self.reference.backward(number, iteration.micro)
+        self._factors = self._factors_of_faults(number, iteration)
+        if iteration.order != "closure":
+            self._backward(number, iteration)
+            outcome.expected_skips = self._overflows()
+            self.reference.backward(number, iteration.micro)
         before = [self._local_parameters(o) for o in self.optimizers]
         stepped: list[int] = []
         try:
-            self._call_scaler(iteration, outcome, stepped)
+            self._call_scaler(number, iteration, outcome, stepped)
         except Exception as error:
             outcome.error = (type(error).__name__, str(error))
             outcome.unchanged_by_error = all(
@@ -142,7 +147,11 @@ class _Runner:
         if hasattr(self.scaler, "stepped"):
             outcome.said_stepped = [self.scaler.stepped(o) for o in self.optimizers]
         for part, skipped in enumerate(outcome.expected_skips):
-            if not skipped:
+            if skipped:
+                continue
+            if iteration.order == "closure":
+                self.reference.step_with_closure(part, number, iteration.micro)
+            else:
                 self.reference.step(part)
         self._after(iteration, outcome)
         return outcome
@@ -153,7 +162,7 @@ class _Runner:
             return None
         return astray[0]
 
-    def _backward(self, number: int, iteration: Iteration) -> None:
+    def _factors_of_faults(self, number: int, iteration: Iteration) -> list[float]:
         layout = self.layout
         factors = [1.0] * iteration.micro
         for fault in iteration.faults:
@@ -161,11 +170,21 @@ class _Runner:
             same_domain = layout.domain_of(fault.rank) == layout.domain_of(layout.rank)
             if fault.value == "loss" and same_shard and same_domain:
                 factors[fault.where % iteration.micro] = float("inf")
-        layout.backward(self.scaler, number, iteration.micro, factors)
+            if fault.value == "sum":
+                # float16 holds 65504: each rank's largest gradient fits, four like it do not.
+                largest = max(self.reference.largest(s, number) for s in range(layout.shards))
+                factors[-1] = 50_000 / (largest * self.rule.scale)
+        return factors
+
+    def _backward(self, number: int, iteration: Iteration, evaluation: int = 0) -> Tensor:
+        layout = self.layout
+        loss = layout.backward(self.scaler, number, iteration.micro, self._factors)
         for fault in iteration.faults:
-            if fault.rank == layout.rank and fault.value != "loss":
+            late = self.program.kind == LBFGS.name and fault.where % 2
+            if fault.rank == layout.rank and fault.value in VALUES and evaluation >= late:
                 optimizer = self.optimizers[fault.optimizer % len(self.optimizers)]
                 layout.plant(optimizer, VALUES[fault.value], fault.where)
+        return loss
 
     def _overflows(self) -> list[bool]:
         """For each optimizer, whether any rank of this domain holds inf or NaN; counted here."""
@@ -179,12 +198,17 @@ class _Runner:
         members = [r for r in range(WORLD) if self.layout.domain_of(r) == domain]
         return mine[members].amax(0).bool().tolist()
 
-    def _call_scaler(self, iteration: Iteration, outcome: Outcome, stepped: list[int]) -> None:
+    def _call_scaler(
+        self, number: int, iteration: Iteration, outcome: Outcome, stepped: list[int]
+    ) -> None:
         scaler = self.scaler
         order = list(range(len(self.optimizers)))
         if iteration.reverse:
             order.reverse()
-        if iteration.order == "grouped" and hasattr(scaler, "step_all"):
+        if iteration.order == "closure":
+            self._step_with_closure(number, iteration, outcome)
+            stepped.extend(order)
+        elif iteration.order == "grouped" and hasattr(scaler, "step_all"):
             if iteration.micro % 2 == 0:
                 scaler.unscale_(*[self.optimizers[i] for i in order])
             scaler.step_all([self.optimizers[i] for i in order])
@@ -197,6 +221,26 @@ class _Runner:
             scaler.update(self.rule.by_hand())
         else:
             scaler.update()
+
+    def _step_with_closure(self, number: int, iteration: Iteration, outcome: Outcome) -> None:
+        evaluations = 0
+
+        def closure() -> Tensor:
+            nonlocal evaluations
+            self.layout.zero_grad(self.optimizers)
+            loss = self._backward(number, iteration, evaluations)
+            evaluations += 1
+            found = self._overflows()
+            outcome.expected_skips = [
+                a or b for a, b in zip(outcome.expected_skips or found, found, strict=True)
+            ]
+            if dist.is_initialized() and self.layout.shards > 1:
+                # LBFGS looks at the loss; ranks that see different ones would part by themselves.
+                dist.all_reduce(loss)
+                loss /= self.layout.shards
+            return loss
+
+        self.scaler.step(self.optimizers[0], closure)
 
     def _step_one(self, index: int, iteration: Iteration, outcome: Outcome) -> None:
         optimizer, scaler = self.optimizers[index], self.scaler
@@ -220,12 +264,14 @@ class _Runner:
             else:
                 self.rule.update(any(outcome.expected_skips))
         outcome.scale, outcome.expected_scale = self.scaler.get_scale(), self.rule.scale
+        differences = []
         for name, value in self.layout.full_parameters().items():
-            outcome.digests[name] = zlib.crc32(value.contiguous().numpy().tobytes())
-            difference = (value.double() - self.reference.parameters[name].detach()).abs()
-            # A NaN must count as far off, and max() would lose it.
-            deviation = difference.nan_to_num(nan=float("inf")).max().item()
-            outcome.deviation = max(outcome.deviation, deviation)
+            flat = value.contiguous().view(-1)
+            outcome.digests[name] = zlib.crc32(flat.view(torch.uint8).numpy())
+            differences.append(flat.double() - self.reference.parameters[name].detach().view(-1))
+        # A NaN must count as far off, and max() would lose it.
+        off = torch.cat(differences).abs().nan_to_num(nan=float("inf"))
+        outcome.deviation = (off.mean() if self.layout.on_average else off.max()).item()
         if iteration.then == "reload":
             self.scaler.load_state_dict(self.scaler.state_dict())
         elif iteration.then == "repickle":
@@ -245,7 +291,7 @@ class _Runner:
 
     def _local_gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return [
-            g.to_local() if hasattr(g, "to_local") else g
+            local_values(g)
             for group in optimizer.param_groups
             for p in group["params"]
             if (g := p.grad) is not None

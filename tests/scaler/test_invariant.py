@@ -12,10 +12,12 @@ import pytest
 from tests.scaler.cells import cell, cells, sample
 from tests.scaler.judge import Judge
 from tests.scaler.layouts import LAYOUTS, WORLD
+from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Fault, Iteration, Program
-from tests.scaler.reference import KINDS
+from tests.scaler.reference import ALL_KINDS
 
-SAMPLED_CELLS = 10
+# Of each of the ways to spread a model, and of each kind of gradient or parameter.
+SAMPLED_CELLS, SAMPLED_OF_KINDS = 10, 4
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +31,33 @@ def _wrong(judge, wanted):
     return {each: wrong for each, wrong in zip(wanted, found, strict=True) if wrong}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_invariant_holds_on_a_sample_of_cells(judge, layout):
-    assert _wrong(judge, sample(layout, SAMPLED_CELLS)) == {}
+    count = SAMPLED_CELLS if layout in LAYOUTS else SAMPLED_OF_KINDS
+    assert _wrong(judge, sample(layout, count)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_invariant_holds_in_every_cell(judge, layout, kind):
     assert _wrong(judge, list(cells([layout], [kind]))) == {}
+
+
+@pytest.mark.parametrize("kind", ["SGD for-loop", "Adam fused"])
+def test_an_overflow_made_by_the_reduction_is_skipped_everywhere(judge, kind):
+    assert _wrong(judge, [("FSDP2 in fp16", kind, "step", "sum")]) == {}
+
+
+def test_the_same_gradients_summed_in_float32_do_not_overflow(new_ranks):
+    program = cell("FSDP2 in fp16, reduced in fp32", "SGD for-loop", "step", "sum")
+    assert "iteration 1: the fault did not land" in Judge(new_ranks(WORLD)).judge(program)[0]
+
+
+@pytest.mark.parametrize("fault", ["none", "inf", "both"])
+def test_lbfgs_under_ddp_goes_as_without_a_scaler(judge, fault):
+    assert _wrong(judge, [("DDP, LBFGS", "LBFGS", "closure", fault)]) == {}
 
 
 ASTRAY_LAYOUTS = ["DDP", "FSDP1", "FSDP2", "FSDP2 x TP", "ZeRO", "pipeline"]
