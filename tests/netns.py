@@ -145,14 +145,17 @@ class Host:
         return done.stdout
 
     def processes(self) -> list[int]:
-        """Return the process ids on this host, as the machine knows them, oldest first."""
+        """Return the process ids on this host, as the machine knows them.
+
+        The one that keeps the host is not among them.
+        """
         mine = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
-        found = []
+        found = set()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and os.stat(entry / "ns/pid").st_ino == mine:
-                    found.append(int(entry.name))
-        return sorted(found)
+                    found.add(int(entry.name))
+        return sorted(found - {self.pid})
 
     def sent(self) -> Traffic:
         """Return what left this host's interface since it came up."""
