@@ -138,7 +138,9 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         place = Place(config, ranks, device, data.sample)
         spread = strategies.spread(init_model(recipe, data, config.seed, device), place)
         run = RunState(spread, _scaler(config, device))
-    if spread.hook is not None and run.scaler.is_enabled():
+    # Where ranks hold parts of a model, the norm to clip by needs the scaler's own message.
+    whole = strategies.chosen(config, ranks)[0] == "ddp"
+    if spread.hook is not None and whole and run.scaler.is_enabled():
         run.scaler.attach(spread.hook)
     torch.manual_seed(config.seed + 1 + run.spread.reader)
     if origin is not None:
