@@ -96,7 +96,7 @@ class Troubled:
             _kill(pid, signal.SIGKILL)
         return killed
 
-    def _sigkill_a_rank_and_truncate_the_newest_checkpoint(
+    def _sigkill_every_rank_and_truncate_the_newest_checkpoint(
         self, started: jobs.Started, chance: random.Random
     ) -> bool:
         killed = self._sigkill_every_rank(started, chance)
@@ -110,7 +110,7 @@ class Troubled:
     WAYS = (
         *(_sigkill_a_rank, _sigkill_a_rank, _sigkill_every_rank, _sigterm_a_rank),
         *(_sigterm_torchrun, _sigkill_torchrun_and_every_rank),
-        _sigkill_a_rank_and_truncate_the_newest_checkpoint,
+        _sigkill_every_rank_and_truncate_the_newest_checkpoint,
     )
 
     # -- waiting --------------------------------------------------------------------------------
