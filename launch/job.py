@@ -131,13 +131,14 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         if origin is not None:
             _check_same_run(origin, config, recipe, data)
         check_space(config, parameters)
+        scaler = _scaler(config, device)
         restarted = ranks.restarts > 0
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
     with ranks.together():
         place = Place(config, ranks, device, data.sample)
         spread = strategies.spread(init_model(recipe, data, config.seed, device), place)
-        run = RunState(spread, _scaler(config, device))
+        run = RunState(spread, scaler)
     # Where ranks hold parts of a model, the norm to clip by needs the scaler's own message.
     whole = strategies.chosen(config, ranks)[0] == "ddp"
     if spread.hook is not None and whole and run.scaler.is_enabled():
