@@ -174,27 +174,30 @@ class Agreement:
         wants_extras = norm_words is not None or largest is not None
         room = _has_room(group)
         reply = found_inf.exchange(group, message, room=room)
-        for index, optimizer in enumerate(optimizers):
-            known[optimizer].said = (reply, index, group)
-        self._pending.append(
-            _Pending(group, reply, said, scale, optimizers, known, error, wants_extras)
+        pending = _Pending(group, reply, said, scale, optimizers, known, error, wants_extras)
+        self._take(pending, now=wants_extras and not room)
+        everyones = None
+        if extras is not None:
+            everyones = reply.extras() if room else found_inf.gather_extras(group, extras)
+        return _settled(
+            reply.flags(scale.device),
+            everyones,
+            scale.device,
+            norms_wanted=norm_words is not None,
+            largest_wanted=largest is not None,
         )
-        # Without a copy to wait for, at first sight of an optimizer, and before another collective,
-        # the check is immediate.
-        if (
-            reply.known
-            or not all(known[optimizer].agreed for optimizer in optimizers)
-            or (wants_extras and not room)
-        ):
+
+    def _take(self, pending: _Pending, *, now: bool) -> None:
+        """Note a reply, and check it ``now`` or where that costs no wait.
+
+        It is checked at once at first sight of an optimizer, too, and before another collective.
+        """
+        known = [pending.known[optimizer] for optimizer in pending.optimizers]
+        for index, k in enumerate(known):
+            k.said = (pending.reply, index, pending.group)
+        self._pending.append(pending)
+        if now or pending.reply.known or not all(k.agreed for k in known):
             self.drain()
-        agreed = reply.flags(scale.device)
-        if extras is None:
-            return Settled(agreed, None, None)
-        everyones = reply.extras() if room else found_inf.gather_extras(group, extras)
-        norms, met = found_inf.parted_extras(everyones, scale.device)
-        return Settled(
-            agreed, None if norm_words is None else norms, None if largest is None else met
-        )
 
     def drain(self) -> None:
         """Read the replies that are still on the device, and raise what they demand."""
@@ -234,6 +237,21 @@ def settle_alone(
     flags = [merged(flags_of(optimizer), scale.device) for optimizer in optimizers]
     words = None if norm_words is None else norm_words()[None]
     return Settled(flags, words, None if largest is None else largest())
+
+
+def _settled(
+    flags: list[Tensor],
+    extras: Tensor | None,
+    device: torch.device,
+    *,
+    norms_wanted: bool,
+    largest_wanted: bool,
+) -> Settled:
+    """Return what the ranks agree on, and of everyone's extras what was asked for."""
+    if extras is None:
+        return Settled(flags, None, None)
+    norms, largest = found_inf.parted_extras(extras, device)
+    return Settled(flags, norms if norms_wanted else None, largest if largest_wanted else None)
 
 
 def _looked_at(
