@@ -8,7 +8,8 @@ Each host has a network, a host name, an ``/etc/hosts`` and processes of its own
 It hangs on a veth pair from a bridge, shaped by ``tc tbf`` in both directions, with offloads off,
 so its interface counts the packets that a wire would carry.
 
-Nothing can be left behind. A namespace lives as long as its first process, which ends with the
+No process, network or name can be left behind; a killed maker leaves one small file in the folder
+for temporary files. A namespace lives as long as its first process, which ends with the
 pipe that its maker holds: at the end of the ``with``, or when the maker is killed. The kernel then
 ends every other process of that host. The namespaces have no names that could clash or stay.
 """
