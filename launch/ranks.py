@@ -140,15 +140,21 @@ class Ranks:
 
     def mourn(self, lost: LostRank) -> int:
         """Print, on the first rank that comes here, who is gone; return the exit code."""
+        self.leave()
         if self.roll is None or self.roll.speaks():
             print(f"error: {lost}", file=sys.stderr, flush=True)
         return 1
 
-    def fail(self, error: UsageError) -> int:
-        """Print an error that every rank holds, once, and return the exit code."""
+    def leave(self) -> None:
+        """Be about to exit, with a code of this rank's own."""
         # torchrun sends SIGTERM to the others as soon as one rank has exited; all of them are
         # about to, and should do so with the same code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.world_size > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def fail(self, error: UsageError) -> int:
+        """Print an error that every rank holds, once, and return the exit code."""
+        self.leave()
         if self.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
         self.gather(True)

@@ -53,7 +53,9 @@ class Stop:
             yield self
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # One that is ignored by now stays so: the process is about to end.
+                if signal.getsignal(number) == self._ask:
+                    signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

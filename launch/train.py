@@ -41,6 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
         except LostRank as lost:
             return ranks.mourn(lost)
         except Preempted as preempted:
+            ranks.leave()
             return preempted.code
     return 0
 
