@@ -222,6 +222,10 @@ LEVELS: Mapping[str, Precision] = MappingProxyType(
 class GradientWatch(Protocol):
     """What a communication hook knows of the gradients of some parameters."""
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the whole of each, and not a shard."""
+
     def exchanged(self) -> bool:
         """Return whether all of them came through the hook in this iteration; never waits."""
 

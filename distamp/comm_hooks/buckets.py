@@ -142,6 +142,8 @@ class _Arriving:
 class Watch:
     """See `distamp.precision.GradientWatch`."""
 
+    replicated = True
+
     def __init__(self, book: Buckets, parameters: list[Tensor], buckets: list[Bucket]) -> None:
         self._book = book
         self._parameters = parameters

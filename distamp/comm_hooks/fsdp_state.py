@@ -108,6 +108,8 @@ class ShardedWatch:
         groups: Those that hold the parameters.
     """
 
+    replicated = False
+
     def __init__(self, book: Buckets, groups: Sequence[ShardedGroup]) -> None:
         self._book = book
         self._groups = groups

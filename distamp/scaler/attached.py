@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distamp.precision import CommHook, GradientWatch
-from distamp.scaler.gradients import parameters_of
+from distamp.scaler.gradients import inner_optimizer, parameters_of
 from distamp.scaler.master_lookup import carriers
 
 __all__ = ["Attached", "checked_hook"]
@@ -64,7 +64,13 @@ class Attached:
         )
 
     def flags(
-        self, call: str, optimizers: Optimizers, ranks: Sequence[int], *, agreed: bool
+        self,
+        call: str,
+        optimizers: Optimizers,
+        ranks: Sequence[int],
+        *,
+        agreed: bool,
+        measured: bool,
     ) -> list[Tensor] | None:
         """Return a flag for each optimizer, or None where the ranks must send a message.
 
@@ -73,12 +79,16 @@ class Attached:
             optimizers: Those of one message.
             ranks: Those that must agree, by their numbers in the default group.
             agreed: Whether the ranks have compared these optimizers before.
+            measured: Whether the gradients are measured too: without a message that takes a rank
+                which holds all of them.
         """
         watches = [self._watch(optimizer, ranks) for optimizer in optimizers]
         self._telling = [watch is not None for watch in watches]
         apart = [hook.ranks_apart() for hook in self.hooks]
         known = agreed and all(optimizer in self._told for optimizer in optimizers)
         if call not in _CALLS or not known or any(apart):
+            return None
+        if measured and not (optimizers and all(map(_holds_all, optimizers, watches))):
             return None
         flags = [watch.found_inf() for watch in watches if watch is not None]
         return flags if len(flags) == len(watches) else None
@@ -120,6 +130,11 @@ class Attached:
                 self._watches[optimizer] = (count, watch)
                 return watch
         return None
+
+
+def _holds_all(optimizer: torch.optim.Optimizer, watch: GradientWatch | None) -> bool:
+    """Return whether each rank steps all of the optimizer's parameters, as ZeRO's do not."""
+    return watch is not None and watch.replicated and inner_optimizer(optimizer) is None
 
 
 def checked_hook(state: object) -> CommHook:

@@ -109,10 +109,20 @@ class Settling(ScalerSettings):
         optimizers: Sequence[torch.optim.Optimizer],
         flags_of: FlagsOf,
         norm_words: Callable[[], Tensor] | None = None,
+        *,
+        speak: bool = False,
     ) -> Tensor | None:
         """Look at the gradients, agree with all ranks, and write the flags into the records.
 
-        Returns the norm words of all ranks, if ``norm_words`` computes this rank's.
+        Args:
+            call: The method the user called.
+            optimizers: Those to settle.
+            flags_of: Looks at the gradients of one of them.
+            norm_words: Computes this rank's part of a norm.
+            speak: Whether a message must be sent, whatever a communication hook knows.
+
+        Returns:
+            The norm words of all ranks, if ``norm_words`` is given.
         """
         words = None
         scale = self._scale_tensor()
@@ -129,9 +139,13 @@ class Settling(ScalerSettings):
             last = start + most >= len(optimizers)
             norms = norm_words if last else None
             try:
-                settled = self._settle_part(
-                    group, call, part, len(optimizers), flags_of, norms, largest
-                )
+                settled = None
+                if group is not None and not speak:
+                    settled = self._settle_by_hooks(call, part, flags_of, norms, largest)
+                if settled is None:
+                    settled = self._settle_part(
+                        group, call, part, len(optimizers), flags_of, norms, largest
+                    )
                 self._attached.settled(part)
             except Exception:
                 if group is not None:
@@ -157,13 +171,10 @@ class Settling(ScalerSettings):
         norm_words: Callable[[], Tensor] | None,
         largest: Callable[[], Tensor] | None,
     ) -> Settled:
-        """Settle what one message has room for, without a message where none is needed."""
+        """Settle what one message has room for."""
         scale = self._scale_tensor()
         if group is None:
             return settle_alone(optimizers, flags_of, scale, norm_words, largest)
-        settled = self._settle_by_hooks(call, optimizers, flags_of, norm_words, largest)
-        if settled is not None:
-            return settled
         return self._agreement.settle(
             group,
             call,
@@ -191,7 +202,13 @@ class Settling(ScalerSettings):
         if not attached.hooks:
             return None
         agreed = all(self._known[optimizer].agreed for optimizer in optimizers)
-        flags = attached.flags(call, optimizers, self._agreement.ranks, agreed=agreed)
+        flags = attached.flags(
+            call,
+            optimizers,
+            self._agreement.ranks,
+            agreed=agreed,
+            measured=norm_words is not None or largest is not None,
+        )
         if flags is None:
             return None
         attached.count(call, self._known.identities(optimizers))

@@ -70,7 +70,13 @@ class WholeModel(Settling):
         def norm_words() -> Tensor:
             return local_words(parts, norm_type, scale.device)
 
-        words = self._settle("clip_grad_norm_", pending, self._unscaling, norm_words)
+        words = self._settle(
+            "clip_grad_norm_",
+            pending,
+            self._unscaling,
+            norm_words,
+            speak=bool(self._attached.hooks) and not _all_of(pending, parameters),
+        )
         assert words is not None
         norm = total_norm(words, norm_type).to(scale.device)
         with torch.no_grad():
@@ -133,3 +139,9 @@ class WholeModel(Settling):
         everyone = self._agreement.gather(find_overflows(named, self._agreement.rank))
         overflows = tuple(overflow for rank in everyone for overflow in rank)
         return OverflowReport(self.get_scale(), overflows)
+
+
+def _all_of(optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> bool:
+    """Return whether these optimizers, of which hooks know, hold all of ``parameters``."""
+    held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    return held.issuperset(map(id, parameters))
