@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
+from distamp.comm_hooks.order import in_order
+
 __all__ = ["Channel", "device_of", "refuse_stranger", "resolve_group"]
+
+# gloo's gather is a ring of ``size - 1`` turns. Up to here its waits cost more than it spares.
+_ONE_WAIT_BYTES = 1 << 16
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
@@ -52,7 +58,9 @@ def refuse_stranger(process_group: object) -> None:
 class Channel:
     """Two collectives over the ranks of one group: all-to-all, and gather of equal rows.
 
-    Making one is collective: every rank of the group does so at the same point.
+    Making one is collective: every rank of the group does so at the same point. On the host they
+    run one after another in a thread of their own, and each keeps to one stream on every link: two
+    that share a link divide it unevenly, and other links stand idle meanwhile.
 
     Args:
         process_group: The ranks. Held weakly: a group that is destroyed ends this channel too.
@@ -66,6 +74,7 @@ class Channel:
         self.rank = dist.get_rank(process_group)
         self.on_host = device.type == "cpu"
         self._backend: Any = None
+        self._operations = in_order(device)
         if self.on_host and self.size > 1:
             self._backend = _own_gloo(process_group, self.rank, self.size)
             weakref.finalize(process_group, _close, weakref.ref(self))
@@ -91,24 +100,41 @@ class Channel:
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """Send the r-th part of ``sent`` to rank r; both uint8 of equal parts. Returns the work."""
-        if self._backend is None:
+        if not self.on_host:
             return dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
-        return self._backend.alltoall_base(received, sent, [], [])
+        return self._operations.submit(partial(self._all_to_all, received, sent))
 
-    def gather(self, received: Tensor, row: Tensor, staging: Tensor) -> Any:
-        """Collect every rank's ``row``, by rank. Returns the work.
+    def gather(self, received: Tensor, row: Tensor) -> Any:
+        """Collect every rank's ``row``, by rank; ``received`` holds ``size`` rows of uint8.
 
-        Args:
-            received: uint8, ``size`` rows.
-            row: uint8, this rank's.
-            staging: uint8 like ``received``, to be left alone until the work is done. gloo's own
-                gather sends in ``size - 1`` turns; one all-to-all of copies waits once.
+        Returns the work.
         """
-        if self._backend is None:
+        if not self.on_host:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return gather(received, row, group=self.process_group, async_op=True)
-        staging.view(self.size, -1).copy_(row)
-        return self._backend.alltoall_base(received, staging, [], [])
+        return self._operations.submit(partial(self._gather, received, row))
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> Tensor:
+        """Send to the next rank, then to the one after it, and so on round the ring."""
+        arriving, leaving = received.view(self.size, -1), sent.view(self.size, -1)
+        arriving[self.rank].copy_(leaving[self.rank])
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works = (
+                self._backend.recv([arriving[source]], source, distance),
+                self._backend.send([leaving[target]], target, distance),
+            )
+            for work in works:
+                work.wait()
+        return received
+
+    def _gather(self, received: Tensor, row: Tensor) -> Tensor:
+        if received.numel() <= _ONE_WAIT_BYTES:
+            copies = row.repeat(self.size)
+            self._backend.alltoall_base(received, copies, [], []).wait()
+        else:
+            self._backend._allgather_base(received, row).wait()
+        return received
 
 
 def _close(channel: weakref.ref[Channel]) -> None:

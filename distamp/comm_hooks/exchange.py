@@ -263,10 +263,7 @@ class _Run:
         header[2:] = self.words
         size = self.channel.size
         gathered = self.exchange.buffer("gathered", piece.slot, row.numel() * size)
-        staging = self.exchange.buffer(
-            "staging", piece.slot, row.numel() * size if self.channel.on_host else 0
-        )
-        self.works["gather", piece.slot] = self.channel.gather(gathered, row, staging)
+        self.works["gather", piece.slot] = self.channel.gather(gathered, row)
         self.sent += row.numel() * (size - 1)
 
     def _rows(self, piece: _Piece, nbytes: int) -> Tensor:

@@ -247,12 +247,7 @@ class CommHookState:
 
         def ask() -> Tensor:
             rows = row.new_empty((channel.size, _LAYOUT_WORDS))
-            work = channel.gather(
-                rows.view(torch.uint8).view(-1),
-                row.view(torch.uint8),
-                torch.empty_like(rows).view(torch.uint8).view(-1),
-            )
-            work.wait()
+            channel.gather(rows.view(torch.uint8).view(-1), row.view(torch.uint8)).wait()
             return rows
 
         rows: list[list[int]] = self._runner(values.device).submit(ask).wait().tolist()
