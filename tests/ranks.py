@@ -440,6 +440,8 @@ def strict_warnings() -> None:
         r".*barrier\(\).*",
         r".*`torch.distributed.*` is deprecated.*",
         r".*deprecated.*",
+        # torch 2.11 says this of any sparse tensor.
+        r"Sparse invariant checks are implicitly disabled.*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"(torch|fairscale)\b.*")
 
