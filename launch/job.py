@@ -25,7 +25,7 @@ from launch.spread import Place
 from launch.state import RunState, random_state, restore_random_state
 from launch.stopping import Preempted, Stop
 
-__all__ = ["Job", "learning_rate", "prepare"]
+__all__ = ["Job", "learning_rate", "make_scaler", "prepare"]
 
 
 @dataclass
@@ -131,7 +131,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         if origin is not None:
             _check_same_run(origin, config, recipe, data)
         check_space(config, parameters)
-        scaler = _scaler(config, device)
+        scaler = make_scaler(config, device)
         restarted = ranks.restarts > 0
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
@@ -139,9 +139,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         place = Place(config, ranks, device, data.sample)
         spread = strategies.spread(init_model(recipe, data, config.seed, device), place)
         run = RunState(spread, scaler)
-    # Where ranks hold parts of a model, the norm to clip by needs the scaler's own message.
-    whole = strategies.chosen(config, ranks)[0] == "ddp"
-    if spread.hook is not None and whole and run.scaler.is_enabled():
+    if spread.hook is not None and run.scaler.is_enabled():
         run.scaler.attach(spread.hook)
     torch.manual_seed(config.seed + 1 + run.spread.reader)
     if origin is not None:
@@ -160,7 +158,8 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
 _SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
 
 
-def _scaler(config: Config, device: torch.device) -> DistGradScaler:
+def make_scaler(config: Config, device: torch.device) -> DistGradScaler:
+    """Make the scaler of a run; disabled unless its precision is fp16."""
     try:
         return DistGradScaler(
             device.type,

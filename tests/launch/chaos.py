@@ -118,8 +118,8 @@ class Troubled:
     def _start(self) -> jobs.Started:
         self.torchruns += 1
         arguments = (*self.arguments, "--auto-resume")
-        log = self.folder.with_name(f"{self.folder.name}.log").open("ab")
-        return jobs.start(self.ranks, *arguments, max_restarts=1000, output=log)
+        with self.folder.with_name(f"{self.folder.name}.log").open("ab") as log:
+            return jobs.start(self.ranks, *arguments, max_restarts=1000, output=log)
 
     def _step(self) -> int:
         steps = [row["step"] for row in jobs.records(self.folder) if "loss" in row]
