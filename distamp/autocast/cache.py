@@ -8,6 +8,7 @@ version before every use.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -122,6 +123,9 @@ class _CastCache:
         if held is not None:
             if held.is_of(weight) and (held.cast.requires_grad == tracked or not grad):
                 self.hits += 1
+                if tracked and _is_sharding():
+                    used: Tensor = _Use.apply(weight, held.cast.detach())  # type: ignore[no-untyped-call]
+                    return used
                 return held.cast
             self._drop(key)
         cast = weight.to(dtype)
@@ -146,6 +150,29 @@ class _CastCache:
     def clear(self) -> None:
         for key in list(self._held):
             self._drop(key)
+
+
+class _Use(torch.autograd.Function):
+    """A held cast with a node of its own in the graph of this forward pass.
+
+    FSDP2 reduces a module's gradients when the engine comes to its inputs. Nodes run youngest
+    first, so one kept from an earlier pass would give the weight its gradient after that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
+def _is_sharding() -> bool:
+    """Whether ``fully_shard`` was applied to any module in this process."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and bool(fsdp.FSDPModule.__subclasses__())
 
 
 class _CastWeights(TorchFunctionMode):

@@ -388,6 +388,26 @@ def _hits() -> int:
     return cast_cache_stats().hits
 
 
+def _gathered_to_the_same_place() -> tuple[list[torch.Tensor], int]:
+    """Train under FSDP2 with every cast of a step taken for a held one; and how many were."""
+    from distamp.autocast import cache
+
+    before, original = _hits(), cache._Held.is_of
+    cache._Held.is_of = lambda held, weight: held.weight() is weight
+    try:
+        return _distributed("fsdp2", True), _hits() - before
+    finally:
+        cache._Held.is_of = original
+
+
+def test_a_cast_held_where_fsdp2_gathers_to_the_same_place_loses_no_gradient(ranks2):
+    uncached = ranks2.run(_distributed, "fsdp2", False)
+    cached = ranks2.run(_gathered_to_the_same_place)
+    for (ours, hits), theirs in zip(cached, uncached, strict=True):
+        assert hits > 0
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_distributed_training_is_the_same_bit_for_bit(ranks2, wrapper):
     hits = ranks2.run(_hits)
