@@ -8,6 +8,7 @@ caller's group serves, because there everything is put on a stream by the callin
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +21,14 @@ from torch.distributed import ProcessGroup
 
 from distamp.comm_hooks.order import in_order
 
-__all__ = ["Channel", "device_of", "refuse_stranger", "resolve_group"]
+__all__ = [
+    "Channel",
+    "by_turns",
+    "device_of",
+    "refuse_stranger",
+    "resolve_group",
+    "words_differ",
+]
 
 # gloo's gather is a ring of ``size - 1`` turns. Up to here its waits cost more than it spares.
 _ONE_WAIT_BYTES = 1 << 16
@@ -115,17 +123,13 @@ class Channel:
         return self._operations.submit(partial(self._gather, received, row))
 
     def _all_to_all(self, received: Tensor, sent: Tensor) -> Tensor:
-        """Send to the next rank, then to the one after it, and so on round the ring."""
-        arriving, leaving = received.view(self.size, -1), sent.view(self.size, -1)
-        arriving[self.rank].copy_(leaving[self.rank])
-        for distance in range(1, self.size):
-            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works = (
-                self._backend.recv([arriving[source]], source, distance),
-                self._backend.send([leaving[target]], target, distance),
-            )
-            for work in works:
-                work.wait()
+        by_turns(
+            received.view(self.size, -1),
+            sent.view(self.size, -1),
+            self.rank,
+            receive=lambda row, source, tag: self._backend.recv([row], source, tag),
+            send=lambda row, target, tag: self._backend.send([row], target, tag),
+        )
         return received
 
     def _gather(self, received: Tensor, row: Tensor) -> Tensor:
@@ -135,6 +139,45 @@ class Channel:
         else:
             self._backend._allgather_base(received, row).wait()
         return received
+
+
+def by_turns(
+    received: Tensor,
+    sent: Tensor,
+    rank: int,
+    *,
+    receive: Callable[[Tensor, int, int], Any],
+    send: Callable[[Tensor, int, int], Any],
+) -> None:
+    """Send each rank its row: to the next rank first, then to the one after it, round the ring.
+
+    Args:
+        received: A row from each rank.
+        sent: A row for each rank.
+        rank: This one.
+        receive: Begins to receive a row from a rank with a tag; returns the work.
+        send: Begins to send a row to a rank with a tag; returns the work.
+    """
+    size = len(sent)
+    received[rank].copy_(sent[rank])
+    for distance in range(1, size):
+        source, target = (rank - distance) % size, (rank + distance) % size
+        works = (receive(received[source], source, distance), send(sent[target], target, distance))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def words_differ(words: Tensor) -> Tensor:
+    """Return, 0-d bool, whether ranks sent different lockstep words.
+
+    Args:
+        words: int64, a row of each rank; one whose first word is 0 says nothing.
+    """
+    silent = words[:, :1] == 0
+    most = torch.where(silent, torch.iinfo(torch.int64).min, words).amax(0)
+    least = torch.where(silent, torch.iinfo(torch.int64).max, words).amin(0)
+    return (most > least).any()
 
 
 def _close(channel: weakref.ref[Channel]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from distamp.comm_hooks.channel import Channel
+from distamp.comm_hooks.channel import Channel, words_differ
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WireFormat
 
@@ -38,8 +38,6 @@ HEADER_BYTES = 8 * HEADER_WORDS
 _ALIGNMENT = 16
 # Means from here on may have been summed up to inf by ranks that held only finite values.
 _NEAR_OVERFLOW = 126
-_LEAST = torch.iinfo(torch.int64).min
-_MOST = torch.iinfo(torch.int64).max
 
 
 class Outcome(NamedTuple):
@@ -283,11 +281,7 @@ class _Run:
         nonfinite = headers[..., 0].any()
         for late in self.late:
             nonfinite = nonfinite | late
-        words = headers[0, :, 2:]
-        silent = words[:, :1] == 0
-        most = torch.where(silent, _LEAST, words).amax(0)
-        least = torch.where(silent, _MOST, words).amin(0)
-        return Outcome(nonfinite, headers[..., 1].amax(), (most > least).any())
+        return Outcome(nonfinite, headers[..., 1].amax(), words_differ(headers[0, :, 2:]))
 
 
 def _piece_numel(wire: WireFormat, size: int) -> int:

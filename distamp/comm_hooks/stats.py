@@ -77,7 +77,8 @@ class Account:
 
     def met(self, exponent: int) -> None:
         """Note the largest exponent of one exchange."""
-        self.largest_exponent = max(exponent, self.largest_exponent or exponent)
+        met = self.largest_exponent
+        self.largest_exponent = exponent if met is None else max(exponent, met)
 
     def all_reduced(self, name: str, nbytes: int, uncompressed: int, size: int) -> None:
         """Count a ring all-reduce of ``nbytes`` over ``size`` ranks."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distamp.comm_hooks.channel import by_turns, words_differ
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 from distamp.errors import LockstepError
@@ -196,11 +197,7 @@ def _read_headers(rows: Tensor, wire: WireFormat, numel: int, group: ProcessGrou
     header = rows[:, :HEADER_BYTES].view(torch.int64)
     if rows.device.type == "cpu":
         _compare(header.tolist(), wire, numel, group)
-    words = header[:, 3:]
-    silent = words[:, :1] == 0
-    most = torch.where(silent, torch.iinfo(torch.int64).min, words).amax(0)
-    least = torch.where(silent, torch.iinfo(torch.int64).max, words).amin(0)
-    return News((header[:, 0] != 0).any(), (most > least).any())
+    return News((header[:, 0] != 0).any(), words_differ(header[:, 3:]))
 
 
 def _compare(headers: list[list[int]], wire: WireFormat, numel: int, group: ProcessGroup) -> None:
@@ -246,17 +243,13 @@ def _all_to_all(sent: Tensor, group: ProcessGroup, account: Account) -> Tensor:
         dist.all_to_all_single(received, sent, group=group)
         return received
     start = time.perf_counter()
-    size, rank = group.size(), group.rank()
-    received[rank] = sent[rank]
-    for turn in range(1, size):
-        to, source = (rank + turn) % size, (rank - turn) % size
-        works = (
-            dist.irecv(received[source], group=group, group_src=source),
-            dist.isend(sent[to], group=group, group_dst=to),
-        )
-        for work in works:
-            if work is not None:
-                work.wait()
+    by_turns(
+        received,
+        sent,
+        group.rank(),
+        receive=lambda row, source, _: dist.irecv(row, group=group, group_src=source),
+        send=lambda row, target, _: dist.isend(row, group=group, group_dst=target),
+    )
     account.waiting += time.perf_counter() - start
     return received
 
