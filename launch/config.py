@@ -12,11 +12,13 @@ from typing import Literal
 
 import tyro
 
+from distamp.precision import Precision
 from launch.errors import UsageError
 
 __all__ = ["Config", "Shape", "parse", "read"]
 
-Precision = Literal["fp32", "fp16", "bf16"]
+# --precision chooses among the levels whose weights are fp32.
+_LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,18 @@ class Config:
     """Start again in a folder that already holds a run."""
     device: str = "auto"
     """auto, cpu, cuda, ...: auto is the accelerator if there is one."""
-    precision: Precision = "fp32"
-    """What autocast computes in; fp16 also scales the loss."""
+    precision: Literal["fp32", "fp16", "bf16"] | None = None
+    """What autocast computes in; fp16 also scales the loss. Short for --opt-level O0, O1 and bf16.
+    Default: fp32."""
+    opt_level: str | None = None
+    """O0, O1, O2, O3, bf16, bf16-O2 or bf16-O3: a level of precision, as docs/levels.md has them,
+    in the place of --precision."""
+    keep_batchnorm_fp32: bool | None = None
+    """Whether batch norms stay in fp32 in a model that is cast. Default: as the level has it."""
+    master_weights: bool | None = None
+    """Whether AdamW steps fp32 copies of a model that is cast. Default: as the level has it."""
+    loss_scale: str | None = None
+    """A number, or dynamic. Default: as the level has it."""
 
     strategy: str | None = None
     """How the model is spread: none, dp, ddp, fsdp1, fsdp2, hsdp, fsdp2+tp, zero1, oss,
@@ -96,17 +108,19 @@ class Config:
     """Learning rate at the end of the cosine, as a part of the peak."""
     weight_decay: float = 0.1
     """AdamW's, on matrices alone."""
+    eps: float | None = None
+    """AdamW's. Default: 1e-8, or 1e-4 where its state is fp16 (O3), which has no 1e-8."""
     clip: float = 1.0
     """Largest norm of the gradients; 0 leaves them as they are."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and dropout."""
 
     init_scale: float = 65536.0
-    """Loss scale at the start (fp16)."""
+    """A dynamic loss scale at the start."""
     growth_interval: int = 2000
-    """Clean steps until the loss scale doubles (fp16)."""
+    """Clean steps until a dynamic loss scale doubles."""
     schedule: Literal["dynamic", "headroom"] = "dynamic"
-    """How the loss scale moves (fp16): torch's rule, or ahead of overflows."""
+    """How a dynamic loss scale moves: torch's rule, or ahead of overflows."""
 
     evaluate_every: int = 50
     """Steps between two validations."""
@@ -132,6 +146,42 @@ class Config:
             return self.resume if is_run else self.resume.parent.parent
         return Path("runs/latest")
 
+    @property
+    def level(self) -> Precision:
+        """The level of precision to train at, with what overrides it.
+
+        Raises:
+            UsageError: There is no such level, it is named twice, or an override contradicts it.
+        """
+        if self.opt_level is not None and self.precision is not None:
+            raise UsageError(
+                f"--precision {self.precision}: it is short for --opt-level"
+                f" {_LEVELS[self.precision]}, and --opt-level {self.opt_level} is given too; pass"
+                " one of them"
+            )
+        try:
+            return Precision.of(
+                self.opt_level or _LEVELS[self.precision or "fp32"],
+                keep_batchnorm_fp32=self.keep_batchnorm_fp32,
+                master_weights=self.master_weights,
+                loss_scale=self.loss_scale,
+            )
+        except ValueError as error:
+            raise UsageError(f"{self.level_flag}: {error}") from None
+
+    @property
+    def level_flag(self) -> str:
+        """The flag that names the level, as it was given or is by default."""
+        if self.opt_level is not None:
+            return f"--opt-level {self.opt_level}"
+        return f"--precision {self.precision or 'fp32'}"
+
+    @property
+    def level_name(self) -> str:
+        """The level's name; one that has two has that of ``--precision``."""
+        short = {level: name for name, level in _LEVELS.items()}
+        return short.get(self.level.level, self.level.level)
+
     def check(self) -> None:
         """Refuse what no machine could run.
 
@@ -146,6 +196,7 @@ class Config:
             _require(getattr(self.shape, name) > 0, name, getattr(self.shape, name), "more than 0")
         for name in ("warmup", "weight_decay", "clip"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.eps is None or self.eps > 0, "eps", self.eps, "more than 0")
         _require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "between 0 and 1")
         _require(
             0 <= self.shape.dropout < 1, "dropout", self.shape.dropout, "at least 0 and below 1"

@@ -11,13 +11,10 @@ import torch.distributed as dist
 from distamp import autocast
 from launch.config import Config
 from launch.errors import UsageError
+from launch.levels import bytes_per_parameter
 from launch.ranks import Ranks
 
-__all__ = ["DTYPES", "check_backend", "check_memory", "check_precision", "pick_device", "slowdown"]
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# fp32 parameter and gradient, and AdamW's two moments.
-_BYTES_PER_PARAMETER = 16
+__all__ = ["check_backend", "check_memory", "check_precision", "pick_device", "slowdown"]
 
 
 def pick_device(name: str, ranks: Ranks) -> torch.device:
@@ -59,32 +56,32 @@ def check_backend(backend: str | None) -> None:
         raise UsageError("--backend nccl: it needs a CUDA device and a torch built with NCCL")
 
 
-def check_precision(device: torch.device, precision: str) -> None:
-    """Try a matrix product and its gradient under autocast.
+def check_precision(device: torch.device, config: Config) -> None:
+    """Try a matrix product and its gradient, under autocast or in a cast model's own dtype.
 
     Raises:
         UsageError: If the device cannot do it in this precision.
     """
-    if precision == "fp32":
+    level = config.level
+    if level.compute is torch.float32:
         return
-    dtype = DTYPES[precision]
     why = "autocast does not know this device"
-    if torch.amp.is_autocast_available(device.type):
+    if level.casts_model or torch.amp.is_autocast_available(device.type):
         try:
-            a = torch.ones(8, 8, device=device, requires_grad=True)
-            with autocast(device.type, dtype):
+            a = torch.ones(8, 8, dtype=level.param, device=device, requires_grad=True)
+            with autocast(device.type, level.compute, enabled=level.autocasts):
                 product = a @ a
             product.float().sum().backward()
-            if product.dtype == dtype:
+            if product.dtype == level.compute:
                 return
             why = f"autocast computes in {product.dtype} there"
         except (RuntimeError, NotImplementedError) as error:
             why = str(error).splitlines()[0]
-    raise UsageError(f"--precision {precision}: {device.type} cannot do it ({why})")
+    raise UsageError(f"{config.level_flag}: {device.type} cannot do it ({why})")
 
 
-def slowdown(device: torch.device, precision: str) -> float:
-    """Return how many times longer a matrix product takes here in this precision than in fp32.
+def slowdown(device: torch.device, dtype: torch.dtype) -> float:
+    """Return how many times longer a matrix product takes here in this dtype than in fp32.
 
     A CPU without instructions for fp16 or bf16 computes in them, but far slower than in fp32.
     """
@@ -98,7 +95,7 @@ def slowdown(device: torch.device, precision: str) -> float:
             times.append(time.perf_counter() - began)
         return min(times)
 
-    return seconds(DTYPES[precision]) / seconds(torch.float32)
+    return seconds(dtype) / seconds(torch.float32)
 
 
 def check_memory(parameters: int, config: Config, device: torch.device) -> None:
@@ -111,7 +108,7 @@ def check_memory(parameters: int, config: Config, device: torch.device) -> None:
         have = torch.cuda.get_device_properties(device).total_memory
     else:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    need = parameters * _BYTES_PER_PARAMETER
+    need = parameters * bytes_per_parameter(config.level)
     if need > have:
         raise UsageError(
             f"--model {config.model}: {parameters:.3g} parameters with gradients and AdamW's state"

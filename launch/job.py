@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from distamp import DistGradScaler, precision_report
-from distamp.scaler import DynamicSchedule, HeadroomSchedule
+from distamp import cast_model, precision_report
 from launch import checkpoint, strategies
 from launch.config import Config
 from launch.data import Data, load_data
 from launch.device import check_backend, check_memory, check_precision, pick_device, slowdown
 from launch.errors import UsageError
 from launch.folder import Origin, check_shared, check_space, claim, find_origin
+from launch.levels import amp_for, described, eps_for, trial
 from launch.models import Recipe, count_parameters, init_model, recipe_for
 from launch.ranks import Ranks
 from launch.reporting import Reporter
@@ -25,7 +25,7 @@ from launch.spread import Place
 from launch.state import RunState, random_state, restore_random_state
 from launch.stopping import Preempted, Stop
 
-__all__ = ["Job", "learning_rate", "make_scaler", "prepare"]
+__all__ = ["Job", "learning_rate", "prepare"]
 
 
 @dataclass
@@ -92,8 +92,7 @@ class Job:
 
     def summary(self) -> dict[str, str]:
         """Return what the end of the run is to say, beside what its records say."""
-        hook = self.run.spread.hook
-        facts = {} if hook is None else {"Gradients": str(hook.stats())}
+        facts = {"Gradients": str(hook.stats()) for hook in self.run.amp.comm_hooks}
         return {**facts, **({"Precisions": "precision.txt, .json, .png"} if self.reported else {})}
 
     def stopped(self) -> Preempted:
@@ -117,7 +116,8 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         device = pick_device(config.device, ranks)
         check_backend(config.backend)
         strategies.check(config, ranks, device)
-        check_precision(device, config.precision)
+        check_precision(device, config)
+        trial(config, device)
         recipe = recipe_for(config)
         data = load_data(config, recipe.kind)
         data.check(config)
@@ -131,44 +131,28 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         if origin is not None:
             _check_same_run(origin, config, recipe, data)
         check_space(config, parameters)
-        scaler = make_scaler(config, device)
         restarted = ranks.restarts > 0
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
     with ranks.together():
         place = Place(config, ranks, device, data.sample)
-        spread = strategies.spread(init_model(recipe, data, config.seed, device), place)
-        run = RunState(spread, scaler)
-    if spread.hook is not None and run.scaler.is_enabled():
-        run.scaler.attach(spread.hook)
+        model = cast_model(init_model(recipe, data, config.seed, device), config.level)
+        spread = strategies.spread(model, place)
+        run = RunState(spread, amp_for(spread.model, spread.optimizer, config))
     torch.manual_seed(config.seed + 1 + run.spread.reader)
     if origin is not None:
         restore(run, origin, ranks, device)
     report.start(_facts(config, run, data, ranks, device))
     for line in () if origin is None else (*origin.broken, _changes(origin, config, ranks, device)):
         report.note(line)
-    if ranks.is_main and (slower := slowdown(device, config.precision)) > 3:
+    if ranks.is_main and (slower := slowdown(device, config.level.compute)) > 3:
         report.note(
             f"This {device.type} multiplies matrices {slower:.0f} times slower in"
-            f" {config.precision} than in fp32\n"
+            f" {config.level_name} than in fp32\n"
         )
+    if config.eps is None and (eps := eps_for(config)) != 1e-8:
+        report.note(f"AdamW has eps={eps:g}: its state is fp16 at {config.level_flag}\n")
     return Job(config, ranks, device, data, recipe, run, report, stop or Stop())
-
-
-_SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
-
-
-def make_scaler(config: Config, device: torch.device) -> DistGradScaler:
-    """Make the scaler of a run; disabled unless its precision is fp16."""
-    try:
-        return DistGradScaler(
-            device.type,
-            init_scale=config.init_scale,
-            schedule=_SCHEDULES[config.schedule](growth_interval=config.growth_interval),
-            enabled=config.precision == "fp16",
-        )
-    except ValueError as error:
-        raise UsageError(f"the loss scale's settings: {error}") from None
 
 
 def learning_rate(config: Config, taken: int) -> float:
@@ -207,13 +191,15 @@ def _random_tensors(ranks: Ranks, device: torch.device) -> dict[str, torch.Tenso
 
 # The settings that decide which numbers a run comes to.
 _NUMBERS = (
-    *("precision", "steps", "batch", "accumulate", "lr", "warmup", "final_lr"),
-    *("weight_decay", "clip", "seed", "growth_interval", "schedule", "comm_hook"),
+    *("steps", "batch", "accumulate", "lr", "warmup", "final_lr"),
+    *("weight_decay", "clip", "seed", "growth_interval", "schedule", "comm_hook", "eps"),
+    *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
 )
 
 
 def _settings(config: Config, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    settings = {name: getattr(config, name) for name in _NUMBERS}
+    settings = {"precision": config.level_name}
+    settings |= {name: getattr(config, name) for name in _NUMBERS}
     where = {"ranks": ranks.world_size, "strategy": strategies.chosen(config, ranks)[0]}
     return {**settings, **where, "device": device.type}
 
@@ -248,13 +234,12 @@ def _facts(
     how = strategies.chosen(config, ranks)[1].says
     many = how if ranks.world_size == 1 else f"{ranks.world_size} ranks, {how}"
     train, held_out = data.sizes()
-    scaled = ", the loss scaled by DistGradScaler" if config.precision == "fp16" else ""
     examples = "sequences" if data.kind == "text" else "images"
     return {
         "Model": f"{config.model}, {parameters / 1e6:.2f} M parameters",
         data.kind.capitalize(): f"{data.name}, {train} and {held_out} held out",
         "Device": f"{device.type}, {many}",
-        "Precision": f"{config.precision}{scaled}",
+        "Precision": described(config),
         "Steps": f"{config.steps} of {config.batch} {examples}",
     }
 
@@ -262,6 +247,8 @@ def _facts(
 def _changes(origin: Origin, config: Config, ranks: Ranks, device: torch.device) -> str:
     """Say where a resumed run goes on, and which settings differ from what it was started with."""
     ours, theirs = _settings(config, ranks, device), origin.manifest["settings"]
-    differ = [f"{n} {theirs[n]} -> {ours[n]}" for n in ours if ours[n] != theirs[n]]
+    # What an older checkpoint does not name was as it is by default: None.
+    before = {name: theirs.get(name) for name in ours}
+    differ = [f"{n} {before[n]} -> {ours[n]}" for n in ours if ours[n] != before[n]]
     where = f"Going on from {origin.run} at step {origin.step}"
     return f"{where}, with other settings: {', '.join(differ)}" if differ else where

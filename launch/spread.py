@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distamp.comm_hooks import CommHookState, ShardedHookState, register
 from launch.config import Config
-from launch.errors import UsageError
 from launch.ranks import Ranks
 
-__all__ = ["Place", "Spread", "all_read", "decayed_names", "hooked", "plain_name", "split", "units"]
+__all__ = ["Place", "Spread", "all_read", "decayed_names", "plain_name", "split", "units"]
 
 
 @dataclass(frozen=True)
@@ -42,9 +38,6 @@ class Spread:
         optimizer: The optimizer to step.
         readers: How many different parts a batch is divided into.
         reader: Which of them this rank computes.
-        accumulating: Entered for every microbatch of a step but the last.
-        keeps_gradients: Whether gradients must be zeroed in place.
-        hook: What sends the gradients, where ``--comm-hook`` says how.
     """
 
     model: nn.Module
@@ -52,47 +45,13 @@ class Spread:
     optimizer: torch.optim.Optimizer
     readers: int = 1
     reader: int = 0
-    accumulating: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
-    keeps_gradients: bool = False
-    hook: CommHookState | ShardedHookState | None = None
-
-    def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients over the ranks in a step's last microbatch alone."""
-        return nullcontext() if last else self.accumulating()
-
-    def zero_grad(self) -> None:
-        """Forget this step's gradients."""
-        if self.keeps_gradients:
-            self.model.zero_grad(set_to_none=False)
-        else:
-            self.optimizer.zero_grad()
 
 
 def all_read(
-    place: Place,
-    model: nn.Module,
-    inner: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accumulating: Callable[[], AbstractContextManager[None]],
-    *,
-    keeps_gradients: bool = False,
+    place: Place, model: nn.Module, inner: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Spread:
     """Return a spread of which each rank computes its own part of the batch."""
-    ranks = place.ranks
-    return Spread(
-        model, inner, optimizer, ranks.world_size, ranks.rank, accumulating, keeps_gradients
-    )
-
-
-def hooked(wrapped: nn.Module, place: Place) -> CommHookState | ShardedHookState | None:
-    """Have gradients sent as ``--comm-hook`` says."""
-    wire = place.config.comm_hook
-    if wire is None:
-        return None
-    try:
-        return register(wrapped, wire)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"--comm-hook {wire}: {error}") from None
+    return Spread(model, inner, optimizer, place.ranks.world_size, place.ranks.rank)
 
 
 def units(model: nn.Module) -> list[tuple[Any, str, nn.Module]]:

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from distamp import DistGradScaler
+from distamp.initialize import Amp
+from distamp.scaler import masters_of
 from launch.spread import Spread
 
 __all__ = ["Progress", "RunState", "random_state", "restore_random_state"]
@@ -50,7 +51,7 @@ class RunState:
     """What changes while a run goes on, but for the generators of random numbers."""
 
     spread: Spread
-    scaler: DistGradScaler
+    amp: Amp
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -93,13 +94,19 @@ class RunState:
 
     def values(self) -> dict[str, Any]:
         """Return what is no tensor and the same on every rank, as JSON takes it."""
-        return {"progress": asdict(self.progress), "scaler": self.scaler.state_dict()}
+        scaler = self.amp.scaler.state_dict() if self._scale_moves else {}
+        return {"progress": asdict(self.progress), "scaler": scaler}
 
     def accept_values(self, values: dict[str, Any]) -> None:
         """Take over what ``values`` returned."""
         self.progress = Progress(**values["progress"])
-        if values["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(values["scaler"])
+        if values["scaler"] and self._scale_moves:
+            self.amp.scaler.load_state_dict(values["scaler"])
+
+    @property
+    def _scale_moves(self) -> bool:
+        # A constant is the level's, whatever the run it goes on from had.
+        return self.amp.precision.loss_scale == "dynamic"
 
     def _states(self) -> Iterator[tuple[str, Tensor]]:
         # ZeRO and OSS keep the state of the parameters that this rank updates inside.

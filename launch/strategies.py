@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp.autocast import DataParallel
 from launch.config import Config
 from launch.errors import UsageError
+from launch.levels import eps_for
 from launch.ranks import Ranks
-from launch.spread import Place, Spread, all_read, decayed_names, hooked, split, units
+from launch.spread import Place, Spread, all_read, decayed_names, split, units
 
 __all__ = ["STRATEGIES", "Strategy", "check", "chosen", "readers", "spread"]
 
@@ -77,7 +77,7 @@ def sharded_ddp(model: nn.Module, place: Place) -> Spread:
     settings = _adamw_settings(place)
     optimizer = oss.OSS(_groups(model, model, place), optim=torch.optim.AdamW, **settings)
     wrapped = ShardedDataParallel(model, optimizer)
-    return all_read(place, wrapped, model, optimizer, wrapped.no_sync, keeps_gradients=True)
+    return all_read(place, wrapped, model, optimizer)
 
 
 # -- a part of the model on each rank -------------------------------------------------------------
@@ -95,9 +95,7 @@ def fsdp1(model: nn.Module, place: Place) -> Spread:
         parent[name] = FullyShardedDataParallel(unit, **settings)
     wrapped = FullyShardedDataParallel(model, **settings)
     optimizer = torch.optim.AdamW(split(wrapped, decayed, place.config), **_adamw_settings(place))
-    spread = all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
-    spread.hook = hooked(wrapped, place)
-    return spread
+    return all_read(place, wrapped, wrapped, optimizer)
 
 
 def fsdp2(model: nn.Module, place: Place) -> Spread:
@@ -142,7 +140,7 @@ def fairscale_fsdp(model: nn.Module, place: Place) -> Spread:
     decayed = decayed_names(model)
     wrapped = Fairscale(model, flatten_parameters=False)
     optimizer = torch.optim.AdamW(split(wrapped, decayed, place.config), **_adamw_settings(place))
-    return all_read(place, wrapped, wrapped, optimizer, wrapped.no_sync)
+    return all_read(place, wrapped, wrapped, optimizer)
 
 
 # -- what they are made of ------------------------------------------------------------------------
@@ -157,7 +155,6 @@ def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer
     """
     ids = None if place.device.type == "cpu" else [place.device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    hook = hooked(wrapped, place)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     on_device = [] if place.device.type == "cpu" else [place.device]
     with torch.random.fork_rng(on_device, device_type=place.device.type):
@@ -165,9 +162,7 @@ def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     wrapped.zero_grad(set_to_none=True)
-    spread = all_read(place, wrapped, model, optimizer, wrapped.no_sync)
-    spread.hook = hook
-    return spread
+    return all_read(place, wrapped, model, optimizer)
 
 
 def _fully_sharded(
@@ -176,20 +171,9 @@ def _fully_sharded(
     decayed = decayed_names(model) if decayed is None else decayed
     for _, _, unit in units(model):
         fully_shard(unit, mesh=mesh)
-    wrapped = fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(split(model, decayed, place.config), **_adamw_settings(place))
-
-    @contextlib.contextmanager
-    def accumulating() -> Any:
-        wrapped.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            wrapped.set_requires_gradient_sync(True)
-
-    spread = all_read(place, model, model, optimizer, accumulating)
-    spread.hook = hooked(model, place)
-    return spread
+    return all_read(place, model, model, optimizer)
 
 
 def _groups(model: nn.Module, named: nn.Module, place: Place) -> list[dict[str, Any]]:
@@ -203,7 +187,8 @@ def _adamw(model: nn.Module, place: Place) -> torch.optim.Optimizer:
 def _adamw_settings(place: Place) -> dict[str, Any]:
     how = place.config.adamw or chosen(place.config, place.ranks)[1].adamw[0]
     kernels = {"fused": how == "fused", "foreach": how == "foreach"}
-    return {"lr": place.config.lr, "betas": (0.9, 0.95), **kernels}
+    eps = eps_for(place.config)
+    return {"lr": place.config.lr, "betas": (0.9, 0.95), "eps": eps, **kernels}
 
 
 # -- which there are ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,9 +19,7 @@ if missing := [name for name in ("tyro", "rich", "matplotlib") if find_spec(name
 
 import torch
 
-from distamp import autocast
 from launch.config import Config, read
-from launch.device import DTYPES
 from launch.errors import UsageError
 from launch.job import Job, learning_rate, prepare
 from launch.lost import LostRank
@@ -58,35 +57,33 @@ def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
 def train(job: Job) -> None:
     """Train to the last step, writing results and checkpoints on the way."""
     config, ranks, data, device, run = job.config, job.ranks, job.data, job.device, job.run
-    spread, optimizer, scaler, progress = run.spread, run.optimizer, run.scaler, run.progress
+    amp, spread, progress = run.amp, run.spread, run.progress
     share = config.batch // (spread.readers * config.accumulate)
-    compute = autocast(device.type, DTYPES[config.precision], enabled=config.precision != "fp32")
 
     if progress.step == 0:
         job.report.validation(validate(job))
     while progress.step < config.steps:
         spread.model.train()
         rate = config.lr * learning_rate(config, progress.taken)
-        for group in optimizer.param_groups:
+        for group in run.optimizer.param_groups:
             group["lr"] = rate
         loss_sum = torch.zeros((), device=device)
         with job.precision_report():
             for microbatch in range(config.accumulate):
                 first = progress.position + (microbatch * spread.readers + spread.reader) * share
                 inputs, answers = (t.to(device) for t in data.take(first, share))
-                with spread.microbatch(last=microbatch == config.accumulate - 1):
-                    with compute:
+                last = microbatch == config.accumulate - 1
+                with nullcontext() if last else amp.no_sync():
+                    with amp.autocast():
                         logits = spread.model(inputs)
                     loss = mean_loss(logits, answers) / config.accumulate
-                    scaler.scale(loss).backward()
+                    amp.backward(loss)
                 loss_sum += loss.detach()
 
-        norm = scaler.clip_grad_norm_(optimizer, config.clip or math.inf)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        stepped = scaler.stepped(optimizer)
-        spread.zero_grad()
+        norm = amp.clip_grad_norm_(config.clip or math.inf)
+        scale = amp.scaler.get_scale()
+        stepped = bool(amp.step())
+        amp.zero_grad()
 
         # The message that the loss needs also says whether any rank was asked to stop.
         loss_total, asked_to_stop = ranks.sum(loss_sum, job.stop.asked)
@@ -117,7 +114,6 @@ def validate(job: Job) -> dict[str, float]:
     """Return loss and accuracy over the held-out examples, shared among the ranks."""
     config, ranks, device, spread = job.config, job.ranks, job.device, job.run.spread
     inputs, answers = job.data.validation(config.validation_windows)
-    compute = autocast(device.type, DTYPES[config.precision], enabled=config.precision != "fp32")
     spread.model.eval()
     loss_sum, right, count = 0.0, 0.0, 0
     # Sharded models need every rank in each pass: one that has run out repeats the last examples,
@@ -126,7 +122,7 @@ def validate(job: Job) -> dict[str, float]:
         mine = torch.arange(start, start + 32 * spread.readers)[spread.reader :: spread.readers]
         new = int((mine < len(inputs)).sum())
         mine = mine.clamp(max=len(inputs) - 1)[: max(1, new)]
-        with compute:
+        with job.run.amp.autocast():
             logits = spread.model(inputs[mine].to(device))
         wanted = answers[mine].to(device)
         loss_sum += float(mean_loss(logits, wanted)) * new

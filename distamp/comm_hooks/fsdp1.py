@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from distamp.comm_hooks.auto import as_it_is, choose_for_copies, choose_for_shards
+from distamp.comm_hooks.choice import AUTO, Choice
 from distamp.comm_hooks.fsdp_state import ShardedHookState, check_format, check_width
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
@@ -74,12 +76,12 @@ def fsdp_bf16_compress_hook(
     _low_precision_hook(wire_format("bf16"), state, grad, output)
 
 
-def register_fsdp1(model: FullyShardedDataParallel, wire: WireFormat) -> ShardedHookState:
+def register_fsdp1(model: FullyShardedDataParallel, wire: WireFormat | None) -> ShardedHookState:
     """Send the gradients of an FSDP1 model through ``wire``.
 
     Args:
         model: The outermost ``FullyShardedDataParallel``; not run yet.
-        wire: The format on the way.
+        wire: The format on the way; None to choose one by time, or none.
 
     Returns:
         The state of all its hooks.
@@ -89,7 +91,8 @@ def register_fsdp1(model: FullyShardedDataParallel, wire: WireFormat) -> Sharded
             format that needs error feedback, or gradients in a dtype not wider than the wire.
         LockstepError: a rank holds another format or model; on all ranks.
     """
-    check_format(wire)
+    if wire is not None:
+        check_format(wire)
     if not model.check_is_root():
         raise ValueError(
             "this FullyShardedDataParallel is inside another: register on the outermost one"
@@ -103,15 +106,20 @@ def register_fsdp1(model: FullyShardedDataParallel, wire: WireFormat) -> Sharded
                 f"FSDP1 takes no communication hook with {unit.sharding_strategy}: use FSDP2, or "
                 "one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"
             )
-        precision = unit.mixed_precision
-        dtype = precision.reduce_dtype or precision.param_dtype or _dtype_of(unit)
-        check_width(wire, dtype, "MixedPrecision(reduce_dtype=...)")
+        if wire is not None:
+            check_width(wire, _reduced_in(unit), "MixedPrecision(reduce_dtype=...)")
     assert model.process_group is not None
     assert model.compute_device is not None
     flat = [unit._flat_param for unit in units if unit._flat_param is not None]
     numel = sum(each._unpadded_unsharded_size.numel() for each in flat)
-    agree(wire, numel, model.process_group, model.compute_device)
-    state = ShardedHookState(wire)
+    agree(AUTO if wire is None else wire.name, numel, model.process_group, model.compute_device)
+    choice = _choose(model, units) if wire is None else None
+    if choice is not None:
+        if not choice.compressed:
+            return ShardedHookState(as_it_is(_reduced_in(model)), choice)
+        wire = wire_format(choice.wire)
+    assert wire is not None
+    state = ShardedHookState(wire, choice)
     hook_state = LowPrecisionState(model.process_group, _dtype_of(model))
     hook_state.account = state.account
     model.register_comm_hook(hook_state, _HOOKS[wire.name])
@@ -150,6 +158,23 @@ def _hook(wire: WireFormat) -> Callable[[Any, Tensor, Tensor | None], None]:
 
 _HOOKS = {name: _hook(wire) for name, wire in WIRE_FORMATS.items()}
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def _choose(model: FullyShardedDataParallel, units: Sequence[FullyShardedDataParallel]) -> Choice:
+    """Choose for the unit with the most parameters."""
+    flat = [unit._flat_param for unit in units if unit._flat_param is not None]
+    numel = max((each._unpadded_unsharded_size.numel() for each in flat), default=1)
+    dtype = min((_reduced_in(unit) for unit in units), key=lambda dtype: dtype.itemsize)
+    assert model.process_group is not None
+    assert model.compute_device is not None
+    whole = model.sharding_strategy is ShardingStrategy.NO_SHARD
+    choosing = choose_for_copies if whole else choose_for_shards
+    return choosing(numel, dtype, model.compute_device, model.process_group)
+
+
+def _reduced_in(unit: FullyShardedDataParallel) -> torch.dtype:
+    precision = unit.mixed_precision
+    return precision.reduce_dtype or precision.param_dtype or _dtype_of(unit)
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:

@@ -7,6 +7,7 @@ replicas (``set_all_reduce_hook``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from distamp.comm_hooks.auto import as_it_is, choose_for_shards
+from distamp.comm_hooks.choice import AUTO, Choice
 from distamp.comm_hooks.fsdp_state import ShardedHookState, check_format, check_width
-from distamp.comm_hooks.wire import WireFormat
+from distamp.comm_hooks.wire import WireFormat, wire_format
 from distamp.comm_hooks.wire_reduce import News, agree, all_reduce, reduce_scatter
 
 __all__ = ["WireReduceScatter", "register_fsdp2"]
@@ -136,13 +139,13 @@ class WireReduceScatter:
 
 
 def register_fsdp2(
-    model: nn.Module, wire: WireFormat, *, replicas: ProcessGroup | None = None
+    model: nn.Module, wire: WireFormat | None, *, replicas: ProcessGroup | None = None
 ) -> ShardedHookState:
     """Send the gradients of every FSDP2 module of ``model`` through ``wire``.
 
     Args:
         model: ``fully_shard`` was applied to it, or to modules within it.
-        wire: The format on the way.
+        wire: The format on the way; None to choose one by time, or none.
         replicas: For replicas of a one-dimensional FSDP2: the ranks that hold the same shard.
             Unlike with a two-dimensional mesh, whose all-reduce torch does by itself, gradients
             go through ``wire`` between them too.
@@ -157,7 +160,8 @@ def register_fsdp2(
         LockstepError: a rank holds another format or model; on all ranks.
         RuntimeError: this torch has no ``set_custom_reduce_scatter``.
     """
-    check_format(wire)
+    if wire is not None:
+        check_format(wire)
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     if not modules:
         raise ValueError(
@@ -172,16 +176,66 @@ def register_fsdp2(
     groups = [_param_groups(module) for module in modules]
     for module, of_module in zip(modules, groups, strict=True):
         _check_groups(module, of_module, wire, replicas)
-    _agree(wire, [group for of_module in groups for group in of_module], replicas)
-    state = ShardedHookState(wire)
+    every = [group for of_module in groups for group in of_module]
+    _agree(AUTO if wire is None else wire.name, every, replicas)
+    choice = _choose(every, replicas) if wire is None else None
+    if choice is not None:
+        wire = wire_format(choice.wire) if choice.compressed else None
+    state = ShardedHookState(wire or as_it_is(_reduced_in(every[0])), choice)
     for module, of_module in zip(modules, groups, strict=True):
         for param_group in of_module:
-            comm = WireReduceScatter(state, param_group, replicas)
-            module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
-            if replicas is not None:
-                module.set_all_reduce_hook(comm.between_replicas)
-            state.groups.append(comm)
+            _hook(module, param_group, state, replicas, compressed=wire is not None)
     return state
+
+
+def _hook(
+    module: FSDPModule,
+    param_group: Any,
+    state: ShardedHookState,
+    replicas: ProcessGroup | None,
+    *,
+    compressed: bool,
+) -> None:
+    """Fill torch's hook points of one module."""
+    if compressed:
+        comm = WireReduceScatter(state, param_group, replicas)
+        module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
+        if replicas is not None:
+            module.set_all_reduce_hook(comm.between_replicas)
+        state.groups.append(comm)
+    elif replicas is not None:
+        # Of these torch knows nothing: without a hook they would part.
+        module.set_all_reduce_hook(partial(_average, param_group, replicas))
+
+
+def _average(param_group: Any, replicas: ProcessGroup, reduce_output: Tensor) -> None:
+    """Average over replicas as torch's HSDP does."""
+    if param_group.gradient_divide_factor is None:
+        reduce_output.div_(replicas.size())
+    dist.all_reduce(reduce_output, group=replicas)
+
+
+def _choose(groups: Sequence[Any], replicas: ProcessGroup | None) -> Choice:
+    """Choose for the module with the most parameters."""
+    largest = max(groups, key=_numel)
+    dtype = min(map(_reduced_in, groups), key=lambda dtype: dtype.itemsize)
+    shards = largest.mesh_info.shard_process_group
+    mesh = largest.fsdp_params[0].sharded_param.device_mesh
+    others = [group for group in mesh.get_all_groups() if group is not shards]
+    return choose_for_shards(_numel(largest), dtype, largest.device, shards, replicas, others)
+
+
+def _numel(group: Any) -> int:
+    return sum(each.sharded_param.numel() for each in group.fsdp_params)
+
+
+def _reduced_in(group: Any) -> torch.dtype:
+    """Return the narrowest dtype in which gradients of a parameter group are reduced."""
+    policy = group.mp_policy
+    asked = policy.reduce_dtype or policy.param_dtype
+    own = (each.sharded_param.dtype for each in group.fsdp_params)
+    dtype: torch.dtype = asked or min(own, key=lambda dtype: dtype.itemsize)
+    return dtype
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -193,7 +247,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def _check_groups(
-    module: FSDPModule, groups: list[Any], wire: WireFormat, replicas: ProcessGroup | None
+    module: FSDPModule, groups: list[Any], wire: WireFormat | None, replicas: ProcessGroup | None
 ) -> None:
     name = type(module).__name__
     if len(groups) > 1:
@@ -207,10 +261,8 @@ def _check_groups(
                 f"{name} has a custom reduce-scatter already "
                 f"({type(group._reduce_scatter_comm).__name__}): register one hook only"
             )
-        policy = group.mp_policy
-        for each in group.fsdp_params:
-            dtype = policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype
-            check_width(wire, dtype, "MixedPrecisionPolicy(reduce_dtype=...)")
+        if wire is not None:
+            check_width(wire, _reduced_in(group), "MixedPrecisionPolicy(reduce_dtype=...)")
         if replicas is not None and getattr(group, "_is_hsdp", False):
             raise ValueError(
                 f"{name} is sharded over a two-dimensional mesh, whose replicas torch averages by "
@@ -219,16 +271,15 @@ def _check_groups(
             )
 
 
-def _agree(wire: WireFormat, groups: list[Any], replicas: ProcessGroup | None) -> None:
+def _agree(name: str, groups: list[Any], replicas: ProcessGroup | None) -> None:
     """Compare format and model among the ranks that will exchange."""
     numels: dict[ProcessGroup, int] = {}
     for group in groups:
-        numel = sum(each.sharded_param.numel() for each in group.fsdp_params)
         for ranks in (group.mesh_info.shard_process_group, replicas):
             if ranks is not None:
-                numels[ranks] = numels.get(ranks, 0) + numel
+                numels[ranks] = numels.get(ranks, 0) + _numel(group)
     for ranks, numel in numels.items():
-        agree(wire, numel, ranks, groups[0].device)
+        agree(name, numel, ranks, groups[0].device)
 
 
 def _divisor(op: Any, size: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp.comm_hooks.buckets import Buckets
+from distamp.comm_hooks.choice import Choice
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 
@@ -47,11 +48,12 @@ class ShardedHookState:
 
     Args:
         wire: The format on the way.
+        choice: How ``"auto"`` came to it, for `stats`.
     """
 
-    def __init__(self, wire: WireFormat) -> None:
+    def __init__(self, wire: WireFormat, choice: Choice | None = None) -> None:
         self.wire = wire
-        self.account = Account()
+        self.account = Account(choice=choice)
         self.groups: list[ShardedGroup] = []
         self.book = Buckets()
         self._word = 0

@@ -12,7 +12,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.comm_hooks.auto import as_it_is, choose_for_ddp, fits
 from distamp.comm_hooks.channel import device_of
+from distamp.comm_hooks.choice import AUTO
 from distamp.comm_hooks.ddp import wire_hook
 from distamp.comm_hooks.fsdp1 import register_fsdp1
 from distamp.comm_hooks.fsdp2 import register_fsdp2
@@ -44,7 +46,10 @@ def register(
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
             holds modules to which ``fully_shard`` was applied.
         wire: ``"fp16"``, ``"fp16_plain"`` (torch's hook to the bit), ``"bf16"``, ``"int16"``; under
-            DDP also ``"int8"`` and ``"fp8_e4m3"``, whose errors are fed back.
+            DDP also ``"int8"`` and ``"fp8_e4m3"``, whose errors are fed back. ``"auto"`` times
+            gradients as they are, ``"fp16"`` and under DDP ``"int8"`` for some seconds on the
+            ranks' own link, and takes the most exact that is not slower; the same on all ranks.
+            ``stats().choice`` says what and why, as a line of the logger does on rank 0.
         process_group: The ranks to average over; None takes the model's own, and no others fit.
         replicas: For replicas of a one-dimensional FSDP2: the ranks that hold the same shard, to
             average between them through the wire too.
@@ -57,7 +62,7 @@ def register(
             group of other ranks; a wire that is wider than the gradients.
         RuntimeError: FSDP2 of a torch that has no place for a hook.
     """
-    chosen = wire_format(wire)
+    chosen = None if wire == AUTO else _named(wire)
     if replicas is not None and not _holds_fsdp2(model):
         raise ValueError(
             f"replicas are for a model that fully_shard was applied to, not {type(model).__name__}"
@@ -74,6 +79,13 @@ def register(
     raise ValueError(_unsuitable(model))
 
 
+def _named(name: str) -> WireFormat:
+    try:
+        return wire_format(name)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {AUTO}") from None
+
+
 def _holds_fsdp2(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
@@ -87,36 +99,39 @@ def _check_ranks(given: ProcessGroup | None, own: list[int], how: str) -> None:
 
 
 def _register_ddp(
-    model: DistributedDataParallel, wire: WireFormat, process_group: ProcessGroup | None
+    model: DistributedDataParallel, wire: WireFormat | None, process_group: ProcessGroup | None
 ) -> CommHookState:
     _check_ranks(process_group, _ranks(model.process_group), "replicated")
     group = model.process_group if process_group is None else process_group
-    if model._comm_hooks:
-        hook, _ = model._comm_hooks[0]
-        raise ValueError(_second(getattr(hook, "__qualname__", repr(hook))))
+    taken = model._get_ddp_logging_data().get("comm_hook")
+    if taken is not None:
+        built_in = taken.startswith("BuiltinCommHookType")
+        raise ValueError(_second("one of torch's built-in hooks" if built_in else taken))
     trained = [p for p in model.parameters() if p.requires_grad]
-    _check_width(wire, trained)
-    _check_same_format(wire, group)
-    state = CommHookState(wire.name, group)
+    if wire is not None:
+        _check_width(wire, trained)
+    _check_same_format(AUTO if wire is None else wire.name, group)
+    choice = choose_for_ddp(model, group) if wire is None else None
+    if choice is not None:
+        wire = wire_format(choice.wire) if choice.compressed else None
+    state = CommHookState(wire or as_it_is(trained[0].dtype), group, choice)
     state.name_parameters(model.module.named_parameters())
+    if wire is None:
+        return state
     if wire.name != "fp16_plain":
         for device in {p.device for p in trained}:
             state.channel(device)
-    try:
-        model.register_comm_hook(state, wire_hook)
-    except RuntimeError as error:
-        model._comm_hooks.pop()
-        raise ValueError(_second("one of torch's built-in hooks")) from error
+    model.register_comm_hook(state, wire_hook)
     return state
 
 
-def _check_same_format(wire: WireFormat, group: ProcessGroup) -> None:
+def _check_same_format(name: str, group: ProcessGroup) -> None:
     """Refuse, on every rank, ranks that register different formats: they would wait for ever."""
     size = dist.get_world_size(group)
     if size == 1:
         return
-    names = list(WIRE_FORMATS)
-    mine = torch.tensor([names.index(wire.name)], device=device_of(group))
+    names = [*WIRE_FORMATS, AUTO]
+    mine = torch.tensor([names.index(name)], device=device_of(group))
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)
     said: dict[str, list[int]] = {}
@@ -132,7 +147,7 @@ def _check_same_format(wire: WireFormat, group: ProcessGroup) -> None:
 def _check_width(wire: WireFormat, parameters: list[nn.Parameter]) -> None:
     """Refuse gradients that would grow on the way."""
     for dtype in sorted({p.dtype for p in parameters}, key=str):
-        if wire.nbytes(wire.block) > wire.block * dtype.itemsize:
+        if not fits(wire, dtype):
             narrower = "'fp16_plain'" if dtype is torch.float16 else "'bf16'"
             raise ValueError(
                 f"format {wire.name!r} takes {wire.nbytes(wire.block) / wire.block:.3g} bytes an "

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from distamp.comm_hooks.buckets import Bucket, Buckets, Watch
 from distamp.comm_hooks.channel import Channel, refuse_stranger, resolve_group
+from distamp.comm_hooks.choice import Choice
 from distamp.comm_hooks.error_feedback_state import Residuals
 from distamp.comm_hooks.exchange import Exchange, Outcome
 from distamp.comm_hooks.order import InOrder, in_order
@@ -39,20 +40,26 @@ class CommHookState:
     Args:
         wire: The format on the way: a name of `WIRE_FORMATS`.
         process_group: The ranks to average over; None is the default group when first used.
+        choice: How ``"auto"`` came to the format, for `stats`.
 
     Raises:
         ValueError: Unknown format, or a group that this rank is no member of.
     """
 
-    def __init__(self, wire: str = "fp16", process_group: ProcessGroup | None = None) -> None:
-        self.wire: WireFormat = wire_format(wire)
+    def __init__(
+        self,
+        wire: str | WireFormat = "fp16",
+        process_group: ProcessGroup | None = None,
+        choice: Choice | None = None,
+    ) -> None:
+        self.wire = wire if isinstance(wire, WireFormat) else wire_format(wire)
         refuse_stranger(process_group)
         self._group = None if process_group is None else weakref.ref(process_group)
         self._channels: dict[torch.device, Channel] = {}
         self._runners: dict[torch.device, InOrder] = {}
         self._exchanges: dict[tuple[torch.dtype, torch.device], Exchange] = {}
         self._agreed: set[tuple[int, ...]] = set()
-        self._account = Account()
+        self._account = Account(choice=choice)
         self._buckets = Buckets()
         self._word = 0
         self._scale: Tensor | None = None

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from distamp.comm_hooks.choice import Choice
+
 __all__ = ["Account", "HookStats"]
 
 
@@ -25,6 +27,7 @@ class HookStats:
             that are still scaled; None before the first block.
         nonfinite: Exchanges in which some gradient was inf or NaN.
         fallbacks: How many buckets went another way than the format's own, by reason.
+        choice: What ``register(model, "auto")`` chose and why; None where the format was given.
     """
 
     exchanges: int = 0
@@ -34,6 +37,7 @@ class HookStats:
     largest_exponent: int | None = None
     nonfinite: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    choice: Choice | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -47,10 +51,14 @@ class HookStats:
         return 1.0 - self.total_bytes / whole if whole else 0.0
 
     def __str__(self) -> str:
+        chosen = [] if self.choice is None else [str(self.choice)]
         if not self.exchanges:
-            return "no gradient was exchanged yet"
+            if self.choice is not None and not self.choice.compressed:
+                return chosen[0]
+            return "; ".join([*chosen, "no gradient was exchanged yet"])
         sent = ", ".join(f"{_bytes(n)} as {name}" for name, n in self.bytes_sent.items())
         parts = [
+            *chosen,
             f"{self.exchanges} exchanges sent {sent}; "
             f"{_bytes(self.bytes_uncompressed)} uncompressed, {self.saved:.0%} saved",
             f"waited {self.seconds_waiting:.2f} s",
@@ -74,6 +82,7 @@ class Account:
     largest_exponent: int | None = None
     nonfinite: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
+    choice: Choice | None = None
 
     def met(self, exponent: int) -> None:
         """Note the largest exponent of one exchange."""
@@ -96,6 +105,7 @@ class Account:
             self.largest_exponent,
             self.nonfinite,
             MappingProxyType(dict(self.fallbacks)),
+            self.choice,
         )
 
 

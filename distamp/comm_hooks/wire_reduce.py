@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distamp.comm_hooks.channel import by_turns, words_differ
+from distamp.comm_hooks.choice import AUTO
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 from distamp.errors import LockstepError
@@ -27,7 +28,8 @@ HEADER_BYTES = 8 * HEADER_WORDS
 ALIGNMENT = 16
 # Sums of this many contributions more are provided for: .grad adds up several backward passes.
 MARGIN = 1 << 10
-_FORMATS = tuple(WIRE_FORMATS)
+# A format that is yet to be chosen is not sent in, but agreed on.
+_FORMATS = (*WIRE_FORMATS, AUTO)
 
 
 class News(NamedTuple):
@@ -43,11 +45,11 @@ class News(NamedTuple):
     apart: Tensor
 
 
-def agree(wire: WireFormat, numel: int, group: ProcessGroup, device: torch.device) -> None:
+def agree(name: str, numel: int, group: ProcessGroup, device: torch.device) -> None:
     """Compare format and length with all ranks of the group, once, before anything is sent.
 
     Args:
-        wire: The format on the way.
+        name: The format on the way, or ``"auto"``.
         numel: How many elements this rank holds, of all that will be sent.
         group: The ranks.
         device: One that the group can send from.
@@ -55,10 +57,10 @@ def agree(wire: WireFormat, numel: int, group: ProcessGroup, device: torch.devic
     Raises:
         LockstepError: a rank holds another format or length; on all ranks.
     """
-    mine = torch.tensor([0, _FORMATS.index(wire.name), numel, 0, 0], device=device)
+    mine = torch.tensor([0, _FORMATS.index(name), numel, 0, 0], device=device)
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(rows, mine, group=group)
-    _compare(torch.stack(rows).tolist(), wire, numel, group)
+    _compare(torch.stack(rows).tolist(), name, numel, group)
 
 
 def reduce_scatter(
@@ -196,21 +198,21 @@ def _read_headers(rows: Tensor, wire: WireFormat, numel: int, group: ProcessGrou
     """What the senders say; on the host also whether all sent what this rank did."""
     header = rows[:, :HEADER_BYTES].view(torch.int64)
     if rows.device.type == "cpu":
-        _compare(header.tolist(), wire, numel, group)
+        _compare(header.tolist(), wire.name, numel, group)
     return News((header[:, 0] != 0).any(), words_differ(header[:, 3:]))
 
 
-def _compare(headers: list[list[int]], wire: WireFormat, numel: int, group: ProcessGroup) -> None:
+def _compare(headers: list[list[int]], name: str, numel: int, group: ProcessGroup) -> None:
     others = [
         f"rank {rank} {_FORMATS[number]} and {count}"
         for rank, (_, number, count, *_) in zip(
             dist.get_process_group_ranks(group), headers, strict=True
         )
-        if (number, count) != (_FORMATS.index(wire.name), numel)
+        if (number, count) != (_FORMATS.index(name), numel)
     ]
     if others:
         raise LockstepError(
-            f"this rank sends {wire.name} and {numel} elements, but {'; '.join(others)}: register "
+            f"this rank sends {name} and {numel} elements, but {'; '.join(others)}: register "
             "the same format on the same model on every rank"
         )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp.autocast import autocast
+from distamp.comm_hooks import CommHookState, ShardedHookState
 from distamp.errors import StageError
 from distamp.initialize import amp_state
 from distamp.initialize.ddp_passes import OnePassEach
@@ -52,6 +53,8 @@ class Amp:
         optimizers: What was given.
         precision: The level, overrides included.
         scaler: The `DistGradScaler`; disabled where the level needs none.
+        comm_hooks: The state of each model's communication hook, with its ``stats()``; none where
+            no ``comm_hook`` was given.
 
     Example::
 
@@ -76,11 +79,13 @@ class Amp:
         region: autocast,
         losses: LossScales | None,
         num_losses: int,
+        comm_hooks: tuple[CommHookState | ShardedHookState, ...] = (),
     ) -> None:
         self.models = models
         self.optimizers = optimizers
         self.precision = precision
         self.scaler = scaler
+        self.comm_hooks = comm_hooks
         self._wrappings = wrappings
         self._region = region
         self._losses = losses

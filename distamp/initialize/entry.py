@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distamp.autocast import OpLists, autocast, bind
-from distamp.comm_hooks import register
+from distamp.comm_hooks import CommHookState, ShardedHookState, register
 from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import cast_as, cast_model
@@ -101,11 +101,11 @@ def initialize(
     region = _region(precision, models, overrides)
     for each, wrapping in zip(models, wrappings, strict=True):
         _prepare(each, wrapping, precision)
-    _attach_hooks(models, comm_hook, scaler)
+    hooks = _attach_hooks(models, comm_hook, scaler)
     if precision.master_weights:
         _make_masters(to_step)
     num_losses = overrides.get("num_losses", 1)
-    return Amp(models, wrappings, to_step, precision, scaler, region, losses, num_losses)
+    return Amp(models, wrappings, to_step, precision, scaler, region, losses, num_losses, hooks)
 
 
 def _region(precision: Precision, models: tuple[nn.Module, ...], overrides: Overrides) -> autocast:
@@ -128,13 +128,14 @@ def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None
 
 def _attach_hooks(
     models: tuple[nn.Module, ...], comm_hook: str | None, scaler: DistGradScaler
-) -> None:
+) -> tuple[CommHookState | ShardedHookState, ...]:
     if comm_hook is None:
-        return
-    for model in models:
-        state = register(model, comm_hook)
-        if scaler.is_enabled():
+        return ()
+    states = tuple(register(model, comm_hook) for model in models)
+    if scaler.is_enabled():
+        for state in states:
             scaler.attach(state)
+    return states
 
 
 def _make_masters(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

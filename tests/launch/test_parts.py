@@ -50,12 +50,12 @@ def test_metrics_are_json_even_where_a_number_is_not_finite(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_cpu_can_do_every_precision(precision):
-    check_precision(CPU, precision)
+    check_precision(CPU, Config(precision=precision))
 
 
 def test_precision_a_device_cannot_do_is_refused():
     with pytest.raises(UsageError, match="--precision fp16: meta cannot do it"):
-        check_precision(torch.device("meta"), "fp16")
+        check_precision(torch.device("meta"), Config(precision="fp16"))
 
 
 def _fault_on(rank: int) -> str:

@@ -10,7 +10,7 @@ from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Fault, Iteration, Program
 from tests.scaler.reference import ALL_KINDS, KINDS, LBFGS
 
-__all__ = ["FAULTS", "ORDERS", "cell", "cells", "sample"]
+__all__ = ["FAULTS", "ORDERS", "cell", "cells", "chain", "sample"]
 
 # How a step is made: (order of calls, microbatches, optimizers).
 ORDERS: dict[str, tuple[str, int, int]] = {
@@ -35,11 +35,17 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
 
 def cell(layout: str, kind: str, order: str, fault: str) -> Program:
     """A clean step, the faulty one, and a clean one that must go on from the first."""
+    return chain(layout, kind, order, [fault])
+
+
+def chain(layout: str, kind: str, order: str, faults: Iterable[str]) -> Program:
+    """Several cells in one program: a clean step, and after each faulty one another clean one."""
     how, micro, optimizers = ORDERS[order]
     clean = Iteration(how, micro)
-    faulty = Iteration(how, micro, FAULTS[fault])
-    init_scale = ALL_LAYOUTS[layout].init_scale
-    return Program(layout, kind, (clean, faulty, clean), optimizers, init_scale)
+    steps = [clean]
+    for fault in faults:
+        steps += [Iteration(how, micro, FAULTS[fault]), clean]
+    return Program(layout, kind, tuple(steps), optimizers, ALL_LAYOUTS[layout].init_scale)
 
 
 def cells(

@@ -10,7 +10,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
@@ -38,10 +43,10 @@ __all__ = ["LAYOUTS", "WORLD", "Layout"]
 
 
 class FSDP1(World):
-    use_orig_params: ClassVar[bool] = False
+    settings: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        settings = {"use_orig_params": self.use_orig_params, "device_id": torch.device("cpu")}
+        settings = {"device_id": torch.device("cpu"), **self.settings}
         for name in LAYERS:
             setattr(net, name, FullyShardedDataParallel(getattr(net, name), **settings))
         return FullyShardedDataParallel(net, **settings)
@@ -67,7 +72,11 @@ class FSDP1(World):
 
 
 class FSDP1OrigParams(FSDP1):
-    use_orig_params = True
+    settings: ClassVar[dict[str, Any]] = {"use_orig_params": True}
+
+
+class FSDP1Offload(FSDP1):
+    settings: ClassVar[dict[str, Any]] = {"cpu_offload": CPUOffload(offload_params=True)}
 
 
 class FSDP2(World):

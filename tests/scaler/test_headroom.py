@@ -461,8 +461,8 @@ def test_a_memory_of_another_length_is_refused():
 
 def test_the_launchers_flag_gives_the_scaler_this_schedule():
     config = pytest.importorskip("launch.config", reason="needs the extra train")
-    from launch.job import make_scaler
+    from launch.levels import trial
 
     flags = ["--precision", "fp16", "--schedule", "headroom", "--growth-interval", "7"]
-    scaler = make_scaler(config.parse(flags, quiet=True), CPU)
+    scaler = trial(config.parse(flags, quiet=True), CPU).scaler
     assert scaler._schedule == HeadroomSchedule(growth_interval=7)
