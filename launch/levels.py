@@ -1,0 +1,100 @@
+"""At which level of precision a run trains: from flags to distamp's one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from distamp import initialize
+from distamp.comm_hooks import WIRE_FORMATS
+from distamp.initialize import Amp
+from distamp.precision import Precision
+from distamp.scaler import DynamicSchedule, HeadroomSchedule
+from launch.config import Config
+from launch.errors import UsageError
+
+__all__ = ["amp_for", "bytes_per_parameter", "described", "eps_for", "trial"]
+
+_SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
+_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def amp_for(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Amp:
+    """Set up what was spread for the level that the flags ask for.
+
+    Raises:
+        UsageError: distamp refuses it; with distamp's reason.
+    """
+    level = config.level
+    try:
+        return initialize(model, optimizer, level, comm_hook=config.comm_hook, **_scale(config))
+    except (ValueError, RuntimeError) as error:
+        hook = "" if config.comm_hook is None else f" --comm-hook {config.comm_hook}"
+        raise UsageError(f"{config.level_flag}{hook}: {error}") from None
+
+
+def trial(config: Config, device: torch.device) -> Amp:
+    """Set up a model of one weight in the place of the run's, to see what distamp refuses.
+
+    Raises:
+        UsageError: With distamp's reason.
+    """
+    level = config.level
+    weight = nn.Linear(1, 1, bias=False, device=device)
+    optimizer = torch.optim.AdamW(weight.parameters(), eps=eps_for(config))
+    try:
+        amp = initialize(weight, optimizer, level, **_scale(config))
+    except ValueError as error:
+        raise UsageError(f"{config.level_flag}: {error}") from None
+    wire = WIRE_FORMATS.get(config.comm_hook or "")
+    if wire is not None and wire.block_bytes >= wire.block * level.reduce.itemsize:
+        raise UsageError(
+            f"--comm-hook {config.comm_hook}: gradients at {config.level_flag} are"
+            f" {_SHORT[level.reduce]} already, and this takes no fewer bytes; leave it out, or take"
+            " a level whose gradients are fp32"
+        )
+    return amp
+
+
+def _scale(config: Config) -> dict[str, Any]:
+    """Return what is to be said of a loss scale that moves."""
+    if config.level.loss_scale != "dynamic":
+        return {}
+    try:
+        schedule = _SCHEDULES[config.schedule](growth_interval=config.growth_interval)
+    except ValueError as error:
+        raise UsageError(f"the loss scale's settings: {error}") from None
+    return {"init_scale": config.init_scale, "schedule": schedule}
+
+
+def eps_for(config: Config) -> float:
+    """Return AdamW's ``eps``: torch's own, unless its state is in a dtype that has no such."""
+    if config.eps is not None:
+        return config.eps
+    return 1e-4 if torch.tensor(1e-8, dtype=_stepped_in(config.level)) == 0 else 1e-8
+
+
+def bytes_per_parameter(level: Precision) -> int:
+    """Return what weights, gradients and AdamW's two moments take, for each parameter."""
+    stepped = _stepped_in(level).itemsize
+    masters = stepped if level.master_weights else 0
+    return level.param.itemsize + masters + 3 * stepped
+
+
+def _stepped_in(level: Precision) -> torch.dtype:
+    return torch.float32 if level.master_weights else level.param
+
+
+def described(config: Config) -> str:
+    """Say in a few words what is computed and stepped in which precision."""
+    level = config.level
+    parts = [config.level_flag.split()[-1]]
+    if level.casts_model:
+        parts.append(f"{_SHORT[level.param]} parameters")
+        parts.append("fp32 masters" if level.master_weights else "no fp32 masters")
+    if level.scales:
+        scale = "" if level.loss_scale == "dynamic" else f" at {level.loss_scale:g}"
+        parts.append(f"the loss scaled{scale} by DistGradScaler")
+    return ", ".join(parts)
