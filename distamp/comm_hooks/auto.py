@@ -1,0 +1,252 @@
+"""``"auto"``: time the real ways to send gradients, in turn, on the job's own group, and choose.
+
+What is timed is the exchange alone, of a bucket as long as the model's own, with nothing computed
+beside it. A bucket that takes less then takes less, or as much, beside a backward pass: what the
+link does not need, the backward pass hides, and what the processor does adds to it in both.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp.comm_hooks.channel import Channel, device_of
+from distamp.comm_hooks.choice import Choice, choose
+from distamp.comm_hooks.error_feedback_state import Residuals
+from distamp.comm_hooks.exchange import Exchange
+from distamp.comm_hooks.stats import Account
+from distamp.comm_hooks.wire import WireFormat, wire_format
+from distamp.comm_hooks.wire_reduce import all_reduce, reduce_scatter
+
+__all__ = [
+    "Trial",
+    "as_it_is",
+    "choose_for_copies",
+    "choose_for_ddp",
+    "choose_for_shards",
+    "fits",
+    "timed_choice",
+]
+
+# Sends the tensor that it is given; what it leaves in it is not looked at.
+Trial = Callable[[Tensor], object]
+
+FORMATS = ("fp16", "int8")
+# The first round opens connections and fills caches.
+WARMUP = 1
+ROUNDS, LEAST_ROUNDS = 9, 3
+# No more rounds than the least where they take longer: there the differences are large.
+SECONDS = 10.0
+
+_log = logging.getLogger("distamp.comm_hooks")
+
+
+def as_it_is(dtype: torch.dtype) -> WireFormat:
+    """Return what stands for gradients that are sent as they are: a format that nobody encodes."""
+    return WireFormat("fp32" if dtype is torch.float32 else str(dtype)[6:], dtype)
+
+
+def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
+    """Return whether the wire of these gradients is not wider than they are."""
+    return wire.nbytes(wire.block) <= wire.block * dtype.itemsize
+
+
+def timed_choice(
+    trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup]
+) -> Choice:
+    """Time every trial in turn with the others on all ranks, and choose.
+
+    Collective. A rank that dies meanwhile ends it on the others as it ends any collective of the
+    group: by an error, after the group's timeout at the latest.
+
+    Args:
+        trials: By name, the most exact first; the same on all ranks.
+        values: What to send.
+        groups: The ranks that must choose alike; the first are those that begin together.
+
+    Returns:
+        The choice, the same on all ranks.
+    """
+    nbytes = values.numel() * values.element_size()
+    if len(trials) == 1 or all(group.size() == 1 for group in groups):
+        alone = all(group.size() == 1 for group in groups)
+        reason = "there is one rank" if alone else "no format is narrower than the gradients"
+        as_they_are = next(iter(trials))
+        return _said(Choice(as_they_are, False, MappingProxyType({}), nbytes, reason), groups)
+    sent = torch.empty_like(values)
+    seconds: dict[str, list[float]] = {name: [] for name in trials}
+    spent = 0.0
+    for number in range(-WARMUP, ROUNDS):
+        mine = {}
+        # Each has each place in turn, so that none always follows the same.
+        turned = list(trials)[number % len(trials) :] + list(trials)[: number % len(trials)]
+        for name in turned:
+            sent.copy_(values)
+            mine[name] = _timed(trials[name], sent, groups[0])
+        slowest = _agreed([mine[name] for name in trials], groups)
+        spent += sum(slowest)
+        if number >= 0:
+            for times, each in zip(seconds.values(), slowest, strict=True):
+                times.append(each)
+        # All ranks hold the same times, and so stop together.
+        if number + 1 >= LEAST_ROUNDS and spent > SECONDS:
+            break
+    return _said(choose(seconds, nbytes), groups)
+
+
+def _timed(trial: Trial, sent: Tensor, group: ProcessGroup) -> float:
+    together = torch.zeros(1, device=device_of(group))
+    dist.all_reduce(together, group=group)
+    _synchronize(sent.device)
+    start = time.perf_counter()
+    trial(sent)
+    _synchronize(sent.device)
+    return time.perf_counter() - start
+
+
+def _agreed(seconds: list[float], groups: Sequence[ProcessGroup]) -> list[float]:
+    """Return the times of the slowest rank of all groups."""
+    for group in groups:
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        seconds = slowest.tolist()
+    return seconds
+
+
+def _said(choice: Choice, groups: Sequence[ProcessGroup]) -> Choice:
+    if all(group.rank() == 0 for group in groups):
+        _log.info("%s", choice)
+    return choice
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _like_gradients(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    return drawn.to(device=device, dtype=dtype)
+
+
+# -- for each wrapper --------------------------------------------------------------------------
+
+
+def choose_for_ddp(model: DistributedDataParallel, group: ProcessGroup) -> Choice:
+    """Choose between an all-reduce, fp16 and int8 with error feedback.
+
+    Args:
+        model: Its largest bucket is what is sent, of the dtype and device that most of it has.
+        group: The ranks to average over.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+    for each in trained:
+        kinds[each.dtype, each.device] = kinds.get((each.dtype, each.device), 0) + each.numel()
+    dtype, device = max(kinds, key=lambda kind: kinds[kind])
+    numel = min(kinds[dtype, device], max(1, model.bucket_bytes_cap // dtype.itemsize))
+    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: _all_reduce(None, sent, group)}
+    formats = [wire_format(name) for name in FORMATS]
+    formats = [wire for wire in formats if all(fits(wire, p.dtype) for p in trained)]
+    if formats and group.size() > 1:
+        channel = Channel(group, device)
+        for wire in formats:
+            trials[wire.name] = _exchange(Exchange(wire, channel, Account()), numel)
+    return timed_choice(trials, _like_gradients(numel, dtype, device), [group])
+
+
+def _exchange(exchange: Exchange, numel: int) -> Trial:
+    channel = exchange.channel
+    residuals = Residuals([numel], channel.size) if exchange.wire.needs_error_feedback else None
+    words = torch.zeros(2, dtype=torch.int64, device=channel.device)
+
+    def trial(sent: Tensor) -> None:
+        if residuals is None:
+            exchange.average_(sent, words)
+            return
+        residuals.begin(None)
+        residuals.end(exchange.average_(sent, words, residuals).nonfinite)
+
+    return trial
+
+
+def choose_for_shards(
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: ProcessGroup,
+    replicas: ProcessGroup | None = None,
+    agreeing: Sequence[ProcessGroup] = (),
+) -> Choice:
+    """Choose between the collectives of a sharded model and fp16.
+
+    Args:
+        numel: How many gradients are sent together.
+        dtype: The dtype in which they are reduced.
+        device: Where they lie.
+        shards: The ranks to reduce-scatter over.
+        replicas: The ranks to all-reduce the shards over, by the same way.
+        agreeing: More groups whose ranks must choose alike.
+    """
+    size = shards.size()
+    values = _like_gradients(-(-numel // size) * size, dtype, device)
+    shard = values.new_empty(values.numel() // size)
+
+    def reduce(sent: Tensor, wire: WireFormat | None) -> None:
+        part = sent
+        if size > 1:
+            part = shard
+            _reduce_scatter(wire, sent, part, shards)
+        if replicas is not None:
+            _all_reduce(wire, part, replicas)
+
+    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: reduce(sent, None)}
+    wire = wire_format("fp16")
+    if fits(wire, dtype):
+        trials[wire.name] = lambda sent: reduce(sent, wire)
+    groups = [shards, *([replicas] if replicas is not None else []), *agreeing]
+    return timed_choice(trials, values, groups)
+
+
+def choose_for_copies(
+    numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
+) -> Choice:
+    """Choose between an all-reduce and fp16, for FSDP1 that shards nothing.
+
+    Args:
+        numel: How many gradients are sent together.
+        dtype: The dtype in which they are reduced.
+        device: Where they lie.
+        group: The ranks to average over.
+    """
+    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: _all_reduce(None, sent, group)}
+    wire = wire_format("fp16")
+    if fits(wire, dtype):
+        trials[wire.name] = lambda sent: _all_reduce(wire, sent, group)
+    return timed_choice(trials, _like_gradients(numel, dtype, device), [group])
+
+
+def _reduce_scatter(
+    wire: WireFormat | None, sent: Tensor, part: Tensor, group: ProcessGroup
+) -> None:
+    if wire is None:
+        # The newer name; the oldest torch lacks it.
+        by_torch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        by_torch(part, sent, group=group)
+    else:
+        reduce_scatter(wire, sent, part, group, divisor=float(group.size()), account=Account())
+
+
+def _all_reduce(wire: WireFormat | None, sent: Tensor, group: ProcessGroup) -> None:
+    if wire is None:
+        dist.all_reduce(sent, group=group)
+    else:
+        all_reduce(wire, sent, group, divisor=float(group.size()), account=Account())
