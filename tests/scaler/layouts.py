@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
-    CPUOffload,
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     fully_shard,
@@ -73,10 +72,6 @@ class FSDP1(World):
 
 class FSDP1OrigParams(FSDP1):
     settings: ClassVar[dict[str, Any]] = {"use_orig_params": True}
-
-
-class FSDP1Offload(FSDP1):
-    settings: ClassVar[dict[str, Any]] = {"cpu_offload": CPUOffload(offload_params=True)}
 
 
 class FSDP2(World):

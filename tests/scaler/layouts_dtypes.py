@@ -1,4 +1,4 @@
-"""Layouts that only the cells have; most are of other gradients than dense float32."""
+"""Layouts whose gradients or parameters are of other kinds than dense float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 
-from tests.scaler.layouts import DDP, FSDP2, LAYOUTS, FSDP1Offload, Layout
+from tests.scaler.layouts import DDP, FSDP2, LAYOUTS, Layout
 from tests.scaler.layouts_base import Alone
 from tests.scaler.reference import KINDS, LBFGS, Net
 
@@ -147,8 +147,6 @@ class DDPLBFGS(DDP):
 
 ALL_LAYOUTS: dict[str, type[Layout]] = {
     **LAYOUTS,
-    # Not among the layouts of random programs: one more would draw all of them anew.
-    "FSDP1 offload": FSDP1Offload,
     "FSDP2 in fp16": FSDP2Float16,
     "FSDP2 in fp16, reduced in fp32": FSDP2Float16Compute,
     "FSDP2 in bf16, reduced in fp32": FSDP2BFloat16,

@@ -114,10 +114,11 @@ class Reference:
             for part in self.parts
         ]
 
-    def backward(self, iteration: int, micro: int) -> Tensor:
+    def backward(self, iteration: int, micro: int, last: float = 1.0) -> Tensor:
         """Set every gradient, the sum over microbatches of the mean over shards.
 
-        Returns the loss, of all microbatches and shards alike.
+        ``last`` multiplies the loss of the last microbatch. Returns the loss, of all microbatches
+        and shards alike.
         """
         total = torch.zeros((), dtype=torch.float64)
         for parameter in self.parameters.values():
@@ -128,6 +129,8 @@ class Reference:
                 for shard in range(self._shards)
             ]
             loss = torch.stack(losses).sum() / self._shards
+            if step == micro - 1:
+                loss = loss * last
             loss.backward()
             total += loss.detach()
         for name, parameter in self.parameters.items():

@@ -127,7 +127,10 @@ class _Runner:
         if iteration.order != "closure":
             self._backward(number, iteration)
             outcome.expected_skips = self._overflows()
-            self.reference.backward(number, iteration.micro)
+            # Where two optimizers share a model, the sums of one may overflow and the other steps.
+            enlarged = any(fault.value == "sum" for fault in iteration.faults)
+            last = self._factors[-1] if enlarged else 1.0
+            self.reference.backward(number, iteration.micro, last)
         before = [self._local_parameters(o) for o in self.optimizers]
         stepped: list[int] = []
         try:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 
 from distamp import DistGradScaler
 from tests.ranks import RankPool
@@ -85,6 +86,35 @@ def test_fairscale_fsdp_trains() -> None:
         scaler.update()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.usefixtures("one_nccl_rank")
+def test_fsdp1_with_cpu_offload_trains_as_without(use_orig_params: bool) -> None:
+    # On a machine without an accelerator torch itself cannot: it locks pages for one.
+    ends = []
+    for offload in (True, False):
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4),
+            device_id=0,
+            cpu_offload=CPUOffload(offload_params=offload),
+            use_orig_params=use_orig_params,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        scaler = DistGradScaler("cuda", init_scale=4.0)
+        taken = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4, device="cuda")).pow(2).mean()
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            norm = scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            taken.append(scaler.stepped(optimizer))
+            scaler.update()
+        assert taken == [True, False, True, True]
+        ends.append((float(norm), *[p.detach().cpu() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1])
 
 
 def _on_one_gpu(bad_rank: int) -> Any:

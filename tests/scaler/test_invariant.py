@@ -3,12 +3,21 @@
 All ranks agree on skipped, scale and parameters; a skipped step changes nothing; a kept step equals
 the float64 reference. What an optimizer itself cannot do on a layout, found by running it without a
 scaler, comes through as torch's own error on all ranks, with parameters unchanged.
+
+``python -m tests.scaler.test_invariant LAYOUT ...`` runs every cell of these layouts (of all, when
+none is given) outside pytest, tells every cell that breaks the invariant and counts them.
 """
 
 from __future__ import annotations
 
-import pytest
+import datetime
+import sys
+import time
 
+import pytest
+import torch
+
+from tests.ranks import RankPool
 from tests.scaler.cells import cell, cells, chain, sample
 from tests.scaler.judge import Judge
 from tests.scaler.layouts import LAYOUTS, WORLD
@@ -119,3 +128,24 @@ def test_a_fault_that_does_not_land_is_a_complaint(judge):
     assert judge.judge(Program("FSDP2", "SGD for-loop", (quiet,), 2)) == [[]]
     loud = Iteration(faults=(Fault(3, "inf", optimizer=2),))
     assert judge.judge(Program("FSDP2", "SGD for-loop", (loud,), 2)) == [[]]
+
+
+def main() -> None:
+    with RankPool(WORLD) as pool:
+        for layout in sys.argv[1:] or ALL_LAYOUTS:
+            start = time.monotonic()
+            wrong: dict[tuple[str, ...], list[str]] = {}
+            for kind in ALL_KINDS:
+                wrong |= wrong_cells(Judge(pool), layout, kind)
+            for each, complaints in wrong.items():
+                print(each, *complaints, sep="\n    ", flush=True)
+            print(
+                f"{datetime.date.today()}, torch {torch.__version__}: "
+                f"{len(list(cells([layout])))} cells of {layout}, {len(wrong)} broke the invariant; "
+                f"{time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
