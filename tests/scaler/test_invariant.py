@@ -139,10 +139,10 @@ def main() -> None:
                 wrong |= wrong_cells(Judge(pool), layout, kind)
             for each, complaints in wrong.items():
                 print(each, *complaints, sep="\n    ", flush=True)
+            count = len(list(cells([layout])))
             print(
-                f"{datetime.date.today()}, torch {torch.__version__}: "
-                f"{len(list(cells([layout])))} cells of {layout}, {len(wrong)} broke the invariant; "
-                f"{time.monotonic() - start:.0f} s",
+                f"{datetime.date.today()}, torch {torch.__version__}: {count} cells of {layout}, "
+                f"{len(wrong)} broke the invariant; {time.monotonic() - start:.0f} s",
                 flush=True,
             )
 
