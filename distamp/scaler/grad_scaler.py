@@ -14,13 +14,12 @@ from distamp.scaler import host
 from distamp.scaler.callers import stacklevel_of_caller
 from distamp.scaler.closure import find_closure, step_or_restore
 from distamp.scaler.found_inf import merged
+from distamp.scaler.fused import leaves_garbage, step_with_flags, takes_flags
 from distamp.scaler.guard import watch_backward
-from distamp.scaler.known import Known, StepCounts, leaves_garbage, takes_flags
+from distamp.scaler.known import Known, StepCounts
 from distamp.scaler.master_lookup import masters_of
 from distamp.scaler.outputs import PerDevice, map_tensors, scaled
-from distamp.scaler.schedule import (
-    ScaleState,
-)
+from distamp.scaler.schedule import ScaleState
 from distamp.scaler.stages import OptState, Record, Records
 from distamp.scaler.whole_model import WholeModel
 
@@ -236,7 +235,9 @@ class DistGradScaler(WholeModel):
         deferred = fused and not host.is_host(flag.device) and not leaves_garbage(optimizer, known)
         if deferred or self._is_clean(flag):
             if fused:
-                result = self._fused_step(optimizer, record, flag, args, kwargs)
+                unscaled = record.stage is OptState.UNSCALED
+                scale = None if unscaled else self._scale_tensor()
+                result = step_with_flags(optimizer, scale, flag, args, kwargs)
             else:
                 result = optimizer.step(*args, **kwargs)
         self._finish_step(optimizer, known, record, flag)
@@ -289,27 +290,6 @@ class DistGradScaler(WholeModel):
             raise StageError("step() was given a closure that the optimizer never called")
         self._finish_step(optimizer, self._known[optimizer], record, record.found_inf)
         return result
-
-    def _fused_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        record: Record,
-        flag: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        # torch's protocol: the kernel divides by grad_scale and does nothing where found_inf is 1.
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        if record.stage is not OptState.UNSCALED:
-            scale = self._scale_tensor()
-            grad_scale = scale if grad_scale is None else scale * grad_scale
-        try:
-            optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-            optimizer.found_inf = flag  # type: ignore[attr-defined]
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale  # type: ignore[attr-defined]
-            del optimizer.found_inf  # type: ignore[attr-defined]
 
     def _watch_for_collapse(self, optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
         if not self._known[optimizer].reaches_skips(self._max_consecutive_skips, flag):

@@ -20,7 +20,7 @@ from distamp.scaler.master_lookup import carriers
 from distamp.scaler.process_group import Group
 from distamp.scaler.stages import OptState, Records
 
-__all__ = ["Known", "KnownOptimizers", "StepCounts", "takes_flags"]
+__all__ = ["Known", "KnownOptimizers", "StepCounts"]
 
 
 @dataclass(frozen=True)
@@ -231,34 +231,3 @@ def own_share(optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
         return None
     share = parameters_of(inner)
     return share if len(share) < len(parameters_of(optimizer)) else None
-
-
-def takes_flags(optimizer: torch.optim.Optimizer, known: Known) -> bool:
-    """Return whether the optimizer's own kernel unscales and skips (torch's fused optimizers).
-
-    One that wants the scaler itself is handed unscaled gradients instead, and so is one that a
-    loaded state has made unfused: torch leaves its mark on the optimizer and fails in the step.
-    """
-    if known.wrapper or known.wants_scaler:
-        return False
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    return all(group.get("fused", True) for group in optimizer.param_groups)
-
-
-def leaves_garbage(optimizer: torch.optim.Optimizer, known: Known) -> bool:
-    """Return whether a step skipped inside the kernel would spoil the optimizer's state.
-
-    torch's fused SGD makes its momentum buffers uninitialised and fills them in the first step; if
-    the kernel skips that one, the next takes what lies there for momentum. So until every buffer is
-    filled, the flag is read on the host and a skipped step is not called.
-    """
-    if known.buffers_filled or not isinstance(optimizer, torch.optim.SGD):
-        return False
-    known.buffers_filled = all(
-        group["momentum"] == 0 or optimizer.state.get(p, {}).get("momentum_buffer") is not None
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad
-    )
-    return not known.buffers_filled

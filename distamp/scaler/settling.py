@@ -12,13 +12,14 @@ from distamp.errors import SettingError
 from distamp.scaler import host
 from distamp.scaler.agreement import FlagsOf, Settled, settle_alone
 from distamp.scaler.attached import checked_hook
+from distamp.scaler.fused import takes_flags
 from distamp.scaler.gradients import (
     check_finite,
     largest_magnitude,
     local_gradients,
     parameters_of,
 )
-from distamp.scaler.known import adopt_kin, takes_flags
+from distamp.scaler.known import adopt_kin
 from distamp.scaler.master import MasterParameters
 from distamp.scaler.master_lookup import all_masters, carriers, masters_of
 from distamp.scaler.process_group import Group
