@@ -18,9 +18,11 @@ from launch.device import check_backend, check_memory, check_precision, pick_dev
 from launch.errors import UsageError
 from launch.folder import Origin, check_shared, check_space, claim, find_origin
 from launch.levels import amp_for, described, eps_for, trial
+from launch.memory import largest_peak
 from launch.models import Recipe, count_parameters, init_model, recipe_for
+from launch.profiling import Trace
 from launch.ranks import Ranks
-from launch.reporting import Reporter
+from launch.reporting import Reporter, check_trackers
 from launch.spread import Place
 from launch.state import RunState, random_state, restore_random_state
 from launch.stopping import Preempted, Stop
@@ -40,6 +42,7 @@ class Job:
     run: RunState
     report: Reporter
     stop: Stop
+    trace: Trace
     reported: bool = False
 
     @property
@@ -68,8 +71,9 @@ class Job:
             "data": {"name": self.data.name, "digest": self.data.digest},
             **self.run.values(),
         }
-        tensors = {**self.run.tensors(), **_random_tensors(self.ranks, self.device)}
+        tensors = {**self.run.tensors_to_save(), **_random_tensors(self.ranks, self.device)}
         folder = self.config.folder / checkpoint.FOLDER
+        self.report.flush()
         try:
             checkpoint.save(folder, self.ranks, tensors, about, self.config.keep_checkpoints)
         except UsageError as error:
@@ -86,14 +90,25 @@ class Job:
         self.reported = True
         with precision_report(self.run.spread.model) as report:
             yield
-        report.to_json(self.config.folder / "precision.json")
-        report.plot(self.config.folder / "precision.png")
-        (self.config.folder / "precision.txt").write_text(f"{report}\n", encoding="utf-8")
+        folder = self.config.folder
+        try:
+            (folder / "precision.txt").write_text(f"{report}\n", encoding="utf-8")
+            report.to_json(folder / "precision.json")
+            report.plot(folder / "precision.png")
+        except OSError as error:
+            self.report.note(f"Warning: cannot write the precision report: {error.strerror}")
 
     def summary(self) -> dict[str, str]:
-        """Return what the end of the run is to say, beside what its records say."""
-        facts = {"Gradients": str(hook.stats()) for hook in self.run.amp.comm_hooks}
-        return {**facts, **({"Precisions": "precision.txt, .json, .png"} if self.reported else {})}
+        """Return what the end of the run is to say, beside what its records say.
+
+        Every rank calls this.
+        """
+        facts = {"Overflowed": str(self.run.overflows)} if self.run.overflows.counts else {}
+        for hook in self.run.amp.comm_hooks:
+            facts["Gradients"] = str(hook.stats())
+        facts["Memory"] = largest_peak(self.device, self.ranks)
+        facts |= {"Precisions": "precision.txt, .json, .png"} if self.reported else {}
+        return facts | self.trace.outcome()
 
     def stopped(self) -> Preempted:
         """Say that the run was stopped; return what to raise."""
@@ -115,6 +130,8 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         config.check()
         device = pick_device(config.device, ranks)
         check_backend(config.backend)
+        if ranks.is_main:
+            check_trackers(config)
         strategies.check(config, ranks, device)
         check_precision(device, config)
         trial(config, device)
@@ -152,7 +169,8 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         )
     if config.eps is None and (eps := eps_for(config)) != 1e-8:
         report.note(f"AdamW has eps={eps:g}: its state is fp16 at {config.level_flag}\n")
-    return Job(config, ranks, device, data, recipe, run, report, stop or Stop())
+    trace = Trace(config.folder, ranks, wanted=config.profile)
+    return Job(config, ranks, device, data, recipe, run, report, stop or Stop(), trace)
 
 
 def learning_rate(config: Config, taken: int) -> float:

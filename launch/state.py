@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from distamp.errors import StageError
 from distamp.initialize import Amp
-from distamp.scaler import masters_of
+from distamp.scaler import MasterParameters, masters_of
+from launch.overflows import Overflows
 from launch.spread import Spread
 
 __all__ = ["Progress", "RunState", "random_state", "restore_random_state"]
@@ -53,9 +56,15 @@ class RunState:
     spread: Spread
     amp: Amp
     progress: Progress = field(default_factory=Progress)
+    overflows: Overflows = field(default_factory=Overflows)
 
     def __post_init__(self) -> None:
         _make_state(self.optimizer)
+
+    @property
+    def masters(self) -> MasterParameters | None:
+        """What the optimizer steps in the place of a cast model's parameters, if it does."""
+        return masters_of(self.optimizer)
 
     @property
     def model(self) -> nn.Module:
@@ -70,36 +79,62 @@ class RunState:
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of model and optimizer, by name.
 
+        A parameter that has a master is its master here, so that a checkpoint holds every weight
+        once, in the precision it is stepped in, and any level goes on from that of any other.
+
         The tensors are the live ones, except FSDP1's; ``accept`` must follow a change to them.
         """
         if _is_fsdp1(self.model):
-            return {**_named("model", get_model_state_dict(self.model)), **self._fsdp1_states()}
-        parameters = _named("model", self.model.state_dict())
-        return {**parameters, **{name: t.detach() for name, t in self._states()}}
+            return self._fsdp1_tensors()
+        # The names of tied parameters lead to one tensor.
+        held = self.model.state_dict(keep_vars=True)
+        named = {name: self._stepped(t) for name, t in held.items() if isinstance(t, Tensor)}
+        found = {**_prefixed("model", named), **dict(self._states())}
+        return {name: tensor.detach() for name, tensor in found.items()}
 
+    def tensors_to_save(self) -> dict[str, Tensor]:
+        """Return what of ``tensors`` this rank is to write.
+
+        Of a weight whose master lies on another rank, that rank writes it (ZeRO and OSS).
+        """
+        tensors = self.tensors()
+        if self.masters is None or _is_fsdp1(self.model):
+            return tensors
+        elsewhere = set(map(id, self.masters.elsewhere()))
+        theirs = (n for n, p in self.model.state_dict(keep_vars=True).items() if id(p) in elsewhere)
+        left_out = {f"model.{name}" for name in theirs}
+        return {name: tensor for name, tensor in tensors.items() if name not in left_out}
+
+    @torch.no_grad()
     def accept(self, tensors: dict[str, Tensor]) -> None:
         """Take over what was written into the tensors that ``tensors`` returned."""
-        if not _is_fsdp1(self.model):
-            return
-        split = len("model.")
-        model: dict[str, Any] = {n[split:]: t for n, t in tensors.items() if n.startswith("model.")}
-        set_model_state_dict(self.model, model)
-        states: dict[str, Any] = dict(
-            get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
-        )
-        for name in states:
-            if name.startswith("state."):
-                states[name] = tensors[f"optimizer.{name.removeprefix('state.')}"]
-        set_optimizer_state_dict(self.model, self.optimizer, states, options=_FLAT)
+        if _is_fsdp1(self.model):
+            self._accept_fsdp1(tensors)
+        elif self.masters is not None:
+            self.masters.write_back()
+
+    def count_overflow(self) -> None:
+        """Note which parameters overflowed in a skipped step; every rank calls this.
+
+        To be called while the step's gradients are still there.
+        """
+        # All of them finite, which every rank is told: what overflowed was no gradient.
+        with suppress(StageError):
+            self.overflows.add(self.amp.scaler.overflow_report(self.model))
 
     def values(self) -> dict[str, Any]:
         """Return what is no tensor and the same on every rank, as JSON takes it."""
         scaler = self.amp.scaler.state_dict() if self._scale_moves else {}
-        return {"progress": asdict(self.progress), "scaler": scaler}
+        return {
+            "progress": asdict(self.progress),
+            "scaler": scaler,
+            "overflows": self.overflows.counts,
+        }
 
     def accept_values(self, values: dict[str, Any]) -> None:
         """Take over what ``values`` returned."""
         self.progress = Progress(**values["progress"])
+        self.overflows = Overflows.of(values.get("overflows", {}))
         if values["scaler"] and self._scale_moves:
             self.amp.scaler.load_state_dict(values["scaler"])
 
@@ -108,20 +143,49 @@ class RunState:
         # A constant is the level's, whatever the run it goes on from had.
         return self.amp.precision.loss_scale == "dynamic"
 
+    def _stepped(self, parameter: Tensor) -> Tensor:
+        master = None if self.masters is None else self.masters.master_of(parameter)
+        return parameter if master is None else master
+
     def _states(self) -> Iterator[tuple[str, Tensor]]:
         # ZeRO and OSS keep the state of the parameters that this rank updates inside.
         state = getattr(self.optimizer, "optim", self.optimizer).state
         for name, parameter in self.model.named_parameters():
-            for key, value in state.get(parameter, {}).items():
+            for key, value in state.get(self._stepped(parameter), {}).items():
                 yield f"optimizer.{name}.{key}", value
 
-    def _fsdp1_states(self) -> dict[str, Tensor]:
-        states = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
-        kept = {n.removeprefix("state."): t for n, t in states.items() if n.startswith("state.")}
-        return _named("optimizer", kept)
+    # FSDP1's parameters are parts of flat ones; torch alone knows which part is whose.
+
+    def _fsdp1_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer if self.masters is None else self.masters.for_checkpoint()
+
+    def _fsdp1_tensors(self) -> dict[str, Tensor]:
+        found = get_optimizer_state_dict(self.model, self._fsdp1_optimizer(), options=_FLAT)
+        states: dict[str, Any] = {
+            n.removeprefix("state."): t for n, t in found.items() if n.startswith("state.")
+        }
+        weights: dict[str, Any] = get_model_state_dict(self.model)
+        weights |= {n: states.pop(f"{n}.master") for n in weights if f"{n}.master" in states}
+        return {**_prefixed("model", weights), **_prefixed("optimizer", states)}
+
+    def _accept_fsdp1(self, tensors: dict[str, Tensor]) -> None:
+        weights = get_model_state_dict(self.model)
+        read = {name: tensors[f"model.{name}"].to(held.dtype) for name, held in weights.items()}
+        set_model_state_dict(self.model, dict(read))
+        optimizer = self._fsdp1_optimizer()
+        states: dict[str, Any] = dict(
+            get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
+        )
+        for name in states:
+            of, _, key = name.removeprefix("state.").rpartition(".")
+            if name.startswith("state."):
+                states[name] = tensors[
+                    f"model.{of}" if key == "master" else f"optimizer.{of}.{key}"
+                ]
+        set_optimizer_state_dict(self.model, optimizer, states, options=_FLAT)
 
 
-def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
+def _prefixed(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{prefix}.{n}": t for n, t in values.items() if isinstance(t, Tensor)}
 
 
@@ -136,7 +200,10 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     A run whose every step was skipped has taken none.
     """
     inner = getattr(optimizer, "optim", optimizer)
+    masters = masters_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if masters is not None:  # they take what lies in the model's gradients, and leave none
+        parameters = [*masters.sources(), *masters.elsewhere()]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
@@ -146,6 +213,8 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    if masters is not None:
+        masters.zero_grad()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for state in inner.state.values():

@@ -16,6 +16,7 @@ from distamp.scaler.master_gradients import Transfer, convert
 from distamp.scaler.master_lookup import all_masters, register
 from distamp.scaler.master_pair import Pair, local_of, write_back
 from distamp.scaler.master_state import move_state, read_masters, refuse_without_masters
+from distamp.scaler.master_view import CheckpointView
 from distamp.scaler.master_zeroing import ZeroGradWitness
 
 __all__ = ["MasterParameters"]
@@ -250,6 +251,26 @@ class MasterParameters:
         for master, value in read_masters(state_dict, own):
             master.copy_(value)
         self.write_back()
+
+    @torch.no_grad()
+    def for_checkpoint(self) -> torch.optim.Optimizer:
+        """Return the optimizer by the model's parameters, as torch's checkpoint functions want it.
+
+        ``get_optimizer_state_dict``, ``set_optimizer_state_dict`` and FSDP1's ``optim_state_dict``
+        look parameters up in the model and find no masters there. Given this in the place of the
+        optimizer, they save and load masters and state by name, for any number of ranks.
+
+        Raises:
+            ValueError: A wrapper (ZeroRedundancyOptimizer, OSS) divides the state among ranks.
+        """
+        self._catch_up()
+        outer = self._outer()
+        if self._wrapped:
+            raise ValueError(
+                f"{type(outer).__name__} divides its state among the ranks, which those functions "
+                "know nothing of; save its own state_dict() and masters.state_dict() on each rank"
+            )
+        return CheckpointView(self, self._stepping())
 
     # -- around the optimizer's step --------------------------------------------------------------
 
