@@ -38,7 +38,7 @@ def step_of(
     To be called on every rank of the default group, with the same arguments.
 
     Args:
-        contender: `NONE`, `TORCH` or a wire format.
+        contender: `NONE`, `TORCH`, a wire format or ``"auto"``.
         width: Of the layers.
         layers: Their number.
         rows: Of the batch on each rank; few, so that the step is communication.
@@ -60,8 +60,12 @@ def step_of(
 
 def time_steps(
     contenders: Sequence[str], rounds: int, width: int = WIDTH, layers: int = LAYERS
-) -> tuple[Timings, dict[str, float]]:
-    """Time steps of all contenders in turn; returns seconds and bytes of one step, on this rank."""
+) -> tuple[Timings, dict[str, float], list[str]]:
+    """Time steps of all contenders in turn.
+
+    Returns:
+        Seconds and bytes of one step, on this rank, and what ``"auto"`` chose.
+    """
     steps = {name: step_of(name, width, layers) for name in contenders}
     warmup = 2
     timings = interleave(
@@ -75,15 +79,16 @@ def time_steps(
         name: bytes_of_a_step(name, numel, state, rounds + warmup)
         for name, (_, state) in steps.items()
     }
-    return timings, sent
+    choices = [str(state.stats().choice) for name, (_, state) in steps.items() if name == "auto"]
+    return timings, sent, choices
 
 
 def bytes_of_a_step(contender: str, numel: int, state: Any, steps: int) -> float:
     """Return what this rank gives to the network in a step: counted, or by a ring all-reduce."""
-    if state is not None:
+    if state is not None and state.stats().exchanges:
         return state.stats().total_bytes / steps
     size = dist.get_world_size()
-    return 2 * (size - 1) / size * numel * (4 if contender == NONE else 2)
+    return 2 * (size - 1) / size * numel * (2 if contender == TORCH else 4)
 
 
 def _rank(contenders: Sequence[str], rounds: int, width: int, layers: int) -> Any:
@@ -98,15 +103,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--wires", nargs="+", default=["fp16", "bf16", "int16", "int8"])
+    parser.add_argument("--wires", nargs="+", default=["fp16", "bf16", "int16", "int8", "auto"])
     given = parser.parse_args()
     contenders = [NONE, TORCH, *given.wires]
     print(environment())
     for size in given.ranks:
         with RankPool(size, timeout=1800) as pool:
             ranks = pool.run(_rank, contenders, given.rounds, given.width, given.layers)
-        times = slowest([timings for timings, _ in ranks])
-        sent = ranks[0][1]
+        times = slowest([timings for timings, *_ in ranks])
+        _, sent, choices = ranks[0]
         rows = [
             [
                 name,
@@ -121,6 +126,8 @@ def main() -> None:
         print(f"\n{size} ranks over loopback, {given.rounds} rounds in turn\n")
         head = ["", "ms", "beside torch's", "beside none", "MB a rank", "of fp32's bytes"]
         print(markdown(head, rows))
+        for choice in choices:
+            print(f"\n{choice}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """A step of a 25 M-parameter transformer between hosts: no hook, torch's hooks, distamp's formats.
 
     sudo OMP_NUM_THREADS=1 python -m benchmarks.shaped_link [--wrapper ddp] [--rate 100mbit]
-        [--hosts 4] [--mtu 1500] [--rounds 5] [--only fp32 "torch fp16" fp16]
+        [--hosts 4] [--mtu 1500] [--rounds 5] [--only fp32 "torch fp16" fp16 auto]
     sudo OMP_NUM_THREADS=1 python -m benchmarks.shaped_link --wrapper fsdp2 [--keep]
 
 Hosts are network namespaces joined by links of the given rate (tests/netns.py), a rank on each.
 Every contender wraps a model of its own over the same weights, and takes its step in turn with the
 others. A step takes as long as its slowest rank. Bytes come from the interfaces, without packet
 headers, and stand beside what distamp's ``stats()`` counted. ``compute`` is the same step with
-nothing sent.
+nothing sent; ``auto`` is what ``register(model, "auto")`` chose, which is printed.
 
 fsdp2 times forward and backward apart. By default weights are gathered again in the backward pass;
 with ``--keep`` they are not, and what the backward pass sends is gradients alone.
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", help=f"some of {', '.join(DDP)}")
+    parser.add_argument("--only", nargs="+", help=f"some of {', '.join(DDP)}, auto")
     given = parser.parse_args()
     names = given.only or list(DDP if given.wrapper == "ddp" else FSDP2)
     options = {
@@ -91,6 +91,8 @@ def main() -> None:
         f" {given.rate}, packets of {given.mtu} bytes (headers {headers(given.mtu)}); the slowest"
         f" link carries {min(rank['link'] for rank in ranks):.0f} Mbit/s of payload\n"
     )
+    for choice in ranks[0]["choices"]:
+        print(f"{choice}\n")
     if given.wrapper == "fsdp2":
         print(table(ranks, names, FORWARD, 0.0), end="\n\n")
     # Without --keep the backward pass gathers what the forward pass did.
@@ -155,13 +157,14 @@ def rank(wrapper: str, keep: bool, names: list[str], rounds: int) -> dict[str, A
     counted = {
         name: (_counted(state) - before[name]) / (rounds + 2)
         for name, state in states.items()
-        if state is not None
+        if state is not None and state.stats().exchanges
     }
     return {
         "link": speed,
         "parameters": sum(p.numel() for p in base.parameters()),
         "rounds": measured,
         "counted": counted,
+        "choices": [str(state.stats().choice) for name, state in states.items() if name == "auto"],
     }
 
 

@@ -147,6 +147,7 @@ def _average_compiled(state: CommHookState, gradient: Tensor) -> Tensor:
     The call is a part of a graph, which has no place for a thread or for futures.
     """
     group = state.process_group
+    state.fell_back("gradient all-reduced as it is by torch.compile's Python reducer")
     mean = gradient / dist.get_world_size(group)
     if torch.compiler.is_compiling():
         mean = functional_collectives.all_reduce(mean, "sum", group)

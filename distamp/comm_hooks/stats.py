@@ -51,14 +51,17 @@ class HookStats:
         return 1.0 - self.total_bytes / whole if whole else 0.0
 
     def __str__(self) -> str:
-        chosen = [] if self.choice is None else [str(self.choice)]
-        if not self.exchanges:
-            if self.choice is not None and not self.choice.compressed:
-                return chosen[0]
-            return "; ".join([*chosen, "no gradient was exchanged yet"])
+        parts = [] if self.choice is None else [str(self.choice)]
+        if self.exchanges:
+            parts += self._exchanged()
+        elif self.choice is None or self.choice.compressed:
+            parts.append("no gradient was exchanged yet")
+        parts.extend(f"{count} x {reason}" for reason, count in self.fallbacks.items())
+        return "; ".join(parts)
+
+    def _exchanged(self) -> list[str]:
         sent = ", ".join(f"{_bytes(n)} as {name}" for name, n in self.bytes_sent.items())
         parts = [
-            *chosen,
             f"{self.exchanges} exchanges sent {sent}; "
             f"{_bytes(self.bytes_uncompressed)} uncompressed, {self.saved:.0%} saved",
             f"waited {self.seconds_waiting:.2f} s",
@@ -67,8 +70,7 @@ class HookStats:
             parts.append(f"largest block below 2^{self.largest_exponent + 1}")
         if self.nonfinite:
             parts.append(f"{self.nonfinite} with inf or NaN")
-        parts.extend(f"{count} x {reason}" for reason, count in self.fallbacks.items())
-        return "; ".join(parts)
+        return parts
 
 
 @dataclass

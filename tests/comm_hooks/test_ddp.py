@@ -200,7 +200,7 @@ def test_a_group_of_some_ranks(ranks4):
     assert max(ranks4.run(_subgroup)) <= BOUNDS["fp16"]
 
 
-def _compiled(reducer: str) -> float:
+def _compiled(reducer: str) -> tuple[float, dict[str, int]]:
     import torch._dynamo as dynamo
 
     net = mlp(*WIDTHS)
@@ -209,7 +209,7 @@ def _compiled(reducer: str) -> float:
     plain(x).square().sum().backward()
     with warnings.catch_warnings(), dynamo.config.patch(optimize_ddp=reducer or True):
         warnings.simplefilter("ignore")  # of torch's own, about its graphs
-        hooked, _ = wrapped(net, "fp16", bucket_cap_mb=25)
+        hooked, state = wrapped(net, "fp16", bucket_cap_mb=25)
         loss = torch.compile(hooked, backend="aot_eager")(x).square().sum()
         with contextlib.ExitStack() as stack:
             if reducer:
@@ -218,13 +218,25 @@ def _compiled(reducer: str) -> float:
             loss.backward()
     dynamo.reset()
     a, b = gradients(plain), gradients(hooked)
-    return ((a - b).norm() / a.norm()).item()
+    return ((a - b).norm() / a.norm()).item(), dict(state.stats().fallbacks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reducer", ["", "python_reducer"])
-def test_compiled_models(new_ranks, reducer):
-    assert max(new_ranks(2, timeout=280).run(_compiled, reducer)) <= BOUNDS["fp16"]
+@pytest.mark.parametrize(
+    ("reducer", "counted"),
+    [
+        ("", {}),
+        (
+            "python_reducer",
+            # Of every weight and bias one.
+            {"gradient all-reduced as it is by torch.compile's Python reducer": 6},
+        ),
+    ],
+)
+def test_compiled_models(new_ranks, reducer, counted):
+    for error, fallbacks in new_ranks(2, timeout=280).run(_compiled, reducer):
+        assert error <= BOUNDS["fp16"]
+        assert fallbacks == counted
 
 
 def _half(dtype: torch.dtype) -> tuple[float, dict[str, int]]:
