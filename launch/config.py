@@ -132,6 +132,12 @@ class Config:
     """How many of the newest checkpoints stay."""
     report: bool = False
     """Write which module computed in which precision in the first step."""
+    profile: bool = False
+    """Write a trace of a few steps of each rank, once it has warmed up."""
+    tensorboard: bool = False
+    """Write the records for TensorBoard too."""
+    wandb: bool = False
+    """Write the records for Weights & Biases too: offline, unless WANDB_MODE says otherwise."""
 
     shape: Shape = field(default_factory=Shape)
 

@@ -24,6 +24,7 @@ from launch.errors import UsageError
 from launch.job import Job, learning_rate, prepare
 from launch.lost import LostRank
 from launch.models import mean_loss
+from launch.profiling import span
 from launch.ranks import Ranks
 from launch.stopping import Preempted, Stop
 
@@ -50,7 +51,8 @@ def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
     with ranks.watching(lambda: "before the first step"):
         job = prepare(config, ranks, stop)
     with job.report, ranks.watching(lambda: job.whereabouts):
-        train(job)
+        with job.trace:
+            train(job)
         job.report.finish(job.summary())
 
 
@@ -71,18 +73,25 @@ def train(job: Job) -> None:
         with job.precision_report():
             for microbatch in range(config.accumulate):
                 first = progress.position + (microbatch * spread.readers + spread.reader) * share
-                inputs, answers = (t.to(device) for t in data.take(first, share))
+                with span("data"):
+                    inputs, answers = (t.to(device) for t in data.take(first, share))
                 last = microbatch == config.accumulate - 1
                 with nullcontext() if last else amp.no_sync():
-                    with amp.autocast():
-                        logits = spread.model(inputs)
-                    loss = mean_loss(logits, answers) / config.accumulate
-                    amp.backward(loss)
+                    with span("forward"):
+                        with amp.autocast():
+                            logits = spread.model(inputs)
+                        loss = mean_loss(logits, answers) / config.accumulate
+                    with span("backward"):
+                        amp.backward(loss)
                 loss_sum += loss.detach()
 
-        norm = amp.clip_grad_norm_(config.clip or math.inf)
         scale = amp.scaler.get_scale()
-        stepped = bool(amp.step())
+        with span("clip"):
+            norm = amp.clip_grad_norm_(config.clip or math.inf)
+        with span("step"):
+            stepped = bool(amp.step())
+        if not stepped:
+            run.count_overflow()
         amp.zero_grad()
 
         # The message that the loss needs also says whether any rank was asked to stop.
@@ -107,6 +116,7 @@ def train(job: Job) -> None:
             job.save(must=last or asked_to_stop > 0)
         if asked_to_stop and not last:
             raise job.stopped()
+        job.trace.step()
 
 
 @torch.no_grad()

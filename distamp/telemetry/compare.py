@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -9,7 +10,7 @@ from statistics import median
 from distamp.telemetry.records import Record
 from distamp.telemetry.run import Run, number
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "power_of_two"]
 
 # Where a run lay and how it was begun change no number of it.
 _PLACES = {"run_dir", "resume", "auto_resume", "overwrite"}
@@ -65,7 +66,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         rows += _validation_rows(runs, common, f" at step {common}")
     if any(run.scaled for run in runs):
         scales = [number(r.steps[-1], "loss_scale") if r.scaled else None for r in runs]
-        rows.append(("loss scale", *map(_power, scales), *_blank(runs)))
+        rows.append(("loss scale", *map(power_of_two, scales), *_blank(runs)))
         skipped = [number(run.steps[-1], "skipped") if run.scaled else None for run in runs]
         rows.append(_row("skipped steps", skipped, "{:.0f}", relative=False))
     rows.append(_row("tokens/s (median)", [_speed(run) for run in runs], "{:,.0f}"))
@@ -106,11 +107,12 @@ def _blank(runs: Sequence[Run]) -> tuple[str, ...]:
     return ("",) if len(runs) == 2 else ()
 
 
-def _power(scale: float | None) -> str:
+def power_of_two(scale: float | None) -> str:
+    """Show a loss scale as a power of two where it is one, and as a dash where there is none."""
     if scale is None:
         return "-"
-    mantissa, exponent = scale.hex().split("p")
-    return f"2^{int(exponent)}" if float.fromhex(mantissa + "p0") == 1 else f"{scale:g}"
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def _validation(run: Run, step: int | None) -> Record:

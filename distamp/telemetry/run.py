@@ -44,8 +44,11 @@ class Run:
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss was scaled: in some step by something else than 1."""
-        return any(number(r, "loss_scale") not in (None, 1.0) for r in self.steps)
+        """Whether a scaler ran: it scaled by something else than 1, or skipped a step."""
+        return any(
+            number(r, "loss_scale") not in (None, 1.0) or not r.get("stepped", True)
+            for r in self.steps
+        )
 
     @property
     def in_bytes(self) -> bool:
