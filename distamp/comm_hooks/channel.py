@@ -25,13 +25,17 @@ __all__ = [
     "Channel",
     "by_turns",
     "device_of",
+    "lockstep_words",
     "refuse_stranger",
     "resolve_group",
+    "row_bytes",
     "words_differ",
 ]
 
 # gloo's gather is a ring of ``size - 1`` turns. Up to here its waits cost more than it spares.
 _ONE_WAIT_BYTES = 1 << 16
+# Rows of a collective start at multiples of this, so that what lies in them can be viewed as int64.
+_ALIGNMENT = 16
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
@@ -166,6 +170,26 @@ def by_turns(
         for work in works:
             if work is not None:
                 work.wait()
+
+
+def row_bytes(header: int, wire: int) -> int:
+    """Return how long a row of a collective is that holds so many bytes of header and wire."""
+    return -(-(header + wire) // _ALIGNMENT) * _ALIGNMENT
+
+
+def lockstep_words(word: int, scale: Tensor | None, device: torch.device) -> Tensor:
+    """Return what an exchange says besides gradients, int64 of shape (2,).
+
+    Args:
+        word: What a scaler says of its iteration, settings and calls.
+        scale: The loss scale, 0-d float32; None says nothing at all.
+        device: Where the gradients lie.
+    """
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+    if scale is not None:
+        words[0] = word
+        words[1] = scale.view(torch.int32)
+    return words
 
 
 def words_differ(words: Tensor) -> Tensor:

@@ -50,17 +50,7 @@ def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket through bf16, summed in fp32.
 
     Unlike torch's hook of this name it needs no NCCL and rounds twice, however many the ranks.
-
-    Args:
-        state: A ProcessGroup, None for the default group, or what `register` returned.
-        bucket: DDP's bucket; its gradients are replaced by their mean over all ranks.
-
-    Returns:
-        A future of the averaged buffer.
-
-    Raises:
-        ValueError: The ranks' buckets differ; raised on all ranks.
-        TypeError: ``state`` is something else.
+    Takes, returns and raises what `fp16_compress_hook` does.
     """
     return average_bucket(state_of(state, "bf16"), bucket)
 
@@ -68,15 +58,7 @@ def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
 def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket in the format of ``state``, which `register` made.
 
-    Args:
-        state: The state, whose format is used.
-        bucket: DDP's bucket; its gradients are replaced by their mean over all ranks.
-
-    Returns:
-        A future of the averaged buffer.
-
-    Raises:
-        ValueError: The ranks' buckets differ; raised on all ranks.
+    Returns and raises what `fp16_compress_hook` does.
     """
     return average_bucket(state, bucket)
 
@@ -103,13 +85,8 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """Cast buckets to bf16 for ``hook`` and what it returns back, as torch's wrapper does.
 
-    Unlike torch's it is accepted by DDP on every backend.
-
-    Args:
-        hook: A DDP communication hook.
-
-    Returns:
-        A hook with the same state.
+    Unlike torch's it is accepted by DDP on every backend. Takes and returns what
+    `fp16_compress_wrapper` does.
     """
     return _casting(hook, torch.bfloat16)
 

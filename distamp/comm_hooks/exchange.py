@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from distamp.comm_hooks.channel import Channel, words_differ
+from distamp.comm_hooks.channel import Channel, row_bytes, words_differ
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WireFormat
 
@@ -35,7 +35,6 @@ DIRECT_BYTES = 1 << 15
 # Of a gathered row: whether it holds inf or NaN, its largest exponent, two lockstep words.
 HEADER_WORDS = 4
 HEADER_BYTES = 8 * HEADER_WORDS
-_ALIGNMENT = 16
 # Means from here on may have been summed up to inf by ranks that held only finite values.
 _NEAR_OVERFLOW = 126
 
@@ -251,7 +250,7 @@ class _Run:
             self.wire.add_decoded(wire, total)
 
     def _row(self, piece: _Piece, nbytes: int) -> Tensor:
-        return self.exchange.buffer("row", piece.slot, _row_bytes(nbytes))
+        return self.exchange.buffer("row", piece.slot, row_bytes(HEADER_BYTES, nbytes))
 
     def _send_row(self, piece: _Piece, row: Tensor, wire: Tensor) -> None:
         header = row[:HEADER_BYTES].view(torch.int64)
@@ -267,7 +266,7 @@ class _Run:
     def _rows(self, piece: _Piece, nbytes: int) -> Tensor:
         """Wait for the rows of all ranks, and note their headers."""
         self._finish("gather", piece)
-        size, length = self.channel.size, _row_bytes(nbytes)
+        size, length = self.channel.size, row_bytes(HEADER_BYTES, nbytes)
         rows = self.exchange.buffer("gathered", piece.slot, length * size).view(size, length)
         self.headers.append(rows[:, :HEADER_BYTES].view(torch.int64).clone())
         return rows
@@ -306,7 +305,3 @@ def _any_nonfinite(values: Tensor) -> Tensor:
     if values.device.type == "cpu" and not found:
         return found
     return ~values.isfinite().all()
-
-
-def _row_bytes(nbytes: int) -> int:
-    return -(-(HEADER_BYTES + nbytes) // _ALIGNMENT) * _ALIGNMENT

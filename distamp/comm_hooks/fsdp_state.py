@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp.comm_hooks.buckets import Buckets
+from distamp.comm_hooks.channel import lockstep_words
 from distamp.comm_hooks.choice import Choice
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
@@ -92,14 +93,9 @@ class ShardedHookState:
         """See `distamp.precision.CommHook.ranks_apart`."""
         return self.book.ranks_apart()
 
-    def words(self, device: torch.device) -> Tensor | None:
+    def words(self, device: torch.device) -> Tensor:
         """Return what the next exchange says besides gradients, int64 of shape (2,)."""
-        if self._scale is None:
-            return None
-        words = torch.empty(2, dtype=torch.int64, device=device)
-        words[0] = self._word
-        words[1] = self._scale.view(torch.int32)
-        return words
+        return lockstep_words(self._word, self._scale, device)
 
 
 class ShardedWatch:

@@ -15,7 +15,12 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from distamp.comm_hooks.buckets import Bucket, Buckets, Watch
-from distamp.comm_hooks.channel import Channel, refuse_stranger, resolve_group
+from distamp.comm_hooks.channel import (
+    Channel,
+    lockstep_words,
+    refuse_stranger,
+    resolve_group,
+)
 from distamp.comm_hooks.choice import Choice
 from distamp.comm_hooks.error_feedback_state import Residuals
 from distamp.comm_hooks.exchange import Exchange, Outcome
@@ -105,7 +110,9 @@ class CommHookState:
             return completed(values)
         self._agree(index, values, exchange)
         bucket = self._buckets.begin(parameters)
-        words = self._words(values.device)
+        # Nothing where a rank without more inputs sends zeros in the others' backward passes.
+        scale = self._scale if torch._C._current_graph_task_id() != -1 else None
+        words = lockstep_words(self._word, scale, values.device)
         residuals = self._residuals(bucket, exchange, parameters)
         return self._runner(values.device).submit(
             partial(self._job, exchange, values, words, residuals, bucket.note)
@@ -287,17 +294,6 @@ class CommHookState:
     def ranks_apart(self) -> bool:
         """See `distamp.precision.CommHook.ranks_apart`."""
         return self._buckets.ranks_apart()
-
-    def _words(self, device: torch.device) -> Tensor:
-        """Return what this exchange says besides gradients, int64 of shape (2,).
-
-        Nothing where a rank that has no more inputs sends zeros in the others' backward passes.
-        """
-        words = torch.zeros(2, dtype=torch.int64, device=device)
-        if self._scale is not None and torch._C._current_graph_task_id() != -1:
-            words[0] = self._word
-            words[1] = self._scale.view(torch.int32)
-        return words
 
 
 def completed(value: Tensor) -> Future[Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distamp.comm_hooks.channel import by_turns, words_differ
+from distamp.comm_hooks.channel import by_turns, row_bytes, words_differ
 from distamp.comm_hooks.choice import AUTO
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
@@ -25,7 +25,6 @@ __all__ = ["News", "agree", "all_reduce", "reduce_scatter"]
 # Of each row, int64: non-finite or not, which format, how many elements, two lockstep words.
 HEADER_WORDS = 5
 HEADER_BYTES = 8 * HEADER_WORDS
-ALIGNMENT = 16
 # Sums of this many contributions more are provided for: .grad adds up several backward passes.
 MARGIN = 1 << 10
 # A format that is yet to be chosen is not sent in, but agreed on.
@@ -178,8 +177,9 @@ def _rows(
 ) -> Tensor:
     """Each of ``wires`` behind a header, all of one aligned length."""
     count, nbytes = wires.shape
-    length = -(-(HEADER_BYTES + nbytes) // ALIGNMENT) * ALIGNMENT
-    rows = torch.empty((count, length), dtype=torch.uint8, device=wires.device)
+    rows = torch.empty(
+        (count, row_bytes(HEADER_BYTES, nbytes)), dtype=torch.uint8, device=wires.device
+    )
     header = rows[:, :HEADER_BYTES].view(torch.int64)
     header[:, 0] = nonfinite
     header[:, 1] = _FORMATS.index(wire.name)
