@@ -43,6 +43,7 @@ class Job:
     report: Reporter
     stop: Stop
     trace: Trace
+    parameters: int
     reported: bool = False
 
     @property
@@ -104,11 +105,19 @@ class Job:
         Every rank calls this.
         """
         facts = {"Overflowed": str(self.run.overflows)} if self.run.overflows.counts else {}
-        for hook in self.run.amp.comm_hooks:
-            facts["Gradients"] = str(hook.stats())
+        if self.ranks.world_size > 1:
+            facts["Gradients"] = self._gradients()
         facts["Memory"] = largest_peak(self.device, self.ranks)
         facts |= {"Precisions": "precision.txt, .json, .png"} if self.reported else {}
         return facts | self.trace.outcome()
+
+    def _gradients(self) -> str:
+        """Say how many bytes of gradients travel."""
+        for hook in self.run.amp.comm_hooks:
+            return str(hook.stats())
+        reduce = self.run.amp.precision.reduce
+        size = self.parameters * reduce.itemsize / 1e6
+        return f"{size:.3g} MB of {str(reduce).removeprefix('torch.')} a step, sent as they are"
 
     def stopped(self) -> Preempted:
         """Say that the run was stopped; return what to raise."""
@@ -159,7 +168,8 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     torch.manual_seed(config.seed + 1 + run.spread.reader)
     if origin is not None:
         restore(run, origin, ranks, device)
-    report.start(_facts(config, run, data, ranks, device))
+    parameters = _count(run, config, ranks)
+    report.start(_facts(config, parameters, data, ranks, device))
     for line in () if origin is None else (*origin.broken, _changes(origin, config, ranks, device)):
         report.note(line)
     if ranks.is_main and (slower := slowdown(device, config.level.compute)) > 3:
@@ -170,7 +180,8 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     if config.eps is None and (eps := eps_for(config)) != 1e-8:
         report.note(f"AdamW has eps={eps:g}: its state is fp16 at {config.level_flag}\n")
     trace = Trace(config.folder, ranks, wanted=config.profile)
-    return Job(config, ranks, device, data, recipe, run, report, stop or Stop(), trace)
+    stop = stop or Stop()
+    return Job(config, ranks, device, data, recipe, run, report, stop, trace, parameters)
 
 
 def learning_rate(config: Config, taken: int) -> float:
@@ -242,13 +253,18 @@ def _check_same_run(origin: Origin, config: Config, recipe: Recipe, data: Data) 
         raise UsageError(f"{where}: all its {done} steps are done; pass a --steps above {done}")
 
 
+def _count(run: RunState, config: Config, ranks: Ranks) -> int:
+    """Return how many parameters the whole model has."""
+    if strategies.chosen(config, ranks)[0] != "fsdp1":
+        return sum(p.numel() for p in run.model.parameters())
+    # Those of FSDP1 are this rank's parts; the names of its state are the model's.
+    return sum(t.numel() for n, t in run.tensors().items() if n.startswith("model."))
+
+
 def _facts(
-    config: Config, run: RunState, data: Data, ranks: Ranks, device: torch.device
+    config: Config, parameters: int, data: Data, ranks: Ranks, device: torch.device
 ) -> dict[str, str]:
     """Say in a few rows what is about to be trained."""
-    parameters = sum(p.numel() for p in run.model.parameters())
-    if strategies.chosen(config, ranks)[0].startswith("fsdp1"):
-        parameters = sum(t.numel() for n, t in run.tensors().items() if n.startswith("model."))
     how = strategies.chosen(config, ranks)[1].says
     many = how if ranks.world_size == 1 else f"{ranks.world_size} ranks, {how}"
     train, held_out = data.sizes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,8 @@ __all__ = ["FOLDER", "Trace", "span"]
 FOLDER = "profile"
 # The first steps of a process set up kernels, buckets and caches.
 _WAIT, _WARMUP, _ACTIVE = 2, 2, 3
+# Above all levels of the log of torch's profiler, which else tells of each trace.
+_SILENT = "99"
 
 span = record_function
 
@@ -37,6 +40,7 @@ class Trace:
 
     def __enter__(self) -> Self:
         if self._wanted:
+            os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
             steps = schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1)
             self._profile = profile(schedule=steps, on_trace_ready=self._write)
             self._profile.start()
@@ -57,8 +61,11 @@ class Trace:
         if not self._wanted:
             return {}
         said = self.ranks.gather(self._said)
-        trouble = next((s for s in said if s != _WRITTEN), None)
-        return {"Trace": trouble or f"{FOLDER}/, {_ACTIVE} steps of each rank, for perfetto.dev"}
+        trouble = next(filter(None, said), "")
+        return {
+            "Trace": trouble
+            or f"{FOLDER}/rank-*.json, a few steps of each rank, for ui.perfetto.dev"
+        }
 
     def _stop(self) -> None:
         if self._profile is not None:
@@ -70,13 +77,21 @@ class Trace:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             traced.export_chrome_trace(str(partial))
+            _check_whole(partial)
             partial.replace(self.path)
-            self._said = _WRITTEN
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-            reason = str(error).splitlines()[0]
-            self._said = f"rank {self.ranks.rank} cannot write {self.path.name}: {reason}"
+            self._said = ""
+        except (OSError, RuntimeError) as error:
+            said = error.strerror if isinstance(error, OSError) else None
+            reason = said or str(error).splitlines()[0]
+            self._said = f"rank {self.ranks.rank} cannot write {self.path.name} ({reason})"
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
 
 
-_WRITTEN = ""
+def _check_whole(path: Path) -> None:
+    """Refuse half a file: torch's writer says nothing of a full disk but in its log."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        end = file.read()
+    if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
+        raise RuntimeError("the disk is full?")

@@ -86,12 +86,11 @@ def train(job: Job) -> None:
                 loss_sum += loss.detach()
 
         scale = amp.scaler.get_scale()
-        with span("clip"):
-            norm = amp.clip_grad_norm_(config.clip or math.inf)
         with span("step"):
+            norm = amp.clip_grad_norm_(config.clip or math.inf)
             stepped = bool(amp.step())
-        if not stepped:
-            run.count_overflow()
+            if not stepped:
+                run.count_overflow()
         amp.zero_grad()
 
         # The message that the loss needs also says whether any rank was asked to stop.
