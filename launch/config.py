@@ -20,6 +20,8 @@ __all__ = ["Config", "Shape", "parse", "read"]
 # --precision chooses among the levels whose weights are fp32.
 _LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
 
+Wire = Literal["fp16", "fp16_plain", "bf16", "int16", "int8", "fp8_e4m3", "auto"]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -87,8 +89,9 @@ class Config:
     """Ranks that share each layer (fsdp2+tp)."""
     adamw: Literal["fused", "foreach", "loop"] | None = None
     """torch's implementation of AdamW. Default: the fastest that the strategy can use."""
-    comm_hook: Literal["fp16", "fp16_plain", "bf16", "int16"] | None = None
-    """Send gradients in this format (ddp, zero1, fsdp1, fsdp2, hsdp)."""
+    comm_hook: Wire | None = None
+    """Send gradients in this format (ddp, zero1, fsdp1, fsdp2, hsdp; int8 and fp8_e4m3: ddp and
+    zero1), or in what is fastest between these ranks (auto)."""
     backend: Literal["gloo", "nccl"] | None = None
     """What gradients travel over. Default: NCCL between GPUs, gloo between CPUs."""
     timeout: float = 600.0

@@ -52,3 +52,20 @@ def test_a_hook_for_what_takes_none_is_refused(ranks4, text):
         "--comm-hook fp16: it is for ddp, fsdp1, fsdp2, hsdp, zero1, and this is sharded_ddp"
     )
     assert "and this is none" in pooled.refusal(*flags)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_auto_says_what_it_chose(ranks4, text, tmp_path, strategy):
+    flags = ("--data", text, *SMALL, "--strategy", strategy, "--comm-hook", "auto")
+    rows, said = ranks4.run(_train_and_sum_up, tmp_path, flags)[0]
+    assert rows
+    assert said.startswith("auto chose ")
+    assert "fp16 " in said
+
+
+def test_error_feedback_is_for_replicas(ranks4, text, tmp_path):
+    flags = ("--data", text, *SMALL, "--comm-hook", "int8")
+    _, said = ranks4.run(_train_and_sum_up, tmp_path, (*flags, "--strategy", "ddp"))[0]
+    assert "as int8" in said
+    refused = ranks4.run(pooled.refusal, *flags, "--strategy", "fsdp2")[0]
+    assert "int8 needs error feedback, which sharded gradients have not" in refused
