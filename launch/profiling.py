@@ -11,15 +11,13 @@ from torch.profiler import profile, record_function, schedule
 
 from launch.ranks import Ranks
 
-__all__ = ["FOLDER", "Trace", "span"]
+__all__ = ["FOLDER", "Trace"]
 
 FOLDER = "profile"
 # The first steps of a process set up kernels, buckets and caches.
 _WAIT, _WARMUP, _ACTIVE = 2, 2, 3
 # Above all levels of the log of torch's profiler, which else tells of each trace.
 _SILENT = "99"
-
-span = record_function
 
 
 class Trace:
@@ -48,6 +46,10 @@ class Trace:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Name what is done inside, in the trace."""
+        return contextlib.nullcontext() if self._profile is None else record_function(name)
 
     def step(self) -> None:
         """Say that a step has ended."""

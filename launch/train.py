@@ -24,7 +24,6 @@ from launch.errors import UsageError
 from launch.job import Job, learning_rate, prepare
 from launch.lost import LostRank
 from launch.models import mean_loss
-from launch.profiling import span
 from launch.ranks import Ranks
 from launch.stopping import Preempted, Stop
 
@@ -59,7 +58,7 @@ def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
 def train(job: Job) -> None:
     """Train to the last step, writing results and checkpoints on the way."""
     config, ranks, data, device, run = job.config, job.ranks, job.data, job.device, job.run
-    amp, spread, progress = run.amp, run.spread, run.progress
+    amp, spread, progress, span = run.amp, run.spread, run.progress, job.trace.span
     share = config.batch // (spread.readers * config.accumulate)
 
     if progress.step == 0:
