@@ -24,7 +24,8 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.comm_hooks.auto import choose_for_ddp, timed_choice
+from distamp.comm_hooks import fsdp2
+from distamp.comm_hooks.auto import as_it_is, choose_for_ddp, timed_choice
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
 from tests.ranks import mesh
 
@@ -120,6 +121,30 @@ def test_all_ranks_choose_alike_and_say_so(ranks, size, wrapper):
         assert same
         assert error <= (1e-6 if wire == "fp32" else 2 * BOUNDS[wire])
         assert untouched
+
+
+def _uncompressed_replicas(factor: float | None) -> float:
+    """The error of replicas for which ``auto`` chose no format."""
+    over = mesh((2, 2), ("replicate", "shard"))
+    replicas = over["replicate"].get_group()
+    model = fully_shard(mlp(*WIDTHS), mesh=over["shard"])
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+        model.set_force_sum_reduction_for_comms(True)  # gloo multiplies by no factor
+    state = comm_hooks.ShardedHookState(as_it_is(torch.float32))
+    for group in fsdp2._param_groups(model):
+        fsdp2._hook(model, group, state, replicas, compressed=False)
+    plain = DistributedDataParallel(mlp(*WIDTHS))
+    for each in (model, plain):
+        each(inputs(0, WIDTHS[0])).square().sum().backward()
+    mine, true = _full(model), gradients(plain) * 4 / (factor or 4)
+    assert agreed(mine)
+    return ((mine - true).norm() / true.norm()).item()
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_replicas_are_averaged_where_no_format_was_chosen(ranks4, factor):
+    assert max(ranks4.run(_uncompressed_replicas, factor)) < 1e-6
 
 
 def _slow_on(ranks: list[int], ways: list[str]) -> str:
