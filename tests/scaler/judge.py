@@ -27,21 +27,16 @@ def complaints(
         refused: the error that the optimizer itself raises on this layout without any scaler.
     """
     found: list[str] = []
-    lengths = {len(outcomes) for outcomes in ranks}
-    if len(lengths) != 1:
-        found.append(f"ranks ended after different iterations: {[len(o) for o in ranks]}")
     came_through = False
-    for number in range(min(lengths)):
-        iteration = program.iterations[number]
-        outcomes = [rank_outcomes[number] for rank_outcomes in ranks]
-        if iteration.faults and not any(any(o.expected_skips) for o in outcomes):
-            found += [
-                f"iteration {number}: the fault did not land"
-                for fault in iteration.faults
-                if fault.optimizer == 0
-            ]
-        for domain in sorted({outcome.domain for outcome in outcomes}):
-            members = [(r, o) for r, o in enumerate(outcomes) if o.domain == domain]
+    domains: dict[int, list[int]] = {}
+    for rank, outcomes in enumerate(ranks):
+        domains.setdefault(outcomes[0].domain, []).append(rank)
+    for ranks_of_domain in domains.values():
+        lengths = [len(ranks[rank]) for rank in ranks_of_domain]
+        if len(set(lengths)) != 1:
+            found.append(f"ranks {ranks_of_domain} ended after different iterations: {lengths}")
+        for number in range(min(lengths)):
+            members = [(rank, ranks[rank][number]) for rank in ranks_of_domain]
             if number == len(program.iterations) - 1 and parted(program, members):
                 wrong = _judge_error(members, ("LockstepError", ""))
             elif any(outcome.error for _, outcome in members):
@@ -50,12 +45,24 @@ def complaints(
             else:
                 wrong = _judge(members, ALL_LAYOUTS[program.layout])
             found += [f"iteration {number}: {each}" for each in wrong]
+    found += _faults_that_did_not_land(program, ranks)
     # Which of the optimizers is refused is not known, so each must have had a step to take.
-    taken = [[not skip for skip in o.expected_skips] for o in ranks[0][: min(lengths)]]
+    shortest = min(map(len, ranks))
+    taken = [[not skip for skip in o.expected_skips] for o in ranks[0][:shortest]]
     kept = bool(taken) and all(map(any, zip(*taken, strict=True)))
     if refused is not None and kept and not came_through and program.astray is None:
         found.append(f"the optimizer's own error did not come through: {refused}")
     return found
+
+
+def _faults_that_did_not_land(program: Program, ranks: Sequence[Sequence[Outcome]]) -> list[str]:
+    # Of domains that an error ended, only what they saw before it counts.
+    return [
+        f"iteration {number}: the fault did not land"
+        for number, outcomes in enumerate(zip(*ranks, strict=False))
+        for fault in program.iterations[number].faults
+        if fault.optimizer == 0 and not any(any(o.expected_skips) for o in outcomes)
+    ]
 
 
 def parted(program: Program, members: Sequence[tuple[int, Outcome]]) -> bool:

@@ -196,7 +196,10 @@ class _Runner:
             gradients = self._local_gradients(optimizer)
             mine[self.layout.rank, index] = any(not g.isfinite().all() for g in gradients)
         if dist.is_initialized():
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+            # Of two groups one may have ended with the optimizer's own error.
+            given = self.layout.process_group()
+            group = given if isinstance(given, dist.ProcessGroup) else None
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
         domain = self.layout.domain_of(self.layout.rank)
         members = [r for r in range(WORLD) if self.layout.domain_of(r) == domain]
         return mine[members].amax(0).bool().tolist()
