@@ -40,11 +40,9 @@ __all__ = [
 Trial = Callable[[Tensor], object]
 
 FORMATS = ("fp16", "int8")
-# The first round opens connections and fills caches.
-WARMUP = 1
-ROUNDS, LEAST_ROUNDS = 9, 3
-# No more rounds than the least where they take longer: there the differences are large.
-SECONDS = 10.0
+# The first round opens connections, the second says how long the others will take.
+WARMUP, FEW = 2, 1 << 16
+ROUNDS, SECONDS = 9, 10.0
 
 _log = logging.getLogger("distamp.comm_hooks")
 
@@ -81,25 +79,42 @@ def timed_choice(
         reason = "there is one rank" if alone else "no format is narrower than the gradients"
         as_they_are = next(iter(trials))
         return _said(Choice(as_they_are, False, MappingProxyType({}), nbytes, reason), groups)
+    some = values[: _some(trials, values, groups)]
+    rounds = [_round(trials, some, groups, number) for number in range(ROUNDS)]
+    seconds = dict(zip(trials, zip(*rounds, strict=True), strict=True))
+    return _said(choose(seconds, some.numel() * some.element_size()), groups)
+
+
+def _some(trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup]) -> int:
+    """Return how many values the rounds have time for: fewer than there are on a slow link.
+
+    There the time is that of the link, of which a part says as much as the whole.
+    """
+    unit = groups[0].size()
+    few = min(values.numel(), FEW // unit * unit)
+    for number in range(WARMUP):
+        spent = sum(_round(trials, values[:few], groups, number))
+    # All ranks hold the same times, and so come to the same number.
+    return min(values.numel(), max(1, int(SECONDS / ROUNDS / spent)) * few)
+
+
+def _round(
+    trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup], number: int
+) -> list[float]:
+    """Time each trial once; return the times of the slowest rank."""
     sent = torch.empty_like(values)
-    seconds: dict[str, list[float]] = {name: [] for name in trials}
-    spent = 0.0
-    for number in range(-WARMUP, ROUNDS):
-        mine = {}
-        # Each has each place in turn, so that none always follows the same.
-        turned = list(trials)[number % len(trials) :] + list(trials)[: number % len(trials)]
-        for name in turned:
-            sent.copy_(values)
-            mine[name] = _timed(trials[name], sent, groups[0])
-        slowest = _agreed([mine[name] for name in trials], groups)
-        spent += sum(slowest)
-        if number >= 0:
-            for times, each in zip(seconds.values(), slowest, strict=True):
-                times.append(each)
-        # All ranks hold the same times, and so stop together.
-        if number + 1 >= LEAST_ROUNDS and spent > SECONDS:
-            break
-    return _said(choose(seconds, nbytes), groups)
+    mine = {}
+    # Each has each place in turn, so that none always follows the same.
+    turned = list(trials)[number % len(trials) :] + list(trials)[: number % len(trials)]
+    for name in turned:
+        sent.copy_(values)
+        mine[name] = _timed(trials[name], sent, groups[0])
+    seconds = [mine[name] for name in trials]
+    for group in groups:
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        seconds = slowest.tolist()
+    return seconds
 
 
 def _timed(trial: Trial, sent: Tensor, group: ProcessGroup) -> float:
@@ -110,15 +125,6 @@ def _timed(trial: Trial, sent: Tensor, group: ProcessGroup) -> float:
     trial(sent)
     _synchronize(sent.device)
     return time.perf_counter() - start
-
-
-def _agreed(seconds: list[float], groups: Sequence[ProcessGroup]) -> list[float]:
-    """Return the times of the slowest rank of all groups."""
-    for group in groups:
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        seconds = slowest.tolist()
-    return seconds
 
 
 def _said(choice: Choice, groups: Sequence[ProcessGroup]) -> Choice:
@@ -159,19 +165,21 @@ def choose_for_ddp(model: DistributedDataParallel, group: ProcessGroup) -> Choic
     if formats and group.size() > 1:
         channel = Channel(group, device)
         for wire in formats:
-            trials[wire.name] = _exchange(Exchange(wire, channel, Account()), numel)
+            trials[wire.name] = _exchange(Exchange(wire, channel, Account()))
     return timed_choice(trials, _like_gradients(numel, dtype, device), [group])
 
 
-def _exchange(exchange: Exchange, numel: int) -> Trial:
+def _exchange(exchange: Exchange) -> Trial:
     channel = exchange.channel
-    residuals = Residuals([numel], channel.size) if exchange.wire.needs_error_feedback else None
     words = torch.zeros(2, dtype=torch.int64, device=channel.device)
+    owed: dict[int, Residuals] = {}
 
     def trial(sent: Tensor) -> None:
-        if residuals is None:
+        if not exchange.wire.needs_error_feedback:
             exchange.average_(sent, words)
             return
+        numel = sent.numel()
+        residuals = owed.setdefault(numel, Residuals([numel], channel.size))
         residuals.begin(None)
         residuals.end(exchange.average_(sent, words, residuals).nonfinite)
 
@@ -203,7 +211,7 @@ def choose_for_shards(
     def reduce(sent: Tensor, wire: WireFormat | None) -> None:
         part = sent
         if size > 1:
-            part = shard
+            part = shard[: sent.numel() // size]
             _reduce_scatter(wire, sent, part, shards)
         if replicas is not None:
             _all_reduce(wire, part, replicas)

@@ -148,19 +148,21 @@ def test_replicas_are_averaged_where_no_format_was_chosen(ranks4, factor):
 
 
 def _slow_on(ranks: list[int], ways: list[str]) -> str:
-    """A choice where some ways are slow on some ranks, as times of real sleeps."""
+    """What is chosen where some ways are slow on some ranks, by real sleeps."""
+    seconds = {"fp32": 0.001, "fp16": 0.05, "int8": 0.1}
+    if dist.get_rank() in ranks:
+        seconds |= dict.fromkeys(ways, 0.2)
 
-    def trial(slow: bool) -> Any:
-        return lambda sent: time.sleep(0.1 if slow else 0.001)
+    def trial(name: str) -> Any:
+        return lambda sent: time.sleep(seconds[name])
 
-    here = dist.get_rank() in ranks
-    trials = {name: trial(here and name in ways) for name in ("fp32", "fp16", "int8")}
+    trials = {name: trial(name) for name in seconds}
     return timed_choice(trials, torch.ones(8), [dist.group.WORLD]).wire
 
 
 @pytest.mark.parametrize(
     ("slow", "wire"),
-    [(["fp32"], "fp16"), (["fp32", "fp16"], "int8")],
+    [([], "fp32"), (["fp32"], "fp16"), (["fp32", "fp16"], "int8")],
 )
 def test_what_is_slow_on_one_rank_alone_is_chosen_by_none(ranks4, slow, wire):
     assert ranks4.run(_slow_on, [2], slow) == [wire] * 4
