@@ -59,8 +59,20 @@ def trial(config: Config, device: torch.device) -> Amp:
 
 
 def _scale(config: Config) -> dict[str, Any]:
-    """Return what is to be said of a loss scale that moves."""
-    if config.level.loss_scale != "dynamic":
+    """Return what is to be said of a loss scale that moves.
+
+    Raises:
+        UsageError: It is said of one that does not.
+    """
+    constant = config.level.loss_scale
+    if constant != "dynamic":
+        for name in ("init_scale", "growth_interval", "schedule"):
+            if getattr(config, name) != getattr(Config, name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {getattr(config, name)}: the loss scale at"
+                    f" {config.level_flag} is the constant {constant:g}; pass --loss-scale dynamic"
+                    " too, or leave it out"
+                )
         return {}
     try:
         schedule = _SCHEDULES[config.schedule](growth_interval=config.growth_interval)

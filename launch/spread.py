@@ -7,11 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from distamp.precision import Precision
 from launch.config import Config
 from launch.ranks import Ranks
 
-__all__ = ["Place", "Spread", "all_read", "decayed_names", "plain_name", "split", "units"]
+__all__ = [
+    "Place",
+    "Spread",
+    "all_read",
+    "batchnorms_apart",
+    "decayed_names",
+    "plain_name",
+    "split",
+    "units",
+]
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,21 @@ def units(model: nn.Module) -> list[tuple[Any, str, nn.Module]]:
 
     walk(model)
     return found
+
+
+def batchnorms_apart(model: nn.Module, level: Precision) -> list[tuple[Any, str, nn.Module]]:
+    """Return what a sharding wrapper must hold by itself, as it takes one dtype for each group.
+
+    In a cast model these are the batch norms that stay in fp32.
+    """
+    if not (level.casts_model and level.keep_batchnorm_fp32):
+        return []
+    return [
+        (parent._modules, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, _BatchNorm) and child.affine
+    ]
 
 
 def decayed_names(model: nn.Module) -> frozenset[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,15 @@ from launch.config import Config
 from launch.errors import UsageError
 from launch.levels import eps_for
 from launch.ranks import Ranks
-from launch.spread import Place, Spread, all_read, decayed_names, split, units
+from launch.spread import (
+    Place,
+    Spread,
+    all_read,
+    batchnorms_apart,
+    decayed_names,
+    split,
+    units,
+)
 
 __all__ = ["STRATEGIES", "Strategy", "check", "chosen", "readers", "spread"]
 
@@ -91,8 +99,9 @@ def fsdp1(model: nn.Module, place: Place) -> Spread:
         "use_orig_params": True,  # else one flat parameter would mix those that decay and not
         "device_mesh": init_device_mesh(place.device.type, (place.ranks.world_size,)),
     }
-    for parent, name, unit in units(model):
-        parent[name] = FullyShardedDataParallel(unit, **settings)
+    for parent, name, unit in [*batchnorms_apart(model, place.config.level), *units(model)]:
+        if not isinstance(parent[name], FullyShardedDataParallel):
+            parent[name] = FullyShardedDataParallel(unit, **settings)
     wrapped = FullyShardedDataParallel(model, **settings)
     optimizer = torch.optim.AdamW(split(wrapped, decayed, place.config), **_adamw_settings(place))
     return all_read(place, wrapped, wrapped, optimizer)
@@ -169,8 +178,9 @@ def _fully_sharded(
     model: nn.Module, place: Place, mesh: DeviceMesh, decayed: frozenset[str] | None = None
 ) -> Spread:
     decayed = decayed_names(model) if decayed is None else decayed
-    for _, _, unit in units(model):
-        fully_shard(unit, mesh=mesh)
+    for _, _, unit in [*batchnorms_apart(model, place.config.level), *units(model)]:
+        if not isinstance(unit, FSDPModule):
+            fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(split(model, decayed, place.config), **_adamw_settings(place))
     return all_read(place, model, model, optimizer)
