@@ -112,7 +112,7 @@ class Config:
     weight_decay: float = 0.1
     """AdamW's, on matrices alone."""
     eps: float | None = None
-    """AdamW's. Default: 1e-8, or 1e-4 where its state is fp16 (O3), which has no 1e-8."""
+    """AdamW's. Default: 1e-8, or 1e-3 where its state is fp16 (O3), which has no 1e-8."""
     clip: float = 1.0
     """Largest norm of the gradients; 0 leaves them as they are."""
     seed: int = 0
@@ -250,14 +250,14 @@ def parse(args: Sequence[str] | None, *, quiet: bool = False) -> Config:
     Raises:
         UsageError: With tyro's own message as one line.
     """
-    said = io.StringIO()
+    said, unheard = io.StringIO(), io.StringIO()
+    output = contextlib.redirect_stdout(unheard) if quiet else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), output:
             return tyro.cli(
                 Config,
                 prog="launch/train.py",
                 args=args,
-                console_outputs=not quiet,
                 config=(tyro.conf.OmitArgPrefixes,),
             )
     except SystemExit as ended:

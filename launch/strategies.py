@@ -167,7 +167,8 @@ def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     on_device = [] if place.device.type == "cpu" else [place.device]
     with torch.random.fork_rng(on_device, device_type=place.device.type):
-        wrapped(place.sample.to(place.device)).sum().backward()
+        # Twice: a batch norm has no statistics of one example.
+        wrapped(torch.cat([place.sample] * 2).to(place.device)).sum().backward()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     wrapped.zero_grad(set_to_none=True)

@@ -138,7 +138,7 @@ def _check_eps(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
             raise SettingError(
                 f"{type(optimizer).__name__} has eps={eps:g}, which float16 rounds to zero, and "
                 f"{precision.level} keeps the optimizer's state in float16: 0 / 0 would make "
-                "parameters NaN. Pass eps=1e-4, or take O2"
+                "parameters NaN. Pass eps=1e-3, or take O2"
             )
 
 
