@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): once, and torch is large, so this takes minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy hatchling editables wheel "setuptools<81"
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,fairscale,report,test,lint]"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,fairscale,tensorboard,report,test,lint]"
 	@touch $(READY)
 
 train: $(READY)

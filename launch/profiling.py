@@ -87,13 +87,16 @@ class Trace:
             reason = said or str(error).splitlines()[0]
             self._said = f"rank {self.ranks.rank} cannot write {self.path.name} ({reason})"
             with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+                for left in self.path.parent.glob(f"{partial.name}*"):
+                    left.unlink()
 
 
 def _check_whole(path: Path) -> None:
-    """Refuse half a file: torch's writer says nothing of a full disk but in its log."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        end = file.read()
+    """Refuse half a file, or none: of a full disk torch's writer says nothing but in its log."""
+    end = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            end = file.read()
     if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
-        raise RuntimeError("the disk is full?")
+        raise RuntimeError("is the disk full?")

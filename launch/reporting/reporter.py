@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -224,7 +225,9 @@ class RunReporter(Reporter):
             try:
                 do(flag)
             except Exception as error:  # of any class; what watches a run must not end it
-                del self.trackers[flag]
+                failed = self.trackers.pop(flag)
+                with contextlib.suppress(Exception):
+                    failed.close()
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self.note(f"Warning: --{flag} cannot {what}: {reason}; the run goes on without it")
 
