@@ -121,6 +121,17 @@ def test_runs_of_different_length_are_also_compared_where_both_were_validated(tm
     assert any("end at different steps" in note for note in said.notes)
 
 
+def test_accuracies_differ_by_points(tmp_path):
+    better = _rows(2)
+    better[-1]["validation_accuracy"] = 0.6
+    runs = [_run(tmp_path / name, rows) for name, rows in (("one", _rows(2)), ("two", better))]
+    assert _table(str(compare(read_runs(runs))))["accuracy"] == [
+        "50.00%",
+        "60.00%",
+        "+10.00 points",
+    ]
+
+
 def test_more_than_two_runs_are_compared(tmp_path):
     folders = [
         _run(tmp_path / name, _rows(2, loss)) for name, loss in zip("abc", (1, 2, 3), strict=True)

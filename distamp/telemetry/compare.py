@@ -12,8 +12,9 @@ from distamp.telemetry.run import Run, number
 
 __all__ = ["Comparison", "compare", "power_of_two"]
 
-# Where a run lay and how it was begun change no number of it.
-_PLACES = {"run_dir", "resume", "auto_resume", "overwrite"}
+# Where a run lay, how it was begun and what it was watched with change no number of it.
+_NO_NUMBERS = {"run_dir", "resume", "auto_resume", "overwrite", "checkpoint_every", "timeout"}
+_NO_NUMBERS |= {"keep_checkpoints", "report", "profile", "tensorboard", "wandb"}
 _SHAPE = ("model_args", "layers", "heads", "width", "block", "dropout", "patch", "image_size")
 
 
@@ -99,7 +100,10 @@ def _row(
     difference = ""
     if one is not None and other is not None and one != other:
         by = other - one
-        difference = f"{by / one:+.2%}" if relative and one else f"{by:+g}"
+        if "%" in form:
+            difference = f"{100 * by:+.2f} points"
+        else:
+            difference = f"{by / one:+.2%}" if relative and one else f"{by:+g}"
     return (name, *shown, difference)
 
 
@@ -157,7 +161,7 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     differ = {
         name: [run.settings.get(name) for run in runs]
         for name in names
-        if name not in _PLACES and len({repr(run.settings.get(name)) for run in runs}) > 1
+        if name not in _NO_NUMBERS and len({repr(run.settings.get(name)) for run in runs}) > 1
     }
     notes = []
     if "model" in differ:
