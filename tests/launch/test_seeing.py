@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: summary, trackers, traces, precision reports."""
+"""What a run says at its end: how it went, what overflowed, what it took; and what costs no run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from distamp.scaler.overflow import Overflow, OverflowReport
-from launch.memory import peak_memory
+from launch.errors import UsageError
+from launch.memory import largest_peak, peak_memory
 from launch.overflows import Overflows
 from launch.train import train as train_job
 from tests.launch import jobs, pooled
@@ -104,6 +105,25 @@ def test_the_counts_survive_a_resume(text, tmp_path):
     assert resumed["summary"]["Overflowed"] == straight["summary"]["Overflowed"]
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("strategy", ["none", "fsdp2", "zero1"])
+def test_parameters_of_a_cast_model_are_named_as_the_model_names_them(
+    ranks2, text, tmp_path, level, strategy
+):
+    flags = ("--data", text, *SMALL, "--opt-level", level, "--loss-scale", "dynamic")
+    flags = (*flags, "--init-scale", 2.0**24, "--strategy", strategy)
+    if strategy == "none":
+        ended = finish(tmp_path, *flags)
+    else:
+        ended = ranks2.run(finish, tmp_path, *flags)[0]
+    job = pooled.job("--data", text, *SMALL, "--run-dir", tmp_path / "names")
+    job.report.close()
+    names = {name for name, _ in job.run.model.named_parameters()}
+    assert ended["manifest"]["progress"]["skipped"] > 0
+    assert ended["manifest"]["overflows"].keys() <= names
+    assert ended["manifest"]["overflows"]
+
+
 def test_a_run_that_skipped_nothing_says_nothing_of_overflows(text, tmp_path):
     ended = finish(tmp_path, "--data", text, *SMALL)
     assert "Overflowed" not in ended["summary"]
@@ -175,8 +195,6 @@ def test_peak_memory_of_a_gpu_is_what_tensors_took():
 
 
 def _hold(megabytes: int) -> str:
-    from launch.memory import largest_peak
-
     ranks = pooled.here()
     held = torch.ones(megabytes * 250_000 * (ranks.rank == 1))
     said = largest_peak(torch.device("cpu"), ranks)
@@ -214,6 +232,21 @@ def test_a_picture_that_cannot_be_written_is_a_warning(text, tmp_path):
     assert "Warning: cannot write curves.png: Is a directory" in printed
     assert "Results are in" in printed
     assert "  curves.png" not in printed
+
+
+def test_checkpoints_that_cannot_be_written_are_a_warning_until_the_last(text, tmp_path):
+    job = pooled.job("--data", text, *SMALL, "--checkpoint-every", 2, "--run-dir", tmp_path)
+    said: list[str] = []
+    job.report.note = said.append  # type: ignore[method-assign]
+    (tmp_path / "checkpoints").touch()  # a file in the place of the folder
+    with job.report, pytest.raises(UsageError, match=r"cannot write .*checkpoints"):
+        train_job(job)
+    assert len(said) == 2  # after steps 2 and 4; after the last there is no other time
+    assert all("the run goes on and tries again at the next save" in line for line in said)
+    assert job.run.progress.step == 6
+    (tmp_path / "checkpoints").unlink()
+    job.save(must=True)
+    assert (tmp_path / "checkpoints" / "step-00000006" / "manifest.json").is_file()
 
 
 def test_a_precision_report_that_cannot_be_written_is_a_warning(text, tmp_path):
