@@ -169,7 +169,7 @@ class RunState:
         return {**_prefixed("model", weights), **_prefixed("optimizer", states)}
 
     def _accept_fsdp1(self, tensors: dict[str, Tensor]) -> None:
-        weights = get_model_state_dict(self.model)
+        weights: dict[str, Any] = get_model_state_dict(self.model)
         read = {name: tensors[f"model.{name}"].to(held.dtype) for name, held in weights.items()}
         set_model_state_dict(self.model, dict(read))
         optimizer = self._fsdp1_optimizer()

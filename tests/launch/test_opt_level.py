@@ -224,9 +224,9 @@ def test_masters_end_within_one_percent_of_fp32_on_two_ranks(
 
 @pytest.mark.slow
 def test_every_level_in_every_layout_ends_within_one_percent_of_fp32():
-    losses = compare_levels.compare(steps=120)
-    for (level, strategy), loss in losses.items():
-        assert loss == pytest.approx(losses["O0", strategy], rel=0.01), (level, strategy)
+    losses = compare_levels.compare(steps=150)
+    for row, strategy in losses:
+        assert abs(compare_levels.beside(losses, row, strategy)) < 0.01, (row, strategy)
 
 
 # -- models with batch norms ----------------------------------------------------------------------
