@@ -27,9 +27,9 @@ from distamp.comm_hooks.wire import WireFormat
 
 __all__ = ["Exchange", "Feedback", "Outcome"]
 
-# Elements of one piece: long enough that a collective's start does not show, short enough that
-# several are on the way in a bucket of 25 MB.
-PIECE = 1 << 20
+# Elements of one piece: long enough that the turns of a collective do not show, which wait for each
+# other, short enough that several are on the way in a bucket of 25 MB.
+PIECE = 1 << 21
 # Up to here a second wait costs more than sending the whole wire to everybody.
 DIRECT_BYTES = 1 << 15
 # Of a gathered row: whether it holds inf or NaN, its largest exponent, two lockstep words.

@@ -18,9 +18,6 @@ from distamp.comm_hooks.wire_base import (
 __all__ = ["BlockFormat"]
 
 BLOCK = 256
-# Elements encoded at a time: with what they become they just fit the cache of a core. Less costs
-# more in the small steps that each piece takes.
-WRITE_PIECE = 1 << 19
 EXPONENT_BIAS = 127
 FP32_MAX = torch.finfo(torch.float32).max
 EXPONENT_MASK = 0xFF << EXPONENT_BITS
@@ -97,18 +94,20 @@ class BlockFormat(WireFormat):
         self, rows: torch.Tensor, inverse: float, header: torch.Tensor, payload: torch.Tensor
     ) -> None:
         """Write ``rows * inverse``, a block each, going through the cache piece by piece."""
-        step = WRITE_PIECE // self.block
-        memory = torch.empty((min(step, len(rows)), self.block))
-        parts = (rows.split(step), header.split(step), payload.split(step))
-        for row, head, load in zip(*parts, strict=True):
-            amax = self._amax(row, inverse)
-            # Not so where it is NaN.
-            if not amax.amax().item() <= self._limit:
+        amax = self._amax(rows, inverse)
+        ordinary = bool(amax.amax() <= self._limit)
+        step = PIECE // self.block
+        if not ordinary:
+            parts = (rows.split(step), header.split(step), payload.split(step))
+            for row, head, load in zip(*parts, strict=True):
                 self._write_any_rows(row, inverse, head, load)
-                continue
-            unit = self._unit(amax, inverse)
-            head.copy_(unit)
-            factor = unit.reciprocal_().mul_(inverse).unsqueeze(1)
+            return
+        unit = self._unit(amax, inverse)
+        header.copy_(unit)
+        multiplier = unit.reciprocal_().mul_(inverse).unsqueeze(1)
+        memory = torch.empty((min(step, len(rows)), self.block))
+        parts = (rows.split(step), multiplier.split(step), payload.split(step))
+        for row, factor, load in zip(*parts, strict=True):
             scaled = memory[: len(row)]
             if row.dtype == torch.float32:
                 torch.mul(row, factor, out=scaled)
@@ -118,8 +117,11 @@ class BlockFormat(WireFormat):
 
     def _amax(self, rows: torch.Tensor, inverse: float) -> torch.Tensor:
         """The largest magnitude of each row times ``inverse``, fp32; inf or NaN if it holds one."""
-        # Two vectorised reductions, the second from the cache; torch.aminmax is ten times slower.
-        amax = torch.maximum(torch.amax(rows, 1), torch.amin(rows, 1).neg_()).to(torch.float32)
+        highest, lowest = [], []
+        for row in rows.split(PIECE // self.block):
+            highest.append(torch.amax(row, 1))
+            lowest.append(torch.amin(row, 1))
+        amax = torch.maximum(torch.cat(highest), torch.cat(lowest).neg_()).to(torch.float32)
         return amax.mul_(inverse) if inverse != 1 else amax
 
     def _write_any_rows(
