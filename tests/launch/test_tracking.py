@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,37 @@ def test_tensorboard_shows_a_resumed_run_as_one_never_stopped(text, tmp_path):
     _check_events(other)
 
 
-@pytest.mark.usefixtures("tensorboard")
-def test_what_a_checkpoint_knows_tensorboard_knows_too(text, tmp_path):
-    # A run killed right after a checkpoint goes on from it: nothing before may be missing.
-    job = pooled.job("--data", text, *SMALL, "--run-dir", tmp_path, "--tensorboard")
-    record = {**job.losses(1.0), "loss_scale": 1.0, "stepped": True, "skipped": 0}
-    for step in (1, 2, 3):
-        job.report.step({"step": step, **record}, tokens=1)
-    job.save(must=True)
-    assert [step for step, _ in _events(tmp_path)["train/loss"]] == [1, 2, 3]
-    job.report.close()
+class Flushed:
+    """A tracker that notes which checkpoints there are whenever it is to write what it holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: list[tuple[int, list[str]]] = []
+        self.held = 0
+
+    def write(self, record: object) -> None:
+        self.held += 1
+
+    def flush(self) -> None:
+        self.seen.append((self.held, sorted(path.name for path in self.folder.glob("step-*"))))
+        self.held = 0
+
+    def close(self) -> None:
+        pass
+
+
+def test_trackers_write_what_they_hold_before_a_checkpoint_that_knows_of_it(text, tmp_path):
+    # Else a run killed right after the checkpoint would go on without those records.
+    flags = ("--data", text, *SMALL, "--checkpoint-every", 3, "--run-dir", tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        job = pooled.job(*flags)
+        assert isinstance(job.report, RunReporter)
+        tracker = Flushed(tmp_path / "checkpoints")
+        job.report.trackers["tensorboard"] = tracker
+        with job.report:
+            train_job(job)
+    # Three steps and their validation each, and the validation before the first.
+    assert tracker.seen == [(5, []), (4, ["step-00000003"])]
 
 
 class Failing:
@@ -133,10 +155,12 @@ def test_a_tracker_that_fails_is_left_behind_and_the_run_goes_on(text, tmp_path)
     assert "--logdir" not in said.getvalue()
 
 
-# TensorBoard's own thread says what it failed with too.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.usefixtures("tensorboard")
-def test_a_full_disk_costs_tensorboards_events_and_not_the_run(text, tmp_path):
+def test_a_full_disk_costs_tensorboards_events_and_not_the_run(text, tmp_path, monkeypatch):
+    # TensorBoard writes in a thread, which may end with the error and say so too.
+    ended: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_type))
+    before = set(threading.enumerate())
     job = pooled.job("--data", text, *SMALL, "--run-dir", tmp_path, "--tensorboard")
     said: list[str] = []
     job.report.note = said.append  # type: ignore[method-assign]
@@ -156,6 +180,9 @@ def test_a_full_disk_costs_tensorboards_events_and_not_the_run(text, tmp_path):
     assert said[0].startswith("Warning: --tensorboard cannot ")
     assert said[0].endswith("the run goes on without it")
     assert jobs.records(tmp_path)[-1]["step"] == 41
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=2)  # one that did not meet the error itself waits for more
+    assert set(ended) <= {OSError}
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
