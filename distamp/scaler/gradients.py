@@ -25,6 +25,7 @@ __all__ = [
     "local_part",
     "parameters_of",
     "refuse_impossible",
+    "summed_values",
     "unscale",
 ]
 
@@ -218,6 +219,13 @@ def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int
         )
     with torch.no_grad():  # without a graph, to_local is the local tensor itself, not a view of it
         return gradient.to_local()
+
+
+def summed_values(gradient: Tensor) -> Tensor:
+    """Return the values of a sparse gradient, those of one index summed; float32 for float16."""
+    if not gradient.is_coalesced() and gradient.dtype is torch.float16:
+        gradient = gradient.float()
+    return gradient.coalesce()._values()
 
 
 def _coalesced_fp16(gradient: Tensor) -> Tensor:

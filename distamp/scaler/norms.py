@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distamp.scaler.gradients import summed_values
 from distamp.scaler.identity import sampled_values
 
 __all__ = ["WORDS", "Parts", "local_words", "scale_by", "total_norm"]
@@ -121,7 +122,7 @@ def _power_sum(
         if gradient is None:
             continue
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local = local._values() if local.is_sparse else local
+        local = summed_values(local) if local.is_sparse else local
         if local.numel():
             tensors, weights = alike.setdefault((local.device, local.dtype), ([], []))
             tensors.append(local)

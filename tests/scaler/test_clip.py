@@ -166,3 +166,24 @@ def test_impossible_arguments_are_refused(bad: dict[str, float]) -> None:
     _, optimizer, scaler = _one_process()
     with pytest.raises(SettingError, match="must be > 0"):
         scaler.clip_grad_norm_(optimizer, **{"max_norm": 1.0, **bad})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_rows_of_a_sparse_gradient_that_come_twice_count_as_their_sum(
+    norm_type: float, dtype: torch.dtype
+) -> None:
+    tokens = torch.tensor([3, 1, 3, 3, 0])
+    norms = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        table = nn.Embedding(8, 4, sparse=sparse, dtype=dtype)
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        scaler = DistGradScaler("cpu", init_scale=8.0, fp16_grads="inplace")
+        weights = torch.tensor([[1.0], [2.0], [-3.0], [2.5], [0.5]])
+        scaler.scale((table(tokens).float() * weights).sum()).backward()
+        norms.append(float(scaler.clip_grad_norm_(optimizer, 0.5, norm_type)))
+        scaler.step(optimizer)
+        norms += table.weight.detach().flatten().tolist()
+    half = len(norms) // 2
+    assert norms[:half] == pytest.approx(norms[half:], rel=1e-3)
