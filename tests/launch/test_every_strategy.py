@@ -11,6 +11,7 @@ import pytest
 
 from launch.strategies import STRATEGIES
 from tests.launch import jobs, pooled
+from tests.launch.jobs import TIMEOUT_S
 from tests.launch.pooled import Rows
 from tests.launch.test_strategies import SMALL, _agree
 from tests.ranks import RankPool
@@ -83,7 +84,9 @@ def test_it_trains_as_one_process_does_and_goes_on_where_it_was(
     if (world := _world(strategy)) == 1:
         straight, resumed, counted = _there_and_back(tmp_path, *flags)
     else:
-        straight, resumed, counted = ranks(world).run(_there_and_back, tmp_path, *flags)[0]
+        straight, resumed, counted = ranks(world).run(
+            _there_and_back, tmp_path, *flags, timeout=TIMEOUT_S
+        )[0]
 
     expected, _, expected_counts = alone[precision]
     assert len(straight) == 6 + 3

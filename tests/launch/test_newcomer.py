@@ -11,6 +11,7 @@ import pytest
 import launch.models
 import launch.strategies
 from tests.launch import jobs, pooled
+from tests.launch.jobs import TIMEOUT_S
 from tests.launch.pooled import Rows
 from tests.launch.test_strategies import SMALL, _agree
 
@@ -54,7 +55,9 @@ def test_what_the_page_adds_trains_and_goes_on_as_everything_else_does(
     new_ranks, tmp_path, monkeypatch, precision
 ):
     flags = ("--data", jobs.text_file(tmp_path), "--precision", precision)
-    straight, resumed, refused = new_ranks(2).run(_train, tmp_path / "run", *flags)[0]
+    straight, resumed, refused = new_ranks(2).run(
+        _train, tmp_path / "run", *flags, timeout=TIMEOUT_S
+    )[0]
     assert resumed == straight
     assert refused.startswith("--comm-hook fp16: it is for ddp")
     assert refused.endswith("and this is ddp_static")

@@ -20,6 +20,7 @@ from launch.overflows import Overflows
 from launch.train import train as train_job
 from tests.launch import jobs, pooled
 from tests.launch.finished import SKIPPING, finish
+from tests.launch.jobs import TIMEOUT_S
 from tests.launch.test_strategies import SMALL
 
 pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
@@ -115,7 +116,7 @@ def test_parameters_of_a_cast_model_are_named_as_the_model_names_them(
     if strategy == "none":
         ended = finish(tmp_path, *flags)
     else:
-        ended = ranks2.run(finish, tmp_path, *flags)[0]
+        ended = ranks2.run(finish, tmp_path, *flags, timeout=TIMEOUT_S)[0]
     job = pooled.job("--data", text, *SMALL, "--run-dir", tmp_path / "names")
     job.report.close()
     names = {name for name, _ in job.run.model.named_parameters()}
@@ -160,13 +161,15 @@ def test_the_summary_says_what_travels_without_a_hook(ranks2, text, tmp_path):
     parameters = sum(p.numel() for p in job.run.model.parameters())
     for strategy in ("fsdp1", "fsdp2"):  # whose ranks hold parts
         flags = ("--data", text, *SMALL, "--steps", 1, "--strategy", strategy)
-        said = ranks2.run(finish, tmp_path / strategy, *flags)[0]["summary"]["Gradients"]
+        said = ranks2.run(finish, tmp_path / strategy, *flags, timeout=TIMEOUT_S)[0]["summary"][
+            "Gradients"
+        ]
         assert said == f"{parameters * 4 / 1e6:.3g} MB of float32 a step, sent as they are"
 
 
 def test_the_summary_says_what_a_hook_sent_and_saved(ranks2, text, tmp_path):
     flags = ("--data", text, *SMALL, "--strategy", "fsdp2", "--comm-hook", "fp16")
-    said = ranks2.run(finish, tmp_path, *flags)[0]["summary"]["Gradients"]
+    said = ranks2.run(finish, tmp_path, *flags, timeout=TIMEOUT_S)[0]["summary"]["Gradients"]
     found = re.search(r"exchanges sent .* as fp16; .* uncompressed, (\d+)% saved", said)
     assert found is not None, said
     assert int(found[1]) > 40

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from launch.train import main
 from tests.launch import jobs, pooled
 from tests.launch.finished import SKIPPING, finish
+from tests.launch.jobs import TIMEOUT_S
 from tests.launch.test_checkpoint import _files_at_most
 from tests.launch.test_strategies import SMALL
 
@@ -40,7 +41,11 @@ def _ranges(path: Path) -> list[str]:
 def test_a_trace_of_each_rank_names_what_a_step_does(ranks, text, tmp_path, strategy):
     flags = ("--data", text, *SMALL, "--steps", 8, "--profile", "--strategy", strategy)
     world = 1 if strategy == "none" else 2
-    ended = [finish(tmp_path, *flags)] if world == 1 else ranks(2).run(finish, tmp_path, *flags)
+    ended = (
+        [finish(tmp_path, *flags)]
+        if world == 1
+        else ranks(2).run(finish, tmp_path, *flags, timeout=TIMEOUT_S)
+    )
     assert ended[0]["summary"]["Trace"].startswith("profile/rank-*.json, ")
     paths = sorted((tmp_path / "profile").iterdir())
     assert [path.name for path in paths] == [f"rank-{rank}.json" for rank in range(world)]
@@ -73,7 +78,7 @@ def _full_disk_for_rank_1(folder: Path, *flags: object) -> dict[str, Any]:
 
 def test_a_trace_that_cannot_be_written_whole_is_said_and_the_run_goes_on(ranks2, text, tmp_path):
     flags = ("--data", text, *SMALL, "--steps", 8, "--profile")
-    ended = ranks2.run(_full_disk_for_rank_1, tmp_path, *flags)
+    ended = ranks2.run(_full_disk_for_rank_1, tmp_path, *flags, timeout=TIMEOUT_S)
     said = {each["summary"]["Trace"] for each in ended}
     assert said == {"rank 1 cannot write rank-1.json (is the disk full?)"}
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0.json"]
@@ -92,7 +97,7 @@ def test_a_report_says_what_computed_in_which_precision_and_changes_no_number(
     def run(*more: object) -> dict[str, Any]:
         if strategy in ("none", "dp"):
             return finish(tmp_path, *flags, *more)
-        ended: dict[str, Any] = ranks(2).run(finish, tmp_path, *flags, *more)[0]
+        ended: dict[str, Any] = ranks(2).run(finish, tmp_path, *flags, *more, timeout=TIMEOUT_S)[0]
         return ended
 
     run()
@@ -178,7 +183,7 @@ def test_two_ranks_take_gloo_and_say_once_what_they_do_not_take(
 ):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = ("--data", text, *SMALL, "--run-dir", tmp_path, *flags)
-    ended = new_ranks(2).run(_command, store.port, *run, group="none")
+    ended = new_ranks(2).run(_command, store.port, *run, group="none", timeout=TIMEOUT_S)
     assert [each for each, _ in ended] == [code] * 2
     assert ended[0][1].startswith(said)
     assert ended[0][1].count("\n") == (code > 0)
