@@ -256,19 +256,17 @@ class MasterParameters:
     def for_checkpoint(self) -> torch.optim.Optimizer:
         """Return the optimizer by the model's parameters, as torch's checkpoint functions want it.
 
-        ``get_optimizer_state_dict``, ``set_optimizer_state_dict`` and FSDP1's ``optim_state_dict``
-        look parameters up in the model and find no masters there. Given this in the place of the
-        optimizer, they save and load masters and state by name, for any number of ranks.
+        ``get_optimizer_state_dict`` and its kin look parameters up in the model, which has no
+        masters. Given this, they save and load masters and state by name, for any number of ranks.
 
         Raises:
             ValueError: A wrapper (ZeroRedundancyOptimizer, OSS) divides the state among ranks.
         """
         self._catch_up()
-        outer = self._outer()
         if self._wrapped:
             raise ValueError(
-                f"{type(outer).__name__} divides its state among the ranks, which those functions "
-                "know nothing of; save its own state_dict() and masters.state_dict() on each rank"
+                f"{type(self._outer()).__name__} divides its state among the ranks in its own way; save "
+                "its own state_dict() and masters.state_dict() on each rank"
             )
         return CheckpointView(self, self._stepping())
 
