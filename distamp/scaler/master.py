@@ -265,7 +265,7 @@ class MasterParameters:
         self._catch_up()
         if self._wrapped:
             raise ValueError(
-                f"{type(self._outer()).__name__} divides its state among the ranks in its own way; save "
+                f"{type(self._outer()).__name__} divides its state among ranks by itself; save "
                 "its own state_dict() and masters.state_dict() on each rank"
             )
         return CheckpointView(self, self._stepping())
