@@ -16,7 +16,7 @@ from tests.launch.pooled import Rows
 from tests.launch.test_strategies import SMALL, _agree
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.xdist_group("every strategy"), pytest.mark.timeout(1500)]
 
 # At a scale of 2^19 gradients overflow: the first steps are skipped and the others are taken.
 PRECISIONS = {
@@ -74,7 +74,10 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+# In fp32 test_strategies.py holds most of them to the same on four ranks.
+@pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16", "bf16"]
+)
 @pytest.mark.parametrize("strategy", TRAINED)
 def test_it_trains_as_one_process_does_and_goes_on_where_it_was(
     ranks: Callable[[int], RankPool], alone, text, tmp_path, strategy, precision

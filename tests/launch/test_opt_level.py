@@ -20,7 +20,7 @@ from tests.launch import compare_levels, jobs, pooled
 from tests.launch.pooled import Rows
 from tests.launch.test_strategies import SMALL
 
-pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.xdist_group("levels"), pytest.mark.timeout(1500)]
 
 # The strategies that the levels were made for, and what else they work with.
 FOUR = compare_levels.FOUR
@@ -66,7 +66,14 @@ def _goes_on(ranks, text: Path, folder: Path, strategy: str, level: str) -> None
     assert resumed == straight
 
 
-@pytest.mark.parametrize("level", LEVELS)
+# Those without masters or a cast model are precisions, which test_every_strategy.py has.
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(name, marks=() if name in ("O2", "O3", "bf16-O2") else pytest.mark.slow)
+        for name in LEVELS
+    ],
+)
 @pytest.mark.parametrize("strategy", FOUR)
 def test_a_resumed_run_writes_the_losses_of_one_never_stopped(
     ranks, text, tmp_path, strategy, level
@@ -212,7 +219,7 @@ def test_a_level_ends_within_one_percent_of_fp32(fp32, text, tmp_path, level):
     assert rows[-1]["validation_loss"] == pytest.approx(fp32, rel=0.01)
 
 
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("bf16-O2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
 def test_masters_end_within_one_percent_of_fp32_on_two_ranks(
     ranks, fp32, text, tmp_path, strategy, level

@@ -69,8 +69,10 @@ def _agree(rows: Rows, expected: Rows, precision: str) -> None:
                 assert ours[name] == pytest.approx(value, rel=tolerance[name]), name
 
 
+# test_every_strategy.py has fp16 and bf16.
 @pytest.mark.parametrize(
-    "precision", ["fp32", "fp16", "fp16 overflow", pytest.param("bf16", marks=pytest.mark.slow)]
+    "precision",
+    ["fp32", *(pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS if p != "fp32")],
 )
 @pytest.mark.parametrize("strategy", TRAINED)
 def test_four_ranks_train_as_one_process_does_and_go_on_where_they_were(
