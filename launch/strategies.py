@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.autocast import DataParallel
+from distamp.comm_hooks import WIRE_FORMATS
 from launch.config import Config
 from launch.errors import UsageError
 from launch.levels import eps_for
@@ -217,6 +218,7 @@ class Strategy:
         package: What must be installed.
         device: The only type of device it runs on.
         hooked: Whether its gradients can be sent by a communication hook.
+        sharded: Whether each rank has a part of the gradients alone.
     """
 
     build: Callable[[nn.Module, Place], Spread]
@@ -226,15 +228,16 @@ class Strategy:
     package: str | None = None
     device: str | None = None
     hooked: bool = False
+    sharded: bool = False
 
 
 STRATEGIES: dict[str, Strategy] = {
     "none": Strategy(none, False, "one device"),
     "dp": Strategy(dp, False, "DataParallel"),
     "ddp": Strategy(ddp, True, "DDP", hooked=True),
-    "fsdp1": Strategy(fsdp1, True, "FSDP1", hooked=True),
-    "fsdp2": Strategy(fsdp2, True, "FSDP2", hooked=True),
-    "hsdp": Strategy(hsdp, True, "HSDP", hooked=True),
+    "fsdp1": Strategy(fsdp1, True, "FSDP1", hooked=True, sharded=True),
+    "fsdp2": Strategy(fsdp2, True, "FSDP2", hooked=True, sharded=True),
+    "hsdp": Strategy(hsdp, True, "HSDP", hooked=True, sharded=True),
     # Its parameters are DTensors of two meshes, which no one kernel takes together.
     "fsdp2+tp": Strategy(fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",)),
     "zero1": Strategy(zero1, True, "DDP with ZeroRedundancyOptimizer", hooked=True),
@@ -290,6 +293,12 @@ def check(config: Config, ranks: Ranks, device: torch.device) -> None:
     if config.comm_hook is not None and not strategy.hooked:
         fit = ", ".join(name for name, each in STRATEGIES.items() if each.hooked)
         raise UsageError(f"--comm-hook {config.comm_hook}: it is for {fit}, and this is {name}")
+    wire = WIRE_FORMATS.get(config.comm_hook or "")
+    if wire is not None and wire.needs_error_feedback and strategy.sharded:
+        raise UsageError(
+            f"--comm-hook {wire.name}: it needs error feedback, which sharded gradients have not;"
+            f" it is for ddp and zero1, and this is {name}"
+        )
     shards = _shards(config, ranks)
     if name == "hsdp" and (world % shards or shards < 2 or shards == world):
         raise UsageError(

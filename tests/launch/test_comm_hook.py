@@ -63,9 +63,22 @@ def test_auto_says_what_it_chose(ranks4, text, tmp_path, strategy):
     assert "fp16 " in said
 
 
-def test_error_feedback_is_for_replicas(ranks4, text, tmp_path):
+def test_replicas_may_send_with_error_feedback(ranks4, text, tmp_path):
     flags = ("--data", text, *SMALL, "--comm-hook", "int8")
     _, said = ranks4.run(_train_and_sum_up, tmp_path, (*flags, "--strategy", "ddp"))[0]
     assert "as int8" in said
-    refused = ranks4.run(pooled.refusal, *flags, "--strategy", "fsdp2")[0]
-    assert "int8 needs error feedback, which sharded gradients have not" in refused
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "hsdp"])
+def test_shards_are_refused_what_needs_error_feedback(ranks4, text, tmp_path, strategy):
+    flags = ("--data", text, *SMALL, "--comm-hook", "int8", "--strategy", strategy)
+    refused = ranks4.run(pooled.refusal, *flags, "--run-dir", tmp_path / "run")
+    assert (
+        refused
+        == [
+            "--comm-hook int8: it needs error feedback, which sharded gradients have not; it is for ddp"
+            f" and zero1, and this is {strategy}"
+        ]
+        * 4
+    )
+    assert not (tmp_path / "run").exists()
