@@ -208,7 +208,7 @@ def choose_for_shards(
     values = _like_gradients(-(-numel // size) * size, dtype, device)
     shard = values.new_empty(values.numel() // size)
 
-    def reduce(sent: Tensor, wire: WireFormat | None) -> None:
+    def reduce(wire: WireFormat | None, sent: Tensor) -> None:
         part = sent
         if size > 1:
             part = shard[: sent.numel() // size]
@@ -216,12 +216,8 @@ def choose_for_shards(
         if replicas is not None:
             _all_reduce(wire, part, replicas)
 
-    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: reduce(sent, None)}
-    wire = wire_format("fp16")
-    if fits(wire, dtype):
-        trials[wire.name] = lambda sent: reduce(sent, wire)
     groups = [shards, *([replicas] if replicas is not None else []), *agreeing]
-    return timed_choice(trials, values, groups)
+    return timed_choice(_as_it_is_or_in_fp16(dtype, reduce), values, groups)
 
 
 def choose_for_copies(
@@ -235,11 +231,19 @@ def choose_for_copies(
         device: Where they lie.
         group: The ranks to average over.
     """
-    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: _all_reduce(None, sent, group)}
+    trials = _as_it_is_or_in_fp16(dtype, lambda wire, sent: _all_reduce(wire, sent, group))
+    return timed_choice(trials, _like_gradients(numel, dtype, device), [group])
+
+
+def _as_it_is_or_in_fp16(
+    dtype: torch.dtype, send: Callable[[WireFormat | None, Tensor], None]
+) -> dict[str, Trial]:
+    """Return the trials of gradients of this dtype that have no error feedback."""
+    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: send(None, sent)}
     wire = wire_format("fp16")
     if fits(wire, dtype):
-        trials[wire.name] = lambda sent: _all_reduce(wire, sent, group)
-    return timed_choice(trials, _like_gradients(numel, dtype, device), [group])
+        trials[wire.name] = lambda sent: send(wire, sent)
+    return trials
 
 
 def _reduce_scatter(
