@@ -66,9 +66,11 @@ class CheckpointView(torch.optim.Optimizer):
         before = [dict(group) for group in self._stepping.param_groups]
         for group in self._stepping.param_groups:
             group["lr"] = 0.0
-        self._stepping.step()
-        for group, settings in zip(self._stepping.param_groups, before, strict=True):
-            group.update(settings)
+        try:
+            self._stepping.step()
+        finally:
+            for group, settings in zip(self._stepping.param_groups, before, strict=True):
+                group.update(settings)
         for state in self._stepping.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()  # none was taken
