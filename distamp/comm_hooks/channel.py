@@ -8,7 +8,7 @@ caller's group serves, because there everything is put on a stream by the callin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -155,21 +155,42 @@ def by_turns(
 ) -> None:
     """Send each rank its row: to the next rank first, then to the one after it, round the ring.
 
+    A send is over for gloo when the kernel has taken it. A rank that went on then would put two
+    streams on its link, the first of which comes late, and whoever waits for that leaves links idle
+    in its turn. So every row is answered by a byte, and the next one is sent after the answer.
+
     Args:
-        received: A row from each rank.
-        sent: A row for each rank.
+        received: A row from each rank, uint8.
+        sent: A row for each rank, uint8.
         rank: This one.
-        receive: Begins to receive a row from a rank with a tag; returns the work.
-        send: Begins to send a row to a rank with a tag; returns the work.
+        receive: Begins to receive bytes from a rank with a tag; returns the work.
+        send: Begins to send bytes to a rank with a tag; returns the work.
     """
     size = len(sent)
     received[rank].copy_(sent[rank])
+    at_once = size == 2 or sent.numel() <= _ONE_WAIT_BYTES
+    works = []
     for distance in range(1, size):
         source, target = (rank - distance) % size, (rank + distance) % size
-        works = (receive(received[source], source, distance), send(sent[target], target, distance))
-        for work in works:
-            if work is not None:
-                work.wait()
+        coming = receive(received[source], source, distance)
+        works.append(send(sent[target], target, distance))
+        if at_once:
+            works.append(coming)
+            continue
+        answers = sent.new_zeros(2, 1)
+        works.append(receive(answers[0], target, distance + size))
+        _wait([coming])
+        works.append(send(answers[1], source, distance + size))
+        _wait(works)
+        works = []
+    _wait(works)
+
+
+def _wait(works: Sequence[Any]) -> None:
+    # Once each: gloo's wait for another message the second time.
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def row_bytes(header: int, wire: int) -> int:
