@@ -8,8 +8,8 @@ the same bytes, its own too, so the result is the same to the bit on all of them
 Two ranks, and buckets too small to be worth a second wait, send the whole wire to each other and
 add up by themselves; then each gradient is rounded once.
 
-Pieces follow each other: while one is on the way, the next is encoded. All ranks go through the
-same steps in the same order.
+Pieces follow each other: while one is on the way, the next is encoded, and while the last one of a
+bucket is, the first of the next bucket. All ranks go through the same steps in the same order.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from distamp.comm_hooks.channel import Channel, row_bytes, words_differ
+from distamp.comm_hooks.order import Staged, through
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WireFormat
 
@@ -30,6 +31,8 @@ __all__ = ["Exchange", "Feedback", "Outcome"]
 # Elements of one piece: long enough that the turns of a collective do not show, which wait for each
 # other, short enough that several are on the way in a bucket of 25 MB.
 PIECE = 1 << 21
+# Of one piece something is sent, of the one before gathered, and of the one before that read.
+SLOTS = 3
 # Up to here a second wait costs more than sending the whole wire to everybody.
 DIRECT_BYTES = 1 << 15
 # Of a gathered row: whether it holds inf or NaN, its largest exponent, two lockstep words.
@@ -99,6 +102,7 @@ class Exchange:
         self.channel = channel
         self._account = account
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._next_slot = 0
 
     def average_(self, values: Tensor, words: Tensor, feedback: Feedback | None = None) -> Outcome:
         """Replace ``values`` by their mean over all ranks.
@@ -109,17 +113,28 @@ class Exchange:
                 of 0 says nothing.
             feedback: What earlier exchanges of the same values owe.
         """
+        return through(self.averaging(values, words, feedback))
+
+    def averaging(
+        self, values: Tensor, words: Tensor, feedback: Feedback | None = None
+    ) -> Staged[Outcome]:
+        """Do as `average_`, in stages: between them the first piece of another may be sent."""
         size = self.channel.size
         direct = size == 2 or self.wire.nbytes(values.numel()) * size <= DIRECT_BYTES
         run = _Run(self, values, words, feedback, direct)
         steps: Sequence[Callable[[_Piece], None]] = (
             (run.send_whole, run.add_up) if direct else (run.scatter, run.reduce, run.read)
         )
-        pieces = _cut(values.numel(), self.piece_numel, self.wire, 1 if direct else size)
-        for turn in range(len(pieces) + len(steps) - 1):
+        pieces = self._cut(values.numel(), 1 if direct else size)
+        turns = len(pieces) + len(steps) - 1
+        for turn in range(turns):
+            if turn == turns - 1:
+                yield
             for late, step in enumerate(steps):
                 if 0 <= turn - late < len(pieces):
                     step(pieces[turn - late])
+            if turn == 0:
+                yield
         self._account.exchanges += 1
         self._account.sent[self.wire.name] += run.sent
         whole = values.numel() * values.element_size()
@@ -130,6 +145,16 @@ class Exchange:
     def piece_numel(self) -> int:
         """Elements from one piece of a bucket to the next."""
         return _piece_numel(self.wire, self.channel.size)
+
+    def _cut(self, numel: int, size: int) -> list[_Piece]:
+        """Cut a bucket into pieces to be shared by ``size`` ranks."""
+        pieces = []
+        for start in range(0, numel, self.piece_numel):
+            count = min(self.piece_numel, numel - start)
+            part = self.wire.part_numel(count, size)
+            pieces.append(_Piece(start, count, part, self._next_slot))
+            self._next_slot = (self._next_slot + 1) % SLOTS
+        return pieces
 
     def buffer(self, name: str, slot: int, nbytes: int) -> Tensor:
         """Return ``nbytes`` of memory that is used again for the next piece of this slot."""
@@ -287,16 +312,6 @@ def _piece_numel(wire: WireFormat, size: int) -> int:
     """Return the elements of a piece: whole blocks for every rank."""
     unit = wire.block * size
     return max(1, PIECE // unit) * unit
-
-
-def _cut(numel: int, length: int, wire: WireFormat, size: int) -> list[_Piece]:
-    """Cut a bucket into pieces of ``length`` elements, to be shared by ``size`` ranks."""
-    pieces = []
-    for index, start in enumerate(range(0, numel, length)):
-        count = min(length, numel - start)
-        # At most three pieces are on the way at once.
-        pieces.append(_Piece(start, count, wire.part_numel(count, size), index % 3))
-    return pieces
 
 
 def _any_nonfinite(values: Tensor) -> Tensor:

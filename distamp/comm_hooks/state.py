@@ -24,7 +24,7 @@ from distamp.comm_hooks.channel import (
 from distamp.comm_hooks.choice import Choice
 from distamp.comm_hooks.error_feedback_state import Residuals
 from distamp.comm_hooks.exchange import Exchange, Outcome
-from distamp.comm_hooks.order import InOrder, in_order
+from distamp.comm_hooks.order import InOrder, Staged, in_order
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
 
@@ -125,8 +125,8 @@ class CommHookState:
         words: Tensor,
         residuals: Residuals | None,
         note: Callable[[Outcome], None],
-    ) -> Tensor:
-        outcome = exchange.average_(values, words, residuals)
+    ) -> Staged[Tensor]:
+        outcome = yield from exchange.averaging(values, words, residuals)
         note(outcome)
         if exchange.channel.on_host:
             self._account.nonfinite += bool(outcome.nonfinite)

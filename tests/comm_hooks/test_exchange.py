@@ -107,8 +107,10 @@ def test_fp16_sends_half_of_what_an_all_reduce_of_fp32_does(ranks, size):
 def test_a_small_bucket_is_sent_at_once(ranks4):
     numel = DIRECT_BYTES // 4 // 4
     assert ranks4.run(_rounds, numel) == [1] * 4
-    # To and from each of three others, one after the other, and a gather.
-    assert ranks4.run(_rounds, 40 * numel) == [3 + 3 + 1] * 4
+    # To and from each of three others, and a gather.
+    assert ranks4.run(_rounds, 8 * numel) == [3 + 3 + 1] * 4
+    # One after the other, each with an answer.
+    assert ranks4.run(_rounds, 40 * numel) == [2 * (3 + 3) + 1] * 4
 
 
 def _rounds(numel: int) -> int:
