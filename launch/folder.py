@@ -10,6 +10,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from distamp.comm_hooks import WIRE_FORMATS
 from launch import checkpoint
 from launch.checkpoint import Manifest
 from launch.config import Config
@@ -70,8 +71,8 @@ def find_origin(config: Config, ranks: Ranks) -> Origin | None:
     return Origin(config.resume, path, manifest, tuple(broken), asked=True)
 
 
-def check_space(config: Config, parameters: int) -> None:
-    """Refuse a disk that the checkpoints cannot fit on.
+def check_space(config: Config, parameters: int, ranks: int) -> None:
+    """Refuse a disk that the checkpoints of so many ranks cannot fit on.
 
     Raises:
         UsageError: Naming what they need and what is there.
@@ -80,7 +81,11 @@ def check_space(config: Config, parameters: int) -> None:
     while not place.exists():
         place = place.parent
     # The new one is written before the oldest is removed.
-    need = (config.keep_checkpoints + 1) * parameters * _BYTES_PER_PARAMETER
+    each = _BYTES_PER_PARAMETER
+    wire = WIRE_FORMATS.get(config.comm_hook or "")
+    if wire is not None and wire.needs_error_feedback:
+        each += 8 * ranks
+    need = (config.keep_checkpoints + 1) * parameters * each
     have = shutil.disk_usage(place).free
     if need > have:
         raise UsageError(

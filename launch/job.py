@@ -20,6 +20,7 @@ from launch.folder import Origin, check_shared, check_space, claim, find_origin
 from launch.levels import amp_for, described, eps_for, trial
 from launch.memory import largest_peak
 from launch.models import Recipe, count_parameters, init_model, recipe_for
+from launch.owed import give_back, owed, places
 from launch.profiling import Trace
 from launch.ranks import Ranks
 from launch.reporting import Reporter, check_trackers
@@ -66,13 +67,16 @@ class Job:
         Raises:
             UsageError: On every rank, if it cannot be written and must be.
         """
+        due = owed(self.run.amp, self.ranks)
         about = {
             "model": self.recipe.shape,
             "settings": _settings(self.config, self.ranks, self.device),
             "data": {"name": self.data.name, "digest": self.data.digest},
+            "owed": [name.split(".", 2)[2] for name in due],
             **self.run.values(),
         }
-        tensors = {**self.run.tensors_to_save(), **_random_tensors(self.ranks, self.device)}
+        random = _random_tensors(self.ranks, self.device)
+        tensors = {**self.run.tensors_to_save(), **random, **due}
         folder = self.config.folder / checkpoint.FOLDER
         self.report.flush()
         try:
@@ -156,7 +160,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     with ranks.together():
         if origin is not None:
             _check_same_run(origin, config, recipe, data)
-        check_space(config, parameters)
+        check_space(config, parameters, ranks.world_size)
         restarted = ranks.restarts > 0
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
@@ -164,7 +168,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         place = Place(config, ranks, device, data.sample)
         model = cast_model(init_model(recipe, data, config.seed, device), config.level)
         spread = strategies.spread(model, place)
-        run = RunState(spread, amp_for(spread.model, spread.optimizer, config))
+        run = RunState(spread, amp_for(spread, config))
     torch.manual_seed(config.seed + 1 + run.spread.reader)
     if origin is not None:
         restore(run, origin, ranks, device)
@@ -204,9 +208,13 @@ def restore(run: RunState, origin: Origin, ranks: Ranks, device: torch.device) -
     random = _random_tensors(ranks, device)
     same_ranks = origin.manifest["settings"]["ranks"] == ranks.world_size
     same_device = origin.manifest["settings"]["device"] == device.type
+    due = places(run.amp, run.model, origin.manifest, ranks)
     wanted = {**tensors, **(random if same_ranks and same_device else {})}
+    for share in due.values():
+        wanted |= share
     checkpoint.read(origin.path, ranks, wanted)
     run.accept(tensors)
+    give_back(run.amp, due, origin.manifest, ranks)
     run.accept_values(origin.manifest)
     if same_ranks and same_device:
         states = {name.split(".")[1]: state for name, state in random.items()}

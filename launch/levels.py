@@ -14,6 +14,7 @@ from distamp.precision import Precision
 from distamp.scaler import DynamicSchedule, HeadroomSchedule
 from launch.config import Config
 from launch.errors import UsageError
+from launch.spread import Spread
 
 __all__ = ["amp_for", "bytes_per_parameter", "described", "eps_for", "trial"]
 
@@ -21,7 +22,7 @@ _SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def amp_for(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Amp:
+def amp_for(spread: Spread, config: Config) -> Amp:
     """Set up what was spread for the level that the flags ask for.
 
     Raises:
@@ -29,7 +30,14 @@ def amp_for(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) 
     """
     level = config.level
     try:
-        return initialize(model, optimizer, level, comm_hook=config.comm_hook, **_scale(config))
+        return initialize(
+            spread.model,
+            spread.optimizer,
+            level,
+            comm_hook=config.comm_hook,
+            replicas=spread.replicas,
+            **_scale(config),
+        )
     except (ValueError, RuntimeError) as error:
         hook = "" if config.comm_hook is None else f" --comm-hook {config.comm_hook}"
         raise UsageError(f"{config.level_flag}{hook}: {error}") from None

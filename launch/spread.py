@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.precision import Precision
@@ -49,6 +50,8 @@ class Spread:
         optimizer: The optimizer to step.
         readers: How many different parts a batch is divided into.
         reader: Which of them this rank computes.
+        replicas: The ranks that hold the same shard, where the communication hook alone averages
+            between them.
     """
 
     model: nn.Module
@@ -56,6 +59,7 @@ class Spread:
     optimizer: torch.optim.Optimizer
     readers: int = 1
     reader: int = 0
+    replicas: ProcessGroup | None = None
 
 
 def all_read(

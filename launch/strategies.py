@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -119,7 +119,11 @@ def hsdp(model: nn.Module, place: Place) -> Spread:
     shards = _shards(place.config, place.ranks)
     shape = (place.ranks.world_size // shards, shards)
     mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return _fully_sharded(model, place, mesh)
+    if place.config.comm_hook is None:
+        return _fully_sharded(model, place, mesh)
+    # Of a mesh of two dimensions torch averages the copies itself, past every hook.
+    spread = _fully_sharded(model, place, mesh["shard"])
+    return replace(spread, replicas=mesh["replicate"].get_group())
 
 
 def fsdp2_tp(model: nn.Module, place: Place) -> Spread:

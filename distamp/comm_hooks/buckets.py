@@ -81,7 +81,7 @@ class Buckets:
             self._of[parameter] = bucket
 
     def owed(self, parameter: Tensor) -> Tensor | None:
-        """Return what rounding took from a parameter's gradients, 1-D fp32, unscaled."""
+        """Return what rounding took from a parameter's gradients, as `Residuals.of` does."""
         bucket: Bucket | None = self._of.get(parameter)
         if bucket is None or bucket.residuals is None:
             return None

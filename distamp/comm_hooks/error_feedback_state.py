@@ -15,6 +15,8 @@ from distamp.comm_hooks.wire_feedback import compensate, new_residual
 
 __all__ = ["Residuals"]
 
+# Where something is rounded: this rank's own gradients, and the means that it owns.
+_STAGES = ("mine", "owned")
 # (stage, first element in the bucket) -> what is owed to the elements from there on, fp32.
 Segments = dict[tuple[str, int], Tensor]
 
@@ -58,7 +60,10 @@ class Residuals:
         owed = self._current.get((stage, start))
         if owed is None:
             return values.to(torch.float32, copy=True)
-        return compensate(values, owed[: values.numel()], self._scale)
+        given = compensate(values[: owed.numel()], owed[: values.numel()], self._scale)
+        # The last rank's part may be longer than what is left for it.
+        filled = values[owed.numel() :].to(torch.float32)
+        return torch.cat([given, filled]) if filled.numel() else given
 
     def keep(self, stage: str, start: int, owed: Tensor, arrived: Tensor) -> None:
         """Remember what of ``owed``, the values at ``start``, has not arrived."""
@@ -94,37 +99,56 @@ class Residuals:
     # -- from one layout of buckets to the next -----------------------------------------------
 
     def of(self, index: int) -> Tensor | None:
-        """Return all that is owed to one parameter, 1-D fp32; None if nothing is.
+        """Return all that is owed to one parameter; None if nothing is.
 
-        What is owed to the mean is owed ``size`` times to this rank's own gradient.
+        Returns:
+            fp32 of shape (2, numel): what is owed to this rank's own gradient, and to the part of
+            the mean that this rank owns (0 elsewhere).
         """
         where = self._places[index]
         if not self._current:
             return None
         device = next(iter(self._current.values())).device
-        owed = torch.zeros(where.stop - where.start, device=device)
+        owed = torch.zeros(2, where.stop - where.start, device=device)
         for (stage, start), segment in self._current.items():
             first, last = max(start, where.start), min(start + segment.numel(), where.stop)
             if first < last:
-                factor = 1.0 if stage == "mine" else float(self._size)
-                owed[first - where.start : last - where.start] += (
-                    segment[first - start : last - start] * factor
-                )
+                row = owed[_STAGES.index(stage)]
+                row[first - where.start : last - where.start] += segment[
+                    first - start : last - start
+                ]
         return owed
 
-    def adopt(self, owed: Mapping[int, Tensor], device: torch.device, piece: int) -> None:
+    def adopt(
+        self,
+        owed: Mapping[int, Tensor],
+        device: torch.device,
+        segments: Sequence[tuple[str, int, int]],
+    ) -> None:
         """Owe what another layout of buckets, or a checkpoint, owed to parameters.
+
+        What was owed to a part of the mean that another rank owns now is owed ``size`` times to
+        this rank's own gradient, which comes to the same.
 
         Args:
             owed: For the places of some parameters, what `of` returned.
             device: Where the bucket lies.
-            piece: Elements from one start of ``compensated`` to the next.
+            segments: Stage, first element and length of each ``compensated`` of an exchange.
         """
-        whole = torch.zeros(self._numel, device=device)
-        for index, values in owed.items():
-            whole[self._places[index]] = values.to(device)
-        starts = range(0, self._numel, piece)
-        self._current = {("mine", start): whole[start : start + piece] for start in starts}
+        mine, owned = torch.zeros(2, self._numel, device=device)
+        for index, (to_mine, to_owned) in owed.items():
+            mine[self._places[index]] = to_mine.to(device)
+            owned[self._places[index]] = to_owned.to(device)
+        self._current = {}
+        for stage, start, numel in segments:
+            if stage == "owned":
+                where = slice(start, start + numel)
+                self._current[stage, start] = owned[where].clone()
+                owned[where] = 0.0
+        mine += self._size * owned
+        for stage, start, numel in segments:
+            if stage == "mine":
+                self._current[stage, start] = mine[start : start + numel]
         self._kept = self._current
 
 

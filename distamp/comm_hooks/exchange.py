@@ -120,12 +120,14 @@ class Exchange:
     ) -> Staged[Outcome]:
         """Do as `average_`, in stages: between them the first piece of another may be sent."""
         size = self.channel.size
-        direct = size == 2 or self.wire.nbytes(values.numel()) * size <= DIRECT_BYTES
+        direct = self._direct(values.numel())
         run = _Run(self, values, words, feedback, direct)
         steps: Sequence[Callable[[_Piece], None]] = (
             (run.send_whole, run.add_up) if direct else (run.scatter, run.reduce, run.read)
         )
-        pieces = self._cut(values.numel(), 1 if direct else size)
+        # Those of the bucket before may still be on their way.
+        pieces = self._pieces(values.numel(), self._next_slot)
+        self._next_slot = (self._next_slot + len(pieces)) % SLOTS
         turns = len(pieces) + len(steps) - 1
         for turn in range(turns):
             if turn == turns - 1:
@@ -141,19 +143,29 @@ class Exchange:
         self._account.uncompressed += 2 * (size - 1) * whole // size
         return run.outcome()
 
-    @property
-    def piece_numel(self) -> int:
-        """Elements from one piece of a bucket to the next."""
-        return _piece_numel(self.wire, self.channel.size)
+    def segments(self, numel: int) -> list[tuple[str, int, int]]:
+        """Return what a `Feedback` of a bucket is asked for: stage, first element, length."""
+        pieces = self._pieces(numel)
+        found = [("mine", piece.start, piece.numel) for piece in pieces]
+        if not self._direct(numel):
+            owned = [piece.owned_by(self.channel.rank) for piece in pieces]
+            found += [("owned", where.start, where.stop - where.start) for where in owned]
+        return found
 
-    def _cut(self, numel: int, size: int) -> list[_Piece]:
-        """Cut a bucket into pieces to be shared by ``size`` ranks."""
-        pieces = []
-        for start in range(0, numel, self.piece_numel):
-            count = min(self.piece_numel, numel - start)
+    def _direct(self, numel: int) -> bool:
+        """Whether a bucket goes to all ranks at once."""
+        size = self.channel.size
+        return size == 2 or self.wire.nbytes(numel) * size <= DIRECT_BYTES
+
+    def _pieces(self, numel: int, slot: int = 0) -> list[_Piece]:
+        """Cut a bucket into pieces of whole blocks for every rank."""
+        size = 1 if self._direct(numel) else self.channel.size
+        length = _piece_numel(self.wire, self.channel.size)
+        pieces: list[_Piece] = []
+        for start in range(0, numel, length):
+            count = min(length, numel - start)
             part = self.wire.part_numel(count, size)
-            pieces.append(_Piece(start, count, part, self._next_slot))
-            self._next_slot = (self._next_slot + 1) % SLOTS
+            pieces.append(_Piece(start, count, part, (slot + len(pieces)) % SLOTS))
         return pieces
 
     def buffer(self, name: str, slot: int, nbytes: int) -> Tensor:

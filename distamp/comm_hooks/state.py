@@ -30,7 +30,7 @@ from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = ["CommHookState", "state_of"]
 
-_VERSION = 1
+_VERSION = 2
 _LAYOUT_WORDS = 4
 # Where blocks would make the wire wider than the gradient itself.
 _AS_WIDE: dict[torch.dtype, str] = {torch.float16: "fp16_plain", torch.bfloat16: "bf16"}
@@ -149,8 +149,8 @@ class CommHookState:
                 if loaded is not None:
                     owed[index] = loaded
             if owed:
-                device = exchange.channel.device
-                bucket.residuals.adopt(owed, device, exchange.piece_numel)
+                segments = exchange.segments(sum(numels))
+                bucket.residuals.adopt(owed, exchange.channel.device, segments)
         # The scaler writes the next scale into the same tensor.
         bucket.residuals.begin(None if self._scale is None else self._scale.clone())
         return bucket.residuals
@@ -166,8 +166,9 @@ class CommHookState:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's gradients are owed by rounding; each rank saves its own.
 
-        ``"residuals"`` holds, by parameter name, 1-D fp32 tensors in unscaled units; it is empty
-        for formats without error feedback.
+        ``"residuals"`` holds, by parameter name, fp32 tensors of shape (2, numel) in unscaled
+        units: what is owed to this rank's own gradient, and to the part of the mean that this rank
+        owns (0 elsewhere). It is empty for formats without error feedback.
         """
         residuals = {}
         for name, reference in self._parameters.items():

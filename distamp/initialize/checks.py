@@ -142,12 +142,20 @@ def _check_eps(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
             )
 
 
-def check_comm_hook(wrappings: tuple[Wrapping, ...], comm_hook: str | None) -> None:
-    """Refuse a communication hook where nothing communicates.
+def check_comm_hook(
+    wrappings: tuple[Wrapping, ...], comm_hook: str | None, replicas: object = None
+) -> None:
+    """Refuse a communication hook where nothing communicates, and replicas without a hook.
 
     Raises:
-        SettingError: A model has no wrapper that reduces gradients.
+        SettingError: A model has no wrapper that reduces gradients, or it has replicas between
+            which nothing would.
     """
+    if comm_hook is None and replicas is not None:
+        raise SettingError(
+            "replicas are averaged by a communication hook, and comm_hook is None: pass "
+            "comm_hook='fp16', or apply fully_shard with the whole mesh and leave replicas out"
+        )
     for wrapping in wrappings:
         if comm_hook is not None and wrapping.name in (None, "DataParallel"):
             raise SettingError(

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from distamp.autocast import OpLists, autocast, bind
 from distamp.comm_hooks import CommHookState, ShardedHookState, register
@@ -52,6 +53,7 @@ def initialize(
     *,
     process_group: GroupLike = None,
     comm_hook: str | None = None,
+    replicas: ProcessGroup | None = None,
     **overrides: Unpack[Overrides],
 ) -> Amp:
     """Make a model and its optimizers ready to train at a level of precision.
@@ -68,6 +70,8 @@ def initialize(
         process_group: The ranks that hold a part of the models; see `DistGradScaler`.
         comm_hook: The wire format in which gradients travel between the ranks, such as ``"fp16"``;
             see ``distamp.comm_hooks.register``. The scaler then learns of overflows from them.
+        replicas: With ``comm_hook``, for FSDP2 over the shard dimension of a mesh alone: the ranks
+            that hold the same shard, between which the hook averages too.
         overrides: ``keep_batchnorm_fp32``, ``master_weights`` and ``loss_scale`` (a number or
             ``"dynamic"``) as in Apex, None leaving the level's own; ``num_losses``, each with a
             scale of its own; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of the
@@ -96,12 +100,12 @@ def initialize(
     for each, wrapping in zip(models, wrappings, strict=True):
         check_model(each, wrapping, precision)
     check_optimizers(models, to_step, precision)
-    check_comm_hook(wrappings, comm_hook)
+    check_comm_hook(wrappings, comm_hook, replicas)
     scaler, losses = _scaling(precision, models, to_step, process_group, overrides)
     region = _region(precision, models, overrides)
     for each, wrapping in zip(models, wrappings, strict=True):
         _prepare(each, wrapping, precision)
-    hooks = _attach_hooks(models, comm_hook, scaler)
+    hooks = _attach_hooks(models, comm_hook, replicas, scaler)
     if precision.master_weights:
         _make_masters(to_step)
     num_losses = overrides.get("num_losses", 1)
@@ -127,11 +131,14 @@ def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None
 
 
 def _attach_hooks(
-    models: tuple[nn.Module, ...], comm_hook: str | None, scaler: DistGradScaler
+    models: tuple[nn.Module, ...],
+    comm_hook: str | None,
+    replicas: ProcessGroup | None,
+    scaler: DistGradScaler,
 ) -> tuple[CommHookState | ShardedHookState, ...]:
     if comm_hook is None:
         return ()
-    states = tuple(register(model, comm_hook) for model in models)
+    states = tuple(register(model, comm_hook, replicas=replicas) for model in models)
     if scaler.is_enabled():
         for state in states:
             scaler.attach(state)

@@ -161,13 +161,21 @@ def test_what_is_owed_moves_with_its_parameter_to_another_bucket():
     before.keep("mine", 0, mine.clone(), torch.zeros(1020))
     before.keep("owned", 250, owned.clone(), torch.zeros(200))
     before.end(torch.tensor(False))
-    whole = mine.clone()
-    whole[250:450] += 4 * owned
     parts = [before.of(index) for index in range(3)]
-    assert torch.equal(torch.cat(parts), whole)
+    whole = torch.stack([mine, torch.zeros(1020)])
+    whole[1, 250:450] = owned
+    assert torch.equal(torch.cat(parts, 1), whole)
+    # This rank owns another part of the mean: what it owned before, and 50 elements more.
     after = Residuals([700, 300, 20], size=4)
-    after.adopt({0: parts[2], 1: parts[0], 2: parts[1]}, torch.device("cpu"), 512)
-    assert torch.equal(torch.cat([after.of(1), after.of(2), after.of(0)]), whole)
+    segments = [("mine", 0, 512), ("mine", 512, 508), ("owned", 700, 250)]
+    after.adopt({0: parts[2], 1: parts[0], 2: parts[1]}, torch.device("cpu"), segments)
+    moved = torch.cat([after.of(1), after.of(2), after.of(0)], 1)
+    assert not moved[1, 250:].any()
+    assert torch.equal(moved[0] + 4 * moved[1], whole[0] + 4 * whole[1])
+    same = Residuals([300, 20, 700], size=4)
+    segments = [("mine", 0, 1020), ("owned", 250, 200)]
+    same.adopt(dict(enumerate(parts)), torch.device("cpu"), segments)
+    assert torch.equal(torch.cat([same.of(index) for index in range(3)], 1), whole)
 
 
 def _resumed(wire: str) -> tuple[float, float, bool]:
@@ -212,7 +220,7 @@ def _bad_states() -> list[str]:
     said = []
     bad: list[dict[str, Any]] = [
         {**copy.deepcopy(good), "version": 7},
-        {**copy.deepcopy(good), "residuals": {"nobody": torch.zeros(1)}},
+        {**copy.deepcopy(good), "residuals": {"nobody": torch.zeros(2, 1)}},
     ]
     for each in bad:
         with pytest.raises(ValueError) as error:

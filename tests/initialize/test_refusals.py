@@ -97,6 +97,12 @@ def test_a_comm_hook_where_nothing_communicates():
         initialize(model, sgd(model), "O1", comm_hook="fp16")
 
 
+def test_replicas_that_nothing_would_average():
+    model = net()
+    with pytest.raises(SettingError, match="averaged by a communication hook"):
+        initialize(model, sgd(model), "O1", replicas=dist.ProcessGroup(0, 1))
+
+
 def test_a_model_without_parameters():
     with pytest.raises(SettingError, match="nothing to train"):
         initialize(nn.ReLU(), None, "O1")

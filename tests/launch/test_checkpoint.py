@@ -215,9 +215,9 @@ def test_metrics_that_cannot_be_written_are_written_later(text, tmp_path):
 
 def test_a_disk_too_small_for_the_checkpoints_is_refused_before_training(tmp_path):
     config = Config(run_dir=tmp_path / "run")
-    check_space(config, parameters=1000)
+    check_space(config, parameters=1000, ranks=1)
     with pytest.raises(UsageError, match=r"checkpoints and the next one need .* free"):
-        check_space(config, parameters=10**15)
+        check_space(config, parameters=10**15, ranks=1)
 
 
 def _not_shared(folder: Path) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from launch.job import Job
 from launch.strategies import STRATEGIES
 from launch.train import train as train_job
 from tests.launch import jobs, pooled
@@ -41,6 +44,7 @@ def test_gradients_sent_in_fp16_train_as_those_sent_in_fp32(
     _agree(rows, alone["fp16"], "fp16")
     assert "as fp16" in said
     assert "saved" in said
+    assert " x " not in said, "something went another way"
     middle = ("--resume", tmp_path / "checkpoints" / "step-00000003")
     assert ranks4.run(pooled.train, tmp_path, (*flags, *middle))[0] == rows
 
@@ -67,6 +71,68 @@ def test_replicas_may_send_with_error_feedback(ranks4, text, tmp_path):
     flags = ("--data", text, *SMALL, "--comm-hook", "int8")
     _, said = ranks4.run(_train_and_sum_up, tmp_path, (*flags, "--strategy", "ddp"))[0]
     assert "as int8" in said
+
+
+def _owed(job: Job) -> dict[str, Tensor]:
+    """What rounding took from the mean of each parameter's gradients over these ranks."""
+    found = job.run.amp.comm_hooks[0].state_dict()["residuals"]
+    due = {}
+    for name, parameter in job.run.model.named_parameters():
+        mine, owned = found.get(name, torch.zeros(2, parameter.numel()))
+        due[name] = mine / dist.get_world_size() + owned
+        dist.all_reduce(due[name])
+    return due
+
+
+def _train_and_owe(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
+    job = pooled.job("--run-dir", folder, *flags)
+    with job.report:
+        train_job(job)
+    dist.barrier()
+    pooled._keep_groups()
+    return _owed(job)
+
+
+def _resume_and_owe(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
+    job = pooled.job("--run-dir", folder, *flags, "--resume", folder, "--steps", 9)
+    pooled._keep_groups()
+    return _owed(job)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_what_rounding_took_is_owed_to_the_mean_on_any_number_of_ranks(
+    ranks, text, tmp_path, strategy
+):
+    flags = ("--data", text, *SMALL, "--comm-hook", "int8", "--strategy", strategy)
+    due = ranks(4).run(_train_and_owe, tmp_path, flags)[0]
+    assert all(tensor.any() for tensor in due.values())
+    for size in (4, 2, 8):
+        for found in ranks(size).run(_resume_and_owe, tmp_path, flags):
+            assert found.keys() == due.keys()
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, due[name])
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_with_error_feedback_goes_on_as_if_never_stopped(
+    ranks4, text, tmp_path, wire, precision
+):
+    flags = ("--data", text, *SMALL, *PRECISIONS[precision], "--comm-hook", wire)
+    flags = (*flags, "--checkpoint-every", 3, "--keep-checkpoints", 9)
+    straight = ranks4.run(pooled.train, tmp_path, flags)[0]
+    middle = ("--resume", tmp_path / "checkpoints" / "step-00000003")
+    assert ranks4.run(pooled.train, tmp_path, (*flags, *middle))[0] == straight
+
+
+def test_a_run_without_error_feedback_leaves_what_was_owed(ranks, text, tmp_path):
+    flags = ("--data", text, *SMALL, "--strategy", "ddp")
+    ranks(2).run(_train_and_owe, tmp_path, (*flags, "--comm-hook", "int8"))
+    for wire in (("--comm-hook", "fp16"), ()):
+        steps = [*range(7, 10)]
+        again = (*flags, *wire, "--resume", tmp_path, "--steps", 9)
+        rows = ranks(2).run(pooled.train, tmp_path / "other", again)[0]
+        assert [row["step"] for row in rows if row["step"] > 6 and "loss" in row] == steps
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "hsdp"])
