@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.common import environment, markdown
 from benchmarks.shaped import headers, link_speed, measured_in_turn, mib, run_on_hosts, slowest
+from distamp.comm_hooks.channel import by_turns
 
 STEP = "step"
 
@@ -73,10 +74,17 @@ def rank(size: int, rounds: int) -> dict[str, Any]:
         "all_to_all_single, uint8": lambda: dist.all_to_all_single(room8, bytes8),
         "isend and irecv, all peers at once, uint8": lambda: _by_peers(room8, bytes8, world),
         "isend and irecv, one peer after the other, uint8": lambda: _by_peers(room8, bytes8, 1),
+        "the same, each row answered, uint8": lambda: _answered(room8, bytes8),
         "all_to_all_single, then all_gather, uint8": lambda: _all_reduce(room8, bytes8, _at_once),
         **{
             f"one peer after the other, then all_gather, {pieces} pieces, uint8": (
                 lambda n=pieces: _all_reduce(room8, bytes8, _in_turn, n)
+            )
+            for pieces in (1, 4, 16)
+        },
+        **{
+            f"the same, each row answered, {pieces} pieces one after the other, uint8": (
+                lambda n=pieces: _all_reduce(room8, bytes8, _answered, n, overlap=False)
             )
             for pieces in (1, 4, 16)
         },
@@ -113,22 +121,39 @@ def _in_turn(room: torch.Tensor, data: torch.Tensor) -> None:
     _by_peers(room, data, 1)
 
 
+def _answered(room: torch.Tensor, data: torch.Tensor) -> None:
+    """As distamp's hooks do it: the next row is sent when the last one was received."""
+    world = dist.get_world_size()
+    by_turns(
+        room.view(world, -1),
+        data.view(world, -1),
+        dist.get_rank(),
+        receive=lambda row, source, tag: dist.irecv(row, source, tag=tag),
+        send=lambda row, target, tag: dist.isend(row, target, tag=tag),
+    )
+
+
 def _all_reduce(
     room: torch.Tensor,
     data: torch.Tensor,
     all_to_all: Callable[[torch.Tensor, torch.Tensor], None],
     pieces: int = 1,
+    overlap: bool = True,
 ) -> None:
     """Send what an all-reduce of wire bytes must; the sums in between are left out.
 
-    A piece is gathered while the next one is exchanged.
+    A piece is gathered while the next one is exchanged, or with no ``overlap`` before.
     """
     me, world = dist.get_rank(), dist.get_world_size()
     gathers = []
     for out, piece in zip(room.chunk(pieces), data.chunk(pieces), strict=True):
         all_to_all(out, piece)
         part = piece.chunk(world)[me].clone()
-        gathers.append(dist.all_gather_into_tensor(piece, part, async_op=True))
+        gather = dist.all_gather_into_tensor(piece, part, async_op=True)
+        if overlap:
+            gathers.append(gather)
+        else:
+            gather.wait()
     for gather in gathers:
         gather.wait()
 

@@ -197,7 +197,10 @@ def _loss(model: nn.Module, tokens: tuple[Tensor, Tensor]) -> Tensor:
 def _ddp(
     name: str, base: Transformer, tokens: tuple[Tensor, Tensor], _: bool
 ) -> tuple[Callable[[Clock], None], Any]:
-    model = DistributedDataParallel(_copy(base, share=True), gradient_as_bucket_view=True)
+    # Every rank has drawn the same weights: sending them would take longer than a step.
+    model = DistributedDataParallel(
+        _copy(base, share=True), gradient_as_bucket_view=True, init_sync=False
+    )
     state = None
     if name == TORCH_FP16:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
