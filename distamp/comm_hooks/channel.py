@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 # gloo's gather is a ring of ``size - 1`` turns. Up to here its waits cost more than it spares.
-_ONE_WAIT_BYTES = 1 << 16
+ONE_WAIT_BYTES = 1 << 16
 # Rows of a collective start at multiples of this, so that what lies in them can be viewed as int64.
 _ALIGNMENT = 16
 
@@ -137,7 +137,7 @@ class Channel:
         return received
 
     def _gather(self, received: Tensor, row: Tensor) -> Tensor:
-        if received.numel() <= _ONE_WAIT_BYTES:
+        if received.numel() <= ONE_WAIT_BYTES:
             copies = row.repeat(self.size)
             self._backend.alltoall_base(received, copies, [], []).wait()
         else:
@@ -168,7 +168,7 @@ def by_turns(
     """
     size = len(sent)
     received[rank].copy_(sent[rank])
-    at_once = size == 2 or sent.numel() <= _ONE_WAIT_BYTES
+    at_once = size == 2 or sent.numel() <= ONE_WAIT_BYTES
     works = []
     for distance in range(1, size):
         source, target = (rank - distance) % size, (rank + distance) % size

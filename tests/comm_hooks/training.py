@@ -7,8 +7,9 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
+from distamp.comm_hooks import channel, exchange
 
 __all__ = [
     "BOUNDS",
@@ -136,12 +138,27 @@ def random_layout(seed: int) -> tuple[float, list[int], str, dict[str, Any]]:
     return cap, widths, wire, settings
 
 
+@contextlib.contextmanager
+def random_cuts(seed: int) -> Iterator[None]:
+    """Let even small buckets go in several pieces, by way of owners and row by row, or not."""
+    draw = random.Random(-1 - seed)
+    drawn = {
+        (exchange, "PIECE"): draw.choice([1 << 11, 1 << 13, exchange.PIECE]),
+        (exchange, "DIRECT_BYTES"): draw.choice([0, exchange.DIRECT_BYTES]),
+        (channel, "ONE_WAIT_BYTES"): draw.choice([0, channel.ONE_WAIT_BYTES]),
+    }
+    with contextlib.ExitStack() as stack:
+        for (module, name), value in drawn.items():
+            stack.enter_context(patch.object(module, name, value))
+        yield
+
+
 def train_layouts(seeds: Sequence[int]) -> list[tuple[int, str, float]]:
     """The layouts of these seeds whose gradients are wrong: seed, format and error."""
     wrong = []
     for seed in seeds:
         cap, widths, wire, settings = random_layout(seed)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), random_cuts(seed):
             warnings.simplefilter("ignore")  # of DDP, that nothing is unused
             found = errors(mlp(*widths, seed=seed), wire, widths[0], bucket_cap_mb=cap, **settings)
         # Layers of a few elements may have twice the error; a wrong exchange has a thousand times.
