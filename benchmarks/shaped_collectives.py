@@ -83,7 +83,7 @@ def rank(size: int, rounds: int) -> dict[str, Any]:
             for pieces in (1, 4, 16)
         },
         **{
-            f"the same, each row answered, {pieces} pieces one after the other, uint8": (
+            f"each row answered, then all_gather, {pieces} pieces in turn, uint8": (
                 lambda n=pieces: _all_reduce(room8, bytes8, _answered, n, overlap=False)
             )
             for pieces in (1, 4, 16)
