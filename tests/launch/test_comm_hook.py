@@ -12,11 +12,12 @@ from torch import Tensor
 from launch.job import Job
 from launch.strategies import STRATEGIES
 from launch.train import train as train_job
-from tests.launch import jobs, pooled
+from tests.launch import jobs, pooled, test_checkpoint
 from tests.launch.pooled import Rows
+from tests.launch.test_checkpoint import straight
 from tests.launch.test_strategies import PRECISIONS, SMALL, _agree, alone, text
 
-__all__ = ["alone", "text"]
+__all__ = ["alone", "straight", "text"]
 
 pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
 
@@ -47,6 +48,18 @@ def test_gradients_sent_in_fp16_train_as_those_sent_in_fp32(
     assert " x " not in said, "something went another way"
     middle = ("--resume", tmp_path / "checkpoints" / "step-00000003")
     assert ranks4.run(pooled.train, tmp_path, (*flags, *middle))[0] == rows
+
+
+@pytest.mark.parametrize(("before", "after"), [("hsdp", "fsdp1"), ("ddp", "hsdp")])
+def test_a_run_that_overflows_goes_on_with_other_hooks(
+    ranks4, straight, text, tmp_path, before, after
+):
+    flags = ("--data", text, *test_checkpoint.SMALL, *test_checkpoint.FP16, "--comm-hook", "fp16")
+    ranks4.run(pooled.train, tmp_path, (*flags, "--strategy", before, "--keep-checkpoints", 9))
+    resume = ("--resume", tmp_path / "checkpoints" / "step-00000004")
+    rows = ranks4.run(pooled.train, tmp_path, (*flags, "--strategy", after, *resume))[0]
+    # Two steps are skipped before it and two taken: one rank that missed it would show.
+    _agree(rows, straight, "fp16")
 
 
 def test_a_hook_for_what_takes_none_is_refused(ranks4, text):
