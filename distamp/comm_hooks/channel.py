@@ -127,19 +127,25 @@ class Channel:
         return self._operations.submit(partial(self._gather, received, row))
 
     def _all_to_all(self, received: Tensor, sent: Tensor) -> Tensor:
+        self._by_turns(received, sent.view(self.size, -1))
+        return received
+
+    def _by_turns(self, received: Tensor, sent: Tensor) -> None:
         by_turns(
             received.view(self.size, -1),
-            sent.view(self.size, -1),
+            sent,
             self.rank,
             receive=lambda row, source, tag: self._backend.recv([row], source, tag),
             send=lambda row, target, tag: self._backend.send([row], target, tag),
         )
-        return received
 
     def _gather(self, received: Tensor, row: Tensor) -> Tensor:
         if received.numel() <= ONE_WAIT_BYTES:
             copies = row.repeat(self.size)
             self._backend.alltoall_base(received, copies, [], []).wait()
+        elif self.size == 2:
+            # A ring of two sends and receives by turns, where both can be done at once.
+            self._by_turns(received, row.expand(2, -1))
         else:
             self._backend._allgather_base(received, row).wait()
         return received

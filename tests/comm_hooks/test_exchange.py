@@ -113,6 +113,10 @@ def test_a_small_bucket_is_sent_at_once(ranks4):
     assert ranks4.run(_rounds, 40 * numel) == [2 * (3 + 3) + 1] * 4
 
 
+def test_two_ranks_send_to_each_other(ranks2):
+    assert ranks2.run(_rounds, 40 * DIRECT_BYTES) == [1 + 1] * 2
+
+
 def _rounds(numel: int) -> int:
     """How many operations of the group an exchange takes."""
     from distamp.comm_hooks.channel import Channel
