@@ -12,6 +12,7 @@ from typing import Literal
 
 import tyro
 
+from distamp.comm_hooks import WIRE_FORMATS, WireFormat
 from distamp.precision import Precision
 from launch.errors import UsageError
 
@@ -143,6 +144,11 @@ class Config:
     """Write the records for Weights & Biases too: offline, unless WANDB_MODE says otherwise."""
 
     shape: Shape = field(default_factory=Shape)
+
+    @property
+    def wire(self) -> WireFormat | None:
+        """The format that gradients are to be sent in; None if none is, or "auto" will choose."""
+        return WIRE_FORMATS.get(self.comm_hook or "")
 
     @property
     def folder(self) -> Path:

@@ -10,7 +10,6 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distamp.comm_hooks import WIRE_FORMATS
 from launch import checkpoint
 from launch.checkpoint import Manifest
 from launch.config import Config
@@ -82,7 +81,7 @@ def check_space(config: Config, parameters: int, ranks: int) -> None:
         place = place.parent
     # The new one is written before the oldest is removed.
     each = _BYTES_PER_PARAMETER
-    wire = WIRE_FORMATS.get(config.comm_hook or "")
+    wire = config.wire
     if wire is not None and wire.needs_error_feedback:
         each += 8 * ranks
     need = (config.keep_checkpoints + 1) * parameters * each

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from distamp import initialize
-from distamp.comm_hooks import WIRE_FORMATS
 from distamp.initialize import Amp
 from distamp.precision import Precision
 from distamp.scaler import DynamicSchedule, HeadroomSchedule
@@ -56,7 +55,7 @@ def trial(config: Config, device: torch.device) -> Amp:
         amp = initialize(weight, optimizer, level, **_scale(config))
     except ValueError as error:
         raise UsageError(f"{config.level_flag}: {error}") from None
-    wire = WIRE_FORMATS.get(config.comm_hook or "")
+    wire = config.wire
     if wire is not None and wire.block_bytes >= wire.block * level.reduce.itemsize:
         raise UsageError(
             f"--comm-hook {config.comm_hook}: gradients at {config.level_flag} are"

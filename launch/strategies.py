@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.autocast import DataParallel
-from distamp.comm_hooks import WIRE_FORMATS
 from launch.config import Config
 from launch.errors import UsageError
 from launch.levels import eps_for
@@ -297,7 +296,7 @@ def check(config: Config, ranks: Ranks, device: torch.device) -> None:
     if config.comm_hook is not None and not strategy.hooked:
         fit = ", ".join(name for name, each in STRATEGIES.items() if each.hooked)
         raise UsageError(f"--comm-hook {config.comm_hook}: it is for {fit}, and this is {name}")
-    wire = WIRE_FORMATS.get(config.comm_hook or "")
+    wire = config.wire
     if wire is not None and wire.needs_error_feedback and strategy.sharded:
         raise UsageError(
             f"--comm-hook {wire.name}: it needs error feedback, which sharded gradients have not;"

@@ -25,12 +25,17 @@ pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(1500)]
 HOOKED = [n for n, s in STRATEGIES.items() if s.hooked]
 
 
-def _train_and_sum_up(folder: Path, flags: tuple[object, ...]) -> tuple[Rows, str]:
+def _trained(folder: Path, flags: tuple[object, ...]) -> Job:
     job = pooled.job("--run-dir", folder, *flags)
     with job.report:
         train_job(job)
     dist.barrier()
     pooled._keep_groups()
+    return job
+
+
+def _train_and_sum_up(folder: Path, flags: tuple[object, ...]) -> tuple[Rows, str]:
+    job = _trained(folder, flags)
     return jobs.without_speed(jobs.records(folder)), job.summary()["Gradients"]
 
 
@@ -98,12 +103,7 @@ def _owed(job: Job) -> dict[str, Tensor]:
 
 
 def _train_and_owe(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
-    job = pooled.job("--run-dir", folder, *flags)
-    with job.report:
-        train_job(job)
-    dist.barrier()
-    pooled._keep_groups()
-    return _owed(job)
+    return _owed(_trained(folder, flags))
 
 
 def _resume_and_owe(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
