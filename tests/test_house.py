@@ -19,10 +19,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
-FOUNDATION = {"errors", "precision"}
+FOUNDATION = {"errors", "precision", "protocols"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "precision": {"errors"},
+    "protocols": set(),
     "telemetry": FOUNDATION,
     "autocast": FOUNDATION,
     "scaler": FOUNDATION,

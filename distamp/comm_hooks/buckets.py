@@ -115,8 +115,8 @@ class Buckets:
             return None
         return Watch(self, trained, list(buckets.values()))
 
-    def ranks_apart(self) -> bool:
-        """See `distamp.precision.CommHook.ranks_apart`."""
+    def ranks_mismatched(self) -> bool:
+        """See `distamp.protocols.CommHook.ranks_mismatched`."""
         flags, self.apart = self.apart, []
         if flags and flags[0].device.type != "cpu":
             arrived = self._arriving
@@ -140,7 +140,7 @@ class _Arriving:
 
 
 class Watch:
-    """See `distamp.precision.GradientWatch`."""
+    """See `distamp.protocols.GradientWatch`."""
 
     replicated = True
 
@@ -152,12 +152,12 @@ class Watch:
         self._alone = sum(bucket.parameters for bucket in buckets) == len(parameters)
 
     def exchanged(self) -> bool:
-        """See `distamp.precision.GradientWatch.exchanged`."""
+        """See `distamp.protocols.GradientWatch.exchanged`."""
         now = self._book.iteration
         return all(bucket.iteration == now for bucket in self._buckets)
 
     def found_inf(self) -> Tensor:
-        """See `distamp.precision.GradientWatch.found_inf`."""
+        """See `distamp.protocols.GradientWatch.found_inf`."""
         flags = [flag for bucket in self._buckets if (flag := bucket.flag) is not None]
         device = flags[0].device
         if device.type == "cpu":

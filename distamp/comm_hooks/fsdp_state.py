@@ -65,7 +65,7 @@ class ShardedHookState:
         return self.account.stats()
 
     def watch(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> ShardedWatch | None:
-        """See `distamp.precision.CommHook.watch`."""
+        """See `distamp.protocols.CommHook.watch`."""
         trained = {id(p) for p in parameters if p.requires_grad}
         groups = [g for g in self.groups if trained & {id(p) for p in g.parameters()}]
         held = {id(p) for group in groups for p in group.parameters() if p.requires_grad}
@@ -79,19 +79,19 @@ class ShardedHookState:
         return ShardedWatch(self.book, groups)
 
     def scale_changed(self, scale: Tensor, word: int) -> None:
-        """See `distamp.precision.CommHook.scale_changed`."""
+        """See `distamp.protocols.CommHook.scale_changed`."""
         self._scale, self._word = scale, word
 
     def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
-        """See `distamp.precision.CommHook.step_ended`; nothing here hangs on it."""
+        """See `distamp.protocols.CommHook.step_ended`; nothing here hangs on it."""
 
     def iteration_ended(self) -> None:
-        """See `distamp.precision.CommHook.iteration_ended`."""
+        """See `distamp.protocols.CommHook.iteration_ended`."""
         self.book.iteration_ended()
 
-    def ranks_apart(self) -> bool:
-        """See `distamp.precision.CommHook.ranks_apart`."""
-        return self.book.ranks_apart()
+    def ranks_mismatched(self) -> bool:
+        """See `distamp.protocols.CommHook.ranks_mismatched`."""
+        return self.book.ranks_mismatched()
 
     def words(self, device: torch.device) -> Tensor:
         """Return what the next exchange says besides gradients, int64 of shape (2,)."""
@@ -99,7 +99,7 @@ class ShardedHookState:
 
 
 class ShardedWatch:
-    """See `distamp.precision.GradientWatch`; of whole FSDP2 modules.
+    """See `distamp.protocols.GradientWatch`; of whole FSDP2 modules.
 
     Args:
         book: Counts iterations.
@@ -122,7 +122,7 @@ class ShardedWatch:
         return not any(flag.device.type == "cpu" and bool(flag) for flag in known)
 
     def found_inf(self) -> Tensor:
-        """See `distamp.precision.GradientWatch.found_inf`."""
+        """See `distamp.protocols.GradientWatch.found_inf`."""
         flags = [group.nonfinite for group in self._groups if group.nonfinite is not None]
         return torch.stack(flags).any().float()
 

@@ -273,28 +273,28 @@ class CommHookState:
     # -- with a scaler ---------------------------------------------------------------------------
 
     def watch(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> Watch | None:
-        """See `distamp.precision.CommHook.watch`."""
+        """See `distamp.protocols.CommHook.watch`."""
         channels = self._channels.values()
         if not channels or not all(set(ranks) <= set(c.global_ranks()) for c in channels):
             return None
         return self._buckets.watch(parameters)
 
     def scale_changed(self, scale: Tensor, word: int) -> None:
-        """See `distamp.precision.CommHook.scale_changed`."""
+        """See `distamp.protocols.CommHook.scale_changed`."""
         self._scale, self._word = scale, word
 
     def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
-        """See `distamp.precision.CommHook.step_ended`."""
+        """See `distamp.protocols.CommHook.step_ended`."""
         if self.wire.needs_error_feedback:
             self._buckets.step_ended(parameters, found_inf)
 
     def iteration_ended(self) -> None:
-        """See `distamp.precision.CommHook.iteration_ended`."""
+        """See `distamp.protocols.CommHook.iteration_ended`."""
         self._buckets.iteration_ended()
 
-    def ranks_apart(self) -> bool:
-        """See `distamp.precision.CommHook.ranks_apart`."""
-        return self._buckets.ranks_apart()
+    def ranks_mismatched(self) -> bool:
+        """See `distamp.protocols.CommHook.ranks_mismatched`."""
+        return self._buckets.ranks_mismatched()
 
 
 def completed(value: Tensor) -> Future[Tensor]:

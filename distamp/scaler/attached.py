@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from distamp.precision import CommHook, GradientWatch
+from distamp.protocols import CommHook, GradientWatch
 from distamp.scaler.gradients import inner_optimizer, parameters_of
 from distamp.scaler.master_lookup import carriers
 
@@ -84,7 +84,7 @@ class Attached:
         """
         watches = [self._watch(optimizer, ranks) for optimizer in optimizers]
         self._telling = [watch is not None for watch in watches]
-        apart = [hook.ranks_apart() for hook in self.hooks]
+        apart = [hook.ranks_mismatched() for hook in self.hooks]
         known = agreed and all(optimizer in self._told for optimizer in optimizers)
         if call not in _CALLS or not known or any(apart):
             return None
