@@ -40,7 +40,7 @@ def _iterate(scaler: DistGradScaler, optimizer: Any, parameter: Tensor, g: float
     scaler.update()
 
 
-# -- gradients that come late on one rank alone ------------------------------------------------------
+# -- gradients that come late on one rank alone ----------------------------------------------------
 
 
 def _late_on_one(late: int, recheck: bool) -> tuple[list[Error], float, int]:
@@ -94,7 +94,7 @@ def test_with_recheck_the_message_of_the_same_step_tells_every_rank(pair: RankPo
         assert (value, steps) == (0.75, 1)
 
 
-# -- unscale_ on one rank alone ----------------------------------------------------------------------
+# -- unscale_ on one rank alone --------------------------------------------------------------------
 
 
 def _unscale_for_logging(gradient: float, overflow_on: int | None) -> Any:
@@ -144,7 +144,7 @@ def test_unscale_of_each_of_two_optimizers_on_rank_0_alone(pair: RankPool) -> No
     assert pair.run(_unscale_some_on_one) == [[[0.5], [1.5, 1.5]]] * 2
 
 
-# -- errors of one rank alone ------------------------------------------------------------------------
+# -- errors of one rank alone ----------------------------------------------------------------------
 
 
 def _mistake(what: str, scaler: DistGradScaler, optimizer: Any, parameter: Tensor) -> None:
@@ -284,7 +284,7 @@ def test_a_rank_that_runs_out_of_memory_before_the_message_stops_every_rank(
         assert errors[1] is None, "after update() all go on"
 
 
-# -- an elastic restart ------------------------------------------------------------------------------
+# -- an elastic restart ----------------------------------------------------------------------------
 
 
 def _restarted(folder: str, new_group: bool) -> tuple[Any, ...]:
@@ -331,7 +331,7 @@ def test_ranks_whose_live_trackers_differ_are_still_refused(pair: RankPool) -> N
         assert error[0] == "LockstepError"
 
 
-# -- the same optimizers, in other company -----------------------------------------------------------
+# -- the same optimizers, in other company ---------------------------------------------------------
 
 
 def _some_then_all(stages: bool) -> Any:
@@ -447,7 +447,7 @@ def test_a_probe_that_rank_0_trains_in_between_is_no_mismatch(pair: RankPool) ->
     assert pair.run(_stepped_on_rank_0_by_itself, True) == [0.5] * 2
 
 
-# -- Join: uneven inputs -----------------------------------------------------------------------------
+# -- Join: uneven inputs ---------------------------------------------------------------------------
 
 
 class _Line(nn.Module):
@@ -459,7 +459,9 @@ class _Line(nn.Module):
         return self.weight * x
 
 
-def _uneven(batches: tuple[int, int], overflow_at: int | None, zero: bool, with_scaler: bool) -> Any:
+def _uneven(
+    batches: tuple[int, int], overflow_at: int | None, zero: bool, with_scaler: bool
+) -> Any:
     from torch.distributed.algorithms.join import Join
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -525,7 +527,7 @@ def test_join_without_the_scaler_is_refused_and_aborts_nobody(pair: RankPool) ->
     assert any("Join([" in text for text in texts), texts
 
 
-# -- the number of messages --------------------------------------------------------------------------
+# -- the number of messages ------------------------------------------------------------------------
 
 
 def _messages() -> list[int]:

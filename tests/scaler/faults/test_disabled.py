@@ -132,7 +132,7 @@ def test_clip_by_parameters_that_no_optimizer_was_stepped_with() -> None:
     torch.testing.assert_close(norm, expected)
 
 
-# -- initialize --------------------------------------------------------------------------------------
+# -- initialize ------------------------------------------------------------------------------------
 
 
 def _amp(level: str, optimizers: int) -> Any:
@@ -162,7 +162,7 @@ def test_amp_clips_where_its_level_needs_no_scaler(level: str, optimizers: int) 
         assert bool(amp.step())
 
 
-# -- ranks -------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def _everything(scaler: DistGradScaler) -> None:

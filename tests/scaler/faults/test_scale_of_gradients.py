@@ -102,7 +102,7 @@ def test_masters_are_unscaled_by_their_own_scale() -> None:
     assert q.item() == 0.75
 
 
-# -- accumulation over a change of scale -------------------------------------------------------------
+# -- accumulation over a change of scale -----------------------------------------------------------
 
 
 def _accumulates(first: float, growth_interval: int, zeroed: str) -> tuple[Any, ...]:
@@ -182,7 +182,7 @@ def test_accumulation_within_one_iteration_goes_on_after_a_skipped_one() -> None
     assert (parameter.item(), scaler.get_scale()) == (0.25, 512.0)
 
 
-# -- scale() inside torch.compile --------------------------------------------------------------------
+# -- scale() inside torch.compile ------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -262,5 +262,3 @@ def test_the_scale_that_compiled_code_used_is_the_one_gradients_are_divided_by()
         scaler.update()
         scaler.step(b)
     assert q.item() == 0.75
-
-

@@ -34,7 +34,7 @@ def _scaler(name: str) -> DistGradScaler:
     return DistGradScaler("cpu", init_scale=1024.0, **SCHEDULES[name])
 
 
-# -- files of every version --------------------------------------------------------------------------
+# -- files of every version ------------------------------------------------------------------------
 
 
 def _read(file: Path) -> tuple[Any, dict[str, Any]]:
@@ -81,7 +81,7 @@ def test_such_a_state_loads_under_any_settings(file: Path, name: str) -> None:
     train(scaler, AFTER)
 
 
-# -- what is written now -----------------------------------------------------------------------------
+# -- what is written now ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -143,7 +143,7 @@ def test_a_disabled_scaler_has_neither() -> None:
     scaler.load_schedule_state_dict({})
 
 
-# -- torch.distributed.checkpoint --------------------------------------------------------------------
+# -- torch.distributed.checkpoint ------------------------------------------------------------------
 
 
 def _through_a_checkpoint(saved: dict[str, Any], into: str, folder: str) -> Any:
@@ -183,7 +183,7 @@ def test_checkpoints_load_on_ranks(pair: RankPool, tmp_path: Path) -> None:
     assert pair.run(_on_ranks, str(tmp_path)) == [(512.0, 0)] * 2
 
 
-# -- who saves both ----------------------------------------------------------------------------------
+# -- who saves both --------------------------------------------------------------------------------
 
 
 def test_amp_saves_what_its_schedule_remembers() -> None:

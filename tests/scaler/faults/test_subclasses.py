@@ -88,7 +88,7 @@ def test_the_same_where_ranks_agree(pair: RankPool, fused: bool) -> None:
     )
 
 
-# -- what an override does counts --------------------------------------------------------------------
+# -- what an override does counts ------------------------------------------------------------------
 
 
 def _takes_step_itself(base: type[Any]) -> Any:
@@ -227,7 +227,7 @@ def test_ranks_agree_whatever_a_subclass_overrides(
     assert pair.run(_subclass_on_ranks, number, overflow_on) == [(0.5, 512.0)] * 2
 
 
-# -- _unscale_grads_ that has nothing to say ---------------------------------------------------------
+# -- _unscale_grads_ that has nothing to say -------------------------------------------------------
 
 
 class _NothingToSay(DistGradScaler):
@@ -258,7 +258,7 @@ def test_unscale_grads_may_return_no_flags_on_ranks(pair: RankPool) -> None:
     assert pair.run(_nothing_to_say) == [(0.5, 1024.0)] * 2
 
 
-# -- optimizers whose step takes the scaler ----------------------------------------------------------
+# -- optimizers whose step takes the scaler --------------------------------------------------------
 
 
 class _Scaling(torch.optim.SGD):

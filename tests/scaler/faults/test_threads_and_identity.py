@@ -77,9 +77,7 @@ def test_an_iteration_of_another_trainer_in_another_thread_changes_nothing_here(
     alone, ops = _interrupted(-1)
     assert ops > 20
     differing = [
-        number
-        for number in range(ops)
-        if not all(map(torch.equal, _interrupted(number)[0], alone))
+        number for number in range(ops) if not all(map(torch.equal, _interrupted(number)[0], alone))
     ]
     assert differing == []
 
@@ -125,7 +123,7 @@ def test_trainers_in_threads_learn_what_each_learns_alone() -> None:
         sys.setswitchinterval(before)
 
 
-# -- parameters that are replaced, as by densifying, pruning and merging -----------------------------
+# -- parameters that are replaced, as by densifying, pruning and merging ---------------------------
 
 
 def _parameter_at(address: int, values: list[Tensor]) -> nn.Parameter:
@@ -198,7 +196,7 @@ def test_an_optimizer_whose_parameters_were_replaced_goes_on() -> None:
     assert _named_anew(cpu_scaler()) == _named_anew(torch_scaler()) == 1.0
 
 
-# -- two optimizers over some of the same parameters -------------------------------------------------
+# -- two optimizers over some of the same parameters -----------------------------------------------
 
 
 def _all_then_some(scaler: Any) -> list[float]:

@@ -209,7 +209,7 @@ def test_a_wrapper_trains_as_under_torchs_class(name: str, fused: bool) -> None:
     assert results[0] == results[1] == (0.25, 512.0)
 
 
-# -- never seen --------------------------------------------------------------------------------------
+# -- never seen ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("question", ["stepped", "found_inf", "overflow_rank", "step_counts"])
@@ -225,7 +225,7 @@ def test_a_question_about_an_optimizer_never_seen_is_an_error(question: str, wra
         getattr(scaler, question)(Lightning(never) if wrapped else never)
 
 
-# -- an optimizer that is hard to hold on to ---------------------------------------------------------
+# -- an optimizer that is hard to hold on to -------------------------------------------------------
 
 
 class Slotted:
