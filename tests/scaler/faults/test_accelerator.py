@@ -1,6 +1,6 @@
 """What shows on a device that is no host alone.
 
-Runs where there is one: a GPU, or the tests' simulated device, whose own tests call these functions.
+Runs where there is one: a GPU, or the tests' simulated device, whose tests call these functions.
 """
 
 from __future__ import annotations
