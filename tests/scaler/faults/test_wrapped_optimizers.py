@@ -14,76 +14,7 @@ from distamp.errors import StageError
 from distamp.scaler import MasterParameters
 from tests.ranks import RankPool
 from tests.scaler.steps import INF, backward, cpu_scaler, leaf, torch_scaler
-
-
-class Lightning:
-    """As lightning.pytorch.core.optimizer.LightningOptimizer: no Optimizer, passes on by name."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        return self._optimizer.step(closure, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-
-class Fabric:
-    """As lightning.fabric.wrappers._FabricOptimizer: takes the state of the one inside over."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.__dict__ = {
-            k: v for k, v in optimizer.__dict__.items() if k not in ("state_dict", "step")
-        }
-        self.__class__ = type("Fabric" + type(optimizer).__name__, (Fabric, type(optimizer)), {})
-        self._optimizer = optimizer
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    def step(self, closure: Any = None) -> Any:
-        return self._optimizer.step(closure)
-
-
-class Accelerated(torch.optim.Optimizer):
-    """As accelerate.optimizer.AcceleratedOptimizer: an Optimizer that has no groups of its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:
-        return self.optimizer.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-
-class Bare:
-    """Only ``.optimizer`` and what a loop calls."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.optimizer.step(*args, **kwargs)
+from tests.scaler.wrappers import Accelerated, Bare, Fabric, Lightning, Slotted
 
 
 WRAPPERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -226,26 +157,6 @@ def test_a_question_about_an_optimizer_never_seen_is_an_error(question: str, wra
 
 
 # -- an optimizer that is hard to hold on to -------------------------------------------------------
-
-
-class Slotted:
-    """What torch asks of an optimizer, in slots: there can be no weak reference to it."""
-
-    __slots__ = ("param_groups", "state")
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.param_groups = [{"params": parameters, "lr": 1.0}]
-        self.state: dict[Any, Any] = {}
-
-    def step(self) -> str:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter -= parameter.grad
-        return "stepped"
-
-    def zero_grad(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
 
 
 def _train_slotted(scaler: Any) -> list[Any]:
