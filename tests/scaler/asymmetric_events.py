@@ -51,7 +51,7 @@ def _chosen(runner: Runner, event: Event) -> int:
     return event.optimizer % len(runner.slots)
 
 
-# -- what is in the gradients ------------------------------------------------------------------------
+# -- what is in the gradients ----------------------------------------------------------------------
 
 
 def _inf(runner: Runner, event: Event) -> None:
@@ -101,7 +101,7 @@ def _between(runner: Runner, event: Event) -> None:
     runner.scaler.update()
 
 
-# -- who calls what ----------------------------------------------------------------------------------
+# -- who calls what --------------------------------------------------------------------------------
 
 
 def _log(runner: Runner, event: Event) -> None:
@@ -190,7 +190,7 @@ def _optimizer_raises(runner: Runner, event: Event) -> None:
         handle.remove()
 
 
-# -- optimizers and parameters that come and go ------------------------------------------------------
+# -- optimizers and parameters that come and go ----------------------------------------------------
 
 
 def _replace(runner: Runner, event: Event) -> None:
@@ -272,7 +272,7 @@ def _overlap(runner: Runner, event: Event) -> None:
     runner.scaler.update()
 
 
-# -- beside the training -----------------------------------------------------------------------------
+# -- beside the training ---------------------------------------------------------------------------
 
 
 def _probe(runner: Runner, event: Event) -> None:
@@ -284,7 +284,7 @@ def _probe(runner: Runner, event: Event) -> None:
 def _run_probe(runner: Runner, event: Event) -> None:
     like = runner.slots[_chosen(runner, event)].parameters[0]
     parameter = nn.Parameter(torch.full_like(like, 3.0, dtype=torch.float32))
-    optimizer = torch.optim.SGD([parameter], lr=1.0, **{"foreach": False})
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
     runner.kept.append(optimizer)
     kind = event.flavour % 3
     if kind == 0:
@@ -357,7 +357,7 @@ def _thread(runner: Runner, event: Event) -> None:
         )
 
 
-# -- groups, states, copies --------------------------------------------------------------------------
+# -- groups, states, copies ------------------------------------------------------------------------
 
 
 def _regroup(runner: Runner, event: Event) -> None:
@@ -407,7 +407,7 @@ def _copy(runner: Runner, event: Event) -> None:
     runner.seen.restarted = True
 
 
-# -- uneven inputs -----------------------------------------------------------------------------------
+# -- uneven inputs ---------------------------------------------------------------------------------
 
 
 class _Line(nn.Module):

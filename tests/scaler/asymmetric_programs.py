@@ -135,8 +135,4 @@ def allowed(setting: Setting, event: Event) -> bool:
     if event.what in ("between", "some") and setting.optimizers < 2:
         return False
     # An update of its own knows torch's rule alone, and what returns no flags never skips.
-    if setting.scaler == "no flags" and event.what in ("inf", "between"):
-        return False
-    if event.what == "copy" and setting.scaler == "logged":
-        return False  # a class that is made in a function cannot be pickled
-    return True
+    return not (setting.scaler == "no flags" and event.what in ("inf", "between"))

@@ -77,7 +77,7 @@ class Runner:
         self.compiled: Any = None
         self.seen = Seen()
 
-    # -- what a program is made of ------------------------------------------------------------------
+    # -- what a program is made of -----------------------------------------------------------------
 
     def new_group(self) -> Any:
         return dist.new_group(list(range(WORLD)), timeout=GROUP_TIMEOUT)
@@ -106,7 +106,7 @@ class Runner:
         assert len(values) == 1 or values[-1] == TIED_VALUE or self.number
         return Slot(self.setting, parameters)
 
-    # -- one iteration, in pieces that events put together ------------------------------------------
+    # -- one iteration, in pieces that events put together -----------------------------------------
 
     def zero_grad(self) -> None:
         for slot in self.slots:
@@ -168,7 +168,7 @@ class Runner:
         self.step(self.every(), event)
         self.scaler.update()
 
-    # -- the program --------------------------------------------------------------------------------
+    # -- the program -------------------------------------------------------------------------------
 
     def run(self) -> list[Seen]:
         outcomes: list[Seen] = []

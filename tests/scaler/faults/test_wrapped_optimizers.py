@@ -16,7 +16,6 @@ from tests.ranks import RankPool
 from tests.scaler.steps import INF, backward, cpu_scaler, leaf, torch_scaler
 from tests.scaler.wrappers import Accelerated, Bare, Fabric, Lightning, Slotted
 
-
 WRAPPERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "Lightning": Lightning,
     "Fabric": Fabric,
