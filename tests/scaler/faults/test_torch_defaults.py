@@ -1,4 +1,4 @@
-"""torch's defaults for a whole process, which users set for their models, reach no tensor of ours."""
+"""torch's defaults for a whole process, which users set for models, reach no tensor of ours."""
 
 from __future__ import annotations
 
