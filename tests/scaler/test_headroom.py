@@ -20,7 +20,7 @@ from distamp import DistGradScaler
 from distamp.errors import SettingError
 from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule
 from distamp.scaler import settling as settling_module
-from distamp.scaler.gradients import largest_magnitude
+from distamp.gradients import largest_magnitude
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, iteration, sgd, torch_scaler

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from distamp.scaler.gradients import inner_optimizer, parameters_of
-from distamp.scaler.master_lookup import masters_of
+from distamp.gradients import is_dtensor
+from distamp.masters.lookup import masters_of
+from distamp.optimizers import inner_optimizer, parameters_of
 
 __all__ = ["move_state", "read_masters", "refuse_without_masters"]
 
@@ -99,7 +99,7 @@ def read_masters(
         )
     for number, master in own.items():
         value = saved[number]
-        if value.shape != master.shape or isinstance(value, DTensor) != isinstance(master, DTensor):
+        if value.shape != master.shape or is_dtensor(value) != is_dtensor(master):
             raise ValueError(
                 f"the saved master of parameter {number} is {_described(value)}, the one here is "
                 f"{_described(master)}"
@@ -115,5 +115,5 @@ def _listed(masters: Mapping[int, Tensor]) -> str:
 
 
 def _described(tensor: Tensor) -> str:
-    placed = f" placed {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    placed = f" placed {tensor.placements}" if is_dtensor(tensor) else ""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}{placed}"

@@ -1,4 +1,4 @@
-"""From an optimizer to the local gradient tensors behind it, whatever the layout.
+"""From parameters to local gradient tensors, whatever the layout; unscale and check them.
 
 The only place that knows layouts: dense and sparse gradients, DTensor, flat shards, empty shards,
 several devices and dtypes. Everything after it sees plain local tensors.
@@ -7,42 +7,46 @@ several devices and dtypes. Everything after it sees plain local tensors.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from distamp import host
 from distamp.errors import GradientError
-from distamp.scaler import host
+from distamp.optimizers import parameter_names
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "check_finite",
-    "inner_optimizer",
+    "is_dtensor",
     "largest_magnitude",
     "local_gradients",
+    "local_of",
     "local_part",
-    "parameters_of",
+    "merged",
     "refuse_impossible",
     "summed_values",
     "unscale",
 ]
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every parameter of every group, in order."""
-    parameters: list[Tensor] = []
-    for group in optimizer.param_groups:
-        parameters.extend(group["params"])
-    return parameters
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether this is a DTensor; does not import what defines it, for then none is."""
+    kind = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer that a wrapper (ZeroRedundancyOptimizer, OSS) only passes on to."""
-    held = vars(optimizer)
-    candidates = (held.get(name) for name in ("optim", "optimizer", "_optim", "_optimizer"))
-    return next((c for c in candidates if isinstance(c, torch.optim.Optimizer)), None)
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part; under no_grad the very tensor that a DTensor holds."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def refuse_impossible(parameters: list[Tensor]) -> None:
@@ -67,16 +71,11 @@ def _is_fairscale_flat(parameter: Tensor) -> bool:
     return kind.__name__ == "FlatParameter" and kind.__module__.startswith("fairscale.")
 
 
-def parameter_names(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yield a name for each of `parameters_of`: the optimizer's own, else group and index."""
-    for group_index, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names")
-        for index in range(len(group["params"])):
-            yield names[index] if names else f"group {group_index}, parameter {index}"
-
-
 def local_gradients(
-    parameters: list[Tensor], *, allow_fp16: bool, owner: torch.optim.Optimizer | None = None
+    parameters: Iterable[Tensor],
+    *,
+    allow_fp16: bool,
+    owner: torch.optim.Optimizer | None = None,
 ) -> list[Tensor]:
     """Return the local, dense storage of every gradient there is.
 
@@ -94,15 +93,18 @@ def local_gradients(
     # Both questions are asked of all at once, in C; most models are dense and plain throughout.
     if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
         gradients = _behind_wrappers(parameters, owner)
-    if not allow_fp16 and torch.float16 in {gradient.dtype for gradient in gradients}:
+    if not allow_fp16 and torch.float16 in set(map(_dtype, gradients)):
         raise ValueError("Attempting to unscale FP16 gradients.")
     return gradients
 
 
 _is_sparse = operator.attrgetter("is_sparse")
+_dtype = operator.attrgetter("dtype")
 
 
-def _behind_wrappers(parameters: list[Tensor], owner: torch.optim.Optimizer | None) -> list[Tensor]:
+def _behind_wrappers(
+    parameters: Iterable[Tensor], owner: torch.optim.Optimizer | None
+) -> list[Tensor]:
     gradients: list[Tensor] = []
     for index, parameter in enumerate(parameters):
         gradient = parameter.grad
@@ -116,6 +118,25 @@ def _behind_wrappers(parameters: list[Tensor], owner: torch.optim.Optimizer | No
             gradient = gradient._values()
         gradients.append(gradient)
     return gradients
+
+
+def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int) -> Tensor:
+    """Return this rank's part of a gradient, the ``index``-th of its owner.
+
+    Raises:
+        GradientError: It is a ``Partial`` DTensor.
+    """
+    if not is_dtensor(gradient):
+        return gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        name = list(parameter_names(owner))[index] if owner is not None else f"number {index}"
+        raise GradientError(
+            f"the gradient of {name} is a DTensor with placements {gradient.placements}: a Partial "
+            "gradient is one summand and says nothing about the sum. Reduce it first, for example "
+            "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
+        )
+    with torch.no_grad():  # without a graph, to_local is the local tensor itself, not a view of it
+        return gradient.to_local()
 
 
 def unscale(gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> list[Tensor]:
@@ -190,6 +211,15 @@ def largest_magnitude(gradients: list[Tensor], device: torch.device) -> Tensor:
     return largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
+def merged(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return one 0-d flag on ``device`` for the flags of several devices."""
+    first, *others = flags
+    total = first if first.device == device else first.to(device, non_blocking=True)
+    for flag in others:
+        total = torch.maximum(total, flag.to(device, non_blocking=True))
+    return total if total.dim() == 0 else total.max()
+
+
 def _nonempty(group: list[Tensor]) -> list[Tensor]:
     return [g for g in group if g.numel()] or [torch.zeros(1, device=group[0].device)]
 
@@ -200,25 +230,6 @@ def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]
     as_lists: Any = [gradients]
     groups: dict[Any, Any] = torch._C._group_tensors_by_device_and_dtype(as_lists, False)
     return [(device, tensors) for (device, _), ((tensors,), _) in groups.items()]
-
-
-def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int) -> Tensor:
-    """Return this rank's part of a gradient, the ``index``-th of its owner.
-
-    Raises:
-        GradientError: It is a ``Partial`` DTensor.
-    """
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if any(placement.is_partial() for placement in gradient.placements):
-        name = list(parameter_names(owner))[index] if owner is not None else f"number {index}"
-        raise GradientError(
-            f"the gradient of {name} is a DTensor with placements {gradient.placements}: a Partial "
-            "gradient is one summand and says nothing about the sum. Reduce it first, for example "
-            "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
-        )
-    with torch.no_grad():  # without a graph, to_local is the local tensor itself, not a view of it
-        return gradient.to_local()
 
 
 def summed_values(gradient: Tensor) -> Tensor:

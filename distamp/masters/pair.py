@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-__all__ = ["Pair", "local_of", "write_back"]
+from distamp.gradients import is_dtensor, local_of
+
+__all__ = ["Pair", "write_back"]
 
 # What wrappers mark a parameter with, and the scaler tells layouts by.
-_MARKS = ("_fsdp_flattened", "_unpadded_unsharded_size", "_ddp_ignored", "_is_sharded")
+_MARKS = (
+    "_fsdp_flattened",
+    "_unpadded_unsharded_size",
+    "_ddp_ignored",
+    "_is_sharded",
+    "tensor_model_parallel",
+    "shared",
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,14 +57,14 @@ class Pair:
         master, parameter = local_of(self.master), local_of(self.parameter)
         same = master.to(parameter.dtype) == parameter
         master.copy_(torch.where(same, master, parameter.float()))
-        self.settle()
+        self.note_written()
 
     def refresh(self) -> None:
         """Set the master to the parameter's value."""
         local_of(self.master).copy_(local_of(self.parameter))
-        self.settle()
+        self.note_written()
 
-    def settle(self) -> None:
+    def note_written(self) -> None:
         """Note that the parameter holds the master's rounding."""
         self.writes = _writes(self.parameter)
 
@@ -73,16 +81,11 @@ def write_back(pairs: Collection[Pair]) -> None:
     for parameters, masters in alike.values():
         torch._foreach_copy_(parameters, masters)
     for pair in pairs:
-        pair.settle()
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part; under no_grad the very tensor that a DTensor holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        pair.note_written()
 
 
 def _writes(parameter: Tensor) -> int:
     """Return a number that grows whenever anything writes to ``parameter``, but through .data."""
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         return parameter._version + parameter.to_local()._version
     return parameter._version

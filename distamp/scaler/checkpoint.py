@@ -4,32 +4,51 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from distamp.errors import SettingError, StageError
-from distamp.scaler.callers import stacklevel_of_caller
 from distamp.scaler.headroom import HeadroomSchedule
 from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
+from distamp.scaler.settings import stacklevel_of_caller
 
-__all__ = ["read_state"]
+__all__ = ["Saved", "read_schedule", "read_state", "written_schedule"]
 
 _VERSION = 1
 _KINDS: dict[str, type[Schedule]] = {**SCHEDULES, HeadroomSchedule.kind: HeadroomSchedule}
 
 
-def read_state(
-    state: dict[str, Any], current: Schedule
-) -> tuple[Schedule, float, int, int, tuple[int, ...]]:
-    """Return schedule, scale, growth tracker, hysteresis tracker and the schedule's memory.
+@dataclass(frozen=True)
+class Saved:
+    """What was read from a state.
 
     Args:
-        state: What ``state_dict()`` of this class or of a torch scaler returned, or Apex's
-            ``amp.state_dict()`` (``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}}``).
-        current: The schedule of the scaler that loads. A torch scaler's dict says nothing of
-            bounds or hysteresis, so those are kept.
+        schedule: How the scale moves.
+        scale: The loss scale; None where the state does not say.
+        tracker: Clean iterations since the scale last moved; None where it does not say.
+        hysteresis: Overflows still forgiven; None where it does not say.
+        memory: What else the schedule remembers; None where it does not say.
+    """
+
+    schedule: Schedule
+    scale: float | None = None
+    tracker: int | None = None
+    hysteresis: int | None = None
+    memory: tuple[int, ...] | None = None
+
+
+def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
+    """Read what ``state_dict()`` of this class or of a torch scaler returned, or Apex's.
+
+    Args:
+        state: torch's five keys; ``"distamp"`` beside them where an earlier version wrote it; or
+            ``amp.state_dict()`` of Apex (``{"loss_scaler0": {"loss_scale": ..., "unskipped":
+            ...}}``).
+        current: The schedule of the scaler that loads. torch's five keys say nothing of bounds or
+            hysteresis, so those are kept.
 
     Raises:
         StageError: ``state`` is empty, as torch raises RuntimeError for it.
@@ -44,18 +63,41 @@ def read_state(
     settings = {name: _value(state, name) for name in _TORCH_SETTINGS}
     extras = state.get("distamp")
     if extras is None:
-        schedule = current.replaced(**settings)
-        hysteresis, memory = schedule.initial_hysteresis, schedule.initial_memory
+        read = Saved(current.replaced(**settings))
     else:
-        schedule, hysteresis, memory = _with_extras(extras, settings)
+        _check_version(extras)
+        read = _schedule(_value(extras, "schedule"), settings)
     tracker = _count(state, "_growth_tracker")
-    return schedule, _scale(state, schedule), tracker, hysteresis, memory
+    return replace(read, scale=_scale(state, read.schedule), tracker=tracker)
+
+
+def written_schedule(
+    schedule: Schedule, hysteresis: int, memory: Sequence[int]
+) -> dict[str, Any]:
+    """Return what torch's five keys cannot hold: the kind of schedule, its bounds and memory."""
+    return {
+        "version": _VERSION,
+        **schedule.extras(),
+        "hysteresis_tracker": hysteresis,
+        "memory": list(memory),
+    }
+
+
+def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
+    """Read what `written_schedule` returned, beside settings that ``current`` has of torch's five.
+
+    Raises:
+        SettingError: A value is missing or outside its range.
+    """
+    _check_version(state)
+    settings = {name: getattr(current, name) for name in _TORCH_SETTINGS}
+    return _schedule({key: value for key, value in state.items() if key != "version"}, settings)
 
 
 _TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
-def _value(state: dict[str, Any], name: str) -> Any:
+def _value(state: Mapping[str, Any], name: str) -> Any:
     if name not in state:
         raise SettingError(
             f"the scaler state has no {name!r}, only {sorted(map(str, state))}; it should be what "
@@ -64,14 +106,14 @@ def _value(state: dict[str, Any], name: str) -> Any:
     return state[name]
 
 
-def _count(state: dict[str, Any], name: str) -> int:
+def _count(state: Mapping[str, Any], name: str) -> int:
     value = _value(state, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise SettingError(f"the scaler state's {name} must be an integer >= 0, not {value!r}")
     return value
 
 
-def _from_apex(state: dict[str, Any], current: Schedule) -> dict[str, Any]:
+def _from_apex(state: Mapping[str, Any], current: Schedule) -> Mapping[str, Any]:
     """Return torch's keys for what ``apex.amp.state_dict()`` or one of its loss scalers holds."""
     scalers = [name for name in state if str(name).startswith("loss_scaler")]
     if len(scalers) > 1:
@@ -86,15 +128,16 @@ def _from_apex(state: dict[str, Any], current: Schedule) -> dict[str, Any]:
     return {**kept, "scale": apex["loss_scale"], "_growth_tracker": apex["unskipped"]}
 
 
-def _with_extras(
-    extras: dict[str, Any], settings: dict[str, Any]
-) -> tuple[Schedule, int, tuple[int, ...]]:
-    if extras.get("version") != _VERSION:
+def _check_version(state: Mapping[str, Any]) -> None:
+    if state.get("version") != _VERSION:
         raise SettingError(
-            f"the scaler state was written by another version ({extras.get('version')!r}) of "
+            f"the scaler state was written by another version ({state.get('version')!r}) of "
             f"distamp; this one reads version {_VERSION}"
         )
-    saved = dict(_value(extras, "schedule"))
+
+
+def _schedule(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Saved:
+    saved = dict(given)
     hysteresis = _count(saved, "hysteresis_tracker")
     del saved["hysteresis_tracker"]
     kind = saved.pop("kind", DynamicSchedule.kind)
@@ -108,16 +151,16 @@ def _with_extras(
         )
     schedule = _KINDS[kind](**settings, **saved)
     if memory is None:
-        return schedule, hysteresis, schedule.initial_memory
-    if len(memory) != len(schedule.initial_memory):
+        memory = schedule.initial_memory
+    if not isinstance(memory, (list, tuple)) or len(memory) != len(schedule.initial_memory):
         raise SettingError(
-            f"the scaler state has a memory of {len(memory)} numbers for schedule {kind!r}, which "
-            f"has {len(schedule.initial_memory)}"
+            f"the scaler state has memory {memory!r} for schedule {kind!r}, which remembers "
+            f"{len(schedule.initial_memory)} numbers"
         )
-    return schedule, hysteresis, tuple(map(int, memory))
+    return Saved(schedule, hysteresis=hysteresis, memory=tuple(map(int, memory)))
 
 
-def _scale(state: dict[str, Any], schedule: Schedule) -> float:
+def _scale(state: Mapping[str, Any], schedule: Schedule) -> float:
     value = _value(state, "scale")
     if not isinstance(value, (int, float, Tensor)):
         raise SettingError(f"the scaler state's scale must be a number, not {value!r}")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from distamp.errors import StageError
-from distamp.scaler.master_pair import local_of
+from distamp.gradients import local_of
 
 if TYPE_CHECKING:
-    from distamp.scaler.master import MasterParameters
+    from distamp.masters.masters import MasterParameters
 
 __all__ = ["CheckpointView"]
 
@@ -34,9 +34,9 @@ class CheckpointView(torch.optim.Optimizer):
     def __init__(self, masters: MasterParameters, stepping: torch.optim.Optimizer) -> None:
         self._masters = masters
         self._stepping = stepping
-        sources = iter(masters.sources())
+        filled = iter(masters.filled())
         groups = [
-            {**group, "params": [next(sources) for _ in group["params"]]}
+            {**group, "params": [next(filled) for _ in group["params"]]}
             for group in stepping.param_groups
         ]
         super().__init__(groups, stepping.defaults)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "is_host", "upload"]
+__all__ = ["HostCopy", "is_host"]
 
 
 def is_host(device: torch.device) -> bool:
@@ -13,14 +13,12 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def upload(words: list[float], device: torch.device) -> Tensor:
-    """Return ``words`` as a float64 tensor on ``device``, copied without waiting."""
-    pinned = torch.tensor(words, dtype=torch.float64, pin_memory=device.type != "cpu")
-    return pinned.to(device, non_blocking=True)
-
-
 class HostCopy:
-    """A device tensor on its way to the host; whoever reads it waits for this copy alone."""
+    """A device tensor on its way to the host; whoever reads it waits for this copy alone.
+
+    Args:
+        source: What is copied, of any shape.
+    """
 
     def __init__(self, source: Tensor) -> None:
         on_device = source.device.type != "cpu"
@@ -29,6 +27,10 @@ class HostCopy:
         self._event = torch.Event(source.device) if on_device else None
         if self._event is not None:
             self._event.record()
+
+    def arrived(self) -> bool:
+        """Return whether `values` would not wait."""
+        return self._event is None or bool(self._event.query())
 
     def values(self) -> list[float]:
         """Return the values, waiting for the copy if need be."""

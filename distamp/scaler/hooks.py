@@ -1,7 +1,7 @@
-"""The communication hooks that a scaler was joined with, and what it need not do thanks to them.
+"""Communication hooks that a scaler is joined with, and the messages that it need not send.
 
-A hook's exchange leaves every rank with the same gradients and the news of inf and NaN among them,
-so neither a check nor a message is needed. What the message would have compared, the loss scale and
+A hook's exchange leaves every rank with the same gradients and knows of inf and NaN among them, so
+neither a check nor a message is needed. What the message would have compared, the loss scale and
 the calls so far, travels in the hook's exchange.
 """
 
@@ -10,63 +10,60 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from distamp.optimizers import inner_optimizer
 from distamp.protocols import CommHook, GradientWatch
-from distamp.scaler.gradients import inner_optimizer, parameters_of
-from distamp.scaler.master_lookup import carriers
+from distamp.scaler.optimizer_state import OptimizerState
+from distamp.sources import source_of
 
-__all__ = ["Attached", "checked_hook"]
-
-Optimizers: TypeAlias = Sequence[torch.optim.Optimizer]
+__all__ = ["Hooks", "checked_hook"]
 
 # Calls whose gradients are as the backward pass left them.
-_CALLS = ("step", "unscale_", "clip_grad_norm_")
+_CALLS = ("step", "clip_grad_norm_")
 
 
-class Attached:
+class Hooks:
     """Hooks, and for each optimizer whether all its gradients come through one of them.
 
-    Whether they do is told to all ranks in the first message about that optimizer; from the next
-    call on there is none.
+    Whether they do is part of the first message about that optimizer; from the next call on there
+    is none.
     """
 
     def __init__(self) -> None:
-        self.hooks: list[CommHook] = []
-        self._watches: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, tuple[int, GradientWatch]
-        ] = weakref.WeakKeyDictionary()
-        self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._telling: list[bool] = []
+        self.joined: list[CommHook] = []
+        self._watches: weakref.WeakKeyDictionary[Any, tuple[int, GradientWatch]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._announced: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._announcing: list[bool] = []
         self._calls = 0
 
     def add(self, hook: CommHook) -> None:
         """Join one more hook."""
-        self.hooks.append(hook)
-        # Its exchanges speak from the first on: a rank whose loss is not scaled is not silent.
+        self.joined.append(hook)
+        # Its exchanges compare from the first on: a rank whose loss is not scaled is seen, too.
         hook.scale_changed(torch.ones(()), 1)
 
-    def announce(self, scale: Tensor, iteration: int, settings: Callable[[], str]) -> None:
+    def scale_is(self, scale: Tensor, iteration: int, settings: Callable[[], str]) -> None:
         """Tell the hooks what the coming backward pass is scaled by."""
-        if not self.hooks:
-            return
         word = hash((iteration, zlib.crc32(settings().encode()), self._calls)) & (2**62 - 1)
-        for hook in self.hooks:
+        for hook in self.joined:
             hook.scale_changed(scale, word or 1)
 
-    def count(self, call: str, identities: Sequence[tuple[int, int]]) -> None:
-        """Add a call that is settled without a message to what the next exchange compares."""
-        self._calls = hash((self._calls, zlib.crc32(call.encode()), tuple(identities))) & (
-            2**61 - 1
-        )
+    def count(self, call: str, states: Sequence[OptimizerState]) -> None:
+        """Add a call that takes no message to what the next exchange compares."""
+        identities = tuple(state.identity for state in states)
+        words = (self._calls, zlib.crc32(call.encode()), identities)
+        self._calls = hash(words) & (2**61 - 1)
 
     def flags(
         self,
         call: str,
-        optimizers: Optimizers,
+        optimizers: Sequence[Any],
         ranks: Sequence[int],
         *,
         agreed: bool,
@@ -83,10 +80,10 @@ class Attached:
                 which holds all of them.
         """
         watches = [self._watch(optimizer, ranks) for optimizer in optimizers]
-        self._telling = [watch is not None for watch in watches]
-        apart = [hook.ranks_mismatched() for hook in self.hooks]
-        known = agreed and all(optimizer in self._told for optimizer in optimizers)
-        if call not in _CALLS or not known or any(apart):
+        self._announcing = [watch is not None for watch in watches]
+        mismatched = [hook.ranks_mismatched() for hook in self.joined]
+        known = agreed and all(optimizer in self._announced for optimizer in optimizers)
+        if call not in _CALLS or not known or any(mismatched):
             return None
         if measured and not (optimizers and all(map(_holds_all, optimizers, watches))):
             return None
@@ -95,36 +92,36 @@ class Attached:
 
     def in_words(self, settings: str) -> str:
         """Return the settings, and what else must be the same on all ranks because of hooks."""
-        if not self.hooks:
+        if not self.joined:
             return settings
-        return f"{settings}, gradients by hook={self._telling}, calls without message={self._calls}"
+        return (
+            f"{settings}, gradients by hook={self._announcing}, "
+            f"calls without message={self._calls}"
+        )
 
-    def settled(self, optimizers: Optimizers) -> None:
+    def agreed(self, optimizers: Sequence[Any]) -> None:
         """Note that all ranks know which of these optimizers' gradients come through a hook."""
-        if self.hooks:
-            told = zip(optimizers, self._telling, strict=False)
-            self._told.update(optimizer for optimizer, through in told if through)
+        through = zip(optimizers, self._announcing, strict=False)
+        self._announced.update(optimizer for optimizer, is_through in through if is_through)
 
-    def step_ended(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    def step_ended(self, optimizer: Any, found_inf: Tensor) -> None:
         """Tell the hooks whether a step was taken or skipped."""
-        for hook in self.hooks:
-            hook.step_ended(carriers(optimizer), found_inf)
+        for hook in self.joined:
+            hook.step_ended(source_of(optimizer).watched(), found_inf)
 
     def iteration_ended(self) -> None:
         """Tell the hooks that the next iteration begins."""
-        for hook in self.hooks:
+        for hook in self.joined:
             hook.iteration_ended()
 
-    def _watch(
-        self, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
-    ) -> GradientWatch | None:
+    def _watch(self, optimizer: Any, ranks: Sequence[int]) -> GradientWatch | None:
         """Return the watch over this optimizer's gradients, if all came through just now."""
-        parameters = parameters_of(optimizer)
+        parameters = source_of(optimizer).stepped()
         count = len(parameters)
-        held = self._watches.get(optimizer)
-        if held is not None and held[0] == count and held[1].exchanged():
-            return held[1]
-        for hook in self.hooks:
+        known = self._watches.get(optimizer)
+        if known is not None and known[0] == count and known[1].exchanged():
+            return known[1]
+        for hook in self.joined:
             watch = hook.watch(parameters, ranks)
             if watch is not None and watch.exchanged():
                 self._watches[optimizer] = (count, watch)
@@ -132,7 +129,7 @@ class Attached:
         return None
 
 
-def _holds_all(optimizer: torch.optim.Optimizer, watch: GradientWatch | None) -> bool:
+def _holds_all(optimizer: Any, watch: GradientWatch | None) -> bool:
     """Return whether each rank steps all of the optimizer's parameters, as ZeRO's do not."""
     return watch is not None and watch.replicated and inner_optimizer(optimizer) is None
 

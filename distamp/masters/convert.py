@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from distamp.scaler import host
-from distamp.scaler.gradients import local_part
+from distamp import host
+from distamp.gradients import is_dtensor, local_of, local_part
 
 __all__ = ["Transfer", "convert"]
 
@@ -141,16 +140,16 @@ def _buffer(transfer: Transfer) -> Tensor:
     held, gradient = transfer.target.grad, transfer.source.grad
     assert gradient is not None
     if held is not None and not held.is_sparse:
-        return held.to_local() if isinstance(held, DTensor) else held
+        return local_of(held)
     buffer = torch.empty_like(transfer.local, dtype=torch.float32)
     transfer.target.grad = _placed(buffer, gradient)
     return buffer
 
 
 def _placed(local: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return local
-    placed: Tensor = DTensor.from_local(
+    placed: Tensor = type(like).from_local(
         local,
         like.device_mesh,
         like.placements,

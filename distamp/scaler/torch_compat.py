@@ -1,25 +1,33 @@
-"""torch's inner names, which frameworks read or override on a GradScaler; all in one place."""
+"""torch's private names, which frameworks read or override on a GradScaler; all in one place."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distamp.errors import StageError
-from distamp.scaler.gradients import local_gradients, parameters_of, unscale
+from distamp.scaler.optimizer_state import OptimizerStates, Records
 from distamp.scaler.schedule import ScaleState, Schedule
-from distamp.scaler.stages import Records
+from distamp.sources import GradientSource
 
-__all__ = ["TorchInnerNames"]
+__all__ = ["TorchNames", "overrides"]
 
 
-class TorchInnerNames(torch.amp.GradScaler):
+def overrides(scaler: object, name: str, base: type) -> bool:
+    """Return whether a subclass, or the object itself, has another method of this name."""
+    return getattr(type(scaler), name) is not getattr(base, name) or name in vars(scaler)
+
+
+class TorchNames(torch.amp.GradScaler):
     """The private surface of torch.amp.GradScaler, answered from distamp's own state.
 
-    ``_scale``, ``_growth_tracker``, ``_init_scale``, ``_init_growth_tracker``, ``_enabled``,
-    ``_device`` and ``_per_optimizer_states`` are plain attributes of the scaler itself.
+    ``_scale``, ``_growth_tracker``, ``_init_scale``, ``_init_growth_tracker``, ``_enabled`` and
+    ``_device`` are plain attributes of the scaler itself; ``unscale_``, ``_unscale_grads_``,
+    ``_check_inf_per_device``, ``_maybe_opt_step``, ``update`` and ``get_scale`` are called by
+    `DistGradScaler` wherever torch's class calls them, so that an override of one is used.
     """
 
     _schedule: Schedule
@@ -27,8 +35,19 @@ class TorchInnerNames(torch.amp.GradScaler):
     _init_memory: tuple[int, ...]
     _hysteresis_tracker: Tensor | None
     _memory: Tensor | None
-    _fp16_grads: str
-    _per_optimizer_states: Records  # type: ignore[assignment]
+    _states: OptimizerStates
+
+    def _begin_iteration(self, records: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        raise NotImplementedError
+
+    @property
+    def _per_optimizer_states(self) -> Records:  # type: ignore[override]
+        return self._states.records
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+        # What ends an update() of torch's classes, and of those written after them.
+        self._begin_iteration(records)
 
     @property
     def _growth_factor(self) -> float:
@@ -58,12 +77,6 @@ class TorchInnerNames(torch.amp.GradScaler):
         found: dict[Any, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return found
 
-    def _scale_on(self, device: torch.device) -> Tensor:
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
-        assert self._scale is not None
-        return self._scale
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         # The first call may come from validation; the tensors must be fit for training afterwards.
         with torch.inference_mode(False):
@@ -85,11 +98,19 @@ class TorchInnerNames(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         # The local pass under torch's name and signature: frameworks override or wrap it.
-        with torch.no_grad():
-            gradients = local_gradients(
-                parameters_of(optimizer), allow_fp16=allow_fp16, owner=optimizer
-            )
-            return {flag.device: flag for flag in unscale(gradients, inv_scale, found_inf)}
+        source = GradientSource(optimizer)
+        return {f.device: f for f in source.unscale(inv_scale, found_inf, allow_fp16)}
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if any(flag.item() for flag in optimizer_state["found_inf_per_device"].values()):
+            return None
+        return optimizer.step(*args, **kwargs)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -98,6 +119,3 @@ class TorchInnerNames(torch.amp.GradScaler):
                 "use scaler.scale(loss or outputs) earlier in the iteration."
             )
         return self._scale, self._growth_tracker
-
-    def _scale_tensor(self) -> Tensor:
-        return self._scale_on(torch.device(self._device)) if self._scale is None else self._scale

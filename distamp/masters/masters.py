@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from distamp.errors import StageError
-from distamp.scaler.closure import find_closure
-from distamp.scaler.gradients import inner_optimizer, local_gradients, parameters_of, unscale
-from distamp.scaler.master_gradients import Transfer, convert
-from distamp.scaler.master_lookup import all_masters, register
-from distamp.scaler.master_pair import Pair, local_of, write_back
-from distamp.scaler.master_state import move_state, read_masters, refuse_without_masters
-from distamp.scaler.master_view import CheckpointView
-from distamp.scaler.master_zeroing import ZeroGradWitness
+from distamp.gradients import local_gradients, local_of, unscale
+from distamp.masters.checkpoint_view import CheckpointView
+from distamp.masters.convert import Transfer, convert
+from distamp.masters.pair import Pair, write_back
+from distamp.masters.state import move_state, read_masters, refuse_without_masters
+from distamp.masters.zeroing import ZeroGradWitness
+from distamp.optimizers import find_closure, inner_optimizer, parameters_of
+from distamp.sources import GradientSource, set_source
 
 __all__ = ["MasterParameters"]
 
 _LOW = (torch.float16, torch.bfloat16)
 
 
-class MasterParameters:
+class MasterParameters(GradientSource):
     """fp32 copies of an optimizer's fp16 and bf16 parameters, which it steps in their place.
 
     Differs from ``apex.amp`` in that no method of the optimizer is replaced: the masters stand in
@@ -57,6 +57,8 @@ class MasterParameters:
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
     """
 
+    has_masters = True
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         refuse_without_masters(optimizer, _LOW)
         inner = inner_optimizer(optimizer) or optimizer
@@ -68,16 +70,21 @@ class MasterParameters:
         self._pairs: dict[int, Pair] = {}
         self._of_master: dict[int, Pair] = {}
         self._taken = False
-        self._witness = ZeroGradWitness()
+        me = weakref.ref(self)
+        self._witness = ZeroGradWitness(lambda: _drop_gradients(me()))
         self._adopt()
         if not self._wrapped:
-            self._witness.lay([pair.master for pair in self._pairs.values()], in_backward=False)
+            self._witness.lay(self._masters())
+        if len(self._pairs) == 1:
+            # Where there is one master alone, nothing but a backward pass can lay another witness.
+            (pair,) = self._pairs.values()
+            pair.parameter.register_hook(lambda _: _before_backward(me()))
         inner.register_step_pre_hook(self._before_step)
         inner.register_step_post_hook(self._after_step)
         if self._wrapped:  # its load_state_dict knows the model's parameters alone
             optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_state())
-        register(optimizer, self)
-        register(inner, self)
+        set_source(optimizer, self)
+        set_source(inner, self)
 
     # -- who belongs to whom ----------------------------------------------------------------------
 
@@ -101,17 +108,51 @@ class MasterParameters:
         self._adopt()
         return parameters_of(self._stepping())
 
-    def sources(self) -> list[Tensor]:
+    def filled(self) -> list[Tensor]:
         """Return the same, but for each master the parameter whose gradient backward fills."""
         pairs = self._of_master
         return [p if (pair := pairs.get(id(p))) is None else pair.parameter for p in self.stepped()]
+
+    def watched(self) -> list[Tensor]:
+        """Return every tensor whose ``.grad`` may be a gradient of this optimizer."""
+        outer = self._outer()
+        mine = [] if outer is None else parameters_of(outer)
+        everyone = [*mine, *self.filled(), *self.stepped()]
+        return list({id(tensor): tensor for tensor in everyone}.values())
+
+    def share(self) -> list[Tensor] | None:
+        """See `GradientSource.share`."""
+        outer = self._outer()
+        if not self._wrapped or outer is None:
+            return None
+        share = parameters_of(self._stepping())
+        return share if len(share) < len(parameters_of(outer)) else None
+
+    def in_place_of(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Return masters where there are any; leaves out what another rank steps."""
+        self._adopt()
+        elsewhere = set(map(id, self.elsewhere()))
+        found = (
+            p if (pair := self._pairs.get(id(p))) is None else pair.master
+            for p in parameters
+            if id(p) not in elsewhere
+        )
+        return list(found)
+
+    def stand_in_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the master of a parameter of the model; None if it has none here."""
+        return self.master_of(parameter)
+
+    def unscale(self, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> list[Tensor]:
+        """Take the gradients over, multiplied by ``inv_scale``."""
+        return self.take_gradients(inv_scale, found_inf)
 
     def elsewhere(self) -> list[Tensor]:
         """Return the optimizer's parameters that another rank steps."""
         outer = self._outer()
         if not self._wrapped or outer is None:
             return []
-        here = set(map(id, self.sources()))
+        here = set(map(id, self.filled()))
         return [parameter for parameter in parameters_of(outer) if id(parameter) not in here]
 
     @property
@@ -153,8 +194,6 @@ class MasterParameters:
             GradientError: A gradient is a Partial DTensor; nothing is moved then.
         """
         self._catch_up()
-        if self._witness.in_backward:
-            self._drop_if_zeroed()
         inner = self._stepping()
         moving: list[Transfer] = []
         staying: list[Tensor] = []
@@ -188,20 +227,20 @@ class MasterParameters:
 
     @torch.no_grad()
     def before_backward(self) -> None:
-        """Drop the model's gradients if ``optimizer.zero_grad()`` was called since they came.
+        """Make sure that an ``optimizer.zero_grad()`` from now on is noticed.
 
-        Called at the start of every backward pass through a scaled loss; a loop without a scaler
-        may call it before ``loss.backward()``.
+        Called for every loss that is scaled; nothing else has to call it.
         """
         if self._wrapped:  # the wrapper's own zero_grad() reaches the model's gradients
             return
-        self._drop_if_zeroed()
-        masters = [pair.master for pair in self._pairs.values()]
+        masters = self._masters()
         if self._taken and any(master.grad is not None for master in masters):
             return  # between unscale_ and step: what lies there is about to be stepped
         self._taken = False
-        if not self._witness.in_backward:
-            self._witness.lay(masters, in_backward=True)
+        self._witness.lay(masters)
+
+    def _masters(self) -> list[Tensor]:
+        return [pair.master for pair in self._pairs.values()]
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -256,7 +295,7 @@ class MasterParameters:
     def for_checkpoint(self) -> torch.optim.Optimizer:
         """Return the optimizer by the model's parameters, as torch's checkpoint functions want it.
 
-        ``get_optimizer_state_dict`` and its kin look parameters up in the model, which has no
+        ``get_optimizer_state_dict`` and its like look parameters up in the model, which has no
         masters. Given this, they save and load masters and state by name, for any number of ranks.
 
         Raises:
@@ -304,7 +343,7 @@ class MasterParameters:
     def finish_step(self) -> None:
         """Note that the gradients that were taken are used up, by a step or a skipped one."""
         if self._taken and not self._wrapped:
-            self._witness.find([pair.master for pair in self._pairs.values()])
+            self._witness.watch_stepped(self._masters())
         self._taken = False
 
     @torch.no_grad()
@@ -360,6 +399,7 @@ class MasterParameters:
     def _make(self, parameter: Tensor, inner: torch.optim.Optimizer) -> Tensor:
         pair = Pair.of(parameter)
         self._pairs[id(parameter)] = self._of_master[id(pair.master)] = pair
+        parameter._distamp_master = _Mark(self)  # type: ignore[attr-defined]
         move_state(inner, parameter, pair.master)
         return pair.master
 
@@ -369,7 +409,7 @@ class MasterParameters:
 
     def _numbers(self) -> dict[int, int]:
         outer = self._outer()
-        parameters = parameters_of(outer) if self._wrapped and outer is not None else self.sources()
+        parameters = parameters_of(outer) if self._wrapped and outer is not None else self.filled()
         return {id(parameter): number for number, parameter in enumerate(parameters)}
 
     # -- gradients that go ------------------------------------------------------------------------
@@ -385,15 +425,41 @@ class MasterParameters:
             if id(pair.master) not in keep:
                 pair.master.grad = None
 
-    def _drop_if_zeroed(self) -> None:
-        if self._witness.saw_zero_grad():
-            for pair in self._pairs.values():
-                self._free(pair.parameter)
+    def drop(self) -> None:
+        """Free the model's gradients, as after ``optimizer.zero_grad()``."""
+        for pair in self._pairs.values():
+            self._free(pair.parameter)
+
+
+class _Mark:
+    """Stands on a parameter that has a master; a copy of the parameter has none."""
+
+    def __init__(self, masters: MasterParameters | None = None) -> None:
+        self._masters = None if masters is None else weakref.ref(masters)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the master and its optimizer are still there."""
+        masters = None if self._masters is None else self._masters()
+        return masters is not None and masters.optimizer is not None
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
+        return _Mark, ()
+
+
+def _drop_gradients(masters: MasterParameters | None) -> None:
+    if masters is not None:
+        masters.drop()
+
+
+def _before_backward(masters: MasterParameters | None) -> None:
+    if masters is not None:
+        masters.before_backward()
 
 
 def _refuse_second_master(parameter: Tensor, before: Sequence[Tensor]) -> None:
-    masters = (each.master_of(parameter) for each in all_masters())
-    if any(parameter is other for other in before) or any(m is not None for m in masters):
+    mark = getattr(parameter, "_distamp_master", None)
+    if any(parameter is other for other in before) or (mark is not None and mark.is_live):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} has a master already, in this "
             "optimizer or another: two would drift apart, so let one optimizer hold it, once"
