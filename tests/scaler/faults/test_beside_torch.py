@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from distamp.errors import StageError
 from tests.scaler.steps import INF, cpu_scaler, leaf, torch_scaler
 
 Make = Callable[..., Any]
@@ -296,7 +297,7 @@ def an_optimizer_that_skips_iterations_zeroed_in_place(make: Make) -> Any:
     return p.item(), q.item(), scaler.get_scale()
 
 
-def buffers_filled_by_hand_where_one_is_not_stepped(make: Make) -> Any:
+def _buffers_filled_by_hand_where_one_is_not_stepped(make: Make) -> Any:
     """Gradient buffers of the trainer's own, which every backward pass overwrites."""
     scaler, p, q = make(growth_interval=1), leaf(1.0), leaf(1.0)
     every, other = _sgd(p), _sgd(q)
@@ -524,6 +525,17 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_goes_as_with_torchs_class(loop: Callable[[Make], Any]) -> None:
     assert loop(cpu_scaler) == loop(torch_scaler)
+
+
+def test_a_gradient_overwritten_outside_of_backward_is_of_the_new_scale_or_refused() -> None:
+    theirs = _buffers_filled_by_hand_where_one_is_not_stepped(torch_scaler)
+    try:
+        ours = _buffers_filled_by_hand_where_one_is_not_stepped(cpu_scaler)
+    except StageError as error:
+        assert "scale" in str(error)
+        assert "\n" not in str(error)
+    else:
+        assert ours == theirs
 
 
 def test_the_loops_are_there() -> None:
