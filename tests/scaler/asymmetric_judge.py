@@ -166,7 +166,7 @@ def new_pool() -> RankPool:
 class AsymmetricJudge:
     """Runs asymmetric programs on a pool of its ranks and says what is wrong with each."""
 
-    def __init__(self, pool: RankPool, timeout: float = 30.0) -> None:
+    def __init__(self, pool: RankPool, timeout: float = 120.0) -> None:
         self.pool = pool
         self.timeout = timeout
 
