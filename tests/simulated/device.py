@@ -24,12 +24,16 @@ __all__ = [
     "ALL_SYNCS",
     "BACKEND",
     "counted",
+    "default_stream",
     "drain",
+    "index_of",
     "load",
+    "native",
     "peek",
     "pending",
     "refuse",
     "schedule",
+    "seed_all",
     "take_counts",
     "without_meta",
 ]
@@ -76,11 +80,24 @@ def load(path: str, devices: int = 4, name: str = "sim") -> None:
     dist.Backend.register_backend("simccl", group, extended_api=True, devices=[name])
 
 
+def native() -> Any:
+    """The library itself, for `tests.simulated.cuda`."""
+    return _native
+
+
 # -- what tests steer and count -------------------------------------------------------------------
 
 
 def schedule(name: str, seed: int = 0) -> None:
-    """Run what is pending, then choose when jobs run from now on: late, eager or random."""
+    """Run what is pending, then choose when jobs run from now on.
+
+    Args:
+        name: ``"late"``: nothing runs until the host waits for it, and then the streams that the
+            awaited one waits for go first, its own jobs last. ``"late_others"``: the same, and those
+            other streams go last. ``"eager"``: every job runs when it is put on its stream, if what
+            it waits for is there. ``"random"``: now and then some jobs of some stream.
+        seed: of the random schedule.
+    """
     _native.set_schedule(name, seed)
 
 
@@ -136,7 +153,8 @@ def without_meta() -> Mapping[str, int]:
 # -- torch.sim ------------------------------------------------------------------------------------
 
 
-def _index(device: Any) -> int:
+def index_of(device: Any) -> int:
+    """The number of a device given as torch takes it; the current one for None."""
     if device is None:
         return int(_native.current_device())
     if isinstance(device, int):
@@ -156,16 +174,16 @@ def _module() -> ModuleType:
         "_lazy_init": lambda: None,
         "device_count": _native.device_count,
         "current_device": _native.current_device,
-        "set_device": lambda device: _native.set_device(_index(device)),
-        "device": lambda device: torch.accelerator.device_index(_index(device)),
+        "set_device": lambda device: _native.set_device(index_of(device)),
+        "device": lambda device: torch.accelerator.deviceindex_of(index_of(device)),
         "current_stream": torch.accelerator.current_stream,
-        "default_stream": _default_stream,
+        "default_stream": default_stream,
         "set_stream": torch.accelerator.set_stream,
         "stream": _on_stream,
         "synchronize": torch.accelerator.synchronize,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
         "manual_seed": lambda seed: _generator(None).manual_seed(seed),
-        "manual_seed_all": _seed_all,
+        "manual_seed_all": seed_all,
         "get_rng_state": lambda device=None: _generator(device).get_state(),
         "set_rng_state": lambda state, device=None: _generator(device).set_state(state),
         "empty_cache": lambda: None,
@@ -177,10 +195,11 @@ def _module() -> ModuleType:
     return module
 
 
-def _default_stream(device: Any = None) -> torch.Stream:
+def default_stream(device: Any = None) -> torch.Stream:
+    """The stream that work is on unless it is put elsewhere."""
     kind = torch._C._get_accelerator()
     ours = torch.Stream(kind)  # the number of the device type is written nowhere else
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=ours.device_type)
+    return torch.Stream(stream_id=0, device_index=index_of(device), device_type=ours.device_type)
 
 
 def _on_stream(stream: torch.Stream | None) -> Any:
@@ -188,10 +207,11 @@ def _on_stream(stream: torch.Stream | None) -> Any:
 
 
 def _generator(device: Any) -> torch.Generator:
-    generator: torch.Generator = _native.default_generator(_index(device))
+    generator: torch.Generator = _native.default_generator(index_of(device))
     return generator
 
 
-def _seed_all(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seed every device's generator."""
     for device in range(_native.device_count()):
         _generator(device).manual_seed(seed)

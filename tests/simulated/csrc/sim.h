@@ -62,7 +62,9 @@ struct Queue {
   std::deque<Job> jobs;
 };
 
-enum class Schedule { eager, late, random };
+// When jobs run: all but `eager` and `random` wait for a host that waits. Then `late` runs first what
+// the awaited stream itself waits for, and `late_others` last. `random` does one or the other.
+enum class Schedule { late, late_others, eager, random };
 enum Sync { ITEM, D2H, H2D, STREAM, EVENT, DEVICE, DATA_DEPENDENT, NO_META, SYNC_KINDS };
 extern const char* const sync_names[SYNC_KINDS];
 

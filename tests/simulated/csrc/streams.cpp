@@ -2,6 +2,7 @@
 // somebody waits for it.
 #include "sim.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -78,7 +79,19 @@ bool step(Queue& queue, bool may_wait) {
   return true;
 }
 
+// Whatever this stretch of the queue is going to wait for goes first, before everything here that it
+// does not wait for itself.
+void advanceOthers(Mark mark, bool may_wait) {
+  Queue& queue = *mark.queue;
+  for (uint64_t i = queue.done; i < mark.at; i = std::max(i + 1, queue.done)) {
+    Mark after = queue.jobs[i - queue.done].after;
+    if (!reached(after)) advance(after, may_wait);
+  }
+}
+
 bool advance(Mark mark, bool may_wait) {
+  if (reached(mark)) return true;
+  if (schedule == Schedule::late || (schedule == Schedule::random && chance() % 2)) advanceOthers(mark, may_wait);
   while (!reached(mark))
     if (!step(*mark.queue, may_wait)) return false;
   return true;
@@ -161,7 +174,8 @@ void runUntil(Mark mark) {
 }
 void runDevice(int device) {
   Lock lock(mutex);
-  for (auto& queue : devices().at(orCurrent(device)).queues) advance(endOf(*queue), true);
+  auto& queues = devices().at(orCurrent(device)).queues;
+  for (auto queue = queues.rbegin(); queue != queues.rend(); ++queue) advance(endOf(**queue), true);
 }
 bool letTimePass(Mark mark) {
   Lock lock(mutex);
@@ -199,10 +213,13 @@ void raiseJobErrors() {
 
 void setSchedule(const std::string& name, uint64_t seed) {
   Lock lock(mutex);
-  TORCH_CHECK_VALUE(name == "eager" || name == "late" || name == "random",
-                    "sim: a schedule is 'late', 'eager' or 'random', not '", name, "'");
+  static const std::map<std::string, Schedule> named = {{"late", Schedule::late},
+                                                        {"late_others", Schedule::late_others},
+                                                        {"eager", Schedule::eager},
+                                                        {"random", Schedule::random}};
+  TORCH_CHECK_VALUE(named.count(name), "sim: a schedule is 'late', 'late_others', 'eager' or 'random', not '", name, "'");
   for (int d = 0; d < deviceCount(); d++) runDevice(d);
-  schedule = name == "eager" ? Schedule::eager : name == "late" ? Schedule::late : Schedule::random;
+  schedule = named.at(name);
   chance.seed(seed);
 }
 void refuse(unsigned kinds) {
