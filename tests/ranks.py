@@ -287,7 +287,7 @@ class RankPool:
                 text = f"raised:\n{answer.text}"
             elif isinstance(answer, Died):
                 first = rank if first is None else first
-                text = f"died with exit code {answer.exitcode}"
+                text = f"died with exit code {answer.exitcode}\n{worker.stack()}".rstrip()
             elif answer is None:
                 text = f"was still running:\n{worker.stack()}"
             else:
@@ -427,6 +427,7 @@ def serve(
     os.dup2(output.fileno(), 2)
     stack = (folder / "stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack)
     torch.set_num_threads(1)
     # What the server imported never dies: no collection and no walk over the heap need see it.
     gc.freeze()

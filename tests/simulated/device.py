@@ -175,7 +175,7 @@ def _module() -> ModuleType:
         "device_count": _native.device_count,
         "current_device": _native.current_device,
         "set_device": lambda device: _native.set_device(index_of(device)),
-        "device": lambda device: torch.accelerator.deviceindex_of(index_of(device)),
+        "device": lambda device: torch.accelerator.device_index(index_of(device)),
         "current_stream": torch.accelerator.current_stream,
         "default_stream": default_stream,
         "set_stream": torch.accelerator.set_stream,

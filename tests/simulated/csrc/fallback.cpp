@@ -334,6 +334,7 @@ const bool registered = [] {
   static torch::Library aten(torch::Library::IMPL, "aten", denseKey(), __FILE__, __LINE__);
   aten.impl("convolution_overrideable", boxed<&convolution>());
   aten.impl("convolution_backward_overrideable", boxed<&convolutionBackward>());
+  aten.impl("index.Tensor", boxed<&fallback>()); // the composite one looks for the places of a mask twice
   for (auto& op : c10::Dispatcher::singleton().getAllOpNames())
     if (op.name.rfind("aten::_foreach_", 0) == 0) {
       auto name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <future>
@@ -281,7 +282,8 @@ class Group : public Backend {
                    int64_t total = 0;
                    for (auto n : to) total += n;
                    auto got = at::empty({total}, at::kByte);
-                   gloo_->alltoall_base(got, sent, to, from, {})->wait();
+                   auto counts = to; // gloo takes what it is given
+                   gloo_->alltoall_base(got, sent, counts, from, {})->wait();
                    auto parts = got.split_with_sizes(to);
                    for (size_t k = 0; k < out.size(); k++) bytes(out[k]).copy_(parts[k]);
                  });
@@ -313,23 +315,30 @@ class Group : public Backend {
 
   // Between two ranks the order of calls is checked by nobody, as with NCCL.
   WorkPtr send(Tensors& t, int to, int tag) override {
-    auto [device, in, out] = prepare(t, {}, pairs_);
+    auto [device, in, out] = prepare(t, {});
     auto data = std::make_shared<Tensors>(bytes(in));
     auto work = gloo_->send(*data, to, tag);
-    return deliver(OpType::SEND, device, pairs_, t, t, waited(work, data), [] {}, false);
+    return deliver(OpType::SEND, device, sends_, t, t, waited(work, data), [] {}, false);
   }
   WorkPtr recv(Tensors& t, int from, int tag) override {
-    auto [device, in, out] = prepare({}, t, pairs_);
+    auto [device, in, out] = prepare({}, t);
     auto data = std::make_shared<Tensors>(bytes(out));
     auto work = gloo_->recv(*data, from, tag);
-    return deliver(OpType::RECV, device, pairs_, t, t, waited(work, data), written(t, out), false);
+    return deliver(OpType::RECV, device, receipts_, t, t, waited(work, data), written(t, out), false);
   }
 
  private:
   using Streams = std::map<int, c10::Stream>;
 
-  // Runs what the stream depends on, and copies the tensors.
-  std::tuple<c10::Device, Tensors, Tensors> prepare(const Tensors& in, const Tensors& out, Streams& streams) {
+  // Memory that a result on its way is going to be written to.
+  struct Write {
+    Mark end;
+    const char *begin, *past;
+  };
+
+  // Runs what the collective depends on, and copies the tensors: what the caller's stream holds, and
+  // earlier results of this group that it reads.
+  std::tuple<c10::Device, Tensors, Tensors> prepare(const Tensors& in, const Tensors& out) {
     auto device = (in.empty() ? out : in).at(0).device();
     for (auto* tensors : {&in, &out})
       for (auto& t : *tensors) {
@@ -337,10 +346,15 @@ class Group : public Backend {
         TORCH_CHECK(t.device() == device, "sim: tensors of several devices in one collective");
         TORCH_CHECK(t.is_contiguous(), "Tensors must be contiguous");
       }
-    Queue &queue = queueOf(stream(device, streams)), &caller = currentQueue(device.index());
-    pushWait(queue, endOf(caller));
-    runUntil(endOf(queue));
+    runUntil(endOf(currentQueue(device.index())));
     Lock lock(mutex);
+    writes_.erase(std::remove_if(writes_.begin(), writes_.end(), [](auto& w) { return reached(w.end); }), writes_.end());
+    for (auto* tensors : {&in, &out})
+      for (auto& t : *tensors)
+        for (auto& w : std::vector<Write>(writes_)) {
+          auto [begin, past] = range(t);
+          if (begin < w.past && w.begin < past) runUntil(w.end);
+        }
     Neutral neutral;
     Tensors host_in, host_out;
     for (auto& t : in) host_in.push_back(hostView(t).clone());
@@ -351,7 +365,7 @@ class Group : public Backend {
   WorkPtr issue(OpType type, std::string text, const Tensors& in, const Tensors& out, const Tensors& result,
                 std::function<void(Tensors&, Tensors&)> run) {
     refuseAsNccl(in);
-    auto [device, host_in, host_out] = prepare(in, out, collectives_);
+    auto [device, host_in, host_out] = prepare(in, out);
     auto kept = std::make_shared<std::pair<Tensors, Tensors>>(host_in, host_out);
     auto done = line_->add(std::move(text), [kept, run] {
       Neutral neutral;
@@ -367,14 +381,27 @@ class Group : public Backend {
                   std::shared_future<void> done, std::function<void()> write, bool host_waits) {
     auto on = stream(device, streams);
     Queue& queue = queueOf(on);
+    pushWait(queue, endOf(currentQueue(device.index())));
     push(queue, [done, write] {
       done.get();
       write();
     }, [done] { return done.wait_for(std::chrono::seconds(0)) == std::future_status::ready; });
+    {
+      Lock lock(mutex);
+      for (auto& t : result) {
+        auto [begin, past] = range(t);
+        writes_.push_back({endOf(queue), begin, past});
+      }
+    }
     c10::StreamGuard guard(on);
     return c10::make_intrusive<SimWork>(type, endOf(queue), device, kept, result, host_waits);
   }
 
+  static std::pair<const char*, const char*> range(const Tensor& t) {
+    auto* begin = static_cast<const char*>(t.storage().unsafeGetStorageImpl()->mutable_data());
+    begin += t.storage_offset() * t.element_size();
+    return {begin, begin + t.nbytes()};
+  }
   static std::function<void()> written(const Tensors& out, const Tensors& from) {
     Tensors to;
     for (auto& t : out) to.push_back(hostView(t));
@@ -411,7 +438,8 @@ class Group : public Backend {
 
   GlooPtr gloo_;
   std::unique_ptr<Line> line_;
-  Streams collectives_, pairs_;
+  Streams collectives_, sends_, receipts_;
+  std::vector<Write> writes_;
 };
 
 } // namespace

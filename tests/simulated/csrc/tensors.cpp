@@ -1,6 +1,7 @@
 // Kernels that the fallback cannot make of Meta and CPU kernels: allocation, copies, views, item.
 #include "sim.h"
 
+#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/autocast_mode.h>
@@ -160,6 +161,14 @@ static bool equal(const Tensor& self, const Tensor& other) {
   return hostView(self).equal(hostView(other));
 }
 
+// -- dropout, whose CPU kernel takes no generator --------------------------------------------------
+
+static std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (train && !*train) return {input.clone(), at::ones_like(input, at::kBool)};
+  auto mask = at::empty_like(input, at::kBool).bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
+}
+
 // -- views and storages ---------------------------------------------------------------------------
 
 static Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -201,6 +210,19 @@ static void record_stream(Tensor& self, c10::Stream stream) {
   recordStream(self.storage().data_ptr(), stream);
 }
 
+// Duplicate indices summed: how many are left, the host must wait to know.
+static Tensor _coalesce(const Tensor& self) {
+  syncUntil(DATA_DEPENDENT, "coalesce", endOf(currentQueue(self.device().index())));
+  Tensor indices, values;
+  {
+    Neutral neutral;
+    auto here = at::_sparse_coo_tensor_unsafe(hostView(self._indices()), hostView(self._values()), self.sizes()).coalesce();
+    indices = here._indices(), values = here._values();
+  }
+  return at::_sparse_coo_tensor_unsafe(indices.to(self.device(), true), values.to(self.device(), true), self.sizes())
+      ._coalesced_(true);
+}
+
 // The keys are known when the library is loaded, so the registrations are not the static ones.
 static const bool registered = [] {
   static torch::Library aten(torch::Library::IMPL, "aten", denseKey(), __FILE__, __LINE__);
@@ -212,6 +234,7 @@ static const bool registered = [] {
   aten.impl("_copy_from_and_resize", _copy_from_and_resize);
   aten.impl("_local_scalar_dense", _local_scalar_dense);
   aten.impl("equal", equal);
+  aten.impl("native_dropout", native_dropout);
   aten.impl("as_strided", as_strided);
   aten.impl("view", view);
   aten.impl("_reshape_alias", _reshape_alias);
@@ -230,11 +253,14 @@ static const bool registered = [] {
   coo.impl("_sparse_coo_tensor_with_dims_and_tensors", at::native::new_with_dims_and_tensor_sparse_symint);
   coo.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
   coo.impl("_indices", at::native::_indices_sparse);
+  coo.impl("indices", at::native::indices_sparse);
+  coo.impl("values", at::native::values_sparse);
   coo.impl("_values", at::native::_values_sparse);
   coo.impl("sparse_dim", at::native::sparse_dim_sparse);
   coo.impl("dense_dim", at::native::dense_dim_sparse);
   coo.impl("_nnz", at::native::_nnz_sparse);
   coo.impl("is_coalesced", at::native::is_coalesced_sparse);
+  coo.impl("_coalesce", _coalesce);
   coo.impl("_coalesced_", at::native::_coalesced_sparse_);
   return true;
 }();
