@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -133,6 +134,9 @@ class Recorder:
             )
             self._handles.callback(enter.remove)
             self._handles.callback(leave.remove)
+        if "torch._dynamo" in sys.modules:
+            # Under a dispatch mode torch.compile gives a function up, for good.
+            self._handles.enter_context(torch.compiler.set_stance("force_eager"))
         self._modes = self._new_modes()
         return self
 
@@ -288,7 +292,7 @@ class Recorder:
         if phase != "backward":
             if thread.cached:
                 self._count_hits(thread, inputs, counts)
-            if weight and cause == "autocast" and _is_kept(thread):
+            if weight and cause == "autocast" and torch.is_autocast_cache_enabled():
                 self._keep(thread, casts[0][1])
         if self._observe is not None:
             self._observe(Observed(owner, phase, func, args, kwargs, inputs, outputs))
@@ -334,10 +338,6 @@ class Recorder:
                 counts[6] += tensor.numel() * tensor.element_size()
             else:
                 used[0] = True
-
-
-def _is_kept(thread: _Thread) -> bool:
-    return torch.is_autocast_cache_enabled() or (thread.call is not None and thread.call.kept)
 
 
 def _who(autocast: bool) -> str:
