@@ -21,18 +21,17 @@ from distamp.autocast.report.attribution import (
     mark_nodes,
     module_names,
     parameter_names,
-    tensors_in,
 )
 from distamp.autocast.report.kernels import (
     Counts,
     Key,
     casts_of,
-    gather,
     kernel_of,
     row_of,
 )
 from distamp.autocast.report.rows import OUTSIDE, OpRow
 from distamp.autocast.report.watching import Call, Functions, Kernels, ModuleHook, any_autocast
+from distamp.autocast.tensors import tensors_in
 from distamp.errors import RegionError
 
 __all__ = ["Observed", "Recorder"]
@@ -257,12 +256,7 @@ class Recorder:
         kernel = kernel_of(func)
         if thread.paused or self.closed or not kernel.runs:
             return
-        inputs: list[torch.Tensor] = []
-        gather(args, inputs)
-        if kwargs:
-            gather(kwargs.values(), inputs)
-        outputs: list[torch.Tensor] = []
-        gather((out,), outputs)
+        inputs, outputs = tensors_in(args, kwargs), tensors_in(out)
         owner, phase, asked = self._where(thread)
         cause, weight = "", False
         casts = casts_of(kernel, inputs, outputs)
