@@ -1,4 +1,4 @@
-"""A device that is not here: fake tensors and autograd for CUDA in a process without it.
+"""A device that is not here: fake tensors, autograd, autocast and attention for CUDA without it.
 
 A CPU-only torch has no device guard for CUDA, and ends the process (no exception: the constructor
 that asks is noexcept) when a fake CUDA tensor that requires grad meets an op. A CUDA build
@@ -14,8 +14,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+
+from distamp.autocast.preflight.attention import attention_without_device
 
 __all__ = ["SIMULATED", "simulated_device"]
 
@@ -30,27 +33,59 @@ _lock = threading.RLock()
 def simulated_device(device_type: str) -> Iterator[None]:
     """Let fake tensors of ``device_type`` take part in autograd, with or without the device.
 
+    Without it, regions of autocast for it that this thread enters are not disabled, and attention
+    is the kernel that a GPU would choose.
+
     Raises:
         RuntimeError: This build of torch has neither the device nor a table that can be lent to.
     """
     if device_type == "cpu":
         yield
         return
-    with _lock:
-        if device_type == "cuda":
-            torch._C._ensureCUDADeviceGuardSet()
-        table = _guard_table(device_type)
-        at = SIMULATED[device_type]
-        before = table[at]
-        if before is None:
-            table[at] = table[_META]
+    with _lock, _device_guard(device_type):
+        if torch.cuda.is_available():
+            yield
+            return
         # A CUDA build would ask cuDNN, and so the device, for what kernels of its it can use.
-        ask_cudnn = torch.backends.cudnn.enabled and torch.cuda.is_available()
-        try:
-            with torch.backends.cudnn.flags(enabled=ask_cudnn):
-                yield
-        finally:
-            table[at] = before
+        with (
+            torch.backends.cudnn.flags(enabled=False),
+            _autocast_without_device(),
+            attention_without_device(),
+        ):
+            yield
+
+
+@contextmanager
+def _autocast_without_device() -> Iterator[None]:
+    """Let torch.autocast("cuda") be entered in this thread, which asks these two."""
+    here = threading.get_ident()
+    missing, bf16 = torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported
+
+    def is_missing() -> bool:
+        return threading.get_ident() != here and missing()
+
+    def has_bf16(including_emulation: bool = True) -> bool:
+        return threading.get_ident() == here or bf16(including_emulation)
+
+    with (
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", is_missing),
+        patch.object(torch.cuda, "is_bf16_supported", has_bf16),
+    ):
+        yield
+
+
+@contextmanager
+def _device_guard(device_type: str) -> Iterator[None]:
+    torch._C._ensureCUDADeviceGuardSet()
+    table = _guard_table(device_type)
+    at = SIMULATED[device_type]
+    before = table[at]
+    if before is None:
+        table[at] = table[_META]
+    try:
+        yield
+    finally:
+        table[at] = before
 
 
 def _guard_table(device_type: str) -> ctypes.Array[ctypes.c_void_p]:
