@@ -47,9 +47,9 @@ def _attention(
     same = all(t.dim() == 4 and t.dtype == query.dtype for t in tensors)
     half, size = query.dtype in _HALF, query.shape[-1]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-            ~attn_mask, float("-inf")
-        )
+        masked = attn_mask.logical_not()
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = attn_mask.masked_fill_(masked, float("-inf"))
     if same and half and attn_mask is None and size <= _LARGEST_HEAD and value.shape[-1] == size:
         # Flash attention takes heads of a multiple of 8 alone.
         scale = size**-0.5 if scale is None else scale

@@ -120,6 +120,8 @@ def preflight(
     if allow_unfinished:
         findings = [_allowed(finding) for finding in findings]
     ran, left = _visited(model, done)
+    if done.forward:
+        findings += _unused(model, left)
     device = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
     return Preflight(
         report=PrecisionReport(done.rows, type(model).__name__, device),
@@ -152,12 +154,27 @@ def _allowed(finding: Finding) -> Finding:
     return replace(finding, severity="warning") if stops else finding
 
 
+def _unused(model: nn.Module, names: tuple[str, ...]) -> list[Finding]:
+    """Parameters that no op took, in modules whose forward did not run."""
+    left = {name: module for module, name in module_names(model).items() if name in names}
+    what = "has parameters, but took no part in the step: its precision is not known"
+    fix = "nothing need be wrong, if it is meant to stay unused with such inputs"
+    return [
+        Finding("info", "not-visited", name, type(module).__name__, what, fix)
+        for name, module in left.items()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+
+
 def _visited(model: nn.Module, done: Simulation) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of modules that took part in forward, and of those that did not."""
     named = module_names(model)
-    # A container such as ModuleList has no forward to run.
+    # A container such as ModuleList has no forward to run, or one that is not called.
+    above = {name[:at] for name in done.visited for at, char in enumerate(name) if char == "."}
     containers = {
-        name for m, name in named.items() if type(m).forward is nn.Module.forward
+        name
+        for module, name in named.items()
+        if type(module).forward is nn.Module.forward or (name in above and not module._parameters)
     } - done.visited
     names = [name for name in dict.fromkeys(named.values()) if name not in containers]
     ran = tuple(name for name in names if name in done.visited)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,6 +27,8 @@ __all__ = ["SIMULATED", "simulated_device"]
 SIMULATED = {"cuda": 1}
 _CPU, _META = 0, 14
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"
+# The GPU that is not here is an A100 to those who ask.
+_CAPABILITY = (8, 0)
 _lock = threading.RLock()
 
 
@@ -49,29 +52,36 @@ def simulated_device(device_type: str) -> Iterator[None]:
         # A CUDA build would ask cuDNN, and so the device, for what kernels of its it can use.
         with (
             torch.backends.cudnn.flags(enabled=False),
-            _autocast_without_device(),
+            _answers(),
             attention_without_device(),
         ):
             yield
 
 
 @contextmanager
-def _autocast_without_device() -> Iterator[None]:
-    """Let torch.autocast("cuda") be entered in this thread, which asks these two."""
+def _answers() -> Iterator[None]:
+    """Answer, in this thread, what torch.autocast and models ask a device before they use it."""
     here = threading.get_ident()
-    missing, bf16 = torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported
-
-    def is_missing() -> bool:
-        return threading.get_ident() != here and missing()
-
-    def has_bf16(including_emulation: bool = True) -> bool:
-        return threading.get_ident() == here or bf16(including_emulation)
-
-    with (
-        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", is_missing),
-        patch.object(torch.cuda, "is_bf16_supported", has_bf16),
-    ):
+    answers = {
+        (torch.cuda.amp.common, "amp_definitely_not_available"): False,
+        (torch.cuda, "is_bf16_supported"): True,
+        (torch.cuda, "get_device_capability"): _CAPABILITY,
+        (torch.cuda, "current_device"): 0,
+        (torch.cuda, "synchronize"): None,
+    }
+    with ExitStack() as stack:
+        for (owner, name), answer in answers.items():
+            stack.enter_context(patch.object(owner, name, _answer(owner, name, answer, here)))
         yield
+
+
+def _answer(owner: Any, name: str, answer: Any, thread: int) -> Callable[..., Any]:
+    real = getattr(owner, name)
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return answer if threading.get_ident() == thread else real(*args, **kwargs)
+
+    return asked
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from distamp.autocast.preflight.device import simulated_device
 from distamp.autocast.preflight.engine import engine_without_device
 from distamp.autocast.preflight.finding import Finding
-from distamp.autocast.preflight.swap import swapped
+from distamp.autocast.preflight.swap import modules_of, swapped
 from distamp.autocast.preflight.values import Values
 from distamp.autocast.report.attribution import module_names, tensors_in
 from distamp.autocast.report.recording import Observed, Recorder
@@ -67,7 +67,8 @@ class Simulation:
     rows: tuple[OpRow, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     forward: bool = False
-    backward: bool = False
+    # None where nothing requires grad.
+    backward: bool | None = False
     # Names of modules whose forward ran, or whose parameters and buffers an op took.
     visited: set[str] = field(default_factory=set)
 
@@ -87,7 +88,11 @@ class _Step:
     def __init__(self, job: Job, observe: Callable[[Observed], None], done: Simulation) -> None:
         self.job = job
         self.done = done
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode = FakeTensorMode(
+            allow_non_fake_inputs=True, allow_fallback_kernels=False
+        )
+        # A loss may have weights too.
+        self._models = [job.model, *modules_of(job.loss_fn)]
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._owners: dict[int, str] = {}
         self.recorder = Recorder(job.model, self._observe(observe), self._owners)
@@ -102,7 +107,7 @@ class _Step:
                 self._fake_state()
                 args, kwargs = self._fake_inputs((job.args, dict(job.kwargs)))
                 with (
-                    swapped(job.model, dict(self._stand_ins)),
+                    swapped(self._models, dict(self._stand_ins)),
                     self.recorder,
                     engine_without_device(self.recorder),
                 ):
@@ -117,8 +122,9 @@ class _Step:
 
     def _fake_state(self) -> None:
         """Empty stand-ins for parameters and buffers, and the module that each is of."""
-        job = self.job
-        for module, name in module_names(job.model).items():
+        job, names = self.job, module_names(self.job.model)
+        for module in (each for model in self._models for each in model.modules()):
+            name = names.get(module, OUTSIDE)
             tensors = [(t, job.param_dtype) for t in module._parameters.values()]
             tensors += [(t, job.buffer_dtype) for t in module._buffers.values()]
             for tensor, dtype in tensors:
@@ -172,6 +178,9 @@ class _Step:
 
     def _backward(self, output: Any) -> None:
         roots = [t for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+        if not roots and not any(t.requires_grad for t in self._stand_ins.values()):
+            self.done.backward = None
+            return
         if not roots:
             what = "no output requires grad, so there is no backward to look at"
             fix = "return the tensors that backward starts from, or ask for backward=False"
@@ -206,7 +215,9 @@ class _Step:
     def _made_up(self) -> None:
         what = "the way taken depends on values that were made up, such as which expert is chosen"
         fix = "nothing need be wrong; precision_report on a real step shows the way that data takes"
-        self._note("made-up-values", *self.recorder.where(), what, fix, severity="info")
+        module, op = self.recorder.where()
+        if not any(f.rule == "made-up-values" and f.module == module for f in self.done.findings):
+            self._note("made-up-values", module, op, what, fix, severity="info")
 
     def _failure(self, error: Exception) -> Finding:
         module, op = _module_of(self.job.model, error), "backward" if self.done.forward else "forward"
@@ -235,6 +246,9 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.cuda or (func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int):
+            # These ask the device for its number.
+            func, args = torch.Tensor.to, (args[0], torch.device("cuda"), *args[2:])
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "cpu":
             return func(self._step.values.value(args[0]), *args[1:], **kwargs)
         try:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
@@ -33,7 +34,39 @@ _SMALL, _LARGEST = 2**14, 2**25
 _SMALL_FLOAT = 2**12
 _MEMORY = "_distamp_memory"
 _aten = torch.ops.aten
+_NO_FAKE_KERNEL = (
+    UnsupportedOperatorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 _FAILURES = RuntimeError, NotImplementedError, IndexError, ValueError, TypeError
+
+
+def _gru_cell(x: Any, h: Any, hx: Any, *biases: Any) -> tuple[Any, Any]:
+    return torch.empty_like(hx), x.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def _gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> tuple[Any, ...]:
+    gates = [workspace.new_empty(grad.shape[0], 3 * grad.shape[1]) for _ in "xh"]
+    biases = [gates[0].new_empty(3 * grad.shape[1]) if has_bias else None for _ in "xh"]
+    return *gates, torch.empty_like(grad), *biases
+
+
+def _grouped_mm(
+    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Any:
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, a.shape[0] if a.dim() == 3 else offs.shape[0])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+# Kernels of CUDA that torch has no fake ones for, or that take more dtypes than its fake ones.
+_KERNELS = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten._thnn_fused_gru_cell.default: _gru_cell,
+    _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+}
 
 
 class _Place(NamedTuple):
@@ -110,13 +143,20 @@ class Values(TorchDispatchMode):
             self.load(out, args[0])
             return out
         args, kwargs = tree_map_only(torch.Tensor, self.fake, (args, kwargs))
+        if func is _aten.masked_select.default:
+            # Only the mask decides; what it selects from may be large.
+            source, mask = torch.broadcast_tensors(*args)
+            func, args = _aten.index.Tensor, (source, [mask])
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1]))
+        elif func._schema.name.startswith("aten::_use_"):
+            # Whether cuDNN or MIOpen can do it: torch's own kernel is of the same dtype.
+            return False
         elif _reads_values(func):
             return self._from_values(func, args, kwargs)
         try:
-            out = func(*args, **kwargs)
-        except UnsupportedOperatorException:
+            out = _KERNELS.get(func, func)(*args, **kwargs)
+        except _NO_FAKE_KERNEL:
             # For its shapes: some ops have a kernel for the CPU, but none for fake tensors.
             with suppress(*_FAILURES):
                 return self._from_values(func, args, kwargs)
@@ -168,15 +208,13 @@ class Values(TorchDispatchMode):
 
     def _from_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on values alone, and make fake tensors of its results."""
-        if func is _aten.masked_select.default:
-            # Only the mask decides; what it selects from may be large.
-            source, mask = torch.broadcast_tensors(*args)
-            return source[tuple(self._positions([mask]))]
         with _for_real():
             result, made_up = self._call(func, args, kwargs)
-        if made_up:
-            self._made_up()
         tensors = _tensors((args, kwargs))
+        # A floating point input (of ctc_loss, say) need not decide anything.
+        decides = any(_memory(t).made_up and not _inexact(t) for t in tensors)
+        if decides or (made_up and not _tensors(result)):
+            self._made_up()
         device = kwargs.get("device") or (tensors[0].device if tensors else "cpu")
 
         def fake(real: torch.Tensor) -> torch.Tensor:
