@@ -63,11 +63,9 @@ def _attention(
         if attn_mask is not None:
             attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
         options: Any = (attn_mask, any(t.requires_grad for t in tensors), dropout_p, is_causal)
-        out = aten._scaled_dot_product_efficient_attention(
+        return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
             query, key, value, *options, scale=scale
         )[0]
-        return out
-    out = aten._scaled_dot_product_attention_math(
+    return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
-    return out

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from distamp.autocast.preflight.device import SIMULATED
 from distamp.autocast.preflight.finding import Finding, in_order

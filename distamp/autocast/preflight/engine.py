@@ -44,12 +44,9 @@ def engine_without_device(recorder: Recorder) -> Iterator[None]:
     ) -> Any:
         if not any(isinstance(each, FakeTensor) for each in outputs):
             return torchs(outputs, grads, keep, create, inputs, *rest, **options)
-        edges = [tuple(get_gradient_edge(each))[:2] for each in inputs]
+        edges = [_edge(each) for each in inputs]
         step = _Backward(edges, recorder, accumulate=options["accumulate_grad"])
-        roots = [
-            (*tuple(get_gradient_edge(output))[:2], grad)
-            for output, grad in zip(outputs, grads, strict=True)
-        ]
+        roots = [(*_edge(output), grad) for output, grad in zip(outputs, grads, strict=True)]
         if _in_backward() != -1:
             step.run(roots, create)
         else:
@@ -58,6 +55,11 @@ def engine_without_device(recorder: Recorder) -> Iterator[None]:
 
     with patch.object(torch.autograd, "_engine_run_backward", run):
         yield
+
+
+def _edge(tensor: torch.Tensor) -> tuple[_Node, int]:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
 
 
 def _in_a_graph_task(work: Callable[[], None], recorder: Recorder) -> None:
@@ -165,13 +167,10 @@ class _Backward:
 
 def _accumulate(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
     """What AccumulateGrad does; a tensor that is not of the simulation keeps its ``.grad``."""
-    if grad is None:
-        return
-    grad = grad.detach()
-    if not isinstance(leaf, FakeTensor):
+    if grad is None or not isinstance(leaf, FakeTensor):
         return
     if leaf.grad is None:
-        leaf.grad = grad
+        leaf.grad = grad if grad.is_sparse else grad.detach()
     else:
         leaf.grad += grad
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -41,6 +40,7 @@ _NOT_SIMULATED = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+_READ_LENGTHS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,7 @@ class _Step:
     def __init__(self, job: Job, observe: Callable[[Observed], None], done: Simulation) -> None:
         self.job = job
         self.done = done
-        self._fake_mode = FakeTensorMode(
-            allow_non_fake_inputs=True, allow_fallback_kernels=False
-        )
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         # A loss may have weights too.
         self._models = [job.model, *modules_of(job.loss_fn)]
         self._stand_ins: dict[int, torch.Tensor] = {}
@@ -125,13 +123,12 @@ class _Step:
         job, names = self.job, module_names(self.job.model)
         for module in (each for model in self._models for each in model.modules()):
             name = names.get(module, OUTSIDE)
-            tensors = [(t, job.param_dtype) for t in module._parameters.values()]
-            tensors += [(t, job.buffer_dtype) for t in module._buffers.values()]
-            for tensor, dtype in tensors:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is None or id(tensor) in self._stand_ins:
                     continue
-                made = self._fake_like(tensor, dtype)
-                if isinstance(tensor, nn.Parameter):
+                parameter = isinstance(tensor, nn.Parameter)
+                made = self._fake_like(tensor, job.param_dtype if parameter else job.buffer_dtype)
+                if parameter:
                     made = nn.Parameter(made, tensor.requires_grad)
                 # Frameworks mark parameters with attributes of their own.
                 vars(made).update(vars(tensor))
@@ -220,9 +217,9 @@ class _Step:
             self._note("made-up-values", module, op, what, fix, severity="info")
 
     def _failure(self, error: Exception) -> Finding:
-        module, op = _module_of(self.job.model, error), "backward" if self.done.forward else "forward"
+        place = _module_of(self.job.model, error), "backward" if self.done.forward else "forward"
         if self._functions.failed is not None and isinstance(error, RuntimeError | AssertionError):
-            module, op = self._functions.failed
+            place = self._functions.failed
         fix = "use precision_report on a real step, or allow_unfinished=True to pass without it"
         if isinstance(error, _NOT_SIMULATED[:2]):
             what = f"depends on values that cannot be made up ({_first_line(error)})"
@@ -231,7 +228,7 @@ class _Step:
         else:
             what = f"stops the step, in float32 too: {type(error).__name__}: {_first_line(error)}"
             fix = "check the example inputs and the devices of tensors the model makes itself"
-        return Finding("error", "not-simulated", module, op, f"{what}; what follows was not run", fix)
+        return Finding("error", "not-simulated", *place, f"{what}; what follows was not run", fix)
 
 
 class _Functions(TorchFunctionMode):
@@ -246,9 +243,14 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.cuda or (func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int):
-            # These ask the device for its number.
-            func, args = torch.Tensor.to, (args[0], torch.device("cuda"), *args[2:])
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (args[0], "cuda", *args[2:])
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_numbered, args[1:]))
+        if _name(func) in _READ_LENGTHS:
+            args = tuple(self._lengths(arg) for arg in args)
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": _numbered(kwargs["device"])}
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "cpu":
             return func(self._step.values.value(args[0]), *args[1:], **kwargs)
         try:
@@ -263,6 +265,12 @@ class _Functions(TorchFunctionMode):
             self._step._note("autocast-error", *where, what, _advice(_name(func)))
             self.failed = None
             return out
+
+    def _lengths(self, value: Any) -> Any:
+        """The real tensor of a batch's sizes, of which these functions read the memory."""
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.is_cpu:
+            return self._step.values.value(value)
+        return value
 
     def _failed_in(self, func: Any) -> tuple[str, str]:
         self.failed = self._step.recorder.where()[0], _name(func)
@@ -283,6 +291,15 @@ class _Functions(TorchFunctionMode):
             except Exception:
                 # It is not the precision that is wrong.
                 raise error from None
+
+
+def _numbered(device: Any) -> Any:
+    """``"cuda"`` as ``cuda:0``: torch would ask the device for its number."""
+    if type(device) is int:
+        return torch.device("cuda", device)
+    if isinstance(device, str | torch.device) and str(device) == "cuda":
+        return torch.device("cuda", 0)
+    return device
 
 
 @contextmanager

@@ -79,11 +79,11 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Place:
-        return cls(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return cls(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         empty = torch.empty(0, dtype=self.dtype)
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 class _Memory:
@@ -215,9 +215,11 @@ class Values(TorchDispatchMode):
         decides = any(_memory(t).made_up and not _inexact(t) for t in tensors)
         if decides or (made_up and not _tensors(result)):
             self._made_up()
-        device = kwargs.get("device") or (tensors[0].device if tensors else "cpu")
+        # Lengths stay on the CPU, say, beside a sequence on the device.
+        devices = {t.dtype: t.device for t in reversed(tensors)}
 
         def fake(real: torch.Tensor) -> torch.Tensor:
+            device = devices.get(real.dtype, tensors[0].device)
             out = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
             with _for_real():
                 _store(out, _Place.of(out), real, made_up)
@@ -304,7 +306,7 @@ class Values(TorchDispatchMode):
 def _make_up(tensor: torch.Tensor) -> _Memory:
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     if count > _LARGEST:
-        raise DataDependentOutputException(f"a value of a tensor of {count:,} elements")
+        raise DataDependentOutputException(_aten._local_scalar_dense.default)
     if tensor.is_floating_point():
         # The same for the same shape: a forward that is recomputed goes the same way.
         made = torch.rand(count, generator=torch.Generator().manual_seed(count)).to(tensor.dtype)
@@ -357,9 +359,7 @@ def _reads_values(func: Any) -> bool:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that the op writes to."""
-    given = [
-        args[at] if at < len(args) else kwargs.get(name) for at, name in _written_names(func)
-    ]
+    given = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_names(func)]
     return _tensors(given)
 
 
