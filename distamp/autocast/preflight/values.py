@@ -42,6 +42,23 @@ _NO_FAKE_KERNEL = (
 _FAILURES = RuntimeError, NotImplementedError, IndexError, ValueError, TypeError
 
 
+def _norm(func: Any, weight: int) -> Callable[..., Any]:
+    """A norm whose statistics are fp32 beside fp32 weights, also on the CPU; torch's fake forgets."""
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        out, *statistics = func(*args, **kwargs)
+        if args[weight] is not None and args[weight].dtype == torch.float32:
+            statistics = [torch.empty_like(t, dtype=torch.float32) for t in statistics]
+        return out, *statistics
+
+    return fake
+
+
+def _group_norm_backward(grad: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    out, *grads = _aten.native_group_norm_backward.default(grad, x, *args, **kwargs)
+    return out if out is None else torch.empty_like(out, dtype=x.dtype), *grads
+
+
 def _gru_cell(x: Any, h: Any, hx: Any, *biases: Any) -> tuple[Any, Any]:
     return torch.empty_like(hx), x.new_empty(hx.shape[0], 5 * hx.shape[1])
 
@@ -61,8 +78,12 @@ def _grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-# Kernels of CUDA that torch has no fake ones for, or that take more dtypes than its fake ones.
+# What torch has no fake kernels for, or fake kernels that take or give other dtypes.
 _KERNELS = {
+    _aten.native_layer_norm.default: _norm(_aten.native_layer_norm.default, 2),
+    _aten.native_group_norm.default: _norm(_aten.native_group_norm.default, 1),
+    _aten.native_batch_norm.default: _norm(_aten.native_batch_norm.default, 1),
+    _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten._grouped_mm.default: _grouped_mm,
     _aten._thnn_fused_gru_cell.default: _gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
