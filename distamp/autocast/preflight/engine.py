@@ -160,8 +160,12 @@ class _Backward:
                     for g, m in zip(grads, metadata, strict=True)
                 ]
             outs = node.apply(*grads)
-        else:
-            outs = node(*grads)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+            # A gradient for each argument of forward; edges are of those that are tensors.
+            needed = zip(outs, node.needs_input_grad, strict=True)
+            wanted = (out for out, is_needed in needed if is_needed)
+            return tuple(after and next(wanted, None) for after, _ in node.next_functions)
+        outs = node(*grads)
         return outs if isinstance(outs, tuple) else (outs,)
 
 

@@ -40,7 +40,7 @@ _NOT_SIMULATED = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-_READ_LENGTHS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_ARRAYS: frozenset[Any] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,11 @@ class _Step:
         job, done = self.job, self.done
         with simulated_device(job.device_type), _eager(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with self._fake_mode, self.values:
+            with self._fake_mode:
                 self._fake_state()
                 args, kwargs = self._fake_inputs((job.args, dict(job.kwargs)))
                 with (
+                    self.values,
                     swapped(self._models, dict(self._stand_ins)),
                     self.recorder,
                     engine_without_device(self.recorder),
@@ -247,12 +248,10 @@ class _Functions(TorchFunctionMode):
             func, args = torch.Tensor.to, (args[0], "cuda", *args[2:])
         if func is torch.Tensor.to:
             args = (args[0], *map(_numbered, args[1:]))
-        if _name(func) in _READ_LENGTHS:
-            args = tuple(self._lengths(arg) for arg in args)
         if "device" in kwargs:
             kwargs = kwargs | {"device": _numbered(kwargs["device"])}
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "cpu":
-            return func(self._step.values.value(args[0]), *args[1:], **kwargs)
+        if func in _ARRAYS and args[0].device.type == "cpu":
+            return self._step.values.array(args[0])
         try:
             return func(*args, **kwargs)
         except (*_NOT_SIMULATED, AssertionError):
@@ -265,12 +264,6 @@ class _Functions(TorchFunctionMode):
             self._step._note("autocast-error", *where, what, _advice(_name(func)))
             self.failed = None
             return out
-
-    def _lengths(self, value: Any) -> Any:
-        """The real tensor of a batch's sizes, of which these functions read the memory."""
-        if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.is_cpu:
-            return self._step.values.value(value)
-        return value
 
     def _failed_in(self, func: Any) -> tuple[str, str]:
         self.failed = self._step.recorder.where()[0], _name(func)

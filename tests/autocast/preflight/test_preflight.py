@@ -23,7 +23,6 @@ from distamp.autocast.preflight.device import SIMULATED, _guard_table, simulated
 from distamp.autocast.preflight.simulate import Job, simulate
 from tests.autocast.report.test_report import BF16, FP16, MODELS, mlp
 
-
 simulating = import_module("distamp.autocast.preflight.simulate")
 
 
@@ -80,8 +79,21 @@ class Twice(torch.autograd.Function):
         return a * 2 + b.cos()
 
 
+class Scaled(torch.autograd.Function):
+    """Arguments that are no tensors, or need no gradient, before and after those that do."""
+
+    @staticmethod
+    def forward(ctx, factor, x, mask, y, name):
+        ctx.factor = factor
+        return x * factor + y * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad * ctx.factor, None, grad.sin(), None
+
+
 class Everything(nn.Module):
-    """Branches, an unused output, a custom function, a checkpoint."""
+    """Branches, an unused output, custom functions, a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +103,19 @@ class Everything(nn.Module):
         y = self.a(x)
         z = checkpoint(self.b, y, use_reentrant=False)
         doubled, _ = Twice.apply(z)
+        doubled = Scaled.apply(2.0, doubled, torch.ones_like(z), self.b(y), "name")
         return self.c(doubled + y.expand(3, *y.shape).sum(0)) + self.c(x)
+
+
+class Reentrant(nn.Module):
+    """Torch's older checkpoint, which runs a backward of its own inside backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), mlp()
+
+    def forward(self, x):
+        return checkpoint(self.b, self.a(x), use_reentrant=True).softmax(-1)
 
 
 class InPlace(nn.Module):
@@ -115,6 +139,7 @@ def by_either_engine(model, x, monkeypatch):
 
 
 OWN_ENGINE = {**MODELS, "everything": (Everything, (4, 8)), "in place": (InPlace, (4, 8))}
+OWN_ENGINE["reentrant"] = (Reentrant, (4, 8))
 
 
 @pytest.mark.parametrize("name", OWN_ENGINE)
@@ -129,10 +154,29 @@ def test_backward_without_the_device_is_what_torchs_engine_does(name, monkeypatc
     assert any(row.phase == "backward" for row in ours.rows)
 
 
-def test_a_real_step_of_everything_is_the_simulated_one():
-    model, x = Everything(), torch.randn(4, 8, requires_grad=True)
+@pytest.mark.parametrize("make", [Everything, Reentrant])
+def test_a_real_step_with_checkpointing_is_the_simulated_one(make):
+    model, x = make(), torch.randn(4, 8, requires_grad=True)
     ours = simulate(Job(model, (x,), {}, "cpu", BF16, loss_of), lambda call: None)
+    assert not ours.findings
     assert counted(ours.rows) == counted(real_rows(model, x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_module_is_recomputed_in_the_same_dtypes_on_a_gpu(reentrant):
+    model = nn.Sequential(nn.Linear(8, 8), Calls(None), nn.Linear(8, 8))
+    model[1].body = mlp()
+    model[1].what = lambda x: checkpoint(model[1].body, x, use_reentrant=reentrant)
+    result = preflight(model, torch.randn(4, 8), "cuda", FP16, measure=False)
+    assert result.finished
+    assert not result.findings
+    rows = [row for row in result.report.rows if row.module.startswith("1.body") and not row.view]
+    forward, again = (
+        {(row.module, row.op, row.inputs, row.outputs) for row in rows if row.phase == phase}
+        for phase in ("forward", "recompute")
+    )
+    assert again <= forward
+    assert {op for _, op, inputs, _ in again if inputs[0] == "float16"} >= {"addmm", "relu"}
 
 
 def test_cudas_lists_hold_for_cuda():
