@@ -17,9 +17,10 @@ from distamp.initialize import amp_state
 from distamp.initialize.ddp_passes import OnePassEach
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, no_sync
+from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler, MasterParameters, masters_of
-from distamp.scaler.gradients import parameters_of
+
 
 __all__ = ["Amp", "StepResult"]
 

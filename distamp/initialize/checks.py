@@ -11,7 +11,7 @@ from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as
 from distamp.initialize.wrappers import Wrapping, batchnorms_cast_by_wrapper
 from distamp.precision import Precision
-from distamp.scaler.gradients import parameters_of
+from distamp.optimizers import parameters_of
 
 __all__ = ["check_comm_hook", "check_model", "check_optimizers"]
 

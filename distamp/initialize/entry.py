@@ -26,8 +26,8 @@ from distamp.scaler import (
     StaticSchedule,
     masters_of,
 )
-from distamp.scaler.gradients import parameters_of
-from distamp.scaler.process_group import GroupLike
+from distamp.optimizers import parameters_of
+from distamp.scaler.message import GroupLike
 
 __all__ = ["Overrides", "initialize"]
 
