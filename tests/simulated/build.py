@@ -1,4 +1,4 @@
-"""Compile the simulated accelerator once; ``python -m tests.simulated.build`` does it ahead of tests.
+"""Compile the simulated accelerator once; ``python -m tests.simulated.build`` builds it.
 
 The library lies in ``build/simulated`` under a name made of the versions of torch, Python and the
 compiler, the flags and the sources: nothing is compiled where nothing changed. A lock lets one
@@ -91,7 +91,7 @@ def library() -> Path:
 
     Raises:
         Unavailable: Another torch, or no compiler.
-        RuntimeError: The compiler refused the sources; its words.
+        RuntimeError: The compiler refused the sources.
     """
     tools = _tools()
     sources = sorted(SOURCES.glob("*.cpp"))

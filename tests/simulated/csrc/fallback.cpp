@@ -181,7 +181,7 @@ class Call {
     try {
       Neutral neutral;
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
-    } catch (const c10::NotImplementedError&) { // a mere fallback, though it is said to have a kernel
+    } catch (const c10::NotImplementedError&) { // a mere fallback, which counts as a kernel too
       return std::nullopt;
     }
     for (size_t i = 0; i < count_; i++)

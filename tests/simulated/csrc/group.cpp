@@ -85,10 +85,10 @@ class Line {
 
   void compare(const Collective& mine) {
     constexpr int64_t kBytes = 256;
-    std::ostringstream words;
-    words << mine.sequence << " " << mine.text;
+    std::ostringstream text;
+    text << mine.sequence << " " << mine.text;
     Tensors in{at::zeros({kBytes}, at::kByte)};
-    std::strncpy(static_cast<char*>(in[0].data_ptr()), words.str().c_str(), kBytes - 1);
+    std::strncpy(static_cast<char*>(in[0].data_ptr()), text.str().c_str(), kBytes - 1);
     std::vector<Tensors> out(1);
     for (int r = 0; r < gloo_->getSize(); r++) out[0].push_back(at::zeros({kBytes}, at::kByte));
     gloo_->allgather(out, in, {})->wait();
@@ -148,10 +148,10 @@ struct SimWork : Work {
 };
 
 std::string described(const Tensors& tensors) {
-  std::ostringstream words;
+  std::ostringstream text;
   for (size_t i = 0; i < tensors.size(); i++)
-    words << (i ? ", " : "") << c10::toString(tensors[i].scalar_type()) << tensors[i].sizes();
-  return words.str();
+    text << (i ? ", " : "") << c10::toString(tensors[i].scalar_type()) << tensors[i].sizes();
+  return text.str();
 }
 std::string described(const ReduceOp& op) {
   switch (static_cast<ReduceOp::RedOpType>(op)) {
