@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 
+from tests.place import here
 from tests.scaler.layouts import DDP, FSDP2, LAYOUTS, Layout
 from tests.scaler.layouts_base import Alone
 from tests.scaler.reference import KINDS, LBFGS, Net
@@ -70,7 +71,7 @@ class _Parameters(Layout):
         return Net(*self.widths).to(self.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+        return x.to(here(), self.dtype)
 
 
 class _Float16Parameters(_Parameters):
