@@ -24,9 +24,11 @@ train: $(READY)
 		--precision fp16 --growth-interval 25 --run-dir $(RUN) --overwrite
 
 test: $(READY)
+	@$(BIN)/python -m tests.simulated.build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 test-all: $(READY)
+	@$(BIN)/python -m tests.simulated.build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m ""
 
 lint: $(READY)
