@@ -9,6 +9,7 @@ from distamp import cpu as cpu
 from distamp import cuda as cuda
 from distamp.autocast import autocast, custom_bwd, custom_fwd, precision_report, preflight
 from distamp.initialize import cast_model, initialize
+from distamp.installation import install, uninstall
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler
 
@@ -26,6 +27,8 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "initialize",
+    "install",
     "precision_report",
     "preflight",
+    "uninstall",
 ]

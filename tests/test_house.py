@@ -32,6 +32,9 @@ ROOMS: dict[str, set[str]] = {
     "cuda": {"autocast", "scaler"},
     "cpu": {"autocast", "scaler"},
     "initialize": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks"},
+    "installation": {"autocast", "scaler", "cpu", "cuda"},
+    # What only those import who train with these packages.
+    "integrations": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
         "telemetry",
@@ -39,6 +42,7 @@ ROOMS: dict[str, set[str]] = {
         "scaler",
         "comm_hooks",
         "initialize",
+        "installation",
         "cpu",
         "cuda",
     },
