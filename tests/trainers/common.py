@@ -1,0 +1,76 @@
+"""What the tests of trainers share: a small model and data, and an inf planted on one rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+__all__ = ["FAULT", "data", "digest", "model", "plant_inf", "quiet", "versions"]
+
+# The step, counted from 0, in which rank 1 alone overflows.
+FAULT = 2
+
+
+def quiet() -> None:
+    """Let a trainer warn as it likes: its warnings are not what is tested."""
+    warnings.simplefilter("ignore")
+    for name in (
+        "lightning",
+        "lightning.pytorch",
+        "pytorch_lightning",
+        "accelerate",
+        "transformers",
+    ):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def rank() -> int:
+    """This process's rank; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def model() -> nn.Module:
+    """Two linear layers, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def data(samples: int = 32) -> TensorDataset:
+    """Inputs, and targets that can be learnt from them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def plant_inf(parameters: Iterable[nn.Parameter], step: int, at: int = FAULT) -> None:
+    """Give rank 1 alone an inf in its first gradient, in one step."""
+    if step != at or rank() != 1:
+        return
+    gradient = next(p.grad for p in parameters if p.grad is not None)
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local.view(-1)[0] = float("inf")
+
+
+def digest(parameters: Iterable[Tensor]) -> float:
+    """One number for the values of parameters."""
+    return sum(p.detach().double().abs().sum().item() for p in parameters)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The installed version of each package."""
+    found = {}
+    for package in ("torch", *packages):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
