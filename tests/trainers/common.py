@@ -31,6 +31,10 @@ def quiet() -> None:
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if dist.is_initialized():
+        # Asked for, though the group is there already.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
 
 
 def rank() -> int:
