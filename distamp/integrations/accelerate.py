@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
@@ -116,14 +115,14 @@ def _give_scaler(
     return made
 
 
-def _compute_in_fp16(accelerator: Accelerator, model: nn.Module) -> None:
+def _compute_in_fp16(accelerator: Accelerator, model: Any) -> None:
     """Give a model that was prepared without it the region that Accelerate gives to others."""
     region = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
     model._original_forward = model.forward
     model.forward = convert_outputs_to_fp32(region(model.forward))
 
 
-class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class _ScaledOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper, which asks the scaler whether the step was taken, when it is asked."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:

@@ -16,7 +16,7 @@ __all__ = ["DistTrainerMixin"]
 class DistTrainerMixin:
     """Put before ``Trainer``, or one of TRL's trainers, to train with distamp's scaler.
 
-    ``class MyTrainer(DistTrainerMixin, SFTTrainer): pass``, and everything else stays as it is. With
+    ``class MyTrainer(DistTrainerMixin, SFTTrainer): pass``, and everything else stays. With
     ``fp16=True`` ranks step or skip together, schedules stay where they are on a skip with any
     optimizer, and fp16 works on a CPU. Logs get ``loss_scale`` and ``skipped_steps``. Checkpoints
     are the Trainer's own: each loads the other's.
@@ -43,7 +43,7 @@ class DistTrainerMixin:
         scaler_settings: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._distamp = {"comm_hook": comm_hook, "attach": attach, "scaler": scaler}
+        self._distamp: dict[str, Any] = {"comm_hook": comm_hook, "attach": attach, "scaler": scaler}
         self._distamp |= scaler_settings or {}
         super().__init__(*args, **kwargs)
 
