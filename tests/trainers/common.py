@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-__all__ = ["FAULT", "data", "digest", "model", "plant_inf", "quiet", "versions"]
+__all__ = ["FAULT", "data", "digest", "faulty", "model", "plant_inf", "quiet", "versions"]
 
 # The step, counted from 0, in which rank 1 alone overflows.
 FAULT = 2
@@ -62,6 +62,28 @@ def plant_inf(parameters: Iterable[nn.Parameter], step: int, at: int = FAULT) ->
     gradient = next(p.grad for p in parameters if p.grad is not None)
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     local.view(-1)[0] = float("inf")
+
+
+def faulty(net: nn.Module, at: int = FAULT) -> nn.Module:
+    """Let rank 1 alone overflow at the end of one backward pass, whoever runs the loop.
+
+    The inf comes after wrappers have reduced the gradients, so it stays on its rank.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    passes = 0
+
+    def plant() -> None:
+        plant_inf(net.parameters(), at, at)
+
+    def backward_of(parameter: nn.Parameter) -> None:
+        nonlocal passes
+        if passes == at:
+            # Callbacks that callbacks make are called last: after the wrapper's own.
+            engine.queue_callback(lambda: engine.queue_callback(plant))
+        passes += 1
+
+    next(iter(net.parameters())).register_post_accumulate_grad_hook(backward_of)
+    return net
 
 
 def digest(parameters: Iterable[Tensor]) -> float:
