@@ -75,14 +75,19 @@ def faulty(net: nn.Module, at: int = FAULT) -> nn.Module:
     def plant() -> None:
         plant_inf(net.parameters(), at, at)
 
-    def backward_of(parameter: nn.Parameter) -> None:
+    def backward_of(gradient: Tensor) -> None:
         nonlocal passes
         if passes == at:
             # Callbacks that callbacks make are called last: after the wrapper's own.
             engine.queue_callback(lambda: engine.queue_callback(plant))
         passes += 1
 
-    next(iter(net.parameters())).register_post_accumulate_grad_hook(backward_of)
+    def watch(module: nn.Module, inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(backward_of)
+
+    first = next(each for each in net.modules() if list(each.parameters(recurse=False)))
+    first.register_forward_hook(watch)
     return net
 
 

@@ -124,7 +124,7 @@ def given_mmengine() -> dict[str, Any]:
     given = plain()
     amp_optimizer_wrapper.is_cuda_available = lambda: True  # else it refuses to be made
     given["wrapper"] = AmpOptimWrapper(
-        optimizer=given["optimizer"], clip_grad={"max_norm": 1.0}, dtype="float16"
+        optimizer=given["optimizer"], clip_grad={"max_norm": 1.0}, dtype="bfloat16"
     )
     return given
 
@@ -185,6 +185,11 @@ def given_sam() -> dict[str, Any]:
     return given | {"optimizer": SAM(given["model"].parameters(), rho=0.05, lr=0.01)}
 
 
+def given_torchao() -> dict[str, Any]:
+    torch.compiler.set_stance("force_eager")  # it compiles its steps, which takes minutes
+    return plain()
+
+
 GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "lightning": ("lightning", given_lightning),
     "fabric": ("lightning", given_unwrapped),
@@ -198,7 +203,7 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "schedule_free": ("schedulefree", plain),
     "sam": ("torch", given_sam),
     "muon": ("torch", plain),
-    "torchao": ("torchao", plain),
+    "torchao": ("torchao", given_torchao),
     "bitsandbytes": ("bitsandbytes", plain),
 }
 GROUPS = {
