@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import warnings
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-__all__ = ["FAULT", "data", "digest", "faulty", "model", "plant_inf", "quiet", "versions"]
+__all__ = ["FAULT", "data", "digest", "faulty", "model", "needs", "plant_inf", "quiet"]
 
 # The step, counted from 0, in which rank 1 alone overflows.
 FAULT = 2
+
+
+def needs(*packages: str) -> None:
+    """Skip a module of tests without these packages, and import none of them to know."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: make test-trainers", allow_module_level=True)
 
 
 def quiet() -> None:
@@ -94,14 +102,3 @@ def faulty(net: nn.Module, at: int = FAULT) -> nn.Module:
 def digest(parameters: Iterable[Tensor]) -> float:
     """One number for the values of parameters."""
     return sum(p.detach().double().abs().sum().item() for p in parameters)
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """The installed version of each package."""
-    found = {}
-    for package in ("torch", *packages):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found

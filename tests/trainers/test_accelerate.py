@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 import distamp
 from distamp import DistGradScaler
-from tests.trainers.common import FAULT, data, digest, model, plant_inf, quiet, rank
+from tests.trainers.common import FAULT, data, digest, model, needs, plant_inf, quiet, rank
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
-pytest.importorskip("accelerate", exc_type=ImportError)
+needs("accelerate")
 
 SCALE = 2.0**10
 STEPS = 6

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainers.common import data, digest, model, plant_inf, quiet
+from tests.trainers.common import data, digest, model, needs, plant_inf, quiet
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
-pytest.importorskip("lightning.fabric", exc_type=ImportError)
+needs("lightning")
 
 SCALE = 2.0**10
 

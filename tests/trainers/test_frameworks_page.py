@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import distamp
 from tests.trainers import common
-from tests.trainers.common import FAULT, data, digest, faulty, quiet, rank
+from tests.trainers.common import FAULT, data, digest, faulty, needs, quiet, rank
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 STEPS = 6
@@ -271,9 +271,7 @@ def test_every_piece_of_code_is_run():
     [pytest.param(n, marks=pytest.mark.xdist_group(GROUPS.get(n, "beside"))) for n in GIVEN],
 )
 def test_the_code_runs_and_keeps_ranks_together(ranks2, name):
-    package = GIVEN[name][0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}")
+    needs(GIVEN[name][0])
     one, other = ranks2.run(run, name)
     assert one == other
     assert one[1] == 0.5, "the overflow of one rank halves the scale of both, once"
@@ -286,9 +284,7 @@ PARTED = ["install", "mmengine", "ultralytics", "schedule_free", "bitsandbytes"]
 @pytest.mark.parametrize("name", PARTED)
 @pytest.mark.xdist_group("beside")
 def test_with_torchs_scaler_the_same_code_parts_them(ranks2, name):
-    package = GIVEN[name][0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}")
+    needs(GIVEN[name][0])
     one, other = ranks2.run(run, name, torchs=True)
     assert one != other
 

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 import distamp
 from distamp import DistGradScaler
-from tests.trainers.common import FAULT, data, digest, model, plant_inf, quiet
+from tests.trainers.common import FAULT, data, digest, model, needs, plant_inf, quiet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.xdist_group("lightning"),
 ]
-pytest.importorskip("lightning.pytorch", exc_type=ImportError)
+needs("lightning")
 
 STEPS = 6
 SCALE = 2.0**10

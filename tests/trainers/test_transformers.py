@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from distamp import DistGradScaler
-from tests.trainers.common import FAULT, digest, plant_inf, quiet
+from tests.trainers.common import FAULT, digest, needs, plant_inf, quiet
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
-pytest.importorskip("accelerate", exc_type=ImportError)
-pytest.importorskip("transformers", exc_type=ImportError)
+needs("accelerate", "transformers")
 
 SCALE = 2.0**10
 STEPS = 5
@@ -192,7 +191,7 @@ KINDS = ["Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_stay_together_where_torchs_scaler_parts_them(ranks2, tmp_path, kind):
     if kind != "Trainer":
-        pytest.importorskip("trl")
+        needs("trl", "datasets")
     assert not together(ranks2.run(train, str(tmp_path), ours=False, kind=kind))
     runs = ranks2.run(train, str(tmp_path), kind=kind)
     assert together(runs)
