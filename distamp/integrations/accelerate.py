@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 from accelerate import Accelerator
@@ -118,8 +119,12 @@ def _give_scaler(
 def _compute_in_fp16(accelerator: Accelerator, model: Any) -> None:
     """Give a model that was prepared without it the region that Accelerate gives to others."""
     region = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
-    model._original_forward = model.forward
-    model.forward = convert_outputs_to_fp32(region(model.forward))
+    forward = model._original_forward = model.forward
+    if isinstance(forward, MethodType):
+        # From the function, as Accelerate does it: it takes both wrappers off again by its name.
+        model.forward = MethodType(convert_outputs_to_fp32(region(forward.__func__)), model)
+    else:
+        model.forward = convert_outputs_to_fp32(region(forward))
 
 
 class _ScaledOptimizer(AcceleratedOptimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,41 @@ def test_installed_accelerates_own_factories_make_our_scaler():
         assert isinstance(get_fsdp2_grad_scaler(device="cpu"), DistGradScaler)
         assert isinstance(get_grad_scaler(DistributedType.FSDP), DistGradScaler)
         assert isinstance(get_grad_scaler(), DistGradScaler)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_unwrapped_model_computes_in_float32_again(when):
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with("ours")
+    if when == "before":
+        prepare(accelerator)
+    net = accelerator.prepare(nn.Linear(2, 1))
+    if when == "after":
+        prepare(accelerator)
+    net(torch.ones(1, 2))
+    plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
+    assert torch.equal(plain(torch.ones(1, 2)), nn.Linear.forward(plain, torch.ones(1, 2)))
+
+
+def test_an_optimizer_that_was_prepared_can_be_pickled():
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with("ours")
+    prepare(accelerator, init_scale=4.0)
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert type(other) is type(optimizer)
+    assert other.scaler.get_scale() == 4.0
+    assert other.step_was_skipped is False
+
+
+def test_the_last_prepare_counts():
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with("ours")
+    first = prepare(accelerator, init_scale=4.0)
+    assert prepare(accelerator) is first
+    second = prepare(accelerator, init_scale=2.0)
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    assert optimizer.scaler is accelerator.scaler is second
