@@ -19,18 +19,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
-FOUNDATION = {"errors", "precision", "protocols"}
+FOUNDATION = {"callers", "errors", "precision", "protocols"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "precision": {"errors"},
     "protocols": set(),
+    "callers": set(),
     "telemetry": FOUNDATION,
     "autocast": FOUNDATION,
     "scaler": FOUNDATION,
     "comm_hooks": FOUNDATION,
     # The documents' other spellings, thin modules over the rooms.
-    "cuda": {"autocast", "scaler"},
-    "cpu": {"autocast", "scaler"},
+    "device_amp": {"autocast", "scaler"},
+    "cuda": {"device_amp"},
+    "cpu": {"device_amp"},
     "initialize": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks"},
     "installation": {"autocast", "scaler", "cpu", "cuda"},
     # What only those import who train with these packages.

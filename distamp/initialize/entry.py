@@ -43,7 +43,7 @@ class Overrides(TypedDict, total=False):
     schedule: Schedule | None
     max_consecutive_skips: int | None
     ops: OpLists | None
-    cache_enabled: bool | Literal["step"] | None
+    cache_enabled: bool | None
 
 
 def initialize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import warnings
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from distamp.autocast.devices import autocast_without_device
 from distamp.autocast.op_lists.names import overloads
-from distamp.autocast.op_lists.rules import Category, tensors_in
+from distamp.autocast.op_lists.rules import Category
+from distamp.autocast.tensors import tensors_in
 
 __all__ = [
     "BANNED",
-    "autocast_without_device",
     "category",
     "registered",
     "registered_overloads",
@@ -60,7 +60,7 @@ class _Probe(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        first: Any = next(each for each in tensors_in((*args, *(kwargs or {}).values())))
+        first: Any = tensors_in(args, kwargs or {})[0]
         if func is torch.ops.prim.device.default:
             return first.at
         dtypes = [each for each in (*args, *(kwargs or {}).values()) if type(each) is torch.dtype]
@@ -124,20 +124,6 @@ def _casts(
         finally:
             del below
     return casts
-
-
-@contextlib.contextmanager
-def autocast_without_device(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast for a device that need not be there, which torch.autocast turns off."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-        torch.clear_autocast_cache()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""precision: one module in a precision of its own, whatever region it is called in."""
+"""pin_precision: one module in a precision of its own, whatever region it is called in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["precision"]
+from distamp.autocast.mixin import Mixin, add
+from distamp.autocast.region import autocast
+from distamp.autocast.tensors import tensors_in
+
+__all__ = ["pin_precision"]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -22,13 +26,14 @@ _DTYPES = {
 }
 
 
-class precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad.
+class pin_precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad.
     """Pin one module, and all modules in it, to a precision.
 
     ``"fp32"`` runs the module with autocast off, and casts the fp16 and bf16 tensors it is called
     with to float32, so that a half result of the module before it does not stop it; torch has the
     user write both by hand. ``"fp16"`` and ``"bf16"`` run it in an autocast region of that dtype,
-    also where it is called outside of one.
+    also where it is called outside of one. Both hold for the device types of all tensors it is
+    called with and of its parameters.
 
     The pin takes hold at once. It lasts until :meth:`undo`, or until the end of the ``with`` block
     if it is used as one. A module can be pinned again inside a pin; the last one counts. Backward
@@ -59,9 +64,8 @@ class precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad.
             )
         self._undone = False
         self._before = type(module)
-        unpinned: type[nn.Module] = vars(self._before).get("_unpinned", self._before)
-        self._pinned = _pinned_class(unpinned, self.dtype)
-        module.__class__ = self._pinned
+        add(module, _Pinned, chosen)
+        self._pinned = type(module)
 
     def undo(self) -> None:
         """Let the module follow the region it is called in again.
@@ -79,7 +83,7 @@ class precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad.
         self.module.__class__ = self._before
         self._undone = True
 
-    def __enter__(self) -> precision:
+    def __enter__(self) -> pin_precision:
         return self
 
     def __exit__(
@@ -91,49 +95,38 @@ class precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad.
         self.undo()
 
 
-_classes: dict[tuple[type[nn.Module], torch.dtype], type[nn.Module]] = {}
+class _Pinned(Mixin, nn.Module):
+    _attribute = "_pinned_to"
+    _pinned_to: torch.dtype
 
-
-def _pinned_class(base: type[nn.Module], dtype: torch.dtype) -> type[nn.Module]:
-    """``base`` with its forward in a precision of its own.
-
-    A class and not a wrapped ``module.forward``, which copies and replicas of the module would
-    share with it, weights and all.
-    """
-    if (base, dtype) in _classes:
-        return _classes[base, dtype]
-    fp32 = dtype is torch.float32
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        device_type = _device_type(self, args, kwargs)
-        if fp32:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pinned_to is torch.float32:
             args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
-        with torch.autocast(device_type, dtype=None if fp32 else dtype, enabled=not fp32):
-            return base.forward(self, *args, **kwargs)
+        tensors = (*tensors_in(args, kwargs), *self.parameters())
+        devices = dict.fromkeys(each.device.type for each in tensors)
+        return _pinned(
+            super().forward,
+            args,
+            kwargs,
+            [each for each in devices or ("cpu",) if torch.amp.is_autocast_available(each)],
+            self._pinned_to,
+        )
 
-    def reduce(self: nn.Module) -> Any:
-        return _rebuild, (base, dtype), vars(self).copy()
 
-    body = {"forward": forward, "__reduce__": reduce, "_unpinned": base, "__doc__": base.__doc__}
-    pinned = type(base.__name__, (base,), body)
-    pinned.__module__, pinned.__qualname__ = base.__module__, base.__qualname__
-    return _classes.setdefault((base, dtype), pinned)
-
-
-def _rebuild(base: type[nn.Module], dtype: torch.dtype) -> nn.Module:
-    pinned = _pinned_class(base, dtype)
-    return pinned.__new__(pinned)
+def _pinned(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device_types: list[str],
+    dtype: torch.dtype,
+) -> Any:
+    """Call ``forward`` in a region for each device type."""
+    if not device_types:
+        return forward(*args, **kwargs)
+    half = dtype is not torch.float32
+    with autocast(device_types[0], dtype if half else None, half):
+        return _pinned(forward, args, kwargs, device_types[1:], dtype)
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _device_type(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Where the module computes: where its inputs lie, else its parameters."""
-    for arg in (*args, *kwargs.values()):
-        if isinstance(arg, Tensor):
-            return arg.device.type
-    for parameter in module.parameters():
-        return parameter.device.type
-    return "cpu"
