@@ -7,6 +7,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import torch
 
 import distamp.cpu.amp
 import distamp.cuda.amp
-from distamp.autocast import propagate
+from distamp.autocast import AutocastState, checkpoint_contexts, propagate
 from distamp.scaler import DistGradScaler
 
 __all__ = ["Installation", "ShardedGradScaler", "install", "uninstall"]
@@ -83,13 +84,41 @@ def _always(ours: type[Any]) -> Callable[[Any], Any]:
     return lambda theirs: ours
 
 
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
 def _with_op_lists(generator: Callable[..., Any]) -> Callable[..., Any]:
     """Make torch's checkpointing recompute under all of the autocast state, op lists included."""
 
-    def checkpointed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(propagate(fn), *args, **kwargs)
+    def checkpointed(
+        fn: Callable[..., Any],
+        preserve_rng_state: bool,
+        context_fn: Callable[[], _Contexts],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if AutocastState.capture().lists is not None:
+            context_fn = _joined(context_fn)
+        return generator(fn, preserve_rng_state, context_fn, *args, **kwargs)
 
     return checkpointed
+
+
+def _joined(context_fn: Callable[[], _Contexts]) -> Callable[[], _Contexts]:
+    def contexts() -> _Contexts:
+        pairs = zip(checkpoint_contexts(), context_fn(), strict=True)
+        forward, recomputed = (_both(*pair) for pair in pairs)
+        return forward, recomputed
+
+    return contexts
+
+
+@contextlib.contextmanager
+def _both(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _reentrant_with_op_lists(function: Any) -> Any:
