@@ -30,4 +30,4 @@ def test_two_workers_go_on_from_a_checkpoint_to_the_same_weights():
     whole, taken_up, saved = done.stdout.strip().splitlines()[-3:]
     assert whole.removeprefix("whole: ") == taken_up.removeprefix("taken up: ")
     assert "scale 512" in whole, "one worker overflowed once, and both skipped"
-    assert "int8 saved" in saved
+    assert "fp16 saved" in saved
