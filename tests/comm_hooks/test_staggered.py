@@ -1,4 +1,4 @@
-"""An all-to-all by turns: everything arrives, and one stream at a time is on a link."""
+"""A staggered all-to-all: everything arrives, and one stream at a time is on a link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distamp.comm_hooks.channel import Channel, by_turns
+from distamp.comm_hooks.channel import Channel, staggered_all_to_all
 
 
 def _exchanged(numel: int) -> bool:
@@ -86,7 +86,7 @@ def _most_under_way(size: int, numel: int) -> list[int]:
             post.box(me, target, tag).put(data.clone())
 
         sent = torch.zeros(size, numel, dtype=torch.uint8)
-        by_turns(torch.zeros_like(sent), sent, me, receive=receive, send=send)
+        staggered_all_to_all(torch.zeros_like(sent), sent, me, receive=receive, send=send)
 
     threads = [threading.Thread(target=rank, args=(me,)) for me in range(size)]
     for thread in threads:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.comm_hooks.error_feedback_state import Residuals
+from distamp.comm_hooks.residuals import Residuals
 from tests.comm_hooks.training import agreed, average, inputs, mlp, wrapped
 
 FED_BACK = [name for name, wire in comm_hooks.WIRE_FORMATS.items() if wire.needs_error_feedback]
@@ -158,8 +158,8 @@ def test_what_is_owed_moves_with_its_parameter_to_another_bucket():
     generator = torch.Generator().manual_seed(0)
     mine = torch.randn(1020, generator=generator)
     owned = torch.randn(200, generator=generator)
-    before.keep("mine", 0, mine.clone(), torch.zeros(1020))
-    before.keep("owned", 250, owned.clone(), torch.zeros(200))
+    before.keep("mine", 0, mine.clone())
+    before.keep("owned", 250, owned.clone())
     before.end(torch.tensor(False))
     parts = [before.of(index) for index in range(3)]
     whole = torch.stack([mine, torch.zeros(1020)])
@@ -215,7 +215,7 @@ def test_a_checkpoint_carries_what_is_owed(ranks2):
 
 
 def _bad_states() -> list[str]:
-    model, state = wrapped(mlp(*WIDTHS), "int8")
+    _, state = wrapped(mlp(*WIDTHS), "int8")
     good = state.state_dict()
     said = []
     bad: list[dict[str, Any]] = [
@@ -226,17 +226,13 @@ def _bad_states() -> list[str]:
         with pytest.raises(ValueError) as error:
             state.load_state_dict(each)
         said.append(str(error.value))
-    model(inputs(0, WIDTHS[0])).square().mean().backward()
-    with pytest.raises(ValueError) as error:
-        state.load_state_dict(good)
-    return [*said, str(error.value)]
+    return said
 
 
 def test_states_that_do_not_fit_are_refused(ranks2):
-    version, nobody, late = ranks2.run(_bad_states)[0]
+    version, nobody = ranks2.run(_bad_states)[0]
     assert "version 7" in version
     assert "'nobody'" in nobody
-    assert "before the first backward pass" in late
 
 
 def _nonfinite() -> list[bool]:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from distamp.comm_hooks.error_feedback import compensate, new_residual
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
-from distamp.comm_hooks.wire_feedback import compensate, new_residual
 
 
 def lossy(wire: WireFormat, scales: list[float], feedback: bool) -> tuple[float, float]:
