@@ -80,7 +80,7 @@ class Config:
     """A number, or dynamic. Default: as the level has it."""
 
     strategy: str | None = None
-    """How the model is spread: none, dp, ddp, fsdp1, fsdp2, hsdp, fsdp2+tp, zero1, oss,
+    """How the model is parallelized: none, dp, ddp, fsdp1, fsdp2, hsdp, fsdp2+tp, zero1, oss,
     sharded_ddp or fairscale_fsdp. Default: ddp on several ranks, none on one."""
     replicas: int | None = None
     """Devices of this process that share each batch (dp). Default: every accelerator, or 2."""
@@ -225,18 +225,18 @@ class Config:
         for pair in self.model_args:
             _require("=" in pair, "model_args", pair, "name=value")
 
-    def check_batch(self, readers: int) -> None:
+    def check_batch(self, dp_world_size: int) -> None:
         """Refuse a batch that cannot be divided among those who read it.
 
         Raises:
             UsageError: Naming a batch that can.
         """
-        share = readers * self.accumulate
+        share = dp_world_size * self.accumulate
         _require(
             self.batch % share == 0,
             "batch",
             self.batch,
-            f"a multiple of ranks that read it x --accumulate = {readers} x {self.accumulate}"
+            f"a multiple of ranks that read it x --accumulate = {dp_world_size} x {self.accumulate}"
             f" (say {-(-self.batch // share) * share})",
         )
 

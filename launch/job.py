@@ -21,10 +21,10 @@ from launch.levels import amp_for, described, eps_for, trial
 from launch.memory import largest_peak
 from launch.models import Recipe, count_parameters, init_model, recipe_for
 from launch.owed import give_back, owed, places
+from launch.parallel import ParallelContext
 from launch.profiling import Trace
 from launch.ranks import Ranks
 from launch.reporting import Reporter, check_trackers
-from launch.spread import Place
 from launch.state import RunState, random_state, restore_random_state
 from launch.stopping import Preempted, Stop
 
@@ -48,7 +48,7 @@ class Job:
     reported: bool = False
 
     @property
-    def whereabouts(self) -> str:
+    def position(self) -> str:
         """Where the run is, for a message."""
         return f"in step {self.run.progress.step + 1}; go on with --resume {self.config.folder}"
 
@@ -93,7 +93,7 @@ class Job:
             yield
             return
         self.reported = True
-        with precision_report(self.run.spread.model) as report:
+        with precision_report(self.run.parallel.model) as report:
             yield
         folder = self.config.folder
         try:
@@ -165,11 +165,11 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
     with ranks.together():
-        place = Place(config, ranks, device, data.sample)
+        context = ParallelContext(config, ranks, device, data.sample)
         model = cast_model(init_model(recipe, data, config.seed, device), config.level)
-        spread = strategies.spread(model, place)
-        run = RunState(spread, amp_for(spread, config))
-    torch.manual_seed(config.seed + 1 + run.spread.reader)
+        parallel = strategies.parallelize(model, context)
+        run = RunState(parallel, amp_for(parallel, config))
+    torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
     if origin is not None:
         restore(run, origin, ranks, device)
     parameters = _count(run, config, ranks)

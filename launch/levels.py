@@ -13,7 +13,7 @@ from distamp.precision import Precision
 from distamp.scaler import DynamicSchedule, HeadroomSchedule
 from launch.config import Config
 from launch.errors import UsageError
-from launch.spread import Spread
+from launch.parallel import ParallelizedModel
 
 __all__ = ["amp_for", "bytes_per_parameter", "described", "eps_for", "trial"]
 
@@ -21,8 +21,8 @@ _SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def amp_for(spread: Spread, config: Config) -> Amp:
-    """Set up what was spread for the level that the flags ask for.
+def amp_for(parallel: ParallelizedModel, config: Config) -> Amp:
+    """Set up a parallelized model for the level that the flags ask for.
 
     Raises:
         UsageError: distamp refuses it; with distamp's reason.
@@ -30,11 +30,11 @@ def amp_for(spread: Spread, config: Config) -> Amp:
     level = config.level
     try:
         return initialize(
-            spread.model,
-            spread.optimizer,
+            parallel.model,
+            parallel.optimizer,
             level,
             comm_hook=config.comm_hook,
-            replicas=spread.replicas,
+            replicas=parallel.replicas,
             **_scale(config),
         )
     except (ValueError, RuntimeError) as error:

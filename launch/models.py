@@ -152,7 +152,7 @@ def _hf_config(name: str, asked: dict[str, Any], positions: int) -> Any:
         if (getattr(defaults, token, None) or 0) >= asked.get("vocab_size", 1 << 62):
             settings[token] = None
     if positions and getattr(defaults, "is_decoder", None) is False:
-        settings["is_decoder"] = True  # else BERT and its kin see what they are to predict
+        settings["is_decoder"] = True  # else BERT and models like it see what they are to predict
     if positions and getattr(defaults, "max_position_embeddings", positions) < positions:
         settings["max_position_embeddings"] = positions
     unknown = [key for key in asked if key not in ("image_size",) and not hasattr(defaults, key)]
@@ -242,13 +242,13 @@ def count_parameters(recipe: Recipe, data: Data) -> int:
         return sum(p.numel() for p in recipe.build(data).parameters())
 
 
-def mean_loss(logits: Tensor, answers: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats, taken in fp32 whatever the model computed in.
 
     An fp16 loss would round, and its seed gradient, the loss scale, would overflow at 65536.
 
     Args:
         logits: (..., classes).
-        answers: int64 (...).
+        targets: int64 (...).
     """
-    return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten())
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

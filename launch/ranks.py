@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from launch.errors import UsageError
-from launch.lost import LostRank, Roll
+from launch.lost_rank import LostRank, RankRegistry
 
 __all__ = ["Ranks"]
 
@@ -32,14 +32,14 @@ class Ranks:
 
     Attributes:
         restarts: How often torchrun has started this group of processes anew.
-        roll: Where ranks look for each other when one does not answer; None: nowhere.
+        registry: Where ranks look for each other when one does not answer; None: nowhere.
     """
 
     rank: int
     local_rank: int
     world_size: int
     restarts: int = 0
-    roll: Roll | None = None
+    registry: RankRegistry | None = None
 
     @classmethod
     @contextmanager
@@ -73,13 +73,13 @@ class Ranks:
         shared, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=wait)))
         # torchrun's store outlives a group of processes, and so do the addresses they left there.
         store = PrefixStore(f"attempt {restarts} of {world_size}", shared)
-        roll = Roll(PrefixStore("roll", store), rank, world_size)
-        roll.enter()
+        registry = RankRegistry(PrefixStore("ranks", store), rank, world_size)
+        registry.register()
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=wait
         )
         try:
-            yield cls(rank, local_rank, world_size, restarts, roll)
+            yield cls(rank, local_rank, world_size, restarts, registry)
         finally:
             gc.collect()  # DDP's reducer, which holds the group too, lies in a cycle
             dist.destroy_process_group()
@@ -133,15 +133,15 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            lost = None if self.roll is None else self.roll.explain(error)
+            lost = None if self.registry is None else self.registry.explain(error)
             if lost is None:
                 raise
             raise LostRank(f"{lost} {where()}") from error
 
-    def mourn(self, lost: LostRank) -> int:
+    def report_lost_rank(self, lost: LostRank) -> int:
         """Print, on the first rank that comes here, who is gone; return the exit code."""
         self.leave()
-        if self.roll is None or self.roll.speaks():
+        if self.registry is None or self.registry.is_first():
             print(f"error: {lost}", file=sys.stderr, flush=True)
         return 1
 

@@ -22,7 +22,7 @@ import torch
 from launch.config import Config, read
 from launch.errors import UsageError
 from launch.job import Job, learning_rate, prepare
-from launch.lost import LostRank
+from launch.lost_rank import LostRank
 from launch.models import mean_loss
 from launch.ranks import Ranks
 from launch.stopping import Preempted, Stop
@@ -38,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
         except UsageError as error:
             return ranks.fail(error)
         except LostRank as lost:
-            return ranks.mourn(lost)
+            return ranks.report_lost_rank(lost)
         except Preempted as preempted:
             ranks.leave()
             return preempted.code
@@ -49,7 +49,7 @@ def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
     """Make the job ready and train; when this returns, nothing holds the model any more."""
     with ranks.watching(lambda: "before the first step"):
         job = prepare(config, ranks, stop)
-    with job.report, ranks.watching(lambda: job.whereabouts):
+    with job.report, ranks.watching(lambda: job.position):
         with job.trace:
             train(job)
         job.report.finish(job.summary())
@@ -58,28 +58,31 @@ def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
 def train(job: Job) -> None:
     """Train to the last step, writing results and checkpoints on the way."""
     config, ranks, data, device, run = job.config, job.ranks, job.data, job.device, job.run
-    amp, spread, progress, span = run.amp, run.spread, run.progress, job.trace.span
-    share = config.batch // (spread.readers * config.accumulate)
+    amp, parallel, progress, span = run.amp, run.parallel, run.progress, job.trace.span
+    share = config.batch // (parallel.dp_world_size * config.accumulate)
 
     if progress.step == 0:
         job.report.validation(validate(job))
     while progress.step < config.steps:
-        spread.model.train()
+        parallel.model.train()
         rate = config.lr * learning_rate(config, progress.taken)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         loss_sum = torch.zeros((), device=device)
         with job.precision_report():
             for microbatch in range(config.accumulate):
-                first = progress.position + (microbatch * spread.readers + spread.reader) * share
+                first = (
+                    progress.position
+                    + (microbatch * parallel.dp_world_size + parallel.dp_rank) * share
+                )
                 with span("data"):
-                    inputs, answers = (t.to(device) for t in data.take(first, share))
+                    inputs, targets = (t.to(device) for t in data.take(first, share))
                 last = microbatch == config.accumulate - 1
                 with nullcontext() if last else amp.no_sync():
                     with span("forward"):
                         with amp.autocast():
-                            logits = spread.model(inputs)
-                        loss = mean_loss(logits, answers) / config.accumulate
+                            logits = parallel.model(inputs)
+                        loss = mean_loss(logits, targets) / config.accumulate
                     with span("backward"):
                         amp.backward(loss)
                 loss_sum += loss.detach()
@@ -120,21 +123,23 @@ def train(job: Job) -> None:
 @torch.no_grad()
 def validate(job: Job) -> dict[str, float]:
     """Return loss and accuracy over the held-out examples, shared among the ranks."""
-    config, ranks, device, spread = job.config, job.ranks, job.device, job.run.spread
-    inputs, answers = job.data.validation(config.validation_windows)
-    spread.model.eval()
+    config, ranks, device, parallel = job.config, job.ranks, job.device, job.run.parallel
+    inputs, targets = job.data.validation(config.validation_windows)
+    parallel.model.eval()
     loss_sum, right, count = 0.0, 0.0, 0
     # Sharded models need every rank in each pass: one that has run out repeats the last examples,
     # and counts them for nothing.
-    for start in range(0, len(inputs), 32 * spread.readers):
-        mine = torch.arange(start, start + 32 * spread.readers)[spread.reader :: spread.readers]
+    for start in range(0, len(inputs), 32 * parallel.dp_world_size):
+        mine = torch.arange(start, start + 32 * parallel.dp_world_size)[
+            parallel.dp_rank :: parallel.dp_world_size
+        ]
         new = int((mine < len(inputs)).sum())
         mine = mine.clamp(max=len(inputs) - 1)[: max(1, new)]
         with job.run.amp.autocast():
-            logits = spread.model(inputs[mine].to(device))
-        wanted = answers[mine].to(device)
-        loss_sum += float(mean_loss(logits, wanted)) * new
-        right += float((logits.argmax(-1) == wanted).float().mean()) * new
+            logits = parallel.model(inputs[mine].to(device))
+        expected = targets[mine].to(device)
+        loss_sum += float(mean_loss(logits, expected)) * new
+        right += float((logits.argmax(-1) == expected).float().mean()) * new
         count += new
     loss_total, right_total, total = ranks.sum(loss_sum, right, count)
     losses = job.losses(loss_total / total)

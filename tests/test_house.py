@@ -24,17 +24,15 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "precision": {"errors"},
     "protocols": set(),
-    "telemetry": FOUNDATION,
     "autocast": FOUNDATION,
     "scaler": FOUNDATION,
     "comm_hooks": FOUNDATION,
     # The documents' other spellings, thin modules over the rooms.
     "cuda": {"autocast", "scaler"},
     "cpu": {"autocast", "scaler"},
-    "initialize": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks"},
+    "initialize": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
-        "telemetry",
         "autocast",
         "scaler",
         "comm_hooks",
@@ -42,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
         "cpu",
         "cuda",
     },
-    "__main__": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks", "initialize"},
+    "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
 }
 # Behind extras: only inside functions.
 OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy"}

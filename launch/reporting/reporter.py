@@ -13,7 +13,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from distamp.telemetry import METRICS, Record, Run, draw, power_of_two
+from launch.compare import METRICS, Record, Run, draw, power_of_two
 from launch.config import Config
 from launch.reporting.metrics import MetricsFile
 from launch.reporting.tracking import TRACKERS, trackers_for

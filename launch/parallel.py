@@ -1,4 +1,4 @@
-"""What every strategy is made of: a model spread over the ranks, and how it is taken apart."""
+"""What every strategy is made of: a model parallelized over the ranks, and how it is divided."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from launch.config import Config
 from launch.ranks import Ranks
 
 __all__ = [
-    "Place",
-    "Spread",
-    "all_read",
-    "batchnorms_apart",
+    "ParallelContext",
+    "ParallelizedModel",
+    "data_parallel",
     "decayed_names",
+    "fp32_batchnorms",
     "plain_name",
     "split",
     "units",
@@ -27,8 +27,8 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a model is to be spread.
+class ParallelContext:
+    """What a strategy is given beside the model.
 
     Attributes:
         sample: An input of the model, with a batch dimension of 1.
@@ -41,15 +41,15 @@ class Place:
 
 
 @dataclass
-class Spread:
-    """A model spread over the ranks, and what updates it.
+class ParallelizedModel:
+    """A model parallelized over the ranks, and what updates it.
 
     Attributes:
         model: As it is called.
         inner: The module whose names its parameters have in a checkpoint.
         optimizer: The optimizer to step.
-        readers: How many different parts a batch is divided into.
-        reader: Which of them this rank computes.
+        dp_world_size: How many different parts a batch is divided into.
+        dp_rank: Which of them this rank computes.
         replicas: The ranks that hold the same shard, where the communication hook alone averages
             between them.
     """
@@ -57,16 +57,16 @@ class Spread:
     model: nn.Module
     inner: nn.Module
     optimizer: torch.optim.Optimizer
-    readers: int = 1
-    reader: int = 0
+    dp_world_size: int = 1
+    dp_rank: int = 0
     replicas: ProcessGroup | None = None
 
 
-def all_read(
-    place: Place, model: nn.Module, inner: nn.Module, optimizer: torch.optim.Optimizer
-) -> Spread:
-    """Return a spread of which each rank computes its own part of the batch."""
-    return Spread(model, inner, optimizer, place.ranks.world_size, place.ranks.rank)
+def data_parallel(
+    context: ParallelContext, model: nn.Module, inner: nn.Module, optimizer: torch.optim.Optimizer
+) -> ParallelizedModel:
+    """Return a model of which each rank computes its own part of the batch."""
+    return ParallelizedModel(model, inner, optimizer, context.ranks.world_size, context.ranks.rank)
 
 
 def units(model: nn.Module) -> list[tuple[Any, str, nn.Module]]:
@@ -84,7 +84,7 @@ def units(model: nn.Module) -> list[tuple[Any, str, nn.Module]]:
     return found
 
 
-def batchnorms_apart(model: nn.Module, level: Precision) -> list[tuple[Any, str, nn.Module]]:
+def fp32_batchnorms(model: nn.Module, level: Precision) -> list[tuple[Any, str, nn.Module]]:
     """Return what a sharding wrapper must hold by itself, as it takes one dtype for each group.
 
     In a cast model these are the batch norms that stay in fp32.
