@@ -6,12 +6,16 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from distamp import cast_model, precision_report
 from launch import checkpoint, strategies
+from launch.batches import Batches
+from launch.command_line import differences
+from launch.compare import Record
 from launch.config import Config
 from launch.data import Data, load_data
 from launch.device import check_backend, check_memory, check_precision, pick_device, slowdown
@@ -26,9 +30,10 @@ from launch.profiling import Trace
 from launch.ranks import Ranks
 from launch.reporting import Reporter, check_trackers
 from launch.state import RunState, random_state, restore_random_state
+from launch.steps import Due, StepCount, due
 from launch.stopping import Preempted, Stop
 
-__all__ = ["Job", "learning_rate", "prepare"]
+__all__ = ["Job", "prepare"]
 
 
 @dataclass
@@ -45,12 +50,66 @@ class Job:
     stop: Stop
     trace: Trace
     parameters: int
+    steps: StepCount
+    resumable: Path | None = None
     reported: bool = False
+    last_record: int = 0
 
     @property
     def position(self) -> str:
-        """Where the run is, for a message."""
-        return f"in step {self.run.progress.step + 1}; go on with --resume {self.config.folder}"
+        """Where the run is and how to go on from there, for a message."""
+        return f"in step {self.run.progress.step + 1}; {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """How to go on, for a message: from a checkpoint, where there is one."""
+        if self.resumable is not None:
+            return f"go on with --resume {self.resumable}"
+        return "there is no checkpoint yet: start again, with --overwrite"
+
+    def batches(self) -> Batches:
+        """Return this rank's microbatches, from where the run is."""
+        parallel = self.run.parallel
+        count = self.config.batch // (parallel.dp_world_size * self.config.accumulate)
+        position = self.run.progress.position
+        where = (parallel.dp_rank, parallel.dp_world_size)
+        return Batches(self.data, self.device, position, count, *where)
+
+    def due(self) -> Due:
+        """Return what is to be done after the step that ``progress`` is at."""
+        return due(self.config, self.run.progress.step)
+
+    def recorded(self, record: Record) -> None:
+        """Take the record of a step.
+
+        Raises:
+            UsageError: On every rank, if a number in it is not finite that must be.
+        """
+        steps = record["step"] - self.last_record
+        self.last_record = record["step"]
+        self.report.step(record, tokens=steps * self.config.batch * self.data.tokens)
+        if not self.config.level.scales:  # else such a step is skipped
+            self._refuse_nan(record, "loss")
+            self._refuse_nan(record, "gradient_norm")
+
+    def validated(self, record: Record) -> None:
+        """Take the record of a validation.
+
+        Raises:
+            UsageError: On every rank, if its loss is not finite.
+        """
+        self.report.validation(record)
+        self._refuse_nan(record, "validation_loss")
+
+    def _refuse_nan(self, record: Record, name: str) -> None:
+        if self.config.allow_nan or math.isfinite(record[name]):
+            return
+        where = {n: f"{record[n]:g}" for n in ("learning_rate", "gradient_norm") if n in record}
+        more = "".join(f", at {n.replace('_', ' ')} {v}" for n, v in where.items() if n != name)
+        raise UsageError(
+            f"step {record['step']}: the {name.replace('_', ' ')} is {record[name]}{more};"
+            f" {self.advice} (a smaller --lr may help; --allow-nan goes on all the same)"
+        )
 
     def losses(self, loss: float) -> dict[str, float]:
         """Return a mean loss in nats, and in what people measure these data in."""
@@ -62,25 +121,28 @@ class Job:
         """Write a checkpoint; every rank calls this.
 
         Args:
-            must: Whether there will be no other time; else a failure is told, and the run goes on.
+            must: Whether there will be no other time; else a failure is a warning.
 
         Raises:
             UsageError: On every rank, if it cannot be written and must be.
         """
-        due = owed(self.run.amp, self.ranks)
+        if self.config.keep_checkpoints == 0:
+            return
+        residuals = owed(self.run.amp, self.ranks)
         about = {
             "model": self.recipe.shape,
             "settings": _settings(self.config, self.ranks, self.device),
             "data": {"name": self.data.name, "digest": self.data.digest},
-            "owed": [name.split(".", 2)[2] for name in due],
+            "owed": [name.split(".", 2)[2] for name in residuals],
             **self.run.values(),
         }
         random = _random_tensors(self.ranks, self.device)
-        tensors = {**self.run.tensors_to_save(), **random, **due}
+        tensors = {**self.run.tensors_to_save(), **random, **residuals}
         folder = self.config.folder / checkpoint.FOLDER
         self.report.flush()
         try:
             checkpoint.save(folder, self.ranks, tensors, about, self.config.keep_checkpoints)
+            self.resumable = self.config.folder
         except UsageError as error:
             if must:
                 raise
@@ -125,8 +187,7 @@ class Job:
 
     def stopped(self) -> Preempted:
         """Say that the run was stopped; return what to raise."""
-        where = f"after step {self.run.progress.step}; go on with --resume {self.config.folder}"
-        self.report.note(f"Stopped as asked {where}")
+        self.report.note(f"Stopped as asked after step {self.run.progress.step}; {self.advice}")
         return self.stop.preempted
 
 
@@ -184,19 +245,19 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     if config.eps is None and (eps := eps_for(config)) != 1e-8:
         report.note(f"AdamW has eps={eps:g}: its state is fp16 at {config.level_flag}\n")
     trace = Trace(config.folder, ranks, wanted=config.profile)
-    stop = stop or Stop()
-    return Job(config, ranks, device, data, recipe, run, report, stop, trace, parameters)
-
-
-def learning_rate(config: Config, taken: int) -> float:
-    """Return the learning rate after so many taken steps, as a part of the peak.
-
-    Linear warmup, then a cosine down to ``final_lr``. Skipped steps do not count.
-    """
-    if taken < config.warmup:
-        return (taken + 1) / config.warmup
-    done = min(1.0, (taken - config.warmup) / max(1, config.steps - config.warmup))
-    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    stop = stop or Stop(config.max_minutes)
+    steps = StepCount(
+        config,
+        run.progress,
+        device,
+        scales=config.level.scales,
+        fused=strategies.adamw_kernel(config, ranks) == "fused",
+    )
+    return Job(
+        *(config, ranks, device, data, recipe, run, report, stop, trace, parameters, steps),
+        resumable=None if origin is None else origin.advised(config.folder),
+        last_record=run.progress.step,
+    )
 
 
 def restore(run: RunState, origin: Origin, ranks: Ranks, device: torch.device) -> None:
@@ -289,8 +350,15 @@ def _facts(
 def _changes(origin: Origin, config: Config, ranks: Ranks, device: torch.device) -> str:
     """Say where a resumed run goes on, and which settings differ from what it was started with."""
     ours, theirs = _settings(config, ranks, device), origin.manifest["settings"]
-    # What an older checkpoint does not name was as it is by default: None.
-    before = {name: theirs.get(name) for name in ours}
-    differ = [f"{n} {before[n]} -> {ours[n]}" for n in ours if ours[n] != before[n]]
-    where = f"Going on from {origin.run} at step {origin.step}"
-    return f"{where}, with other settings: {', '.join(differ)}" if differ else where
+    where = ("ranks", "strategy", "device")
+    if origin.flags is not None:
+        differ = differences(origin.flags, config)
+        differ += _differ({n: theirs.get(n) for n in where}, {n: ours[n] for n in where})
+    else:  # what an older checkpoint does not name was as it is by default: None
+        differ = _differ({name: theirs.get(name) for name in ours}, ours)
+    going_on = f"Going on from {origin.run} at step {origin.step}"
+    return f"{going_on}, with other settings: {', '.join(differ)}" if differ else going_on
+
+
+def _differ(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [f"{name} {before[name]} -> {now[name]}" for name in now if now[name] != before[name]]

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.errors import UsageError
@@ -24,6 +24,13 @@ from launch.lost_rank import LostRank, RankRegistry
 __all__ = ["Ranks"]
 
 T = TypeVar("T")
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    if world_size == 1:
+        return HashStore()
+    store: Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
+    return store
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,9 @@ class Ranks:
 
     @classmethod
     @contextmanager
-    def join(cls, backend: str | None = None, timeout: float = 600.0) -> Iterator[Ranks]:
+    def join(
+        cls, backend: str | None = None, timeout: float = 600.0, *, always: bool = False
+    ) -> Iterator[Ranks]:
         """Join the peers that torchrun started, and leave them at the end.
 
         Objects and losses travel over gloo, gradients over the backend of the device they lie on.
@@ -52,12 +61,13 @@ class Ranks:
             backend: What gradients travel over, ``"gloo"`` or ``"nccl"``; None chooses by the
                 devices there are.
             timeout: Seconds to wait for the others in one collective.
+            always: Whether a process that is alone makes a group too.
         """
         rank = int(os.environ.get("RANK", "0"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if world_size == 1:
+        if world_size == 1 and not always:
             yield cls(rank, local_rank, world_size, restarts)
             return
         # DDP and torch's optimizers import torch._dynamo on the way. Imported while a group exists
@@ -70,8 +80,8 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # prepare() refuses what is not here
         backend = backend or "gloo"
         wait = timedelta(seconds=timeout)
-        shared, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=wait)))
         # torchrun's store outlives a group of processes, and so do the addresses they left there.
+        shared = _store(rank, world_size, wait)
         store = PrefixStore(f"attempt {restarts} of {world_size}", shared)
         registry = RankRegistry(PrefixStore("ranks", store), rank, world_size)
         registry.register()

@@ -32,7 +32,16 @@ from launch.parallel import (
 )
 from launch.ranks import Ranks
 
-__all__ = ["STRATEGIES", "Strategy", "check", "chosen", "data_parallel_size", "parallelize"]
+__all__ = [
+    "STRATEGIES",
+    "Strategy",
+    "adamw_kernel",
+    "check",
+    "chosen",
+    "data_parallel_size",
+    "needs_group",
+    "parallelize",
+]
 
 
 # -- one process ----------------------------------------------------------------------------------
@@ -211,7 +220,7 @@ def _adamw(model: nn.Module, context: ParallelContext) -> torch.optim.Optimizer:
 
 
 def _adamw_settings(context: ParallelContext) -> dict[str, Any]:
-    how = context.config.adamw or chosen(context.config, context.ranks)[1].adamw[0]
+    how = adamw_kernel(context.config, context.ranks)
     kernels = {"fused": how == "fused", "foreach": how == "foreach"}
     eps = eps_for(context.config)
     return {"lr": context.config.lr, "betas": (0.9, 0.95), "eps": eps, **kernels}
@@ -227,6 +236,7 @@ class Strategy:
     Attributes:
         build: Spreads a model.
         several: Whether it needs several ranks; else it needs one.
+        one_too: Whether one rank can do it as well, for those who debug.
         says: What it is, for people.
         adamw: The implementations of AdamW that it works with, the fastest first.
         package: What must be installed.
@@ -243,14 +253,15 @@ class Strategy:
     device: str | None = None
     hooked: bool = False
     sharded: bool = False
+    one_too: bool = False
 
 
 STRATEGIES: dict[str, Strategy] = {
     "none": Strategy(none, False, "one device"),
     "dp": Strategy(dp, False, "DataParallel"),
-    "ddp": Strategy(ddp, True, "DDP", hooked=True),
+    "ddp": Strategy(ddp, True, "DDP", hooked=True, one_too=True),
     "fsdp1": Strategy(fsdp1, True, "FSDP1", hooked=True, sharded=True),
-    "fsdp2": Strategy(fsdp2, True, "FSDP2", hooked=True, sharded=True),
+    "fsdp2": Strategy(fsdp2, True, "FSDP2", hooked=True, sharded=True, one_too=True),
     "hsdp": Strategy(hsdp, True, "HSDP", hooked=True, sharded=True),
     # Its parameters are DTensors of two meshes, which no one kernel takes together.
     "fsdp2+tp": Strategy(fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",)),
@@ -269,6 +280,16 @@ def chosen(config: Config, ranks: Ranks) -> tuple[str, Strategy]:
     if name not in STRATEGIES:
         raise UsageError(f"--strategy {name}: it must be one of {', '.join(STRATEGIES)}")
     return name, STRATEGIES[name]
+
+
+def needs_group(config: Config) -> bool:
+    """Return whether a process that is alone needs a process group too."""
+    return config.strategy in STRATEGIES and STRATEGIES[config.strategy].one_too
+
+
+def adamw_kernel(config: Config, ranks: Ranks) -> str:
+    """Return torch's implementation of AdamW that is used: fused, foreach or loop."""
+    return config.adamw or chosen(config, ranks)[1].adamw[0]
 
 
 def data_parallel_size(config: Config, ranks: Ranks) -> int:
@@ -291,7 +312,7 @@ def check(config: Config, ranks: Ranks, device: torch.device) -> None:
     """
     name, strategy = chosen(config, ranks)
     world, flag = ranks.world_size, f"--strategy {name}"
-    if strategy.several and world == 1:
+    if strategy.several and world == 1 and not strategy.one_too:
         raise UsageError(f"{flag}: it needs several ranks; torchrun --nproc-per-node 2 starts two")
     if not strategy.several and world > 1:
         raise UsageError(f"{flag}: it is for one process, and there are {world} ranks; take ddp")

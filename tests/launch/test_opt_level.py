@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from distamp.precision import LEVELS
 from distamp.scaler import masters_of
-from launch.config import Config, parse
+from launch.command_line import parse
+from launch.config import Config
 from launch.data import Data
 from launch.errors import UsageError
 from launch.job import Job

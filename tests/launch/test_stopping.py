@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from launch.config import read
+from launch.command_line import read
 from launch.lost_rank import RankRegistry
 from launch.stopping import Preempted, Stop
 from launch.train import main
