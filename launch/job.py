@@ -14,6 +14,7 @@ import torch
 from distamp import cast_model, precision_report
 from launch import checkpoint, strategies
 from launch.batches import Batches
+from launch.blocks import check_blocks, prepare_blocks
 from launch.command_line import differences
 from launch.compare import Record
 from launch.config import Config
@@ -207,6 +208,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         if ranks.is_main:
             check_trackers(config)
         strategies.check(config, ranks, device)
+        check_blocks(config, strategies.chosen(config, ranks)[0])
         check_precision(device, config)
         trial(config, device)
         recipe = recipe_for(config)
@@ -228,6 +230,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     with ranks.together():
         context = ParallelContext(config, ranks, device, data.sample)
         model = cast_model(init_model(recipe, data, config.seed, device), config.level)
+        prepare_blocks(model, config)
         parallel = strategies.parallelize(model, context)
         run = RunState(parallel, amp_for(parallel, config))
     torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
