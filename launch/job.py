@@ -19,20 +19,22 @@ from launch.command_line import differences
 from launch.compare import Record
 from launch.config import Config
 from launch.data import Data, load_data
-from launch.device import check_backend, check_memory, check_precision, pick_device, slowdown
+from launch.device import check_backend, check_precision, pick_device, slowdown
 from launch.errors import UsageError
 from launch.folder import Origin, check_shared, check_space, claim, find_origin
 from launch.levels import amp_for, described, eps_for, trial
-from launch.memory import largest_peak
-from launch.models import Recipe, count_parameters, init_model, recipe_for
+from launch.memory import ModelSize, Needs, check_memory, largest_peak, needs
+from launch.models import Recipe, count_parameters, init_model, recipe_for, sketch_model
 from launch.owed import give_back, owed, places
-from launch.parallel import ParallelContext
+from launch.parallel import ParallelContext, units
 from launch.profiling import Trace
 from launch.ranks import Ranks
 from launch.reporting import Reporter, check_trackers
+from launch.sketch import Sketch
 from launch.state import RunState, random_state, restore_random_state
 from launch.steps import Due, StepCount, due
 from launch.stopping import Preempted, Stop
+from launch.strategies import Strategy
 
 __all__ = ["Job", "prepare"]
 
@@ -51,6 +53,7 @@ class Job:
     stop: Stop
     trace: Trace
     parameters: int
+    needed: Needs
     steps: StepCount
     resumable: Path | None = None
     reported: bool = False
@@ -175,6 +178,8 @@ class Job:
         if self.ranks.world_size > 1:
             facts["Gradients"] = self._gradients()
         facts["Memory"] = largest_peak(self.device, self.ranks)
+        if self.parameters:
+            facts["Needed"] = str(self.needed)
         facts |= {"Precisions": "precision.txt, .json, .png"} if self.reported else {}
         return facts | self.trace.outcome()
 
@@ -214,8 +219,11 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         recipe = recipe_for(config)
         data = load_data(config, recipe.kind)
         data.check(config)
-        parameters = count_parameters(recipe, data)
-        check_memory(parameters, config, device)
+        how, strategy = strategies.chosen(config, ranks)
+        sketch = sketch_model(recipe, data, config.seed) if _sketched(recipe, strategy) else None
+        size = _size(sketch, recipe, data)
+        needed = needs(size, config.level, strategies.shares(config, ranks), _gathered_in(config))
+        check_memory(size, config, device, ranks, needed, how)
     with ranks.together():
         if len(set(ranks.gather(data.digest))) > 1:
             raise UsageError(f"--data: the ranks do not read the same from {data.name}")
@@ -223,16 +231,22 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     with ranks.together():
         if origin is not None:
             _check_same_run(origin, config, recipe, data)
-        check_space(config, parameters, ranks.world_size)
+        check_space(config, size.parameters, ranks.world_size)
         restarted = ranks.restarts > 0
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
     with ranks.together():
-        context = ParallelContext(config, ranks, device, data.sample)
-        model = cast_model(init_model(recipe, data, config.seed, device), config.level)
+        if not strategy.from_meta:
+            sketch = None
+        model = init_model(recipe, data, config.seed, device) if sketch is None else sketch.model
+        model = cast_model(model, config.level)
         prepare_blocks(model, config)
+        context = ParallelContext(config, ranks, device, data.sample, sketch)
         parallel = strategies.parallelize(model, context)
         run = RunState(parallel, amp_for(parallel, config))
+        if recipe.check is not None:
+            with run.amp.autocast():
+                recipe.check(parallel.model, data)
     torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
     if origin is not None:
         restore(run, origin, ranks, device)
@@ -257,10 +271,29 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         fused=strategies.adamw_kernel(config, ranks) == "fused",
     )
     return Job(
-        *(config, ranks, device, data, recipe, run, report, stop, trace, parameters, steps),
+        *(config, ranks, device, data, recipe, run, report, stop, trace, parameters, needed, steps),
         resumable=None if origin is None else origin.advised(config.folder),
         last_record=run.progress.step,
     )
+
+
+def _sketched(recipe: Recipe, strategy: Strategy) -> bool:
+    return recipe.meta or strategy.from_meta
+
+
+def _size(sketch: Sketch | None, recipe: Recipe, data: Data) -> ModelSize:
+    """Return how large the model will be; of one that cannot be sketched, as much as is known."""
+    if sketch is None:
+        return ModelSize(count_parameters(recipe, data))
+    blocks = [sum(p.numel() for p in block.parameters()) for _, _, block in units(sketch.model)]
+    largest = max((p.numel() for p in sketch.model.parameters()), default=0)
+    outside = sketch.parameters - sum(blocks)
+    return ModelSize(sketch.parameters, max(blocks, default=0), outside, largest)
+
+
+def _gathered_in(config: Config) -> torch.dtype:
+    level = config.level
+    return level.compute if level.autocasts and not config.gather_fp32 else level.param
 
 
 def restore(run: RunState, origin: Origin, ranks: Ranks, device: torch.device) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.precision import Precision
 from launch.config import Config
 from launch.ranks import Ranks
+from launch.sketch import Sketch
 
 __all__ = [
     "ParallelContext",
@@ -20,6 +22,7 @@ __all__ = [
     "data_parallel",
     "decayed_names",
     "fp32_batchnorms",
+    "materialize",
     "plain_name",
     "split",
     "units",
@@ -32,12 +35,14 @@ class ParallelContext:
 
     Attributes:
         sample: An input of the model, with a batch dimension of 1.
+        sketch: Draws the weights of a model that was built without memory; None where it was not.
     """
 
     config: Config
     ranks: Ranks
     device: torch.device
     sample: Tensor
+    sketch: Sketch | None = None
 
 
 @dataclass
@@ -67,6 +72,48 @@ def data_parallel(
 ) -> ParallelizedModel:
     """Return a model of which each rank computes its own part of the batch."""
     return ParallelizedModel(model, inner, optimizer, context.ranks.world_size, context.ranks.rank)
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, sketch: Sketch, device: torch.device) -> None:
+    """Give a sharded model on the meta device its weights, one parameter at a time.
+
+    Each rank draws every parameter whole, and keeps its shard. Takes the memory of the shards and
+    of the largest parameter.
+    """
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
+            for name, meta in tensors.items():
+                if meta is not None:
+                    made[meta] = made[meta] if meta in made else _empty(meta, device)
+                    tensors[name] = made[meta]
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named |= dict(model.named_buffers(remove_duplicate=False))
+    for name, whole in sketch.draw():
+        tensor = named[name]
+        whole = whole.to(device, tensor.dtype)
+        if isinstance(tensor, DTensor):
+            # No message: every rank has drawn the same.
+            where = (tensor.device_mesh, tensor.placements)
+            shard = distribute_tensor(whole, *where, src_data_rank=None)
+            tensor.to_local().copy_(shard.to_local())
+        else:
+            tensor.copy_(whole)
+
+
+def _empty(meta: Tensor, device: torch.device) -> Tensor:
+    made: Tensor
+    if isinstance(meta, DTensor):
+        local = torch.empty_like(meta.to_local(), device=device)
+        where = (meta.device_mesh, meta.placements)
+        made = DTensor.from_local(
+            local, *where, run_check=False, shape=meta.size(), stride=meta.stride()
+        )
+    else:
+        made = torch.empty_like(meta, device=device)
+    return nn.Parameter(made, meta.requires_grad) if isinstance(meta, nn.Parameter) else made
 
 
 def units(model: nn.Module) -> list[tuple[Any, str, nn.Module]]:

@@ -10,9 +10,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +27,14 @@ from distamp.autocast import DataParallel
 from launch.config import Config
 from launch.errors import UsageError
 from launch.levels import eps_for
+from launch.memory import Shares
 from launch.parallel import (
     ParallelContext,
     ParallelizedModel,
     data_parallel,
     decayed_names,
     fp32_batchnorms,
+    materialize,
     split,
     units,
 )
@@ -41,6 +49,7 @@ __all__ = [
     "data_parallel_size",
     "needs_group",
     "parallelize",
+    "shares",
 ]
 
 
@@ -203,12 +212,35 @@ def _fully_sharded(
     decayed: frozenset[str] | None = None,
 ) -> ParallelizedModel:
     decayed = decayed_names(model) if decayed is None else decayed
-    for _, _, unit in [*fp32_batchnorms(model, context.config.level), *units(model)]:
+    level = context.config.level
+    for _, _, norm in fp32_batchnorms(model, level):
+        fully_shard(norm, mesh=mesh)
+    policy = gather_policy(model, context.config, context.device)
+    for _, _, unit in units(model):
         if not isinstance(unit, FSDPModule):
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
+    if context.sketch is not None:
+        materialize(model, context.sketch, context.device)
     optimizer = torch.optim.AdamW(split(model, decayed, context.config), **_adamw_settings(context))
     return data_parallel(context, model, model, optimizer)
+
+
+def gather_policy(model: nn.Module, config: Config, device: torch.device) -> MixedPrecisionPolicy:
+    """Return in which dtype ``fully_shard`` gathers the weights of a block.
+
+    In what the autocast region computes in, where it would cast them to that anyway: the products
+    see the same numbers, and half the bytes travel. Gradients are reduced in fp32. What is left is
+    norms, whose weights are rounded too; on the CPU torch's take only those of their input's dtype,
+    so that there a model must say that its own take others.
+    """
+    level = config.level
+    takes_half = device.type != "cpu" or getattr(model, "norms_take_half_weights", False)
+    if not level.autocasts or config.gather_fp32 or not takes_half:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=level.compute, reduce_dtype=level.reduce, cast_forward_inputs=False
+    )
 
 
 def _groups(model: nn.Module, named: nn.Module, context: ParallelContext) -> list[dict[str, Any]]:
@@ -236,6 +268,7 @@ class Strategy:
     Attributes:
         build: Spreads a model.
         several: Whether it needs several ranks; else it needs one.
+        from_meta: Whether the model is sharded before it has memory; else it is built whole first.
         one_too: Whether one rank can do it as well, for those who debug.
         says: What it is, for people.
         adamw: The implementations of AdamW that it works with, the fastest first.
@@ -253,6 +286,7 @@ class Strategy:
     device: str | None = None
     hooked: bool = False
     sharded: bool = False
+    from_meta: bool = False
     one_too: bool = False
 
 
@@ -261,10 +295,14 @@ STRATEGIES: dict[str, Strategy] = {
     "dp": Strategy(dp, False, "DataParallel"),
     "ddp": Strategy(ddp, True, "DDP", hooked=True, one_too=True),
     "fsdp1": Strategy(fsdp1, True, "FSDP1", hooked=True, sharded=True),
-    "fsdp2": Strategy(fsdp2, True, "FSDP2", hooked=True, sharded=True, one_too=True),
-    "hsdp": Strategy(hsdp, True, "HSDP", hooked=True, sharded=True),
+    "fsdp2": Strategy(
+        fsdp2, True, "FSDP2", hooked=True, sharded=True, from_meta=True, one_too=True
+    ),
+    "hsdp": Strategy(hsdp, True, "HSDP", hooked=True, sharded=True, from_meta=True),
     # Its parameters are DTensors of two meshes, which no one kernel takes together.
-    "fsdp2+tp": Strategy(fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",)),
+    "fsdp2+tp": Strategy(
+        fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",), from_meta=True
+    ),
     "zero1": Strategy(zero1, True, "DDP with ZeroRedundancyOptimizer", hooked=True),
     "oss": Strategy(oss, True, "DDP with OSS", package="fairscale"),
     "sharded_ddp": Strategy(sharded_ddp, True, "ShardedDataParallel", package="fairscale"),
@@ -299,6 +337,20 @@ def data_parallel_size(config: Config, ranks: Ranks) -> int:
     return ranks.world_size
 
 
+def shares(config: Config, ranks: Ranks) -> Shares:
+    """Return over how many ranks the strategy divides what a parameter takes."""
+    name, strategy = chosen(config, ranks)
+    whole, world = not strategy.from_meta, ranks.world_size
+    if name in ("zero1", "oss", "sharded_ddp"):
+        return Shares(1, world)
+    if name == "hsdp":
+        shards = _shards(config, ranks)
+        return Shares(shards, shards, whole)
+    if strategy.sharded or name in ("fsdp2+tp", "fairscale_fsdp"):
+        return Shares(world, world, whole)
+    return Shares()
+
+
 def _shards(config: Config, ranks: Ranks) -> int:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     return config.shards or (here if 1 < here < ranks.world_size else 2)
@@ -312,7 +364,8 @@ def check(config: Config, ranks: Ranks, device: torch.device) -> None:
     """
     name, strategy = chosen(config, ranks)
     world, flag = ranks.world_size, f"--strategy {name}"
-    if strategy.several and world == 1 and not strategy.one_too:
+    alone = strategy.one_too and dist.is_initialized()
+    if strategy.several and world == 1 and not alone:
         raise UsageError(f"{flag}: it needs several ranks; torchrun --nproc-per-node 2 starts two")
     if not strategy.several and world > 1:
         raise UsageError(f"{flag}: it is for one process, and there are {world} ranks; take ddp")

@@ -109,7 +109,7 @@ def _train_compiled(folder: Path, flags: tuple[object, ...]) -> tuple[Rows, int]
     return rows, counters["stats"]["unique_graphs"]
 
 
-# The compiler looks at the .grad of a block's input; torch itself keeps the user from hearing of it.
+# The compiler looks at the .grad of a block's input; a user does not hear of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
