@@ -254,6 +254,7 @@ def test_blocks_are_gathered_in_half_the_bytes_and_reduced_in_fp32(ranks2, text,
 
 # -- what does not fit ----------------------------------------------------------------------------
 
+BF16 = Config(precision="bf16")
 LARGE = ModelSize(34_000_000_000, block=500_000_000, outside=10_000_000, largest=100_000_000)
 
 
