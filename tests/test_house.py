@@ -25,7 +25,6 @@ ROOMS: dict[str, set[str]] = {
     "precision": {"errors"},
     "protocols": set(),
     "callers": set(),
-    "telemetry": FOUNDATION,
     "autocast": FOUNDATION,
     "scaler": FOUNDATION,
     "comm_hooks": FOUNDATION,
@@ -33,13 +32,12 @@ ROOMS: dict[str, set[str]] = {
     "device_amp": {"autocast", "scaler"},
     "cuda": {"device_amp"},
     "cpu": {"device_amp"},
-    "initialize": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks"},
+    "initialize": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
     "installation": {"autocast", "scaler", "cpu", "cuda"},
     # What only those import who train with these packages.
     "integrations": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
-        "telemetry",
         "autocast",
         "scaler",
         "comm_hooks",
@@ -48,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
         "cpu",
         "cuda",
     },
-    "__main__": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks", "initialize"},
+    "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
 }
 # Behind extras: only inside functions.
 OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy"}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distamp.telemetry.records import Record
-from distamp.telemetry.run import Run, number
+from launch.compare.records import Record
+from launch.compare.run import Run, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

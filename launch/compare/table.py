@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from distamp.telemetry.records import Record
-from distamp.telemetry.run import Run, number
+from launch.compare.records import Record
+from launch.compare.run import Run, number
 
 __all__ = ["Comparison", "compare", "power_of_two"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distamp.telemetry.records import METRICS, Record, read_records
+from launch.compare.records import METRICS, Record, read_records
 
 __all__ = ["Run", "read_run", "read_runs"]
 

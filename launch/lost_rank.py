@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-__all__ = ["LostRank", "Roll"]
+__all__ = ["LostRank", "RankRegistry"]
 
 # How long to look for who is gone. A process that was killed is found at once by those on its own
 # machine; the others wait for word from there.
@@ -24,7 +24,7 @@ class LostRank(Exception):
     """A rank is gone, and the others cannot go on without it; says which, and when."""
 
 
-class Roll:
+class RankRegistry:
     """Where each rank writes down its process, and, once a collective failed, what it saw.
 
     Args:
@@ -36,7 +36,7 @@ class Roll:
         self.rank = rank
         self.world_size = world_size
 
-    def enter(self) -> None:
+    def register(self) -> None:
         """Write down this process."""
         self.store.set(f"process/{self.rank}", json.dumps([_machine(), os.getpid()]))
 
@@ -50,10 +50,10 @@ class Roll:
             first = str(store_error).splitlines()[0]
             return f"the machine that torchrun's store was on does not answer ({first})"
 
-    def speaks(self) -> bool:
+    def is_first(self) -> bool:
         """Return True on the first rank that asks."""
         with contextlib.suppress(RuntimeError):
-            return self.store.add("spoken", 1) == 1
+            return self.store.add("reported", 1) == 1
         return True
 
     def _look(self) -> str:
@@ -69,12 +69,14 @@ class Roll:
             time.sleep(0.1)
         if not silent:
             return "the connection between the ranks broke, and all of them are still there"
-        hosts = sorted({self._process(r)[0].split("/")[0] for r in silent if self._has_entered(r)})
+        hosts = sorted(
+            {self._process(r)[0].split("/")[0] for r in silent if self._has_registered(r)}
+        )
         return f"{_ranks(silent)} did not answer (on {', '.join(hosts)})"
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank has ended; those of its machine can tell, and tell the others."""
-        if rank == self.rank or not self._has_entered(rank):
+        if rank == self.rank or not self._has_registered(rank):
             return False
         if self._has(f"gone/{rank}"):
             return True
@@ -91,7 +93,7 @@ class Roll:
         machine, pid = json.loads(self.store.get(f"process/{rank}"))
         return machine, pid
 
-    def _has_entered(self, rank: int) -> bool:
+    def _has_registered(self, rank: int) -> bool:
         return self._has(f"process/{rank}")
 
     def _has(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""``python -m distamp compare``: two runs over each other, and a table of their ends."""
+"""``python -m launch.compare``: two runs over each other, and a table of their ends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from distamp.__main__ import main
-from distamp.telemetry import compare, read_records, read_run, read_runs
-from distamp.telemetry.plot import picture
+from launch.compare import compare, read_records, read_run, read_runs
+from launch.compare.__main__ import main
+from launch.compare.plot import picture
 from tests.launch import jobs, pooled
 from tests.launch.test_strategies import SMALL
 
@@ -66,7 +66,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_the_ends_of_two_runs_are_printed_and_the_picture_is_written(two, tmp_path, capsys):
     picture_path = tmp_path / "new" / "both.png"
-    assert main(["compare", *map(str, two), "--out", str(picture_path)]) == 0
+    assert main([*map(str, two), "--out", str(picture_path)]) == 0
     out, err = capsys.readouterr()
     assert not err
     table = _table(out)
@@ -216,11 +216,11 @@ def _no_step(folder: Path) -> Path:
 def test_a_folder_that_holds_no_run_is_one_line_and_exit_code_2(tmp_path, capsys, make, said):
     whole = _run(tmp_path / "whole", _rows(2))
     out = tmp_path / "out.png"
-    given = ["compare", str(whole), str(make(tmp_path / "run")), "--out", str(out)]
+    given = [str(whole), str(make(tmp_path / "run")), "--out", str(out)]
     assert main(given) == 2
     printed = capsys.readouterr()
     assert not printed.out
-    assert printed.err.startswith("distamp: ")
+    assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
     assert said in printed.err
     assert not out.exists()
@@ -240,7 +240,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, monkeypatch, capsys, name
     monkeypatch.chdir(tmp_path)
     for name in set(names):
         _run(tmp_path / name, _rows(2))
-    assert main(["compare", *names, "--out", out]) == 2
+    assert main([*names, "--out", out]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
@@ -248,13 +248,13 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, monkeypatch, capsys, name
 
 def test_without_matplotlib_the_table_is_printed_and_one_line_says_what_is_missing(two, tmp_path):
     hidden = "import sys; sys.modules['matplotlib'] = None;"
-    hidden += "from distamp.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", hidden, "compare", *map(str, two), "--out", "both.png"]
+    hidden += "from launch.compare.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", hidden, *map(str, two), "--out", "both.png"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert _table(done.stdout)["validation loss"] == ["2.0000", "2.5000", "+25.00%"]
     assert done.stderr == (
-        "distamp: cannot write both.png: a picture of runs needs matplotlib:"
+        "error: cannot write both.png: a picture of runs needs matplotlib:"
         " pip install 'distamp[report]'\n"
     )
 
@@ -265,7 +265,7 @@ def test_runs_of_the_launcher_are_compared(tmp_path, monkeypatch, capsys):
     one = pooled.train(tmp_path / "fp32", flags)
     pooled.train(tmp_path / "fp16", (*flags, "--precision", "fp16", "--init-scale", 2.0**40))
     monkeypatch.chdir(tmp_path)
-    assert main(["compare", "fp32", "fp16"]) == 0
+    assert main(["fp32", "fp16"]) == 0
     out = capsys.readouterr().out
     table = _table(out)
     assert table["validation loss"][0] == f"{one[-1]['validation_loss']:.4f}"
