@@ -20,19 +20,26 @@ PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
 FOUNDATION = {"callers", "errors", "precision", "protocols"}
+GRADIENTS = {"host", "optimizers", "gradients", "sources"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "precision": {"errors"},
     "protocols": set(),
     "callers": set(),
+    # Gradients, from parameters to local tensors: what a scaler and masters stand on.
+    "host": set(),
+    "optimizers": set(),
+    "gradients": {"errors", "host", "optimizers"},
+    "sources": {"gradients", "optimizers"},
+    "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
-    "scaler": FOUNDATION,
+    "scaler": {*FOUNDATION, *GRADIENTS, "masters"},
     "comm_hooks": FOUNDATION,
     # The documents' other spellings, thin modules over the rooms.
     "device_amp": {"autocast", "scaler"},
     "cuda": {"device_amp"},
     "cpu": {"device_amp"},
-    "initialize": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
+    "initialize": {*FOUNDATION, *GRADIENTS, "masters", "autocast", "scaler", "comm_hooks"},
     "installation": {"autocast", "scaler", "cpu", "cuda"},
     # What only those import who train with these packages.
     "integrations": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
