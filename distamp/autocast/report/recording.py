@@ -116,6 +116,8 @@ class Recorder:
         self._observe = observe
         self._parameters = parameters
         self._home = 0
+        # Names of the modules whose forward has begun.
+        self.entered: set[str] = set()
         self.closed = False
 
     def __enter__(self) -> Recorder:
@@ -189,6 +191,7 @@ class Recorder:
 
     def enter_module(self, module: nn.Module, name: str, inputs: Any) -> None:
         """A module's forward begins in this thread."""
+        self.entered.add(name)
         thread = self.thread()
         if not thread.frames and thread.modes is None and not self._watched():
             thread.modes = self._new_modes()
