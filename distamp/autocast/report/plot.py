@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_rows"]
 
-# fp32 warm, half precision cool, everything else grey; colour-blind people can tell them by their brightness.
+# fp32 warm, half precision cool, everything else grey; colour-blind people see them as different.
 _COLOURS = {
     "bf16": "#3a6ea5",
     "fp16": "#2a9d8f",
