@@ -41,6 +41,7 @@ from distamp.errors import (
     StageError,
 )
 from distamp.initialize import cast_model, initialize
+from distamp.installation import install, uninstall
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler
 
@@ -78,6 +79,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "initialize",
+    "install",
     "op_reference",
     "parallel_apply",
     "pin_precision",
@@ -85,4 +87,5 @@ __all__ = [
     "preflight",
     "propagate",
     "unbind",
+    "uninstall",
 ]
