@@ -222,7 +222,9 @@ def main() -> None:
     unlisted_ops(rounds)
     models(rounds)
     lists = OpLists(fp32={"softmax"})
-    pair = interleave({"push": repeat(lambda: op_lists.restore(op_lists.push(lists, "cpu")))}, rounds)
+    pair = interleave(
+        {"push": repeat(lambda: op_lists.restore(op_lists.push(lists, "cpu")))}, rounds
+    )
     print(f"\nTaking lists up and putting them down: {microseconds(pair['push'])} us")
 
 

@@ -15,7 +15,7 @@ from distamp.autocast import OpReference, op_reference
 from distamp.autocast.op_lists.names import documented, documents, known
 from distamp.autocast.op_reference import NATIVE, observe
 from distamp.autocast.op_reference.samples import SAMPLES, Inputs
-from distamp.autocast.op_reference.table import page
+from benchmarks.op_reference_page import page
 
 PAGE = Path(__file__).parents[3] / "docs" / "op_reference.md"
 WRITTEN_FOR = "2.13.0"
@@ -70,7 +70,7 @@ def test_every_documented_op_does_what_the_document_says_or_stands_in_the_page(
 
 @same_torch
 def test_the_page_is_what_its_command_writes() -> None:
-    assert PAGE.read_text() == page(), "run python -m distamp.autocast.op_reference.table"
+    assert PAGE.read_text() == page(), "run python -m benchmarks.op_reference_page"
 
 
 # Counted by hand from torch's page of lists and its header autocast_mode.h.
