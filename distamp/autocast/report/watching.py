@@ -1,4 +1,4 @@
-"""How a recorder is told what runs: module hooks, and torch's two stacks of modes.
+"""How a recorder learns what runs: module hooks, and torch's two stacks of modes.
 
 A TorchDispatchMode sees every kernel, below autograd and autocast, casts included. It cannot see
 who asked for a cast; a TorchFunctionMode, above autocast, can: ``Tensor.to`` passes it by name.
