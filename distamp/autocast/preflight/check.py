@@ -198,8 +198,9 @@ def _check_arguments(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
 
 
 def _check_tensors(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("preflight takes a Python module, got a scripted one; script it afterwards")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{name or 'the model'} is a scripted module; script it afterwards")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         if is_lazy(tensor):

@@ -294,8 +294,8 @@ def test_a_copy_or_pickle_of_the_model_afterwards_is_a_real_one():
 def test_models_that_cannot_be_simulated_are_refused():
     with pytest.raises(ValueError, match=r"weight has no shape yet: run a lazy model"):
         preflight(nn.LazyLinear(3), torch.ones(1, 4))
-    with pytest.raises(TypeError, match="got a scripted one"):
-        preflight(torch.jit.script(nn.Linear(4, 4)), torch.ones(1, 4))
+    with pytest.raises(TypeError, match="0 is a scripted module; script it afterwards"):
+        preflight(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), torch.ones(1, 4))
     sparse = nn.Module()
     sparse.register_buffer("edges", torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match=r"edges is torch.sparse_coo"):

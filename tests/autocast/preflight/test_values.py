@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import nn
@@ -164,6 +166,21 @@ def test_a_recomputed_forward_goes_the_same_way():
     result = preflight(Routed(), torch.randn(64, 512, requires_grad=True), measure=False)
     assert result.finished, result.findings
     assert not result.not_visited
+
+
+def test_a_loop_that_only_data_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(import_module("distamp.autocast.preflight.simulate"), "_MOST_DECISIONS", 50)
+
+    def until_it_fails(y):
+        while not torch.isnan(y).any():
+            y = y + 1
+        return y
+
+    model = nn.Sequential(nn.Linear(512, 8, bias=False), Decides(until_it_fails))
+    result = preflight(model, torch.randn(64, 512), measure=False)
+    (found,) = result.errors
+    assert (found.rule, found.module) == ("not-simulated", "1")
+    assert "depends on values" in found.what
 
 
 def test_a_layer_that_is_left_out_at_random_is_kept():
