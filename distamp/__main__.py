@@ -1,4 +1,4 @@
-"""The command line: ``python -m distamp preflight package.module:factory``, and ``compare``."""
+"""The command line: ``python -m distamp preflight package.module:factory``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from distamp.autocast.preflight import Preflight, preflight
-from distamp.telemetry import compare, draw, read_runs
 
 __all__ = ["main"]
 
@@ -38,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_preflight(commands)
-    _add_compare(commands)
     options = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -70,34 +68,6 @@ def _add_preflight(commands: Any) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw modules by dtype")
     command.set_defaults(run=_preflight)
-
-
-def _add_compare(commands: Any) -> None:
-    command = commands.add_parser(
-        "compare",
-        help="draw runs of the launcher over each other and print how they ended",
-        description="Read metrics.jsonl of two runs (up to six), draw their losses, loss scales "
-        "and skipped steps over each other, and print how they ended.",
-    )
-    command.add_argument("runs", nargs="+", metavar="run", help="the folder of a run")
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=Path("compare.png"),
-        help="the picture; .png, .svg or .pdf (default: %(default)s)",
-    )
-    command.set_defaults(run=_compare)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    try:
-        runs = read_runs(options.runs)
-        print(compare(runs))
-    except ValueError as error:
-        raise _Mistake(str(error)) from error
-    _write(options.out, lambda path: draw(runs, path, " and ".join(run.name for run in runs)))
-    return 0
 
 
 def _preflight(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import preflight
-from distamp.autocast import Finding, precision
+from distamp.autocast import Finding, pin_precision
 from distamp.autocast.preflight.finding import as_lines, in_order
 from distamp.autocast.preflight.probe import Kind, Kinds, Timing, measure, probe
 from distamp.autocast.preflight.simulate import Job, simulate
@@ -217,7 +217,7 @@ def test_a_copy_from_one_half_type_to_the_other_is_a_conversion():
 
 def test_a_module_pinned_to_bf16_in_an_fp16_region_has_no_finding():
     model = nn.Sequential(nn.Linear(8, 8), mlp(), nn.Linear(8, 8))
-    precision(model[1], "bf16")
+    pin_precision(model[1], "bf16")
     for device_type in ("cuda", "cpu"):
         result = preflight(model, torch.randn(4, 8), device_type, FP16, measure=False)
         assert result.finished
