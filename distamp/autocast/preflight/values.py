@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -138,6 +139,8 @@ class Values(TorchDispatchMode):
         made_up: Called where values that decide a result were made up.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         fake_mode: FakeTensorMode,
@@ -156,7 +159,7 @@ class Values(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
+        if isinstance(func, HigherOrderOperator) or func.namespace == "prim":
             return func(*args, **kwargs)
         if func is _aten.lift_fresh.default:
             # A constant, such as torch.tensor(3).
