@@ -173,19 +173,26 @@ class Values(TorchDispatchMode):
             func, args = _aten.index.Tensor, (source, [mask])
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1]))
-        elif func._schema.name.startswith("aten::_use_"):
+        if func._schema.name.startswith("aten::_use_"):
             # Whether cuDNN or MIOpen can do it: torch's own kernel is of the same dtype.
             return False
-        elif _reads_values(func):
+        # Never run on values: other ranks need not be here.
+        collective = func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+        if _reads_values(func) and not collective and func is not _aten.index.Tensor:
             return self._from_values(func, args, kwargs)
         try:
             out = _KERNELS.get(func, func)(*args, **kwargs)
         except _NO_FAKE_KERNEL:
+            if collective:
+                raise
             # For its shapes: some ops have a kernel for the CPU, but none for fake tensors.
             with suppress(*_FAILURES):
                 return self._from_values(func, args, kwargs)
             raise
-        if not func.is_view:
+        if collective:
+            for tensor in _tensors((args, kwargs)):
+                _remember(tensor, _Memory())
+        elif not func.is_view:
             self._note(func, args, kwargs, out)
         return out
 

@@ -268,6 +268,31 @@ def test_a_ddp_model_trains_on(ranks2):
     assert ranks2.run(_wrapped_in_ddp) == [(True, ("", "0", "1", "2", "3"), True)] * 2
 
 
+class Reduces(nn.Module):
+    """Adds over ranks in forward, and reads the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x):
+        count = torch.tensor([1, 2], device=x.device)
+        torch.distributed.all_reduce(count)
+        return self.l(x) * count.sum().item()
+
+
+def _alone_on_one_rank(device_type):
+    if torch.distributed.get_rank() == 0:
+        result = preflight(Reduces(), torch.randn(4, 4), device_type, measure=False)
+        return result.finished, {finding.rule for finding in result.findings}
+    return True, {"made-up-values"}
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_a_collective_in_forward_waits_for_no_other_rank(ranks2, device_type):
+    assert ranks2.run(_alone_on_one_rank, device_type) == [(True, {"made-up-values"})] * 2
+
+
 @pytest.mark.parametrize("wrap", [DataParallel, torch.compile], ids=["DataParallel", "compile"])
 def test_wrappers_are_looked_through(wrap):
     result = preflight(wrap(mlp()), torch.randn(4, 8), measure=False)
