@@ -119,7 +119,9 @@ def preflight(
         done = _look(job, measure)
     findings += done.findings
     if allow_unfinished:
-        findings = [_allowed(finding) for finding in findings]
+        findings = [
+            replace(f, severity="warning") if f.rule == "not-simulated" else f for f in findings
+        ]
     ran, left = _visited(model, done)
     if done.forward:
         findings += _unused(model, left)
@@ -148,11 +150,6 @@ def _look(job: Job, measure: bool) -> Simulation:
     if measure:
         done.findings += probe(kinds, job.device_type, job.dtype, backward=job.backward)
     return done
-
-
-def _allowed(finding: Finding) -> Finding:
-    stops = finding.rule == "not-simulated" and not finding.what.startswith("stops the step")
-    return replace(finding, severity="warning") if stops else finding
 
 
 def _unused(model: nn.Module, names: tuple[str, ...]) -> list[Finding]:
@@ -208,7 +205,8 @@ def _check_tensors(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} has no shape yet: run a lazy model forward once before preflight"
             )
-        if is_traceable_wrapper_subclass(tensor):
+        sharded: bool = is_traceable_wrapper_subclass(tensor)
+        if sharded:
             raise ValueError(
                 f"{name} is a {type(tensor).__name__}; give preflight the model before its tensors "
                 "are sharded or quantized"

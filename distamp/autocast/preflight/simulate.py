@@ -229,15 +229,17 @@ class _Step:
         place = _module_of(self.job.model, error), "backward" if self.done.forward else phase
         if self._functions.failed is not None and isinstance(error, RuntimeError | AssertionError):
             place = self._functions.failed
+        rule = "not-simulated"
         fix = "use precision_report on a real step, or allow_unfinished=True to pass without it"
         if isinstance(error, _NOT_SIMULATED[:2]):
             what = f"depends on values that cannot be made up ({_first_line(error)})"
         elif _needs_the_device(error):
             what = "needs the device itself, or has no fake kernel in torch"
         else:
+            rule = "step-fails"
             what = f"stops the step, in float32 too: {type(error).__name__}: {_first_line(error)}"
             fix = "check the example inputs and the devices of tensors the model makes itself"
-        return Finding("error", "not-simulated", *place, f"{what}; what follows was not run", fix)
+        return Finding("error", rule, *place, f"{what}; what follows was not run", fix)
 
 
 class _Functions(TorchFunctionMode):

@@ -202,11 +202,15 @@ class Values(TorchDispatchMode):
             return tensor
         found = self._replaced.get(id(tensor))
         if found is None:
-            found = self._fake_mode.from_tensor(tensor)
+            # On the meta device stands what would be on the CPU, had it been allocated.
+            at = torch.device("cpu") if tensor.is_meta else None
             if self.device is not None and tensor.dim():
-                found = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
-                )
+                at = self.device
+            if at is None:
+                found = self._fake_mode.from_tensor(tensor)
+            else:
+                place = tensor.shape, tensor.stride()
+                found = torch.empty_strided(*place, dtype=tensor.dtype, device=at)
             self._replaced[id(tensor)] = found
             self._kept.append(tensor)
             self.load(found, tensor)

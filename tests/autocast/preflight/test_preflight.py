@@ -443,7 +443,7 @@ def test_nothing_a_model_does_ends_the_process():
     )
     assert done.returncode == 0, done.stderr
     found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert found == {name: ["not-simulated"] if name == "raises" else [] for name in HARMFUL}
+    assert found == {name: ["step-fails"] if name == "raises" else [] for name in HARMFUL}
 
 
 NO_GUARD = pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA builds have a guard")
