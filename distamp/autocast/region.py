@@ -30,6 +30,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distamp.autocast.compiler import never_compiled
+from distamp.autocast.devices import is_here
 from distamp.autocast.op_lists import OpLists, push, restore
 from distamp.autocast.threads.suspension import (
     ENTER_CONTEXT,
@@ -156,7 +157,9 @@ class autocast(torch.autocast):
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel_of_caller())
         renameable = torch._C._get_privateuse1_backend_name()
-        if not caught and isinstance(enabled, bool) and device_type != renameable:
+        # A device that preflight simulates is accepted while it does.
+        lasting = device_type != renameable and is_here(device_type)
+        if not caught and isinstance(enabled, bool) and lasting:
             _accepted.add((device_type, self.fast_dtype, enabled))
         _drop_casts_after_optimizer_steps()
 

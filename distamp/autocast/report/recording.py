@@ -291,7 +291,7 @@ class Recorder:
                 self._count_hits(thread, inputs, counts)
             if weight and cause == "autocast" and torch.is_autocast_cache_enabled():
                 self._keep(thread, casts[0][1])
-        if self._observe is not None:
+        if self._observe is not None and isinstance(func, torch._ops.OpOverload):
             self._observe(Observed(owner, phase, func, args, kwargs, inputs, outputs))
 
     def _where(self, thread: _Thread) -> tuple[Owner, str, str]:

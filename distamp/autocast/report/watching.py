@@ -69,6 +69,9 @@ class Watcher(Protocol):
 class Kernels(TorchDispatchMode):
     """Shows a recorder every kernel call of this thread."""
 
+    # flex_attention, cond and the like are one kernel; what they run inside is not seen.
+    supports_higher_order_operators = True
+
     def __init__(self, recorder: Watcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
