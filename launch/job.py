@@ -20,10 +20,10 @@ from launch.folder import Origin, check_shared, check_space, claim, find_origin
 from launch.levels import amp_for, described, eps_for, trial
 from launch.memory import largest_peak
 from launch.models import Recipe, count_parameters, init_model, recipe_for
-from launch.owed import give_back, owed, places
 from launch.profiling import Trace
 from launch.ranks import Ranks
 from launch.reporting import Reporter, check_trackers
+from launch.residuals import give_back, places, residuals
 from launch.spread import Place
 from launch.state import RunState, random_state, restore_random_state
 from launch.stopping import Preempted, Stop
@@ -67,16 +67,16 @@ class Job:
         Raises:
             UsageError: On every rank, if it cannot be written and must be.
         """
-        due = owed(self.run.amp, self.ranks)
+        left = residuals(self.run.amp, self.ranks)
         about = {
             "model": self.recipe.shape,
             "settings": _settings(self.config, self.ranks, self.device),
             "data": {"name": self.data.name, "digest": self.data.digest},
-            "owed": [name.split(".", 2)[2] for name in due],
+            "residuals": [name.split(".", 2)[2] for name in left],
             **self.run.values(),
         }
         random = _random_tensors(self.ranks, self.device)
-        tensors = {**self.run.tensors_to_save(), **random, **due}
+        tensors = {**self.run.tensors_to_save(), **random, **left}
         folder = self.config.folder / checkpoint.FOLDER
         self.report.flush()
         try:
