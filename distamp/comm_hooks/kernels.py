@@ -326,7 +326,7 @@ def _encode(
         exponent = (_bits(highest) >> 23) - 127
         exponent = tl.where(worst > 0, -127, exponent)
     if HEAD:
-        tl.atomic_max(head, worst.to(tl.int64))
+        tl.atomic_max(head, worst.to(tl.int64))  # type: ignore[attr-defined]  # a tensor
         tl.atomic_max(head + 1, exponent.to(tl.int64))
     if FED_BACK:
         missing = tl.div_rn(values - back * divisor, tl.load(scale) + tl.zeros_like(values))
