@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = ["CommHook", "GradientWatch"]
 
+
 class GradientWatch(Protocol):
     """What a communication hook knows of the gradients of some parameters."""
 

@@ -1,4 +1,4 @@
-"""What changes while a run goes on, under names that mean the same however it is spread."""
+"""What changes while a run goes on, under names that mean the same however it is parallelized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distamp.errors import StageError
 from distamp.initialize import Amp
 from distamp.scaler import MasterParameters, masters_of
 from launch.overflows import Overflows
-from launch.spread import Spread
+from launch.parallel import ParallelizedModel
 
 __all__ = ["Progress", "RunState", "random_state", "restore_random_state"]
 
@@ -53,7 +53,7 @@ class Progress:
 class RunState:
     """What changes while a run goes on, but for the generators of random numbers."""
 
-    spread: Spread
+    parallel: ParallelizedModel
     amp: Amp
     progress: Progress = field(default_factory=Progress)
     overflows: Overflows = field(default_factory=Overflows)
@@ -68,13 +68,13 @@ class RunState:
 
     @property
     def model(self) -> nn.Module:
-        """The module that was spread."""
-        return self.spread.inner
+        """The module that was parallelized."""
+        return self.parallel.inner
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """What the scaler steps."""
-        return self.spread.optimizer
+        return self.parallel.optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of model and optimizer, by name.

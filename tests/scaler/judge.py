@@ -66,9 +66,13 @@ def _faults_that_did_not_land(program: Program, ranks: Sequence[Sequence[Outcome
 
 
 def parted(program: Program, members: Sequence[tuple[int, Outcome]]) -> bool:
-    """Whether one of several ranks that train one model does something else than the others."""
+    """Whether one of several ranks that train one model does something that must stop all.
+
+    ``unscale_`` and the look inside ``step`` are the same message, so that is no such thing.
+    """
     return (
         program.astray is not None
+        and program.astray[0] != "call"
         and len(members) > 1
         and program.astray[1] in [rank for rank, _ in members]
     )
