@@ -21,7 +21,8 @@ factory: a callable, named package.module:name, that takes nothing and returns (
 example_inputs), (model, example_inputs, loss_fn), or a dict of preflight's arguments. It is called
 with tensors on the meta device, so no weights are allocated; --allocate calls it as it is.
 
-exit code: 0, or 1 if there is a finding of severity error, or 2 if the command cannot run.
+exit code: 0, or 1 if there is a finding of severity error, such as a step that could not be
+simulated to its end (unless --allow-unfinished), or 2 if the command cannot run.
 """
 
 
@@ -59,8 +60,11 @@ def _add_preflight(commands: Any) -> None:
     command.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     command.add_argument("--no-backward", action="store_true", help="look at forward alone")
     command.add_argument("--no-measure", action="store_true", help="do not time ops here")
+    command.add_argument(
+        "--allow-unfinished", action="store_true", help="pass what cannot be simulated to its end"
+    )
     command.add_argument("--allocate", action="store_true", help="make the weights for real")
-    command.add_argument("--findings", action="store_true", help="print the findings alone")
+    command.add_argument("--findings", action="store_true", help="print no table")
     command.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw modules by dtype")
     command.set_defaults(run=_preflight)
@@ -73,6 +77,7 @@ def _preflight(options: argparse.Namespace) -> int:
         "dtype": getattr(torch, options.dtype),
         "backward": not options.no_backward,
         "measure": not options.no_measure,
+        "allow_unfinished": options.allow_unfinished,
     }
     try:
         result = preflight(**(chosen | given))
@@ -128,7 +133,7 @@ def _load(name: str) -> Callable[[], Any]:
 def _show(result: Preflight, findings_only: bool) -> None:
     text = str(result)
     if findings_only:
-        text = text[text.rindex("\nfindings\n") + 1 :]
+        text = text[text.rindex(result.summary) :]
     elif sys.stdout.isatty():
         try:
             from rich import print as rich_print

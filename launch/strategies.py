@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.autocast import DataParallel
+from distamp import DataParallel
 from launch.config import Config
 from launch.errors import UsageError
 from launch.levels import eps_for

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from distamp.autocast import autocast
-from distamp.comm_hooks import CommHookState, ShardedHookState
+from distamp.comm_hooks import CommHookState
 from distamp.errors import StageError
 from distamp.initialize import amp_state
 from distamp.initialize.ddp_passes import OnePassEach
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, no_sync
+from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler, MasterParameters, masters_of
-from distamp.scaler.gradients import parameters_of
+
 
 __all__ = ["Amp", "StepResult"]
 
@@ -79,7 +80,7 @@ class Amp:
         region: autocast,
         losses: LossScales | None,
         num_losses: int,
-        comm_hooks: tuple[CommHookState | ShardedHookState, ...] = (),
+        comm_hooks: tuple[CommHookState, ...] = (),
     ) -> None:
         self.models = models
         self.optimizers = optimizers

@@ -15,7 +15,7 @@ from distamp.initialize.wrappers import (
     gathers_for_region,
 )
 from distamp.precision import Precision
-from distamp.scaler.gradients import parameters_of
+from distamp.optimizers import parameters_of
 
 __all__ = ["check_comm_hook", "check_model", "check_optimizers"]
 

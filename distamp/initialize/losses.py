@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
-from distamp.scaler import DistGradScaler, masters_of
-from distamp.scaler.found_inf import merged
-from distamp.scaler.gradients import local_gradients, parameters_of, unscale
+from distamp.gradients import local_gradients, merged, unscale
+from distamp.scaler import DistGradScaler
 from distamp.scaler.schedule import ScaleState, Schedule
-from distamp.scaler.state import read_state
+from distamp.sources import source_of
+from distamp.scaler.checkpoint import read_state
 
 __all__ = ["LossScales"]
 
@@ -90,7 +90,7 @@ class LossScales:
         gradients = [
             gradient
             for optimizer in self._optimizers
-            for gradient in local_gradients(_filled_by_backward(optimizer), allow_fp16=True)
+            for gradient in local_gradients(source_of(optimizer).filled(), allow_fp16=True)
         ]
         ratio = (scale.double() / self._scale.double()).float()
         found = torch.zeros_like(self._scale)
@@ -148,12 +148,7 @@ class LossScales:
                 f"{len(self._states)}; initialize with num_losses={len(states)}"
             )
         read = [read_state(state, self._schedule) for state in states]
-        for held, (_, scale, tracker, *_) in zip(self._states, read, strict=True):
-            held.scale.fill_(scale)
-            held.growth_tracker.fill_(tracker)
-        self._schedule = read[0][0]
-
-
-def _filled_by_backward(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    masters = masters_of(optimizer)
-    return parameters_of(optimizer) if masters is None else masters.sources()
+        for state, saved in zip(self._states, read, strict=True):
+            state.scale.fill_(saved.scale)
+            state.growth_tracker.fill_(saved.tracker)
+        self._schedule = read[0].schedule

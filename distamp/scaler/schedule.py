@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
-from distamp.scaler import host
+from distamp import host
 
 __all__ = ["DynamicSchedule", "HysteresisSchedule", "ScaleState", "Schedule", "StaticSchedule"]
 

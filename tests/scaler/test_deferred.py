@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.errors import LockstepError
-from distamp.scaler import host
+from distamp import host
 from tests.ranks import RankPool
 
 _READS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero")

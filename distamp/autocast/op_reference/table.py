@@ -14,20 +14,15 @@ from distamp.autocast.op_reference import OpReference, op_reference
 
 __all__ = ["page"]
 
-_TITLES = {
-    "000": "document 000 (torch.amp, CUDA and CPU lists)",
-    "001": "document 001 (torch.cuda.amp)",
-    "003": "document 003 (torch.cpu.amp)",
-}
 _HEAD = """# Op reference: where torch and the documents differ
 
 Written by `python -m distamp.autocast.op_reference.table > docs/op_reference.md`; do not edit. A
 test fails when this page is not what that command writes.
 
 Three sources, for each op: what a document says, what the running torch registered an autocast
-kernel for, and what the op does when it runs. `distamp.autocast.op_reference(device_type)` gives
+kernel for, and what the op does when it runs. `distamp.op_reference(device_type)` gives
 all three for every op; this page holds the ops on which they disagree. To run a document's lists
-as it states them, pass `ops=OpLists.documented("000")` to a region.
+as it states them, pass `ops=OpLists.documented("torch.amp")` to a region.
 
 - *lower_precision*: inputs are cast to the region's dtype. *fp32*: inputs are cast to float32.
   *promote*: inputs are cast to the widest of their dtypes. *unlisted*: the op runs in the dtype of
@@ -79,7 +74,7 @@ def page() -> str:
             listed = [row for row in reference.values() if document in row.documented]
             rows = list(_rows(document, device_type, reference))
             parts.append(
-                f"\n## {device_type}: {_TITLES[document]}\n\n"
+                f"\n## {device_type}: the documents of {document}\n\n"
                 f"{len(listed) - len(rows)} of {len(listed)} ops do what the document says.\n"
             )
             if rows:

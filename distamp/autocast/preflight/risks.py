@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distamp.autocast.preflight.finding import Finding
+from distamp.autocast.report.kernels import kernel_of
 from distamp.autocast.report.recording import Observed
 
 __all__ = ["Risks", "inner_length"]
@@ -45,7 +46,7 @@ class Risks:
     def observe(self, call: Observed) -> None:
         """Look at one call; made for ``Recorder(observe=...)``."""
         dtypes = {t.dtype for t in call.inputs}
-        if torch.float16 in dtypes and torch.bfloat16 in dtypes:
+        if torch.float16 in dtypes and torch.bfloat16 in dtypes and not kernel_of(call.func).copies:
             self._mixed(call)
         if call.phase == "backward":
             # Gradients are a matter of the loss scale, which the scaler looks after.
@@ -67,9 +68,9 @@ class Risks:
 
     def _mixed(self, call: Observed) -> None:
         op = call.owner.function or call.func._schema.name
-        what = "takes float16 and bfloat16 together: promoted to float32, or an error"
+        what = "takes float16 and bfloat16 together, which are promoted to float32"
         fix = "use one half type: the region's dtype, the parameters' and FSDP's param_dtype"
-        self._note(call, "error", "mixed-half", op, what, fix)
+        self._note(call, "warning", "mixed-half", op, what, fix)
 
     def _norm(self, call: Observed, name: str) -> None:
         at = _NORMS[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 
 from distamp.autocast.report.rows import OpRow
 
-__all__ = ["Counts", "Kernel", "Key", "casts_of", "gather", "is_view", "kernel_of", "row_of"]
+__all__ = ["Counts", "Kernel", "Key", "casts_of", "is_view", "kernel_of", "row_of"]
 
 # Kernels that may give a tensor another dtype; aten::to is whole in inference mode.
 _CASTS = frozenset({"aten::_to_copy", "aten::to", "prims::convert_element_type"})
@@ -26,15 +25,6 @@ Counts = list[int]
 def is_view(func: Any) -> bool:
     """Whether the kernel computes nothing, but gives its input another shape."""
     return bool(func.is_view) or func._schema.name == "aten::_unsafe_view"
-
-
-def gather(values: Iterable[Any], into: list[torch.Tensor]) -> None:
-    """Add the tensors among a kernel's arguments, which nest in lists alone, to ``into``."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            into.append(value)
-        elif isinstance(value, list | tuple):
-            gather(value, into)
 
 
 class Kernel(NamedTuple):

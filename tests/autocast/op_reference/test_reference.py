@@ -198,7 +198,7 @@ def test_cuda_lists_run_as_the_document_states(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("document", ["000", "001"])
+@pytest.mark.parametrize("document", ["torch.amp", "torch.cuda.amp"])
 def test_cuda_ops_on_a_gpu(document: str) -> None:
     reference = op_reference("cuda")
     exceptions = differences(PAGE.read_text(), "cuda", document)
