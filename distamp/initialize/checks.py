@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as
 from distamp.initialize.wrappers import Wrapping, batchnorms_cast_by_wrapper
-from distamp.precision import Precision
 from distamp.optimizers import parameters_of
+from distamp.precision import Precision
 
 __all__ = ["check_comm_hook", "check_model", "check_optimizers"]
 
@@ -124,10 +124,14 @@ def check_optimizers(
         SettingError: See the text.
     """
     known = {id(p) for model in models for p in model.parameters()}
+    held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    left_out = [p for m in models for p in m.parameters() if p.requires_grad and id(p) not in held]
     for number, optimizer in enumerate(optimizers):
         parameters = parameters_of(optimizer)
         strange = sum(id(p) not in known for p in parameters)
-        if strange:
+        # One beside the model is welcome, a learnable temperature for example; but not one in the
+        # place of a parameter that no optimizer steps.
+        if strange and (left_out or strange == len(parameters)):
             raise SettingError(
                 f"{strange} of the {len(parameters)} parameters of optimizer {number} "
                 f"({type(optimizer).__name__}) are none of the model's; a wrapper that shards "
