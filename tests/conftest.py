@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.ranks import RankPool
+from tests.simulated.build import Unavailable
+from tests.simulated.pools import SimPool
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its kernels then run by its interpreter, on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +67,42 @@ def new_ranks() -> Iterator[Callable[..., RankPool]]:
     yield pool
     for each in pools:
         each.close()
+
+
+@pytest.fixture(scope="session")
+def sim_ranks() -> Iterator[Callable[..., SimPool]]:
+    """``sim_ranks(2).run(function, *args)``: the same on a simulated accelerator.
+
+    The test is skipped where there can be none: another torch, or no compiler.
+    """
+    pools: dict[tuple[int, str], SimPool] = {}
+
+    def pool(world_size: int, name: str = "sim") -> SimPool:
+        if (world_size, name) not in pools:
+            try:
+                pools[world_size, name] = SimPool(world_size, name=name)
+            except Unavailable as reason:
+                pytest.skip(str(reason))
+        return pools[world_size, name]
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture
+def sim(sim_ranks: Callable[..., SimPool]) -> SimPool:
+    """One process with four simulated devices and no process group."""
+    return sim_ranks(1)
+
+
+@pytest.fixture
+def sim2(sim_ranks: Callable[..., SimPool]) -> SimPool:
+    """Two ranks, each on a simulated device of its own."""
+    return sim_ranks(2)
+
+
+@pytest.fixture
+def sim_cuda(sim_ranks: Callable[..., SimPool]) -> SimPool:
+    """One process in which "cuda" is the simulated accelerator."""
+    return sim_ranks(1, "cuda")

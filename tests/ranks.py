@@ -34,12 +34,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Died", "RankError", "RankPool", "mesh", "subgroup"]
+from tests.place import device_type
+
+__all__ = ["Died", "RankError", "RankPool", "mesh", "serve", "subgroup"]
 
 # What a rank is likely to need; the server imports it once and every rank inherits it.
 PRELOAD = [
     "torch",
     "torch._dynamo",
+    "torch._meta_registrations",
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
@@ -101,14 +104,27 @@ class RankPool:
         world_size: number of ranks.
         timeout: seconds after which a call counts as hung.
         group_timeout: the process group's own timeout, in seconds.
+        backend: of the process group.
+        target: what runs in each process: `serve`, or something that prepares the process for it.
+        method: how multiprocessing starts the processes.
     """
 
     def __init__(
-        self, world_size: int, *, timeout: float = TIMEOUT_S, group_timeout: float = 600.0
+        self,
+        world_size: int,
+        *,
+        timeout: float = TIMEOUT_S,
+        group_timeout: float = 600.0,
+        backend: str = "gloo",
+        target: Callable[..., None] | None = None,
+        method: str = "forkserver",
     ) -> None:
         self.world_size = world_size
         self.timeout = timeout
         self._group_timeout = group_timeout
+        self._backend = backend
+        self._target = target or serve
+        self._method = method
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._store: dist.TCPStore | None = None
@@ -120,8 +136,9 @@ class RankPool:
 
     def start(self) -> None:
         """Fork the ranks. ``run`` does this when needed."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context: Any = multiprocessing.get_context(self._method)
+        if self._method == "forkserver":
+            context.set_forkserver_preload(PRELOAD)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # The pool holds the store, as an elastic agent would: no rank's death takes it away.
         self._store = dist.TCPStore(
@@ -132,8 +149,16 @@ class RankPool:
             folder = self._folder / str(rank)
             folder.mkdir()
             process = context.Process(
-                target=_serve,
-                args=(there, rank, self.world_size, self._store.port, self._group_timeout, folder),
+                target=self._target,
+                args=(
+                    there,
+                    rank,
+                    self.world_size,
+                    self._store.port,
+                    self._group_timeout,
+                    folder,
+                    self._backend,
+                ),
                 name=f"rank-{rank}-of-{self.world_size}",
                 daemon=True,
             )
@@ -264,7 +289,7 @@ class RankPool:
                 text = f"raised:\n{answer.text}"
             elif isinstance(answer, Died):
                 first = rank if first is None else first
-                text = f"died with exit code {answer.exitcode}"
+                text = f"died with exit code {answer.exitcode}\n{worker.stack()}".rstrip()
             elif answer is None:
                 text = f"was still running:\n{worker.stack()}"
             else:
@@ -340,8 +365,11 @@ def _light_main() -> Iterator[None]:
 class _Rank:
     """One process of a pool: its group, and what it keeps between calls."""
 
-    def __init__(self, rank: int, world_size: int, port: int, group_timeout: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, port: int, group_timeout: float, backend: str
+    ) -> None:
         self.rank = rank
+        self.backend = backend
         self.world_size = world_size
         self.timeout = timedelta(seconds=group_timeout)
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -352,7 +380,7 @@ class _Rank:
         """Be a member of the group of this name; the same one at every call."""
         if group is not None and self.group is None:
             dist.init_process_group(
-                "gloo",
+                self.backend,
                 store=dist.PrefixStore(group, self.store),
                 rank=self.rank,
                 world_size=self.world_size,
@@ -384,13 +412,14 @@ def _is_mesh(value: object) -> bool:
     return isinstance(value, DeviceMesh)
 
 
-def _serve(
+def serve(
     connection: multiprocessing.connection.Connection,
     rank: int,
     world_size: int,
     port: int,
     group_timeout: float,
     folder: Path,
+    backend: str,
 ) -> None:
     """Answer requests until the pool goes away."""
     _die_with_parent()
@@ -400,10 +429,11 @@ def _serve(
     os.dup2(output.fileno(), 2)
     stack = (folder / "stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack)
     torch.set_num_threads(1)
     # What the server imported never dies: no collection and no walk over the heap need see it.
     gc.freeze()
-    me = _Rank(rank, world_size, port, group_timeout)
+    me = _Rank(rank, world_size, port, group_timeout, backend)
     while True:
         try:
             request = connection.recv_bytes()
@@ -442,6 +472,10 @@ def strict_warnings() -> None:
         r".*deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"(torch|fairscale)\b.*")
+    # torch's DataParallel says this where it adds by copies.
+    warnings.filterwarnings("ignore", message="PyTorch is not compiled with NCCL support")
+    # FSDP1 keeps these nodes from one step to the next.
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
     # torch 2.11 says this of any sparse tensor, to whoever makes it.
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
 
@@ -458,11 +492,15 @@ def _die_with_parent() -> None:
 _kept: dict[Any, Any] = {}
 
 
-def mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """``init_device_mesh("cpu", ...)``, made once in the life of the default group."""
-    key = ("mesh", tuple(shape), tuple(names))
+def mesh(shape: Sequence[int], names: Sequence[str], device: str | None = None) -> DeviceMesh:
+    """``init_device_mesh``, made once in the life of the default group.
+
+    ``device`` is a type; None is what the process computes on.
+    """
+    device = device or device_type()
+    key = ("mesh", tuple(shape), tuple(names), device)
     if key not in _kept:
-        _kept[key] = init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+        _kept[key] = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     return _kept[key]
 
 

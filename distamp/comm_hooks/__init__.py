@@ -6,12 +6,11 @@ from distamp.comm_hooks.ddp import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from distamp.comm_hooks.fsdp1 import (
+from distamp.comm_hooks.fsdp1_hooks import (
     LowPrecisionState,
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
 )
-from distamp.comm_hooks.fsdp_state import ShardedHookState
 from distamp.comm_hooks.registration import register
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import HookStats
@@ -22,7 +21,6 @@ __all__ = [
     "CommHookState",
     "HookStats",
     "LowPrecisionState",
-    "ShardedHookState",
     "WireFormat",
     "bf16_compress_hook",
     "bf16_compress_wrapper",

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks.channel import Channel, device_of
+from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.channel import Channel
 from distamp.comm_hooks.choice import Choice, choose
-from distamp.comm_hooks.error_feedback_state import Residuals
-from distamp.comm_hooks.exchange import Exchange
+from distamp.comm_hooks.engine import Engine
+from distamp.comm_hooks.headers import lockstep_words
+from distamp.comm_hooks.residuals import Residuals
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WireFormat, wire_format
-from distamp.comm_hooks.wire_reduce import all_reduce, reduce_scatter
 
 __all__ = [
     "Trial",
@@ -54,7 +55,7 @@ def as_it_is(dtype: torch.dtype) -> WireFormat:
 
 def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
     """Return whether the wire of these gradients is not wider than they are."""
-    return wire.nbytes(wire.block) <= wire.block * dtype.itemsize
+    return wire.block_bytes <= wire.block * dtype.itemsize
 
 
 def timed_choice(
@@ -111,14 +112,14 @@ def _round(
         mine[name] = _timed(trials[name], sent, groups[0])
     seconds = [mine[name] for name in trials]
     for group in groups:
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=torch_compat.device_of(group))
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         seconds = slowest.tolist()
     return seconds
 
 
 def _timed(trial: Trial, sent: Tensor, group: ProcessGroup) -> float:
-    together = torch.zeros(1, device=device_of(group))
+    together = torch.zeros(1, device=torch_compat.device_of(group))
     dist.all_reduce(together, group=group)
     _synchronize(sent.device)
     start = time.perf_counter()
@@ -159,29 +160,31 @@ def choose_for_ddp(model: DistributedDataParallel, group: ProcessGroup) -> Choic
         kinds[each.dtype, each.device] = kinds.get((each.dtype, each.device), 0) + each.numel()
     dtype, device = max(kinds, key=lambda kind: kinds[kind])
     numel = min(kinds[dtype, device], max(1, model.bucket_bytes_cap // dtype.itemsize))
-    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: _all_reduce(None, sent, group)}
+    trials: dict[str, Trial] = {
+        as_it_is(dtype).name: lambda sent: dist.all_reduce(sent, group=group)
+    }
     formats = [wire_format(name) for name in FORMATS]
     formats = [wire for wire in formats if all(fits(wire, p.dtype) for p in trained)]
     if formats and group.size() > 1:
         channel = Channel(group, device)
         for wire in formats:
-            trials[wire.name] = _exchange(Exchange(wire, channel, Account()))
+            trials[wire.name] = _averaging(Engine(wire, channel, Account()))
     return timed_choice(trials, _like_gradients(numel, dtype, device), [group])
 
 
-def _exchange(exchange: Exchange) -> Trial:
-    channel = exchange.channel
-    words = torch.zeros(2, dtype=torch.int64, device=channel.device)
-    owed: dict[int, Residuals] = {}
+def _averaging(engine: Engine) -> Trial:
+    words = lockstep_words(0, None, engine.channel.device)
+    residuals: dict[int, Residuals] = {}
 
     def trial(sent: Tensor) -> None:
-        if not exchange.wire.needs_error_feedback:
-            exchange.average_(sent, words)
-            return
         numel = sent.numel()
-        residuals = owed.setdefault(numel, Residuals([numel], channel.size))
-        residuals.begin(None)
-        residuals.end(exchange.average_(sent, words, residuals).nonfinite)
+        layout = engine.layout("a trial", 0, numel, sent.dtype)
+        if not engine.wire.needs_error_feedback:
+            engine.exchange(sent, layout, words)
+            return
+        kept = residuals.setdefault(numel, Residuals([numel], engine.channel.size))
+        kept.begin(None)
+        kept.end(engine.exchange(sent, layout, words, feedback=kept).nonfinite)
 
     return trial
 
@@ -208,16 +211,31 @@ def choose_for_shards(
     values = _like_gradients(-(-numel // size) * size, dtype, device)
     shard = values.new_empty(values.numel() // size)
 
-    def reduce(wire: WireFormat | None, sent: Tensor) -> None:
+    def by_torch(sent: Tensor) -> None:
         part = sent
         if size > 1:
             part = shard[: sent.numel() // size]
-            _reduce_scatter(wire, sent, part, shards)
+            torch_compat.reduce_scatter(part, sent, shards)
         if replicas is not None:
-            _all_reduce(wire, part, replicas)
+            dist.all_reduce(part, group=replicas)
 
+    trials: dict[str, Trial] = {as_it_is(dtype).name: by_torch}
+    wire = wire_format("fp16")
+    if fits(wire, dtype):
+        of_shards = _engine(wire, shards, device)
+        of_replicas = None if replicas is None else _engine(wire, replicas, device)
+
+        def by_wire(sent: Tensor) -> None:
+            part = sent
+            if of_shards is not None:
+                part = shard[: sent.numel() // size]
+                _send(of_shards, sent, part)
+            if of_replicas is not None:
+                _send(of_replicas, part, None)
+
+        trials[wire.name] = by_wire
     groups = [shards, *([replicas] if replicas is not None else []), *agreeing]
-    return timed_choice(_as_it_is_or_in_fp16(dtype, reduce), values, groups)
+    return timed_choice(trials, values, groups)
 
 
 def choose_for_copies(
@@ -231,34 +249,20 @@ def choose_for_copies(
         device: Where they lie.
         group: The ranks to average over.
     """
-    trials = _as_it_is_or_in_fp16(dtype, lambda wire, sent: _all_reduce(wire, sent, group))
+    trials: dict[str, Trial] = {
+        as_it_is(dtype).name: lambda sent: dist.all_reduce(sent, group=group)
+    }
+    wire = wire_format("fp16")
+    engine = _engine(wire, group, device) if fits(wire, dtype) else None
+    if engine is not None:
+        trials[wire.name] = lambda sent: _send(engine, sent, None)
     return timed_choice(trials, _like_gradients(numel, dtype, device), [group])
 
 
-def _as_it_is_or_in_fp16(
-    dtype: torch.dtype, send: Callable[[WireFormat | None, Tensor], None]
-) -> dict[str, Trial]:
-    """Return the trials of gradients of this dtype that have no error feedback."""
-    trials: dict[str, Trial] = {as_it_is(dtype).name: lambda sent: send(None, sent)}
-    wire = wire_format("fp16")
-    if fits(wire, dtype):
-        trials[wire.name] = lambda sent: send(wire, sent)
-    return trials
+def _engine(wire: WireFormat, group: ProcessGroup, device: torch.device) -> Engine | None:
+    return Engine(wire, Channel(group, device), Account()) if group.size() > 1 else None
 
 
-def _reduce_scatter(
-    wire: WireFormat | None, sent: Tensor, part: Tensor, group: ProcessGroup
-) -> None:
-    if wire is None:
-        # The newer name; the oldest torch lacks it.
-        by_torch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        by_torch(part, sent, group=group)
-    else:
-        reduce_scatter(wire, sent, part, group, divisor=float(group.size()), account=Account())
-
-
-def _all_reduce(wire: WireFormat | None, sent: Tensor, group: ProcessGroup) -> None:
-    if wire is None:
-        dist.all_reduce(sent, group=group)
-    else:
-        all_reduce(wire, sent, group, divisor=float(group.size()), account=Account())
+def _send(engine: Engine, sent: Tensor, part: Tensor | None) -> None:
+    layout = engine.layout("a trial", 0, sent.numel(), sent.dtype, shards=part is not None)
+    engine.exchange(sent, layout, lockstep_words(0, None, sent.device), out=part)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distamp.comm_hooks.error_feedback_state import Residuals
-from distamp.comm_hooks.exchange import Outcome
+from distamp.comm_hooks.arriving import Flags, any_of
+from distamp.comm_hooks.headers import ReduceResult
+from distamp.comm_hooks.layout import Layout
+from distamp.comm_hooks.residuals import Residuals
 
 __all__ = ["Bucket", "Buckets", "Watch"]
 
@@ -19,32 +23,56 @@ class Bucket:
 
     Args:
         parameters: Those whose gradients lie in it, in its order.
-        book: The hook's buckets.
+        buckets: The hook's buckets.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], book: Buckets) -> None:
-        self.parameters = len(parameters)
-        self.places = {id(p): index for index, p in enumerate(parameters)}
+    def __init__(self, parameters: Sequence[Tensor], buckets: Buckets) -> None:
+        self.ids = tuple(map(id, parameters))
+        self.numels = [parameter.numel() for parameter in parameters]
+        self.places = {each: index for index, each in enumerate(self.ids)}
         self.residuals: Residuals | None = None
-        self._book = book
+        self.adopted: dict[int, Tensor] = {}
+        self.layout: Layout | None = None
         self.iteration = -1
         self.exchanges = 0
+        self.step = 0
         self.flag: Tensor | None = None
-        self.owed: dict[int, Tensor] = {}
+        self.alive = True
+        self._buckets = buckets
+        bucket = weakref.ref(self)
 
-    def begin(self, iteration: int) -> None:
-        """Count an exchange of this iteration."""
+        def gone(_: object) -> None:
+            living = bucket()
+            if living is not None:
+                living.alive = False
+
+        # An id may come back for another tensor once the first is gone.
+        self._parameters = [weakref.ref(parameter, gone) for parameter in parameters]
+
+    def boundaries(self, numel: int) -> list[int]:
+        """Return where parameters begin in the bucket, if they fill it."""
+        if sum(self.numels) != numel:
+            return []
+        begun, first = [], 0
+        for each in self.numels[:-1]:
+            first += each
+            begun.append(first)
+        return begun
+
+    def begin(self, iteration: int, step: int) -> None:
+        """Count an exchange of this iteration; the ``step``-th of a bucket of this number."""
         if self.iteration != iteration:
             self.iteration, self.exchanges, self.flag = iteration, 0, None
         self.exchanges += 1
+        self.step = step
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, result: ReduceResult) -> None:
         """Add what an exchange found."""
-        flag = outcome.nonfinite
+        flag = result.nonfinite
         self.flag = flag if self.flag is None else self.flag | flag
-        self._book.apart.append(outcome.apart)
+        self._buckets.mismatched.add(result.mismatched)
         if self.residuals is not None:
-            self.residuals.end(outcome.nonfinite)
+            self.residuals.end(result.nonfinite)
 
 
 class Buckets:
@@ -52,43 +80,62 @@ class Buckets:
 
     def __init__(self) -> None:
         self.iteration = 0
-        self.apart: list[Tensor] = []
-        self._arriving: _Arriving | None = None
+        self.mismatched = Flags()
         self._of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._known: dict[tuple[int, ...], Bucket] = {}
+        self._known: dict[int, list[Bucket]] = {}
+        self._steps: Counter[int] = Counter()
 
-    def begin(self, parameters: Sequence[Tensor]) -> Bucket:
-        """Return the bucket of these parameters, whose exchange begins."""
-        key = tuple(map(id, parameters))
-        bucket = self._known.get(key)
-        # An id may come back for another tensor once the first is gone.
-        if bucket is None or any(self._of.get(p) is not bucket for p in parameters):
-            bucket = self._known[key] = Bucket(parameters, self)
+    def begin(self, index: int, parameters: Sequence[Tensor]) -> Bucket:
+        """Return the bucket of these parameters, whose exchange begins.
+
+        Args:
+            index: Its number.
+            parameters: Those whose gradients lie in it, in its order.
+        """
+        ids = tuple(map(id, parameters))
+        for bucket in self._known.get(index, ()):
+            if bucket.ids == ids and bucket.alive:
+                break
+        else:
+            bucket = Bucket(parameters, self)
             self._take_over(bucket, parameters)
-            living = set(map(id, self._of.values()))
-            self._known = {k: b for k, b in self._known.items() if id(b) in living}
-        bucket.begin(self.iteration)
+            self._forget_unused()
+            self._known.setdefault(index, []).append(bucket)
+        self._steps[index] += 1
+        bucket.begin(self.iteration, self._steps[index])
         return bucket
 
     def _take_over(self, bucket: Bucket, parameters: Sequence[Tensor]) -> None:
-        """Let the parameters' errors move to the bucket they are in from now on."""
+        """Let the parameters' residuals move to the bucket they are in from now on."""
         for index, parameter in enumerate(parameters):
-            before: Bucket | None = self._of.get(parameter)
-            if before is not None and before.residuals is not None:
-                owed = before.residuals.of(before.places[id(parameter)])
-                if owed is not None:
-                    bucket.owed[index] = owed
+            residual = self.residual_of(parameter)
+            if residual is not None:
+                bucket.adopted[index] = residual
             self._of[parameter] = bucket
 
-    def owed(self, parameter: Tensor) -> Tensor | None:
+    def _forget_unused(self) -> None:
+        living = set(map(id, self._of.values()))
+        for index, buckets in self._known.items():
+            self._known[index] = [each for each in buckets if id(each) in living]
+
+    def all(self) -> list[Bucket]:
+        """Return every bucket that parameters are in now."""
+        return [bucket for buckets in self._known.values() for bucket in buckets]
+
+    def residual_of(self, parameter: Tensor) -> Tensor | None:
         """Return what rounding took from a parameter's gradients, as `Residuals.of` does."""
         bucket: Bucket | None = self._of.get(parameter)
         if bucket is None or bucket.residuals is None:
             return None
         return bucket.residuals.of(bucket.places[id(parameter)])
 
+    def forget_residuals(self) -> None:
+        """Begin anew: what rounding took before is not given back."""
+        for bucket in self.all():
+            bucket.residuals, bucket.adopted = None, {}
+
     def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Keep or put back the errors of these parameters."""
+        """Keep or put back the residuals of these parameters."""
         touched: dict[int, tuple[Residuals, list[int]]] = {}
         for parameter in parameters:
             bucket: Bucket | None = self._of.get(parameter)
@@ -106,6 +153,9 @@ class Buckets:
     def iteration_ended(self) -> None:
         """Begin the next iteration."""
         self.iteration += 1
+        for bucket in self.all():
+            if bucket.residuals is not None:
+                bucket.residuals.iteration_ended()
 
     def watch(self, parameters: Sequence[Tensor]) -> Watch | None:
         """Return the watch over ``parameters``; None if one never came through."""
@@ -115,60 +165,42 @@ class Buckets:
             return None
         return Watch(self, trained, list(buckets.values()))
 
-    def ranks_mismatched(self) -> bool:
-        """See `distamp.protocols.CommHook.ranks_mismatched`."""
-        flags, self.apart = self.apart, []
-        if flags and flags[0].device.type != "cpu":
-            arrived = self._arriving
-            self._arriving = _Arriving(torch.stack(flags).any())
-            return arrived is not None and arrived.value()
-        return any(map(bool, flags))
-
-
-class _Arriving:
-    """A flag on its way from a device to the host."""
-
-    def __init__(self, flag: Tensor) -> None:
-        self._host = torch.empty((), dtype=flag.dtype, pin_memory=True)
-        self._host.copy_(flag, non_blocking=True)
-        self._event = torch.Event(flag.device)
-        self._event.record()
-
-    def value(self) -> bool:
-        self._event.synchronize()
-        return bool(self._host)
-
 
 class Watch:
     """See `distamp.protocols.GradientWatch`."""
 
     replicated = True
 
-    def __init__(self, book: Buckets, parameters: list[Tensor], buckets: list[Bucket]) -> None:
-        self._book = book
+    def __init__(
+        self, all_buckets: Buckets, parameters: list[Tensor], buckets: list[Bucket]
+    ) -> None:
+        self._all = all_buckets
         self._parameters = parameters
         self._buckets = buckets
         # Nobody else's gradients travel with these.
-        self._alone = sum(bucket.parameters for bucket in buckets) == len(parameters)
+        self._alone = sum(len(bucket.ids) for bucket in buckets) == len(parameters)
 
     def exchanged(self) -> bool:
         """See `distamp.protocols.GradientWatch.exchanged`."""
-        now = self._book.iteration
+        now = self._all.iteration
         return all(bucket.iteration == now for bucket in self._buckets)
 
     def found_inf(self) -> Tensor:
         """See `distamp.protocols.GradientWatch.found_inf`."""
         flags = [flag for bucket in self._buckets if (flag := bucket.flag) is not None]
         device = flags[0].device
-        if device.type == "cpu":
+        if all(flag.device.type == "cpu" for flag in flags):
             if not any(map(bool, flags)):
                 return torch.zeros(())
         elif self._alone and all(bucket.exchanges == 1 for bucket in self._buckets):
-            return torch.stack(flags).any().float()
+            return any_of(flags).float()
         # Some gradient of these buckets was not finite: whether it is one of these parameters', and
-        # still there, all ranks find alike, for they hold the same gradients.
+        # still there, all ranks find alike, for they have the same gradients.
         gradients = [p.grad for p in self._parameters if p.grad is not None and p.grad.numel()]
         if not gradients:
             return torch.zeros((), device=device)
-        norms = torch.stack(torch._foreach_norm(gradients, float("inf")))
-        return (~norms.isfinite()).any().float()
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for gradient in gradients:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        norms = [torch.stack(torch._foreach_norm(g, float("inf"))) for g in by_device.values()]
+        return any_of([(~each.isfinite()).any() for each in norms]).float()

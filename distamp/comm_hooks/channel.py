@@ -7,35 +7,28 @@ caller's group serves, because there everything is put on a stream by the callin
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
+from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.order import in_order
 
-__all__ = [
-    "Channel",
-    "by_turns",
-    "device_of",
-    "lockstep_words",
-    "refuse_stranger",
-    "resolve_group",
-    "row_bytes",
-    "words_differ",
-]
+__all__ = ["Channel", "check_member", "resolve_group", "staggered_all_to_all"]
 
 # gloo's gather is a ring of ``size - 1`` turns. Up to here its waits cost more than it spares.
 ONE_WAIT_BYTES = 1 << 16
-# Rows of a collective start at multiples of this, so that what lies in them can be viewed as int64.
-_ALIGNMENT = 16
+# How long ranks have, after an exchange broke, to say that they are still there.
+ANSWER_SECONDS = 5.0
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
@@ -49,19 +42,19 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
             "a communication hook needs a process group: call "
             "torch.distributed.init_process_group first"
         )
-    refuse_stranger(process_group)
+    check_member(process_group)
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None
     return group
 
 
-def refuse_stranger(process_group: object) -> None:
+def check_member(process_group: object) -> None:
     """Refuse what ``new_group`` returns on ranks that are no members of the new group.
 
     Raises:
         ValueError: It is that.
     """
-    if dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER:
+    if torch_compat.is_non_member(process_group):
         raise ValueError(
             "process_group does not contain this rank; give each rank the group it belongs to"
         )
@@ -74,8 +67,11 @@ class Channel:
     run one after another in a thread of their own, and each keeps to one stream on every link: two
     that share a link divide it unevenly, and other links stand idle meanwhile.
 
+    An exchange that fails on a rank leaves the others out of step with it, so it closes the channel
+    of every rank, and each says which rank failed, or was lost, and what it was doing.
+
     Args:
-        process_group: The ranks. Held weakly: a group that is destroyed ends this channel too.
+        process_group: The ranks. Referenced weakly: destroying the group ends this channel too.
         device: Where the gradients lie.
     """
 
@@ -84,11 +80,18 @@ class Channel:
         self.device = device
         self.size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
+        self.ranks = dist.get_process_group_ranks(process_group)
         self.on_host = device.type == "cpu"
+        self.backend_name = torch_compat.backend_name(process_group, device)
         self._backend: Any = None
+        self._store: Any = None
+        self._broken = False
+        self._failure: str | None = None
+        self._lock = threading.Lock()
         self._operations = in_order(device)
         if self.on_host and self.size > 1:
-            self._backend = _own_gloo(process_group, self.rank, self.size)
+            name = f"distamp/comm_hooks/{_name(process_group)}"
+            self._backend, self._store = torch_compat.new_gloo(name, process_group)
             weakref.finalize(process_group, _close, weakref.ref(self))
 
     @property
@@ -106,52 +109,125 @@ class Channel:
             )
         return group
 
-    def global_ranks(self) -> list[int]:
-        """Return the default group's number of every rank here."""
-        return dist.get_process_group_ranks(self.process_group)
+    # -- collectives -----------------------------------------------------------------------------
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """Send the r-th part of ``sent`` to rank r; both uint8 of equal parts. Returns the work."""
         if not self.on_host:
             return dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
-        return self._operations.submit(partial(self._all_to_all, received, sent))
+        return self._submit(partial(self._all_to_all, received, sent))
 
     def gather(self, received: Tensor, row: Tensor) -> Any:
-        """Collect every rank's ``row``, by rank; ``received`` holds ``size`` rows of uint8.
+        """Collect every rank's ``row``, by rank; ``received`` has room for ``size`` rows of uint8.
 
         Returns the work.
         """
         if not self.on_host:
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return gather(received, row, group=self.process_group, async_op=True)
-        return self._operations.submit(partial(self._gather, received, row))
+            return torch_compat.all_gather_rows(received, row, self.process_group)
+        return self._submit(partial(self._gather, received, row))
+
+    def _submit(self, operation: Callable[[], Tensor]) -> Any:
+        def run() -> Tensor:
+            if self._broken or self._backend is None:
+                raise RuntimeError("the channel is closed")
+            try:
+                return operation()
+            except Exception:
+                self._broken = True
+                raise
+
+        return self._operations.submit(run)
 
     def _all_to_all(self, received: Tensor, sent: Tensor) -> Tensor:
-        self._by_turns(received, sent.view(self.size, -1))
+        self._staggered(received, sent.view(self.size, -1))
         return received
 
-    def _by_turns(self, received: Tensor, sent: Tensor) -> None:
-        by_turns(
+    def _staggered(self, received: Tensor, sent: Tensor) -> None:
+        backend = self._backend
+        staggered_all_to_all(
             received.view(self.size, -1),
             sent,
             self.rank,
-            receive=lambda row, source, tag: self._backend.recv([row], source, tag),
-            send=lambda row, target, tag: self._backend.send([row], target, tag),
+            receive=lambda row, source, tag: backend.recv([row], source, tag),
+            send=lambda row, target, tag: backend.send([row], target, tag),
         )
 
     def _gather(self, received: Tensor, row: Tensor) -> Tensor:
         if received.numel() <= ONE_WAIT_BYTES:
-            copies = row.repeat(self.size)
-            self._backend.alltoall_base(received, copies, [], []).wait()
+            torch_compat.exchange_rows(self._backend, received, row.repeat(self.size))
         elif self.size == 2:
-            # A ring of two sends and receives by turns, where both can be done at once.
-            self._by_turns(received, row.expand(2, -1))
+            # A ring of two sends and receives in turn, where both can be done at once.
+            self._staggered(received, row.expand(2, -1))
         else:
-            self._backend._allgather_base(received, row).wait()
+            torch_compat.gather_rows(self._backend, received, row)
         return received
 
+    # -- failures --------------------------------------------------------------------------------
 
-def by_turns(
+    def check_open(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            RuntimeError: An exchange failed; the message says what.
+        """
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def fail(self, error: BaseException, doing: str) -> RuntimeError:
+        """Close the channel after an exchange failed here, and return what to raise.
+
+        Args:
+            error: What was raised on this rank.
+            doing: What this rank was exchanging.
+        """
+        with self._lock:
+            if self._failure is None:
+                self._failure = self._explained(error, doing)
+        return RuntimeError(self._failure)
+
+    def _explained(self, error: BaseException, doing: str) -> str:
+        text = str(error).strip() or type(error).__name__
+        own = f"{doing} failed on rank {self.ranks[self.rank]}: {type(error).__name__}: {text}"
+        if not self.on_host or self.size == 1:
+            return own
+        broken, store, reason = self._broken, self._store, own
+        self._broken = True
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that had it
+            store.set(f"{'closed' if broken else 'failed'}/{self.rank}", own)
+        self._operations.submit(self._let_go)
+        if broken:
+            reason = self._first_failure(doing, text)
+        return (
+            f"{reason}. No gradients are exchanged any more: end this job, and start it again from "
+            "its last checkpoint"
+        )
+
+    def _let_go(self) -> Tensor:
+        # Peers that wait for this rank hear of it as their connections end.
+        self._backend = None
+        return torch.empty(0)
+
+    def _first_failure(self, doing: str, text: str) -> str:
+        """Return why an exchange broke that nothing is wrong with here: from what others say."""
+        silent = set(range(self.size))
+        end = time.monotonic() + ANSWER_SECONDS
+        try:
+            while silent and time.monotonic() < end:
+                for rank in sorted(silent):
+                    if self._store.check([f"failed/{rank}"]):
+                        return str(self._store.get(f"failed/{rank}").decode())
+                    if self._store.check([f"closed/{rank}"]):
+                        silent.discard(rank)
+                time.sleep(0.02)
+        except RuntimeError:
+            return f"{doing} broke off, and with it the store: the rank that has it was lost"
+        if not silent:
+            return f"{doing} broke off between the ranks: {_line(text)}"
+        lost = ", ".join(str(self.ranks[rank]) for rank in sorted(silent))
+        return f"rank {lost} was lost, and so {doing} broke off: {_line(text)}"
+
+
+def staggered_all_to_all(
     received: Tensor,
     sent: Tensor,
     rank: int,
@@ -192,43 +268,16 @@ def by_turns(
     _wait(works)
 
 
-def _wait(works: Sequence[Any]) -> None:
+def _wait(works: Iterable[Any]) -> None:
     # Once each: gloo's wait for another message the second time.
     for work in works:
         if work is not None:
             work.wait()
 
 
-def row_bytes(header: int, wire: int) -> int:
-    """Return how long a row of a collective is that holds so many bytes of header and wire."""
-    return -(-(header + wire) // _ALIGNMENT) * _ALIGNMENT
-
-
-def lockstep_words(word: int, scale: Tensor | None, device: torch.device) -> Tensor:
-    """Return what an exchange says besides gradients, int64 of shape (2,).
-
-    Args:
-        word: What a scaler says of its iteration, settings and calls.
-        scale: The loss scale, 0-d float32; None says nothing at all.
-        device: Where the gradients lie.
-    """
-    words = torch.zeros(2, dtype=torch.int64, device=device)
-    if scale is not None:
-        words[0] = word
-        words[1] = scale.view(torch.int32)
-    return words
-
-
-def words_differ(words: Tensor) -> Tensor:
-    """Return, 0-d bool, whether ranks sent different lockstep words.
-
-    Args:
-        words: int64, a row of each rank; one whose first word is 0 says nothing.
-    """
-    silent = words[:, :1] == 0
-    most = torch.where(silent, torch.iinfo(torch.int64).min, words).amax(0)
-    least = torch.where(silent, torch.iinfo(torch.int64).max, words).amin(0)
-    return (most > least).any()
+def _line(text: str) -> str:
+    """Return the first line of an error that went through a future, which adds where it was."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), text)
 
 
 def _close(channel: weakref.ref[Channel]) -> None:
@@ -237,36 +286,11 @@ def _close(channel: weakref.ref[Channel]) -> None:
         living._backend = None
 
 
-def _own_gloo(parent: ProcessGroup, rank: int, size: int) -> Any:
-    """Return a gloo group of the same ranks, whose life is its owner's alone.
-
-    torch's ``new_group`` would need the ranks outside the group too, or name it by its ranks: made
-    a second time, such a group finds the addresses of the first.
-    """
-    names = torch.randint(2**62, (1,), generator=_seeded_by_the_system())
-    on_device = names.to(device_of(parent))
-    dist.broadcast(on_device, src=dist.get_global_rank(parent, 0), group=parent)
-    store = dist.distributed_c10d._get_default_store()
-    name = f"distamp/comm_hooks/{int(on_device.item())}"
-    return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, _timeout(parent))
-
-
-def _seeded_by_the_system() -> torch.Generator:
+def _name(group: ProcessGroup) -> int:
+    """Return a number that no other channel has, the same on all ranks of the group."""
     # Users seed the default generator alike in every run, and a store may outlive a run.
     generator = torch.Generator()
     generator.seed()
-    return generator
-
-
-def device_of(group: ProcessGroup) -> torch.device:
-    """Return a device whose tensors the group can send."""
-    types = [device.type for device in group._device_types]
-    if "cpu" in types or not types:
-        return torch.device("cpu")
-    return torch.device(types[0], torch.accelerator.current_device_index())
-
-
-def _timeout(group: ProcessGroup) -> timedelta:
-    backend = group._get_backend(device_of(group))
-    timeout: timedelta = getattr(backend.options, "_timeout", dist.default_pg_timeout)
-    return timeout
+    drawn = torch.randint(2**62, (1,), generator=generator).to(torch_compat.device_of(group))
+    dist.broadcast(drawn, src=dist.get_global_rank(group, 0), group=group)
+    return int(drawn.item())

@@ -6,11 +6,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.futures import Future
 
+from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.state import CommHookState, state_of
+from distamp.comm_hooks.torch_compat import GradBucket
 
 __all__ = [
     "bf16_compress_hook",
@@ -40,7 +40,8 @@ def fp16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
         A future of the averaged buffer.
 
     Raises:
-        ValueError: The ranks' buckets differ; raised on all ranks.
+        LockstepError: The ranks' buckets differ; raised on all ranks.
+        RuntimeError: An exchange failed, on whichever rank; raised on all of them.
         TypeError: ``state`` is something else.
     """
     return average_bucket(state_of(state, "fp16"), bucket)
@@ -127,7 +128,7 @@ def _average_compiled(state: CommHookState, gradient: Tensor) -> Tensor:
     state.fell_back("gradient all-reduced as it is by torch.compile's Python reducer")
     mean = gradient / dist.get_world_size(group)
     if torch.compiler.is_compiling():
-        mean = functional_collectives.all_reduce(mean, "sum", group)
+        mean = torch_compat.all_reduce_in_graph(mean, group)
     else:
         dist.all_reduce(mean, group=group)
     return gradient.copy_(mean)

@@ -1,13 +1,14 @@
 """FSDP2's gradients through a wire, by the hook points that torch documents.
 
 They are a reduce-scatter of one's own (``set_custom_reduce_scatter``) and, after it, a hook between
-replicas (``set_all_reduce_hook``).
+replicas (``set_all_reduce_hook``). Imported when it is used: torch's FSDP takes a second to import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,11 +17,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.agreement import agree
+from distamp.comm_hooks.arriving import used_here
 from distamp.comm_hooks.auto import as_it_is, choose_for_shards
 from distamp.comm_hooks.choice import AUTO, Choice
-from distamp.comm_hooks.fsdp_state import ShardedHookState, check_format, check_width
+from distamp.comm_hooks.engine import Engine
+from distamp.comm_hooks.headers import ReduceResult
+from distamp.comm_hooks.layout import Layout
+from distamp.comm_hooks.shards import check_format, check_width
+from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.wire import WireFormat, wire_format
-from distamp.comm_hooks.wire_reduce import News, agree, all_reduce, reduce_scatter
 
 __all__ = ["WireReduceScatter", "register_fsdp2"]
 
@@ -34,6 +41,7 @@ class WireReduceScatter:
     Args:
         state: That of the whole model.
         param_group: torch's own object for the group, read for its parameters and divide factor.
+        index: Its number, the same on all ranks.
         replicas: The ranks that hold the same shard, where each replica is a one-dimensional FSDP
             and this hook is to average between them.
 
@@ -42,23 +50,30 @@ class WireReduceScatter:
         nonfinite: 0-d bool, the same on all ranks of the group (and its replicas): whether a
             gradient reduced in that iteration held inf or NaN on any of them, or was so large
             (1e34) that sums may; None before, and always under torch's own HSDP, whose all-reduce
-            between replicas carries no such news.
+            between replicas says nothing.
     """
 
     def __init__(
-        self, state: ShardedHookState, param_group: Any, replicas: ProcessGroup | None = None
+        self,
+        state: CommHookState,
+        param_group: Any,
+        index: int,
+        replicas: ProcessGroup | None = None,
     ) -> None:
         self.iteration = -1
         self.nonfinite: Tensor | None = None
         self._state = state
         self._param_group = param_group
+        self._index = index
         self._replicas = replicas
-        self._native_hsdp = bool(getattr(param_group, "_is_hsdp", False))
-        self._news: News | None = None
+        self._native_hsdp = torch_compat.is_hsdp(param_group)
+        self._of_shards: ReduceResult | None = None
+        self._layouts: dict[tuple[str, int, torch.dtype], Layout] = {}
+        self._step = 0
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters whose gradients come through here."""
-        return [each.sharded_param for each in self._param_group.fsdp_params]
+        return [parameter for parameter, _ in torch_compat.sharded_sizes(self._param_group)]
 
     def agreeing(self) -> list[int]:
         """Return the ranks, of the default group, that know the same of these gradients."""
@@ -67,7 +82,7 @@ class WireReduceScatter:
         ranks: list[int] = self._param_group.mesh_info.mesh.mesh.flatten().tolist()
         if self._replicas is None:
             return ranks
-        # A replica's news reach the same shards of the others: everyone, where that is the world.
+        # A replica hears of the same shards of the others: everyone, where that is the world.
         whole = len(ranks) * self._replicas.size() == dist.get_world_size()
         return list(range(dist.get_world_size())) if whole else []
 
@@ -90,57 +105,82 @@ class WireReduceScatter:
         Raises:
             ValueError: the gradients are not wider than the wire, or ``op`` is neither SUM, AVG
                 nor PREMUL_SUM.
+            LockstepError: ranks exchange different gradients.
+            RuntimeError: an exchange failed, on whichever rank.
         """
         state = self._state
         check_width(state.wire, input_tensor.dtype, "MixedPrecisionPolicy(reduce_dtype=...)")
         replicas = 1 if self._replicas is None else self._replicas.size()
-        news = reduce_scatter(
-            state.wire,
+        self._step += 1
+        result = state.exchange(
             input_tensor,
-            output_tensor,
             group,
+            lambda engine: self._layout(engine, "shards", input_tensor, output_tensor.numel()),
+            step=self._step,
+            out=output_tensor,
             divisor=_divisor(op, group.size()),
-            account=state.account,
             terms=group.size() * replicas,
-            words=state.words(input_tensor.device),
         )
         if self._native_hsdp:
-            state.account.fallbacks["torch's HSDP all-reduces between replicas uncompressed"] += 1
+            state.fell_back("torch's HSDP all-reduces between replicas uncompressed")
         elif self._replicas is None:
-            self._keep(news)
+            self._keep(result)
         else:
-            self._news = news
+            self._of_shards = result
 
     def between_replicas(self, reduce_output: Tensor) -> None:
         """Average the reduced shard over the replicas: the hook of ``set_all_reduce_hook``."""
         assert self._replicas is not None
+        # torch frees what it casts to the parameters' dtype while this stream still reads it.
+        used_here(reduce_output)
+        before, self._of_shards = self._of_shards, None
+        for each in before or ():
+            used_here(each)
         # As torch's HSDP: a factor of the user's own divides for all ranks, in the first sum.
-        factor = self._param_group.gradient_divide_factor
-        news = all_reduce(
-            self._state.wire,
+        factor = torch_compat.gradient_divide_factor(self._param_group)
+        result = self._state.exchange(
             reduce_output,
             self._replicas,
+            lambda engine: self._layout(engine, "replicas", reduce_output, reduce_output.numel()),
+            step=self._step,
             divisor=1.0 if factor is not None else float(self._replicas.size()),
-            account=self._state.account,
-            before=self._news,
-            words=self._state.words(reduce_output.device),
+            terms=self._replicas.size(),
+            before=before,
         )
-        self._news = None
-        self._keep(news)
+        self._keep(result)
 
-    def _keep(self, news: News) -> None:
-        if self.iteration != self._state.book.iteration:
-            self.iteration, self.nonfinite = self._state.book.iteration, None
-        flag = news.nonfinite
-        self.nonfinite = flag if self.nonfinite is None else self.nonfinite | flag
-        self._state.book.apart.append(news.apart)
-        if flag.device.type == "cpu":
-            self._state.account.nonfinite += bool(flag)
+    def _layout(self, engine: Engine, between: str, values: Tensor, part: int) -> Layout:
+        key = (between, values.numel(), values.dtype)
+        if key not in self._layouts:
+            numels = [numel for _, numel in torch_compat.sharded_sizes(self._param_group)]
+            edges: list[int] = []
+            if sum(numels) == part:
+                ends = list(accumulate(numels))
+                edges = [row + end for row in range(0, values.numel(), part) for end in ends]
+            else:
+                self._state.fell_back("group whose parameters did not all have a gradient")
+            self._layouts[key] = engine.layout(
+                f"the gradients of FSDP2 module {self._index} between {between}",
+                self._index,
+                values.numel(),
+                values.dtype,
+                edges,
+                shards=between == "shards",
+            )
+        return self._layouts[key]
+
+    def _keep(self, result: ReduceResult) -> None:
+        buckets = self._state.buckets
+        if self.iteration != buckets.iteration:
+            self.iteration, self.nonfinite = buckets.iteration, None
+        flag = result.nonfinite
+        self.nonfinite = flag if self.nonfinite is None else used_here(self.nonfinite) | flag
+        buckets.mismatched.add(result.mismatched)
 
 
 def register_fsdp2(
     model: nn.Module, wire: WireFormat | None, *, replicas: ProcessGroup | None = None
-) -> ShardedHookState:
+) -> CommHookState:
     """Send the gradients of every FSDP2 module of ``model`` through ``wire``.
 
     Args:
@@ -173,7 +213,7 @@ def register_fsdp2(
             f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter: "
             "communication hooks for FSDP2 need torch 2.9 or newer"
         )
-    groups = [_param_groups(module) for module in modules]
+    groups = [torch_compat.param_groups(module) for module in modules]
     for module, of_module in zip(modules, groups, strict=True):
         _check_groups(module, of_module, wire, replicas)
     every = [group for of_module in groups for group in of_module]
@@ -181,36 +221,41 @@ def register_fsdp2(
     choice = _choose(every, replicas) if wire is None else None
     if choice is not None:
         wire = wire_format(choice.wire) if choice.compressed else None
-    state = ShardedHookState(wire or as_it_is(_reduced_in(every[0])), choice)
+    shards = every[0].mesh_info.shard_process_group
+    state = CommHookState(wire or as_it_is(_reduced_in(every[0])), shards, choice)
     for module, of_module in zip(modules, groups, strict=True):
         for param_group in of_module:
             _hook(module, param_group, state, replicas, compressed=wire is not None)
+    if wire is not None:
+        for group in (shards, replicas):
+            if group is not None and group.size() > 1:
+                state.channel(every[0].device, group)
     return state
 
 
 def _hook(
     module: FSDPModule,
     param_group: Any,
-    state: ShardedHookState,
+    state: CommHookState,
     replicas: ProcessGroup | None,
     *,
     compressed: bool,
 ) -> None:
     """Fill torch's hook points of one module."""
     if compressed:
-        comm = WireReduceScatter(state, param_group, replicas)
+        comm = WireReduceScatter(state, param_group, len(state.groups), replicas)
         module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
         if replicas is not None:
             module.set_all_reduce_hook(comm.between_replicas)
         state.groups.append(comm)
     elif replicas is not None:
-        # Of these torch knows nothing: without a hook they would part.
+        # Of these torch knows nothing: without a hook they would differ.
         module.set_all_reduce_hook(partial(_average, param_group, replicas))
 
 
 def _average(param_group: Any, replicas: ProcessGroup, reduce_output: Tensor) -> None:
     """Average over replicas as torch's HSDP does."""
-    if param_group.gradient_divide_factor is None:
+    if torch_compat.gradient_divide_factor(param_group) is None:
         reduce_output.div_(replicas.size())
     dist.all_reduce(reduce_output, group=replicas)
 
@@ -238,14 +283,6 @@ def _reduced_in(group: Any) -> torch.dtype:
     return dtype
 
 
-def _param_groups(module: FSDPModule) -> list[Any]:
-    """Return torch's parameter groups of one module: none, one, or one for each mesh."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
-
-
 def _check_groups(
     module: FSDPModule, groups: list[Any], wire: WireFormat | None, replicas: ProcessGroup | None
 ) -> None:
@@ -256,14 +293,14 @@ def _check_groups(
             "custom reduce-scatter: apply fully_shard with one mesh to each module"
         )
     for group in groups:
-        if not type(group._reduce_scatter_comm).__name__.startswith("Default"):
+        custom = torch_compat.custom_reduce_scatter(group)
+        if custom is not None:
             raise ValueError(
-                f"{name} has a custom reduce-scatter already "
-                f"({type(group._reduce_scatter_comm).__name__}): register one hook only"
+                f"{name} has a custom reduce-scatter already ({custom}): register one hook only"
             )
         if wire is not None:
             check_width(wire, _reduced_in(group), "MixedPrecisionPolicy(reduce_dtype=...)")
-        if replicas is not None and getattr(group, "_is_hsdp", False):
+        if replicas is not None and torch_compat.is_hsdp(group):
             raise ValueError(
                 f"{name} is sharded over a two-dimensional mesh, whose replicas torch averages by "
                 "itself: pass fully_shard the shard dimension alone, mesh['shard'], or leave out "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,8 +22,13 @@ Job = Callable[[], Tensor | Staged[Tensor]]
 class InOrder(Protocol):
     """Runs jobs one after another while the caller goes on."""
 
-    def submit(self, job: Job) -> Future[Tensor]:
-        """Return the future of what ``job`` returns; errors are raised by whoever waits for it."""
+    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
+        """Return the future of what ``job`` returns; errors are raised by whoever waits for it.
+
+        Args:
+            job: What to do.
+            uses: Tensors made by the caller that the job reads or writes.
+        """
 
 
 def through(staged: Staged[R]) -> R:
@@ -73,11 +78,11 @@ class _Task:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it is left but to tell."""
+        """Whether nothing of it is left but to set its result."""
         return self._outcome is not None
 
     def finish(self) -> None:
-        """Run to the end and tell whoever waits."""
+        """Run to the end and set its result."""
         self.advance(3)
         assert self._outcome is not None
         self._done.set_result(self._outcome)
@@ -97,7 +102,7 @@ class _Thread:
         self._tasks: deque[_Task] = deque()
         self._running = False
 
-    def submit(self, job: Job) -> Future[Tensor]:
+    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
         """See `InOrder.submit`."""
         task = _Task(job)
         with self._lock:
@@ -145,13 +150,15 @@ class _Stream:
         self._device = device
         self._stream = torch.Stream(device)
 
-    def submit(self, job: Job) -> Future[Tensor]:
+    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
         """See `InOrder.submit`."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         result: Future[Tensor] = Future(devices=[self._device])
         with self._stream, torch.no_grad():
+            for each in uses:
+                if each.device.type != "cpu":
+                    each.record_stream(self._stream)
             begun = job()
             value = begun if isinstance(begun, Tensor) else through(begun)
-            value.record_stream(self._stream)
             result.set_result(value)
         return result

@@ -8,19 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.agreement import agree
 from distamp.comm_hooks.auto import as_it_is, choose_for_ddp, fits
-from distamp.comm_hooks.channel import device_of
 from distamp.comm_hooks.choice import AUTO
 from distamp.comm_hooks.ddp import wire_hook
-from distamp.comm_hooks.fsdp1 import register_fsdp1
-from distamp.comm_hooks.fsdp2 import register_fsdp2
-from distamp.comm_hooks.fsdp_state import ShardedHookState
 from distamp.comm_hooks.state import CommHookState
-from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
+from distamp.comm_hooks.wire import WireFormat, wire_format
 
 __all__ = ["register"]
 
@@ -35,12 +31,12 @@ def register(
     *,
     process_group: ProcessGroup | None = None,
     replicas: ProcessGroup | None = None,
-) -> CommHookState | ShardedHookState:
+) -> CommHookState:
     """Average the gradients of a wrapped model through a wire format.
 
     Unlike ``model.register_comm_hook`` it finds the wrapper's own place for a hook, and checks that
-    format, gradients and group fit. Every rank calls it at the same point, before the first
-    backward pass.
+    format, gradients and group fit. Every rank calls it at the same point, between any two backward
+    passes.
 
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
@@ -60,6 +56,7 @@ def register(
     Raises:
         ValueError: Unknown format; a module that is none of the wrappers, or has a hook already; a
             group of other ranks; a wire that is wider than the gradients.
+        LockstepError: A rank registers another format, or holds another model; on all ranks.
         RuntimeError: FSDP2 of a torch that has no place for a hook.
     """
     chosen = None if wire == AUTO else _named(wire)
@@ -69,12 +66,21 @@ def register(
         )
     if isinstance(model, DistributedDataParallel):
         return _register_ddp(model, chosen, process_group)
-    if isinstance(model, FullyShardedDataParallel):
+    if torch_compat.is_fsdp1(model):
+        # Imported here: torch's FSDP takes a second, which a user of DDP need not wait.
+        from distamp.comm_hooks.fsdp1 import register_fsdp1
+
         _check_ranks(process_group, _ranks(model.process_group), "sharded")
-        return register_fsdp1(model, chosen)
+        return register_fsdp1(model, chosen)  # type: ignore[arg-type]
     if _holds_fsdp2(model):
-        parameter = next(p for p in model.parameters() if isinstance(p, DTensor))
-        _check_ranks(process_group, parameter.device_mesh.mesh.flatten().tolist(), "sharded")
+        from distamp.comm_hooks.fsdp2 import register_fsdp2
+
+        ranks = next(
+            list(each.device_mesh.mesh.flatten().tolist())
+            for each in model.parameters()
+            if hasattr(each, "device_mesh")
+        )
+        _check_ranks(process_group, ranks, "sharded")
         return register_fsdp2(model, chosen, replicas=replicas)
     raise ValueError(_unsuitable(model))
 
@@ -87,7 +93,7 @@ def _named(name: str) -> WireFormat:
 
 
 def _holds_fsdp2(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return any(map(torch_compat.is_fsdp2, model.modules()))
 
 
 def _check_ranks(given: ProcessGroup | None, own: list[int], how: str) -> None:
@@ -103,14 +109,15 @@ def _register_ddp(
 ) -> CommHookState:
     _check_ranks(process_group, _ranks(model.process_group), "replicated")
     group = model.process_group if process_group is None else process_group
-    taken = model._get_ddp_logging_data().get("comm_hook")
+    taken = torch_compat.ddp_hook_name(model)
     if taken is not None:
         built_in = taken.startswith("BuiltinCommHookType")
         raise ValueError(_second("one of torch's built-in hooks" if built_in else taken))
     trained = [p for p in model.parameters() if p.requires_grad]
     if wire is not None:
         _check_width(wire, trained)
-    _check_same_format(AUTO if wire is None else wire.name, group)
+    numel = sum(parameter.numel() for parameter in trained)
+    agree(AUTO if wire is None else wire.name, numel, group, torch_compat.device_of(group))
     choice = choose_for_ddp(model, group) if wire is None else None
     if choice is not None:
         wire = wire_format(choice.wire) if choice.compressed else None
@@ -118,30 +125,11 @@ def _register_ddp(
     state.name_parameters(model.module.named_parameters())
     if wire is None:
         return state
-    if wire.name != "fp16_plain":
+    if wire.name != "fp16_plain" and group.size() > 1:
         for device in {p.device for p in trained}:
             state.channel(device)
     model.register_comm_hook(state, wire_hook)
     return state
-
-
-def _check_same_format(name: str, group: ProcessGroup) -> None:
-    """Refuse, on every rank, ranks that register different formats: they would wait for ever."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return
-    names = [*WIRE_FORMATS, AUTO]
-    mine = torch.tensor([names.index(name)], device=device_of(group))
-    everyone = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(everyone, mine, group=group)
-    said: dict[str, list[int]] = {}
-    for rank, index in zip(_ranks(group), torch.cat(everyone).tolist(), strict=True):
-        said.setdefault(names[index], []).append(rank)
-    if len(said) > 1:
-        parts = (f"rank {', '.join(map(str, ranks))}: {name}" for name, ranks in said.items())
-        raise ValueError(
-            f"the ranks register different formats: {'; '.join(parts)}. Give every rank the same"
-        )
 
 
 def _check_width(wire: WireFormat, parameters: list[nn.Parameter]) -> None:
@@ -150,14 +138,14 @@ def _check_width(wire: WireFormat, parameters: list[nn.Parameter]) -> None:
         if not fits(wire, dtype):
             narrower = "'fp16_plain'" if dtype is torch.float16 else "'bf16'"
             raise ValueError(
-                f"format {wire.name!r} takes {wire.nbytes(wire.block) / wire.block:.3g} bytes an "
+                f"format {wire.name!r} takes {wire.block_bytes / wire.block:.3g} bytes an "
                 f"element, and gradients are {dtype}, which takes {dtype.itemsize}: choose "
                 f"{narrower} or 'int8'"
             )
 
 
 def _ranks(group: Any) -> list[int]:
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if torch_compat.is_non_member(group):
         return []
     return dist.get_process_group_ranks(group)
 

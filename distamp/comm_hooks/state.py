@@ -1,9 +1,9 @@
-"""What a communication hook remembers from one bucket to the next."""
+"""The state of a communication hook: what a user sees of it, and what a scaler is joined with."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,26 +14,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
+from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.arriving import Reports
 from distamp.comm_hooks.buckets import Bucket, Buckets, Watch
-from distamp.comm_hooks.channel import (
-    Channel,
-    lockstep_words,
-    refuse_stranger,
-    resolve_group,
-)
+from distamp.comm_hooks.channel import Channel, check_member, resolve_group
 from distamp.comm_hooks.choice import Choice
-from distamp.comm_hooks.error_feedback_state import Residuals
-from distamp.comm_hooks.exchange import Exchange, Outcome
-from distamp.comm_hooks.order import InOrder, Staged, in_order
+from distamp.comm_hooks.engine import Engine
+from distamp.comm_hooks.engines import Engines, named_failures
+from distamp.comm_hooks.headers import ReduceResult, lockstep_words
+from distamp.comm_hooks.layout import Layout, Route
+from distamp.comm_hooks.order import Staged, through
+from distamp.comm_hooks.residuals import Residuals
+from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, watch_shards
 from distamp.comm_hooks.stats import Account, HookStats
-from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
+from distamp.comm_hooks.wire import WireFormat, wire_format
+from distamp.errors import LockstepError
 
 __all__ = ["CommHookState", "state_of"]
 
-_VERSION = 2
-_LAYOUT_WORDS = 4
-# Where blocks would make the wire wider than the gradient itself.
-_AS_WIDE: dict[torch.dtype, str] = {torch.float16: "fp16_plain", torch.bfloat16: "bf16"}
+# 2: residuals by parameter. 3: the same, and nothing else about the ranks.
+_VERSION, _READ = 3, (2, 3)
 
 
 class CommHookState:
@@ -41,6 +41,9 @@ class CommHookState:
 
     Unlike the process group that torch's own hooks take for a state, it counts what it sends,
     and a `DistGradScaler` can be joined with it.
+
+    A copy of it, as ``copy.deepcopy`` and ``torch.save`` of a DDP module make one, leaves the ranks
+    out: torch registers no hook on a copy of a module, so it says, once, how to.
 
     Args:
         wire: The format on the way: a name of `WIRE_FORMATS`.
@@ -58,23 +61,27 @@ class CommHookState:
         choice: Choice | None = None,
     ) -> None:
         self.wire = wire if isinstance(wire, WireFormat) else wire_format(wire)
-        refuse_stranger(process_group)
+        check_member(process_group)
+        self.account = Account(choice=choice)
+        self.groups: list[ShardedGroup] = []
+        self.buckets = Buckets()
         self._group = None if process_group is None else weakref.ref(process_group)
-        self._channels: dict[torch.device, Channel] = {}
-        self._runners: dict[torch.device, InOrder] = {}
-        self._exchanges: dict[tuple[torch.dtype, torch.device], Exchange] = {}
-        self._agreed: set[tuple[int, ...]] = set()
-        self._account = Account(choice=choice)
-        self._buckets = Buckets()
+        self._engines = Engines(self.wire, self.account)
+        self._reports = Reports(self.account)
         self._word = 0
         self._scale: Tensor | None = None
         self._names: dict[int, str] = {}
         self._parameters: dict[str, weakref.ref[Tensor]] = {}
         self._loaded: dict[str, Tensor] = {}
+        self._copied = False
 
     def stats(self) -> HookStats:
-        """Return what this rank has sent, waited for and met so far."""
-        return self._account.stats()
+        """Return what this rank has sent, waited for and found so far.
+
+        On a device it waits for exchanges that are under way.
+        """
+        self._reports.collect(wait=True)
+        return self.account.stats()
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -92,7 +99,29 @@ class CommHookState:
             )
         return resolve_group(group)
 
-    # -- exchanges -------------------------------------------------------------------------------
+    def channel(self, device: torch.device, group: ProcessGroup | None = None) -> Channel:
+        """Return the channel for gradients on ``device``; the first call for it is collective."""
+        return self._engines.channel(group or self.process_group, device)
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        warned, self._copied = self._copied, True
+        return {**self.state_dict(), "choice": self.account.choice, "warned": warned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CommHookState.__init__(self, state["wire"], choice=state["choice"])
+        self._loaded = dict(state["residuals"])
+        self._copied = True
+        if not state["warned"]:
+            warnings.warn(
+                "a copy of a module with a communication hook sends gradients uncompressed, as "
+                "fp32: torch registers no hook on copies. If this one is trained, call "
+                f'distamp.comm_hooks.register(model, "{self.wire.name}") on it',
+                stacklevel=2,
+            )
+
+    # -- exchanges of whole gradients ------------------------------------------------------------
 
     def average(self, index: int, values: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
         """Average one bucket over all ranks, in place, while the caller goes on.
@@ -103,57 +132,122 @@ class CommHookState:
             parameters: Those whose gradients lie in it.
 
         Raises:
-            ValueError: Ranks hold buckets of another length, dtype or format; raised on all ranks.
+            LockstepError: Ranks exchange buckets of another length, dtype or format; on all ranks.
+            RuntimeError: An exchange failed before, on whichever rank.
         """
-        exchange = self._exchange(values)
-        if exchange.channel.size == 1:
-            return completed(values)
-        self._agree(index, values, exchange)
-        bucket = self._buckets.begin(parameters)
+        group = self.process_group
+        if dist.get_world_size(group) == 1 or values.numel() == 0:
+            return _completed(values)
+        self._check_reports()
+        engine = self._engines.engine(group, values.dtype, values.device, as_narrow=True)
+        bucket = self.buckets.begin(index, parameters)
+        layout = bucket.layout
+        if layout is None or layout.numel != values.numel():
+            edges = bucket.boundaries(values.numel())
+            layout = engine.layout(f"bucket {index}", index, values.numel(), values.dtype, edges)
+            bucket.layout = layout
+        runner = self._engines.runner(group, values.device)
+        if not engine.agreed(layout):
+            engine.check(layout, runner.submit(partial(engine.facts_of_all, layout)).wait())
+        residuals = self._residuals(bucket, engine, layout, parameters)
         # Nothing where a rank without more inputs sends zeros in the others' backward passes.
-        scale = self._scale if torch._C._current_graph_task_id() != -1 else None
-        words = lockstep_words(self._word, scale, values.device)
-        residuals = self._residuals(bucket, exchange, parameters)
-        return self._runner(values.device).submit(
-            partial(self._job, exchange, values, words, residuals, bucket.note)
-        )
+        scale = self._scale if torch_compat.in_backward_pass() else None
+        said = [] if self._scale is None else [self._scale]
+        job = partial(self._average, engine, layout, values, scale, bucket, residuals)
+        return runner.submit(job, uses=[values, *said])
 
-    def _job(
+    def _average(
         self,
-        exchange: Exchange,
+        engine: Engine,
+        layout: Layout,
         values: Tensor,
-        words: Tensor,
+        scale: Tensor | None,
+        bucket: Bucket,
         residuals: Residuals | None,
-        note: Callable[[Outcome], None],
     ) -> Staged[Tensor]:
-        outcome = yield from exchange.averaging(values, words, residuals)
-        note(outcome)
-        if exchange.channel.on_host:
-            self._account.nonfinite += bool(outcome.nonfinite)
-            if exchange.wire.block > 1:
-                self._account.met(int(outcome.largest_exponent))
+        words = lockstep_words(self._word, scale, values.device)
+        if residuals is not None:
+            # The scaler writes the next scale into the same tensor.
+            residuals.begin(None if self._scale is None else self._scale.clone())
+        staged = engine.staged(values, layout, words, feedback=residuals)
+        doing = f"the exchange of {layout.name} in step {bucket.step}"
+        result = yield from named_failures(staged, engine.channel, doing)
+        bucket.note(result)
+        self._reports.add(result)
         return values
 
     def _residuals(
-        self, bucket: Bucket, exchange: Exchange, parameters: Sequence[Tensor]
+        self, bucket: Bucket, engine: Engine, layout: Layout, parameters: Sequence[Tensor]
     ) -> Residuals | None:
-        """Return what this bucket is owed, ready for an exchange; None for formats without."""
-        if not exchange.wire.needs_error_feedback:
+        """Return the bucket's residuals, ready for an exchange; None for formats without."""
+        if not engine.wire.needs_error_feedback:
             return None
         if bucket.residuals is None:
-            numels = [parameter.numel() for parameter in parameters]
-            bucket.residuals = Residuals(numels, exchange.channel.size)
-            owed, bucket.owed = bucket.owed, {}
+            bucket.residuals = Residuals(bucket.numels, engine.channel.size)
+            adopted, bucket.adopted = bucket.adopted, {}
             for index, parameter in enumerate(parameters):
                 loaded = self._loaded.pop(self._names.get(id(parameter), ""), None)
                 if loaded is not None:
-                    owed[index] = loaded
-            if owed:
-                segments = exchange.segments(sum(numels))
-                bucket.residuals.adopt(owed, exchange.channel.device, segments)
-        # The scaler writes the next scale into the same tensor.
-        bucket.residuals.begin(None if self._scale is None else self._scale.clone())
+                    adopted[index] = loaded
+            if adopted:
+                bucket.residuals.adopt(adopted, engine.channel.device, _stages(layout, engine))
         return bucket.residuals
+
+    # -- exchanges of shards ---------------------------------------------------------------------
+
+    def exchange(
+        self,
+        values: Tensor,
+        group: ProcessGroup,
+        layout: Callable[[Engine], Layout],
+        *,
+        step: int,
+        out: Tensor | None = None,
+        divisor: float,
+        terms: int | None = None,
+        before: ReduceResult | None = None,
+    ) -> ReduceResult:
+        """Reduce-scatter ``values`` to ``out``, or average them, before this returns.
+
+        Args:
+            values: 1-D, contiguous, floating.
+            group: The ranks.
+            layout: Returns that of ``values``.
+            step: Which exchange of this layout it is, for messages.
+            out: As `Engine.staged` has it.
+            divisor: As `Engine.staged` has it.
+            terms: As `Engine.staged` has it.
+            before: As `Engine.staged` has it.
+
+        Raises:
+            LockstepError: Ranks exchange different gradients.
+            RuntimeError: An exchange failed, on whichever rank.
+        """
+        self._check_reports()
+        engine = self._engines.engine(group, values.dtype, values.device)
+        how = layout(engine)
+        if self._scale is not None and self._scale.device.type != "cpu":
+            self._scale.record_stream(torch.accelerator.current_stream(self._scale.device))
+        with torch.no_grad():
+            doing = f"the exchange of {how.name} in step {step}"
+            if not engine.agreed(how):
+                engine.check(how, engine.facts_of_all(how))
+            words = lockstep_words(self._word, self._scale, values.device)
+            staged = engine.staged(
+                values, how, words, out=out, divisor=divisor, terms=terms, before=before
+            )
+            result = through(named_failures(staged, engine.channel, doing))
+        self._reports.add(result)
+        return result
+
+    def _check_reports(self) -> None:
+        """Refuse to go on after ranks were found, on a device, to be in different exchanges."""
+        self._reports.collect(wait=False)
+        if self._reports.out_of_step:
+            raise LockstepError(
+                "the ranks exchanged different gradients, or gradients of different iterations: "
+                "run the same backward passes of the same model on every rank"
+            )
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -164,33 +258,35 @@ class CommHookState:
         self._parameters = {name: weakref.ref(parameter) for name, parameter in named}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank's gradients are owed by rounding; each rank saves its own.
+        """Return what rounding took from this rank's gradients; each rank saves its own.
 
-        ``"residuals"`` holds, by parameter name, fp32 tensors of shape (2, numel) in unscaled
-        units: what is owed to this rank's own gradient, and to the part of the mean that this rank
-        owns (0 elsewhere). It is empty for formats without error feedback.
+        ``"residuals"`` has, by parameter name, fp32 tensors of shape (2, numel) in unscaled units:
+        of this rank's own gradient, and of the part of the mean that this rank owns (0 elsewhere).
+        It is empty for formats without error feedback.
         """
         residuals = {}
         for name, reference in self._parameters.items():
             parameter = reference()
-            owed = None if parameter is None else self._buckets.owed(parameter)
-            if owed is None:
-                owed = self._loaded.get(name)
-            if owed is not None:
-                residuals[name] = owed
-        return {"version": _VERSION, "wire": self.wire.name, "residuals": residuals}
+            residual = None if parameter is None else self.buckets.residual_of(parameter)
+            if residual is not None:
+                residuals[name] = residual
+        return {
+            "version": _VERSION,
+            "wire": self.wire.name,
+            "residuals": {**self._loaded, **residuals},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, before the first backward pass.
+        """Load what `state_dict` returned on this rank, between any two backward passes.
 
         Raises:
-            ValueError: Another version, parameters that the model does not have, or a hook that
-                has exchanged gradients already.
+            ValueError: A version that this distamp does not read, or parameters that the model does
+                not have.
         """
-        if state_dict.get("version") != _VERSION:
+        if state_dict.get("version") not in _READ:
             raise ValueError(
-                f"the hook's state has version {state_dict.get('version')!r}, and this is "
-                f"{_VERSION}: load what state_dict() returned"
+                f"the hook's state has version {state_dict.get('version')!r}, and this distamp "
+                f"reads {' and '.join(map(str, _READ))}: load what state_dict() returned"
             )
         unknown = sorted(set(state_dict["residuals"]) - set(self._parameters))
         if unknown:
@@ -198,23 +294,19 @@ class CommHookState:
                 f"the hook's state has residuals of {unknown[0]!r} and {len(unknown) - 1} other "
                 "parameters that the model does not have: load it for the model it was saved of"
             )
-        if self._account.exchanges:
-            raise ValueError(
-                "load_state_dict() was called after gradients were exchanged: call it before the "
-                "first backward pass"
-            )
+        self.buckets.forget_residuals()
         self._loaded = dict(state_dict["residuals"])
 
     # -- other ways ------------------------------------------------------------------------------
 
     def fell_back(self, reason: str) -> None:
         """Count a bucket that went another way."""
-        self._account.fallbacks[reason] += 1
+        self.account.fallbacks[reason] += 1
 
     def all_reduced(self, name: str, sent: Tensor, gradient: Tensor) -> None:
         """Count a bucket that was all-reduced as ``sent``."""
         size = dist.get_world_size(self.process_group)
-        self._account.all_reduced(
+        self.account.all_reduced(
             name,
             sent.numel() * sent.element_size(),
             gradient.numel() * gradient.element_size(),
@@ -223,61 +315,20 @@ class CommHookState:
 
     def leave_out(self, parameters: Sequence[Tensor]) -> None:
         """Note that the gradients of ``parameters`` went another way."""
-        self._buckets.leave_out(parameters)
-
-    def _exchange(self, values: Tensor) -> Exchange:
-        key = (values.dtype, values.device)
-        exchange = self._exchanges.get(key)
-        if exchange is None:
-            wire = self.wire
-            if wire.nbytes(wire.block) > wire.block * values.element_size():
-                wire = wire_format(_AS_WIDE[values.dtype])
-                self.fell_back(
-                    f"{values.dtype} gradients sent as {wire.name}".replace("torch.", "")
-                )
-            channel = self.channel(values.device)
-            exchange = self._exchanges[key] = Exchange(wire, channel, self._account)
-        return exchange
-
-    def channel(self, device: torch.device) -> Channel:
-        """Return the channel for gradients on ``device``; the first call for it is collective."""
-        channel = self._channels.get(device)
-        if channel is None:
-            channel = self._channels[device] = Channel(self.process_group, device)
-        return channel
-
-    def _runner(self, device: torch.device) -> InOrder:
-        runner = self._runners.get(device)
-        if runner is None:
-            runner = self._runners[device] = in_order(device)
-        return runner
-
-    def _agree(self, index: int, values: Tensor, exchange: Exchange) -> None:
-        """Compare a bucket that is new with the other ranks', once."""
-        layout = (index, values.numel(), _code(str(values.dtype)), _code(exchange.wire.name))
-        if layout in self._agreed:
-            return
-        channel = exchange.channel
-        row = torch.tensor(layout, dtype=torch.int64, device=values.device)
-
-        def ask() -> Tensor:
-            rows = row.new_empty((channel.size, _LAYOUT_WORDS))
-            channel.gather(rows.view(torch.uint8).view(-1), row.view(torch.uint8)).wait()
-            return rows
-
-        rows: list[list[int]] = self._runner(values.device).submit(ask).wait().tolist()
-        if any(each != rows[0] for each in rows):
-            raise ValueError(_differing(channel, rows))
-        self._agreed.add(layout)
+        self.buckets.leave_out(parameters)
 
     # -- with a scaler ---------------------------------------------------------------------------
 
-    def watch(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> Watch | None:
+    def watch(
+        self, parameters: Sequence[Tensor], ranks: Sequence[int]
+    ) -> Watch | ShardedWatch | None:
         """See `distamp.protocols.CommHook.watch`."""
-        channels = self._channels.values()
-        if not channels or not all(set(ranks) <= set(c.global_ranks()) for c in channels):
+        if self.groups:
+            return watch_shards(self.buckets, self.groups, parameters, ranks)
+        channels = self._engines.channels()
+        if not channels or not all(set(ranks) <= set(each.ranks) for each in channels):
             return None
-        return self._buckets.watch(parameters)
+        return self.buckets.watch(parameters)
 
     def scale_changed(self, scale: Tensor, word: int) -> None:
         """See `distamp.protocols.CommHook.scale_changed`."""
@@ -286,18 +337,27 @@ class CommHookState:
     def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
         if self.wire.needs_error_feedback:
-            self._buckets.step_ended(parameters, found_inf)
+            self.buckets.step_ended(parameters, found_inf)
 
     def iteration_ended(self) -> None:
         """See `distamp.protocols.CommHook.iteration_ended`."""
-        self._buckets.iteration_ended()
+        self.buckets.iteration_ended()
 
     def ranks_mismatched(self) -> bool:
         """See `distamp.protocols.CommHook.ranks_mismatched`."""
-        return self._buckets.ranks_mismatched()
+        return self.buckets.mismatched.taken()
 
 
-def completed(value: Tensor) -> Future[Tensor]:
+def _stages(layout: Layout, engine: Engine) -> list[tuple[str, int, int]]:
+    """Return what residuals of a layout are asked for: stage, first element, length."""
+    found = [("mine", piece.rows.start, piece.rows.total) for piece in layout.pieces]
+    if layout.route is Route.OWNERS:
+        owned = [piece.owned_by(engine.channel.rank) for piece in layout.pieces]
+        found += [("owned", where.start, where.stop - where.start) for where in owned]
+    return found
+
+
+def _completed(value: Tensor) -> Future[Tensor]:
     """Return a future that has its value already."""
     devices: list[int | str | torch.device] = []
     if value.device.type != "cpu":
@@ -327,29 +387,7 @@ def state_of(state: CommHookState | ProcessGroup | None, wire: str) -> CommHookS
             f"what distamp.comm_hooks.register returned, not {type(state).__name__}"
         )
     group = resolve_group(state)
-    held = _states.setdefault(group, {})
-    if wire not in held:
-        held[wire] = CommHookState(wire, group)
-    return held[wire]
-
-
-def _code(name: str) -> int:
-    return zlib.crc32(name.encode())
-
-
-def _differing(channel: Channel, rows: list[list[int]]) -> str:
-    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    known: dict[int, Any] = {_code(name): name for name in WIRE_FORMATS}
-    known |= {_code(str(dtype)): dtype for dtype in dtypes}
-    said: dict[str, list[int]] = {}
-    for rank, (index, numel, dtype, wire) in zip(channel.global_ranks(), rows, strict=True):
-        text = (
-            f"bucket {index} of {numel} {known.get(dtype, 'other')} elements as "
-            f"{known.get(wire, 'an unknown format')}"
-        )
-        said.setdefault(text, []).append(rank)
-    parts = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
-    return (
-        f"the ranks exchange different gradients: {parts}. Give every rank the same model, "
-        "bucket_cap_mb and wire format"
-    )
+    known = _states.setdefault(group, {})
+    if wire not in known:
+        known[wire] = CommHookState(wire, group)
+    return known[wire]

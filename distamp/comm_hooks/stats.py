@@ -1,4 +1,4 @@
-"""What a communication hook has sent, waited for and met, as a value."""
+"""What a communication hook has sent, waited for and found, as a value."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ class HookStats:
         bytes_uncompressed: What a ring all-reduce of the same gradients in their own dtype sends.
         seconds_waiting: Time spent waiting for other ranks and the network, 0 where a device waits.
         largest_exponent: floor(log2) of the largest magnitude in a block that reached every rank:
-            of a mean, or, where ranks exchange whole wires, of a rank's share in one. Of gradients
-            that are still scaled; None before the first block.
+            of a mean, or, where ranks exchange whole wires or shards, of a rank's share in one. Of
+            gradients that are still scaled; None before the first exchange.
         nonfinite: Exchanges in which some gradient was inf or NaN.
         fallbacks: How many buckets went another way than the format's own, by reason.
+        arithmetic: What writes and reads wires: ``"torch ops"``, or ``"Triton kernels"``; on a GPU
+            without Triton it says so, where every bucket then costs many launches.
         choice: What ``register(model, "auto")`` chose and why; None where the format was given.
     """
 
@@ -38,6 +40,7 @@ class HookStats:
     nonfinite: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     choice: Choice | None = None
+    arithmetic: str = "torch ops"
 
     @property
     def total_bytes(self) -> int:
@@ -68,6 +71,8 @@ class HookStats:
         ]
         if self.largest_exponent is not None:
             parts.append(f"largest block below 2^{self.largest_exponent + 1}")
+        if self.arithmetic not in ("torch ops", "Triton kernels"):
+            parts.append(f"wires by {self.arithmetic}")
         if self.nonfinite:
             parts.append(f"{self.nonfinite} with inf or NaN")
         return parts
@@ -85,11 +90,12 @@ class Account:
     nonfinite: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     choice: Choice | None = None
+    arithmetic: str = "torch ops"
 
-    def met(self, exponent: int) -> None:
+    def saw(self, exponent: int) -> None:
         """Note the largest exponent of one exchange."""
-        met = self.largest_exponent
-        self.largest_exponent = exponent if met is None else max(exponent, met)
+        before = self.largest_exponent
+        self.largest_exponent = exponent if before is None else max(exponent, before)
 
     def all_reduced(self, name: str, nbytes: int, uncompressed: int, size: int) -> None:
         """Count a ring all-reduce of ``nbytes`` over ``size`` ranks."""
@@ -108,6 +114,7 @@ class Account:
             self.nonfinite,
             MappingProxyType(dict(self.fallbacks)),
             self.choice,
+            self.arithmetic,
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp.autocast import autocast
-from distamp.comm_hooks import CommHookState, ShardedHookState
+from distamp.comm_hooks import CommHookState
 from distamp.errors import StageError
 from distamp.initialize import amp_state
 from distamp.initialize.ddp_passes import OnePassEach
@@ -80,7 +80,7 @@ class Amp:
         region: autocast,
         losses: LossScales | None,
         num_losses: int,
-        comm_hooks: tuple[CommHookState | ShardedHookState, ...] = (),
+        comm_hooks: tuple[CommHookState, ...] = (),
     ) -> None:
         self.models = models
         self.optimizers = optimizers

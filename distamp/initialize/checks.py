@@ -9,7 +9,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as
-from distamp.initialize.wrappers import Wrapping, batchnorms_cast_by_wrapper
+from distamp.initialize.wrappers import (
+    Wrapping,
+    batchnorms_cast_by_wrapper,
+    gathers_for_region,
+)
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 
@@ -40,6 +44,13 @@ def _check_casting_wrapper(
     model: nn.Module, wrapping: Wrapping, precision: Precision, dtypes: set[torch.dtype]
 ) -> None:
     name, dtype = wrapping.name, wrapping.computes_in
+    if precision.autocasts and gathers_for_region(model, precision):
+        if any(d in _HALF for d in dtypes):
+            raise SettingError(
+                f"{precision.level} trains float32 parameters and the model has some in {dtype}; "
+                f"leave out model.half() or cast_model(): {name} casts what it gathers by itself"
+            )
+        return  # gathered in the dtype that the region would cast it to
     if not precision.casts_model or dtype is not precision.param:
         raise SettingError(
             f"{name} casts parameters to {dtype} by its own mixed precision, and {precision.level} "

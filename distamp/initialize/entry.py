@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distamp.autocast import OpLists, autocast, bind
-from distamp.comm_hooks import CommHookState, ShardedHookState, register
+from distamp.comm_hooks import CommHookState, register
 from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import cast_as, cast_model
@@ -43,7 +43,7 @@ class Overrides(TypedDict, total=False):
     schedule: Schedule | None
     max_consecutive_skips: int | None
     ops: OpLists | None
-    cache_enabled: bool | Literal["step"] | None
+    cache_enabled: bool | None
 
 
 def initialize(
@@ -135,7 +135,7 @@ def _attach_hooks(
     comm_hook: str | None,
     replicas: ProcessGroup | None,
     scaler: DistGradScaler,
-) -> tuple[CommHookState | ShardedHookState, ...]:
+) -> tuple[CommHookState, ...]:
     if comm_hook is None:
         return ()
     states = tuple(register(model, comm_hook, replicas=replicas) for model in models)

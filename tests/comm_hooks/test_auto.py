@@ -24,8 +24,9 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.comm_hooks import fsdp2
+from distamp.comm_hooks import fsdp2, torch_compat
 from distamp.comm_hooks.auto import as_it_is, choose_for_ddp, timed_choice
+from distamp.errors import LockstepError
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
 from tests.ranks import mesh
 
@@ -131,8 +132,8 @@ def _uncompressed_replicas(factor: float | None) -> float:
     if factor is not None:
         model.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(True)  # gloo multiplies by no factor
-    state = comm_hooks.ShardedHookState(as_it_is(torch.float32))
-    for group in fsdp2._param_groups(model):
+    state = comm_hooks.CommHookState(as_it_is(torch.float32))
+    for group in torch_compat.param_groups(model):
         fsdp2._hook(model, group, state, replicas, compressed=False)
     plain = DistributedDataParallel(mlp(*WIDTHS))
     for each in (model, plain):
@@ -248,6 +249,7 @@ def _refused(what: str) -> str:
     wire, error = "auto", ValueError
     if what == "another format":
         wire = "fp16" if dist.get_rank() == 1 else "auto"
+        error = LockstepError
     elif what == "a second hook":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif what == "a built-in hook":
@@ -272,7 +274,10 @@ def _refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("another format", "the ranks register different formats: rank 0: auto; rank 1: fp16"),
+        (
+            "another format",
+            "the ranks register different hooks: rank 0: auto for 9701 elements; rank 1: fp16",
+        ),
         ("a second hook", "has a communication hook already (fp16_compress_hook)"),
         ("a built-in hook", "has a communication hook already (one of torch's built-in hooks)"),
         ("no wrapper", "cannot give Sequential a communication hook"),

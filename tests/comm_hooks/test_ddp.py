@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS
+from distamp.errors import LockstepError
 from tests.comm_hooks.training import (
     BOUNDS,
     Branches,
@@ -396,7 +397,7 @@ def _other_bucket(what: str) -> str:
     if what == "format":
         model = DistributedDataParallel(net)
         model.register_comm_hook(comm_hooks.CommHookState(wire), comm_hooks.fp16_compress_hook)
-    with pytest.raises(ValueError, match="the ranks exchange different gradients") as error:
+    with pytest.raises(LockstepError, match="the ranks exchange different gradients") as error:
         model(inputs(0, WIDTHS[0])).square().sum().backward()
     return str(error.value)
 

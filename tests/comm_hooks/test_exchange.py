@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distamp.comm_hooks import WIRE_FORMATS
-from distamp.comm_hooks.exchange import DIRECT_BYTES, PIECE
+from distamp.comm_hooks.layout import DIRECT_BYTES, PIECE
 from tests.comm_hooks.training import BOUNDS, agreed, average
 
 EXCHANGED = [name for name in WIRE_FORMATS if name != "fp16_plain"]
@@ -120,13 +120,16 @@ def test_two_ranks_send_to_each_other(ranks2):
 def _rounds(numel: int) -> int:
     """How many operations of the group an exchange takes."""
     from distamp.comm_hooks.channel import Channel
-    from distamp.comm_hooks.exchange import Exchange
+    from distamp.comm_hooks.engine import Engine
+    from distamp.comm_hooks.headers import lockstep_words
     from distamp.comm_hooks.stats import Account
     from distamp.comm_hooks.wire import wire_format
     from tests.collectives import count_collectives
 
     channel = Channel(dist.group.WORLD, torch.device("cpu"))
-    exchange = Exchange(wire_format("fp16"), channel, Account())
+    engine = Engine(wire_format("fp16"), channel, Account())
+    layout = engine.layout("a tensor", 0, numel, torch.float32)
+    words = lockstep_words(0, None, channel.device)
     with count_collectives() as log:
-        exchange.average_(torch.ones(numel), torch.zeros(2, dtype=torch.int64))
+        engine.exchange(torch.ones(numel), layout, words)
     return log.count

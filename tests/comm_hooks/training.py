@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import channel, exchange
+from distamp.comm_hooks import channel, layout
 
 __all__ = [
     "BOUNDS",
@@ -143,8 +143,9 @@ def random_cuts(seed: int) -> Iterator[None]:
     """Let even small buckets go in several pieces, by way of owners and row by row, or not."""
     draw = random.Random(-1 - seed)
     drawn = {
-        (exchange, "PIECE"): draw.choice([1 << 11, 1 << 13, exchange.PIECE]),
-        (exchange, "DIRECT_BYTES"): draw.choice([0, exchange.DIRECT_BYTES]),
+        (layout, "PIECE"): draw.choice([1 << 11, 1 << 13, layout.PIECE]),
+        (layout, "ROW"): draw.choice([1, layout.ROW]),
+        (layout, "DIRECT_BYTES"): draw.choice([0, layout.DIRECT_BYTES]),
         (channel, "ONE_WAIT_BYTES"): draw.choice([0, channel.ONE_WAIT_BYTES]),
     }
     with contextlib.ExitStack() as stack:

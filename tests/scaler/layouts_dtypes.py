@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 
+from tests.place import here
 from tests.scaler.layouts import DDP, FSDP2, LAYOUTS, Layout
 from tests.scaler.layouts_base import Alone
 from tests.scaler.layouts_meshes import MESH_LAYOUTS
@@ -71,7 +72,7 @@ class _Parameters(Layout):
         return Net(*self.widths).to(self.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+        return x.to(here(), self.dtype)
 
 
 class _Float16Parameters(_Parameters):

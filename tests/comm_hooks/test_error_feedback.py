@@ -1,0 +1,258 @@
+"""What rounding took comes back, through skips, scales, other buckets and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distamp import DistGradScaler, comm_hooks
+from distamp.comm_hooks.residuals import Residuals
+from tests.comm_hooks.training import agreed, average, inputs, mlp, wrapped
+
+FED_BACK = [name for name, wire in comm_hooks.WIRE_FORMATS.items() if wire.needs_error_feedback]
+WIDTHS = (19, 60, 41, 3)
+
+
+def _sums(wire: str, numel: int, rounds: int) -> list[float]:
+    """The error of the sum of all means so far, beside one mean, after 1 and after all rounds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone = torch.stack([_gradient(numel, r) for r in range(size)])
+    state = comm_hooks.CommHookState(wire)
+    parameter = nn.Parameter(torch.zeros(numel))
+    total = torch.zeros(numel)
+    found = []
+    for turn in range(1, rounds + 1):
+        total += state.average(0, everyone[rank].clone(), [parameter]).wait()
+        true = everyone.mean(0) * turn
+        found.append(((total - true).norm() / everyone.mean(0).norm()).item())
+    return [found[0], found[-1]]
+
+
+def _gradient(numel: int, rank: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("wire", FED_BACK)
+@pytest.mark.parametrize(("size", "numel"), [(2, 5000), (4, 60_000)])
+def test_errors_do_not_add_up(ranks, size, numel, wire):
+    for first, last in ranks(size).run(_sums, wire, numel, 20):
+        # Twenty independent errors would make 4.5 of one, and twenty of the same kind 20.
+        assert last <= 2 * first
+
+
+def _lost(wire: str) -> float:
+    """How much of a gradient too small for its block has arrived after many exchanges."""
+    state = comm_hooks.CommHookState(wire)
+    parameter = nn.Parameter(torch.zeros(256))
+    total = torch.zeros(256)
+    for _ in range(200):
+        gradient = torch.full((256,), 1e-4)
+        gradient[0] = 1.0
+        total += state.average(0, gradient, [parameter]).wait()
+    return (total[1:].mean() / 200 / 1e-4).item()
+
+
+def test_small_gradients_beside_large_ones_arrive_in_the_end(ranks2):
+    for arrived in ranks2.run(_lost, "int8"):
+        assert arrived == pytest.approx(1.0, abs=0.3)
+
+
+# -- under a scaler -------------------------------------------------------------------------------
+
+
+def _trained(
+    wire: str, scale: float, bad: int | None, *, attach: bool = True, saved: bool = False
+) -> Tensor:
+    """Parameters after six good steps, an overflow before the one numbered ``bad``."""
+    model, state = wrapped(mlp(*WIDTHS), wire)
+    scaler = DistGradScaler("cpu", init_scale=scale)
+    if attach:
+        scaler.attach(state)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(6):
+        for spoilt in [True, False] if step == bad else [False]:
+            sgd.zero_grad()
+            loss = model(inputs(step, WIDTHS[0])).square().mean()
+            if spoilt and dist.get_rank() == 0:
+                # Only the last layer's gradients: other buckets go through clean.
+                _spoil_once(model.module[-1].weight)
+            scaler.scale(loss).backward()
+            scaler.step(sgd)
+            scaler.update()
+            assert scaler.stepped(sgd) != spoilt
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def _spoil_once(parameter: Tensor) -> None:
+    def spoil(gradient: Tensor) -> Tensor:
+        handle.remove()
+        return torch.full_like(gradient, float("inf"))
+
+    handle = parameter.register_hook(spoil)
+
+
+def _equal(wire: str, scales: tuple[float, float], bad: int | None) -> tuple[bool, bool]:
+    clean = _trained(wire, scales[0], None)
+    other = _trained(wire, scales[1], bad)
+    return torch.equal(clean, other), agreed(other)
+
+
+@pytest.mark.parametrize("wire", FED_BACK)
+def test_a_skipped_step_leaves_no_trace(ranks2, wire):
+    # The overflow halves the scale too, which moves nothing by a bit.
+    assert ranks2.run(_equal, wire, (1024.0, 1024.0), 3) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("wire", FED_BACK)
+def test_the_loss_scale_does_not_matter(ranks2, wire):
+    assert ranks2.run(_equal, wire, (1.0, 2.0**16), None) == [(True, True)] * 2
+
+
+def _two_optimizers() -> tuple[bool, bool]:
+    """Of two optimizers with parameters in one bucket, one skips."""
+    found = []
+    for bad in (None, 2):
+        model, state = wrapped(mlp(*WIDTHS), "int8", bucket_cap_mb=25)
+        scaler = DistGradScaler("cpu", init_scale=256.0, backoff_factor=0.5)
+        scaler.attach(state)
+        parameters = list(model.parameters())
+        mine, other = (torch.optim.SGD(half, lr=0.0) for half in (parameters[:3], parameters[3:]))
+        for step in range(4):
+            for spoilt in [True, False] if step == bad else [False]:
+                model.zero_grad()
+                loss = model(inputs(step, WIDTHS[0])).square().mean()
+                if spoilt:
+                    # After the exchange, so that the bucket itself is clean.
+                    scaler.scale(loss).backward()
+                    before = {n: t.clone() for n, t in state.state_dict()["residuals"].items()}
+                    state.step_ended(parameters[:3], torch.zeros(()))
+                    state.step_ended(parameters[3:], torch.ones(()))
+                    after = state.state_dict()["residuals"]
+                    names = list(before)
+                    kept = [torch.equal(before[n], after[n]) for n in names]
+                    found.append((all(kept[:3]), not any(kept[3:])))
+                else:
+                    scaler.scale(loss).backward()
+                    scaler.step(mine)
+                    scaler.step(other)
+                scaler.update(256.0)
+    return found[0]
+
+
+def test_a_bucket_of_two_optimizers_goes_back_for_the_one_that_skipped(ranks2):
+    assert ranks2.run(_two_optimizers) == [(True, True)] * 2
+
+
+# -- where buckets change -------------------------------------------------------------------------
+
+
+def test_what_is_owed_moves_with_its_parameter_to_another_bucket():
+    before = Residuals([300, 20, 700], size=4)
+    before.begin(None)
+    generator = torch.Generator().manual_seed(0)
+    mine = torch.randn(1020, generator=generator)
+    owned = torch.randn(200, generator=generator)
+    before.keep("mine", 0, mine.clone())
+    before.keep("owned", 250, owned.clone())
+    before.end(torch.tensor(False))
+    parts = [before.of(index) for index in range(3)]
+    whole = torch.stack([mine, torch.zeros(1020)])
+    whole[1, 250:450] = owned
+    assert torch.equal(torch.cat(parts, 1), whole)
+    # This rank owns another part of the mean: what it owned before, and 50 elements more.
+    after = Residuals([700, 300, 20], size=4)
+    segments = [("mine", 0, 512), ("mine", 512, 508), ("owned", 700, 250)]
+    after.adopt({0: parts[2], 1: parts[0], 2: parts[1]}, torch.device("cpu"), segments)
+    moved = torch.cat([after.of(1), after.of(2), after.of(0)], 1)
+    assert not moved[1, 250:].any()
+    assert torch.equal(moved[0] + 4 * moved[1], whole[0] + 4 * whole[1])
+    same = Residuals([300, 20, 700], size=4)
+    segments = [("mine", 0, 1020), ("owned", 250, 200)]
+    same.adopt(dict(enumerate(parts)), torch.device("cpu"), segments)
+    assert torch.equal(torch.cat([same.of(index) for index in range(3)], 1), whole)
+
+
+def _resumed(wire: str) -> tuple[float, float, bool]:
+    """How far a run that was saved and loaded is from one that was not, and without loading."""
+    ends = []
+    for how in ("whole", "resumed", "forgotten"):
+        model, state = wrapped(mlp(*WIDTHS), wire)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(8):
+            if step == 4 and how != "whole":
+                buffer = io.BytesIO()
+                torch.save((model.module.state_dict(), state.state_dict()), buffer)
+                buffer.seek(0)
+                weights, saved = torch.load(buffer)
+                model, state = wrapped(mlp(*WIDTHS), wire)
+                model.module.load_state_dict(weights)
+                if how == "resumed":
+                    state.load_state_dict(saved)
+                    assert set(state.state_dict()["residuals"]) == set(saved["residuals"])
+                sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+            sgd.zero_grad()
+            model(inputs(0, WIDTHS[0])).square().mean().backward()
+            sgd.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    whole, resumed, forgotten = ends
+    return (
+        (resumed - whole).norm().item(),
+        (forgotten - whole).norm().item(),
+        len(saved["residuals"]) == len(list(model.parameters())),
+    )
+
+
+def test_a_checkpoint_carries_what_is_owed(ranks2):
+    for resumed, forgotten, complete in ranks2.run(_resumed, "int8"):
+        assert complete
+        assert resumed < 0.5 * forgotten
+
+
+def _bad_states() -> list[str]:
+    _, state = wrapped(mlp(*WIDTHS), "int8")
+    good = state.state_dict()
+    said = []
+    bad: list[dict[str, Any]] = [
+        {**copy.deepcopy(good), "version": 7},
+        {**copy.deepcopy(good), "residuals": {"nobody": torch.zeros(2, 1)}},
+    ]
+    for each in bad:
+        with pytest.raises(ValueError) as error:
+            state.load_state_dict(each)
+        said.append(str(error.value))
+    return said
+
+
+def test_states_that_do_not_fit_are_refused(ranks2):
+    version, nobody = ranks2.run(_bad_states)[0]
+    assert "version 7" in version
+    assert "'nobody'" in nobody
+
+
+def _nonfinite() -> list[bool]:
+    state = comm_hooks.CommHookState("int8")
+    parameter = nn.Parameter(torch.zeros(300))
+    found = []
+    for value in (1.0, float("nan"), 1.0):
+        gradient = _gradient(300, dist.get_rank()) * value
+        found.append(bool(state.average(0, gradient, [parameter]).wait().isfinite().all()))
+    return found
+
+
+def test_nan_is_not_kept(ranks2):
+    assert ranks2.run(_nonfinite) == [[True, False, True]] * 2
+
+
+def test_formats_that_need_none_keep_nothing(ranks2):
+    assert ranks2.run(_kept, "fp16") == [0, 0]
+
+
+def _kept(wire: str) -> int:
+    _, state = average(torch.ones(300), wire)
+    return len(state.state_dict()["residuals"])

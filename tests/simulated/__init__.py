@@ -1,0 +1,1 @@
+"""A simulated accelerator for tests; see README.md."""

@@ -1,0 +1,59 @@
+"""The simulated accelerator under CUDA's name, for code that looks at that name.
+
+The library must be there before torch, so this module imports torch in functions only, and the
+processes that use it are spawned. What torch's CPU build lacks of ``torch.cuda`` is put there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from typing import Any
+
+__all__ = ["serve"]
+
+
+def serve(path: str, devices: int, *args: Any) -> None:
+    """Be a process of a pool in which "cuda" is the simulated accelerator."""
+    os.environ.update(SIM_DEVICES=str(devices), SIM_NAME="cuda")
+    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+    from tests import ranks
+    from tests.simulated import device
+
+    device.load(path, devices, name="cuda")
+    _complete_torch_cuda()
+    ranks.serve(*args)
+
+
+def _complete_torch_cuda() -> None:
+    import torch
+
+    from tests.simulated import device
+
+    native = device.native()
+    functions = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": native.device_count,
+        "current_device": native.current_device,
+        "set_device": lambda d: native.set_device(device.index_of(d)),
+        "current_stream": torch.accelerator.current_stream,
+        "default_stream": device.default_stream,
+        "set_stream": torch.accelerator.set_stream,
+        "stream": lambda s: contextlib.nullcontext() if s is None else s,
+        "synchronize": torch.accelerator.synchronize,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "manual_seed_all": device.seed_all,
+        "get_device_capability": lambda _=None: (9, 0),
+        "get_device_name": lambda _=None: "simulated",
+    }
+    for name, function in functions.items():
+        setattr(torch.cuda, name, function)
+    torch.cuda.Stream = torch.Stream  # type: ignore[misc, assignment]
+    torch.cuda.Event = torch.Event  # type: ignore[misc, assignment]
+    torch._C._cuda_getDevice = native.current_device
+    torch._C._cuda_setDevice = native.set_device

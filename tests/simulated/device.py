@@ -1,0 +1,218 @@
+"""``torch.sim``: the simulated accelerator registered in this process, and what tests ask of it.
+
+A process that has loaded it can never be without it again, so tests run in processes of their own
+(`tests.simulated.pools`), and only the functions that run there may import this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._meta_registrations  # kernels that tell shapes, written in Python
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.simulated import parallel
+
+__all__ = [
+    "ALL_SYNCS",
+    "BACKEND",
+    "counted",
+    "default_stream",
+    "drain",
+    "index_of",
+    "load",
+    "native",
+    "peek",
+    "pending",
+    "refuse",
+    "schedule",
+    "seed_all",
+    "take_counts",
+    "without_meta",
+]
+
+# The kinds of host sync, as the library numbers them; "no_meta" is the simulation's own: an op
+# whose shape is known only when it has run.
+KINDS = ("item", "d2h", "h2d", "stream", "event", "device", "data_dependent", "no_meta")
+ALL_SYNCS = KINDS[:-1]
+# For init_process_group: gloo for the host's tensors, the late group for the device's.
+BACKEND = "cpu:gloo,sim:simccl"
+
+_native: Any = None
+
+
+def load(path: str, devices: int = 4, name: str = "sim") -> None:
+    """Register the device type in this process, once and for good.
+
+    Args:
+        path: the library, of `tests.simulated.build.library`.
+        devices: how many.
+        name: ``"sim"``; ``"cuda"`` is for `tests.simulated.cuda`, before torch is imported.
+    """
+    global _native
+    if _native is not None:
+        return
+    os.environ.update(SIM_DEVICES=str(devices), SIM_NAME=name)
+    spec = importlib.util.spec_from_file_location("sim", path)
+    assert spec is not None
+    assert spec.loader is not None
+    _native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(_native)
+    if name == "sim":
+        torch.utils.rename_privateuse1_backend("sim")
+        torch._register_device_module("sim", _module())
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    parallel.supply(name)
+
+    def group(options: Any, _: Any) -> Any:
+        gloo = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, options.timeout
+        )
+        return _native.make_group(gloo)
+
+    dist.Backend.register_backend("simccl", group, extended_api=True, devices=[name])
+
+
+def native() -> Any:
+    """The library itself, for `tests.simulated.cuda`."""
+    return _native
+
+
+# -- what tests steer and count -------------------------------------------------------------------
+
+
+def schedule(name: str, seed: int = 0) -> None:
+    """Run what is pending, then choose when jobs run from now on.
+
+    Args:
+        name: ``"late"``: nothing runs until the host waits for it, and then the streams that the
+            awaited one waits for go first, its own jobs last. ``"late_others"``: the same, but
+            those other streams go last. ``"eager"``: every job runs when it is put on its
+            stream, if what it waits for is there. ``"random"``: now and then some jobs of a
+            stream.
+        seed: of the random schedule.
+    """
+    _native.set_schedule(name, seed)
+
+
+def take_counts() -> dict[str, int]:
+    """The host syncs of this process by kind since the last call."""
+    counts: dict[str, int] = _native.take_counts()
+    return counts
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """A dict that holds, after the block, the host syncs within it by kind."""
+    take_counts()
+    counts: dict[str, int] = {}
+    yield counts
+    counts.update(take_counts())
+
+
+@contextlib.contextmanager
+def refuse(*kinds: str) -> Iterator[None]:
+    """Raise at a host sync of one of these kinds; of any kind where none is named."""
+    _native.refuse(sum(1 << KINDS.index(kind) for kind in kinds or ALL_SYNCS))
+    try:
+        yield
+    finally:
+        _native.refuse(0)
+
+
+def peek(tensor: Tensor) -> Tensor:
+    """What lies in a device tensor now, whatever is still to come; no sync."""
+    found: Tensor = _native.peek(tensor)
+    return found
+
+
+def pending() -> int:
+    """How many jobs wait in all streams of all devices."""
+    jobs: int = _native.pending_jobs()
+    return jobs
+
+
+def drain() -> None:
+    """Run everything; an error of a job comes out here. Counts no sync."""
+    for device in range(_native.device_count()):
+        _native.run_device(device)
+
+
+def without_meta() -> Mapping[str, int]:
+    """The ops that had to run at once because no Meta kernel tells their shape, and how often."""
+    ops: Mapping[str, int] = _native.without_meta()
+    return ops
+
+
+# -- torch.sim ------------------------------------------------------------------------------------
+
+
+def index_of(device: Any) -> int:
+    """The number of a device given as torch takes it; the current one for None."""
+    if device is None:
+        return int(_native.current_device())
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return int(_native.current_device()) if index is None else index
+
+
+def _module() -> ModuleType:
+    """What torch and its wrappers look for in the module of a device type."""
+    module = ModuleType("torch.sim", "The simulated accelerator.")
+    functions: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "device_count": _native.device_count,
+        "current_device": _native.current_device,
+        "set_device": lambda device: _native.set_device(index_of(device)),
+        "device": lambda device: torch.accelerator.device_index(index_of(device)),
+        "current_stream": torch.accelerator.current_stream,
+        "default_stream": default_stream,
+        "set_stream": torch.accelerator.set_stream,
+        "stream": _on_stream,
+        "synchronize": torch.accelerator.synchronize,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
+        "manual_seed": lambda seed: _generator(None).manual_seed(seed),
+        "manual_seed_all": seed_all,
+        "get_rng_state": lambda device=None: _generator(device).get_state(),
+        "set_rng_state": lambda state, device=None: _generator(device).set_state(state),
+        "empty_cache": lambda: None,
+    }
+    for name, function in functions.items():
+        setattr(module, name, function)
+    module.Stream = torch.Stream  # type: ignore[attr-defined]
+    module.Event = torch.Event  # type: ignore[attr-defined]
+    return module
+
+
+def default_stream(device: Any = None) -> torch.Stream:
+    """The stream that work is on unless it is put elsewhere."""
+    kind = torch._C._get_accelerator()
+    ours = torch.Stream(kind)  # the number of the device type is written nowhere else
+    return torch.Stream(stream_id=0, device_index=index_of(device), device_type=ours.device_type)
+
+
+def _on_stream(stream: torch.Stream | None) -> Any:
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def _generator(device: Any) -> torch.Generator:
+    generator: torch.Generator = _native.default_generator(index_of(device))
+    return generator
+
+
+def seed_all(seed: int) -> None:
+    """Seed every device's generator."""
+    for device in range(_native.device_count()):
+        _generator(device).manual_seed(seed)

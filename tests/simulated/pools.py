@@ -1,0 +1,144 @@
+"""Processes with the simulated accelerator in them, waiting for functions to run.
+
+This module is for the pytest process, which never loads the accelerator itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tests import ranks
+from tests.simulated import build, cuda
+
+__all__ = ["DEVICES", "Scheduled", "SimPool"]
+
+DEVICES = 4
+
+
+class SimPool:
+    """``world_size`` processes that each see the same number of devices.
+
+    As `tests.ranks.RankPool`, whose pools these are; a function finds rank r on device ``sim:r``.
+
+    Args:
+        world_size: number of processes.
+        name: ``"sim"``, or ``"cuda"`` for the same under CUDA's name (one process, no group).
+        options: of `tests.ranks.RankPool`.
+
+    Raises:
+        tests.simulated.build.Unavailable: Another torch, or no compiler.
+    """
+
+    def __init__(self, world_size: int, *, name: str = "sim", **options: Any) -> None:
+        path = str(build.library())
+        self.world_size = world_size
+        self._name = name
+        if name == "cuda":
+            target = functools.partial(cuda.serve, path, DEVICES)
+            options = {"method": "spawn", **options}
+        else:
+            target = functools.partial(_serve, path)
+            options = {"backend": "cpu:gloo,sim:simccl", **options}
+        self.pool = ranks.RankPool(world_size, target=target, **options)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        schedule: str = "late",
+        seed: int = 0,
+        group: str | None = None,
+        timeout: float | None = None,
+        may_die: Collection[int] = (),
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` in every process and return what each returned.
+
+        Whatever is pending when the function returns is run, and an error that then comes out
+        counts as the function's own. Device tensors in the result come back on the CPU.
+
+        Args:
+            function: importable by name (module level).
+            args: picklable.
+            schedule: ``"late"``, ``"eager"`` or ``"random"``.
+            seed: of the random schedule; each rank adds its number.
+            group: as for `RankPool.run`; by default ``"none"`` in one process.
+            timeout: seconds after which the call counts as hung.
+            may_die: ranks whose death is part of the test.
+            kwargs: picklable.
+        """
+        if group is None:
+            group = "none" if self.world_size == 1 else "default"
+        return self.pool.run(
+            _call,
+            function,
+            args,
+            kwargs,
+            schedule,
+            seed,
+            group=group,
+            timeout=timeout,
+            may_die=may_die,
+        )
+
+    def one(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What the function returned in the first process: `run`, where there is only one."""
+        return self.run(function, *args, **options)[0]
+
+    def under(self, schedule: str, seed: int = 0) -> Scheduled:
+        """The same processes with this schedule at every call."""
+        return Scheduled(self, schedule, seed)
+
+    def close(self) -> None:
+        """End the processes; the next call starts new ones."""
+        self.pool.close()
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A pool and the schedule of all its calls, for what takes a `tests.ranks.RankPool`."""
+
+    sim: SimPool
+    schedule: str
+    seed: int
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """As `SimPool.run`."""
+        return self.sim.run(function, *args, schedule=self.schedule, seed=self.seed, **options)
+
+    def close(self) -> None:
+        """As `SimPool.close`."""
+        self.sim.close()
+
+
+def _serve(path: str, *args: Any) -> None:
+    from tests.simulated import device
+
+    device.load(path, DEVICES)
+    ranks.serve(*args)
+
+
+def _call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    schedule: str,
+    seed: int,
+) -> Any:
+    from tests.simulated import device
+
+    rank = int(os.environ["RANK"])
+    torch.accelerator.set_device_index(rank % DEVICES)
+    device.schedule(schedule, seed + rank)
+    device.take_counts()
+    value = function(*args, **kwargs)
+    device.drain()
+    return tree_map_only(Tensor, lambda t: t.cpu(), value)
