@@ -125,7 +125,7 @@ class DistGradScaler(TorchNames, Joinable):
         if enabled and not available:
             warnings.warn(
                 f"DistGradScaler is enabled, but {self._device} is not available.  Disabling.",
-                stacklevel=2,
+                stacklevel=settings.stacklevel_of_caller(),
             )
         self._schedule = settings.schedule_of(
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
