@@ -152,9 +152,9 @@ class CommHookState:
         residuals = self._residuals(bucket, engine, layout, parameters)
         # Nothing where a rank without more inputs sends zeros in the others' backward passes.
         scale = self._scale if torch_compat.in_backward_pass() else None
-        said = [] if self._scale is None else [self._scale]
+        scales = [] if self._scale is None else [self._scale]
         job = partial(self._average, engine, layout, values, scale, bucket, residuals)
-        return runner.submit(job, uses=[values, *said])
+        return runner.submit(job, uses=[values, *scales])
 
     def _average(
         self,

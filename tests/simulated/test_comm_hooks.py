@@ -137,7 +137,9 @@ def test_shards_are_reduced_under_every_schedule(sim2, wrapper):
 )
 def test_four_ranks(sim_ranks, wrapper, wire):
     for schedule, seed in (("late", 0), ("random", 3)):
-        for errors, _ in sim_ranks(4).run(_errors, wrapper, wire, True, schedule=schedule, seed=seed):
+        for errors, _ in sim_ranks(4).run(
+            _errors, wrapper, wire, True, schedule=schedule, seed=seed
+        ):
             assert max(errors) < 1.5 * BOUNDS[wire]
 
 
