@@ -19,7 +19,7 @@ from distamp.comm_hooks.arriving import Reports
 from distamp.comm_hooks.buckets import Bucket, Buckets, Watch
 from distamp.comm_hooks.channel import Channel, check_member, resolve_group
 from distamp.comm_hooks.choice import Choice
-from distamp.comm_hooks.engine import Engine
+from distamp.comm_hooks.engine import Engine, alone
 from distamp.comm_hooks.engines import Engines, named_failures
 from distamp.comm_hooks.headers import ReduceResult, lockstep_words
 from distamp.comm_hooks.layout import Layout, Route
@@ -224,6 +224,8 @@ class CommHookState:
             RuntimeError: An exchange failed, on whichever rank.
         """
         self._check_reports()
+        if group.size() == 1:
+            return alone(values, out, divisor, before)
         engine = self._engines.engine(group, values.dtype, values.device)
         how = layout(engine)
         if self._scale is not None and self._scale.device.type != "cpu":
