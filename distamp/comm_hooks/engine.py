@@ -41,7 +41,7 @@ from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 from distamp.errors import LockstepError
 
-__all__ = ["Engine", "FeedbackStore", "alone"]
+__all__ = ["Engine", "FeedbackStore"]
 
 # Of one piece something is sent, of the one before gathered, and of the one before that read.
 SLOTS = 3
@@ -434,21 +434,6 @@ class _Run:
         out_of_step = other_exchanges(headers, self.which).any()
         nonfinite = nonfinite | mismatched | out_of_step
         return ReduceResult(nonfinite, largest, mismatched, out_of_step)
-
-
-def alone(
-    values: Tensor, out: Tensor | None, divisor: float, before: ReduceResult | None
-) -> ReduceResult:
-    """Do as `Engine.staged` where there is one rank: nothing is sent, and nothing rounded."""
-    target = values if out is None else out
-    with torch.no_grad():
-        target.copy_(values / divisor)
-        nonfinite = ~values.isfinite().all()
-        mismatched = torch.zeros_like(nonfinite)
-        if before is not None:
-            nonfinite, mismatched = nonfinite | before.nonfinite, before.mismatched
-        largest = torch.full_like(nonfinite, -EXPONENT_BIAS, dtype=torch.int64)
-    return ReduceResult(nonfinite, largest, mismatched, torch.zeros_like(nonfinite))
 
 
 def _describe(layout: Layout, facts: Sequence[int]) -> str:

@@ -19,13 +19,13 @@ from distamp.comm_hooks.arriving import Reports
 from distamp.comm_hooks.buckets import Bucket, Buckets, Watch
 from distamp.comm_hooks.channel import Channel, check_member, resolve_group
 from distamp.comm_hooks.choice import Choice
-from distamp.comm_hooks.engine import Engine, alone
+from distamp.comm_hooks.engine import Engine
 from distamp.comm_hooks.engines import Engines, named_failures
 from distamp.comm_hooks.headers import ReduceResult, lockstep_words
 from distamp.comm_hooks.layout import Layout, Route
 from distamp.comm_hooks.order import Staged, through
 from distamp.comm_hooks.residuals import Residuals
-from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, watch_shards
+from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, alone, watch_shards
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WireFormat, wire_format
 from distamp.errors import LockstepError
