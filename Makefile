@@ -7,7 +7,11 @@ RUN ?= runs/readme
 # Ranks, test workers and BLAS threads share the same cores.
 JOBS ?= 2
 
-.PHONY: train test test-all lint format types install clean
+# The trainers' own packages, beside those of the other tests.
+TRAINERS := .venv-trainers
+TRAINERS_READY := $(TRAINERS)/.ready
+
+.PHONY: train test test-all test-trainers lint format types install clean
 
 install: $(READY)
 
@@ -16,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): once, and torch is large, so this takes minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy hatchling editables wheel "setuptools<81"
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,fairscale,tensorboard,report,test,lint]"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fairscale,tensorboard,report,test,lint]"
 	@touch $(READY)
 
 train: $(READY)
@@ -24,10 +28,25 @@ train: $(READY)
 		--precision fp16 --growth-interval 25 --run-dir $(RUN) --overwrite
 
 test: $(READY)
+	@$(BIN)/python -m tests.simulated.build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 test-all: $(READY)
+	@$(BIN)/python -m tests.simulated.build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m ""
+
+# Their dependencies are named in the file: some would bring a second torch.
+$(TRAINERS_READY): $(READY) tests/trainers/requirements.txt
+	@echo "Installing trainers into $(TRAINERS): about 1 GB, once"
+	@$(PYTHON) -m venv $(TRAINERS)
+	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> $$($(TRAINERS)/bin/python -c "import site; print(site.getsitepackages()[0])")/shared.pth
+	@$(TRAINERS)/bin/python -m pip install --quiet --no-deps -r tests/trainers/requirements.txt
+	@touch $(TRAINERS_READY)
+
+test-trainers: $(TRAINERS_READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest tests/trainers \
+		-n $(JOBS) --dist loadgroup --trainers-table docs/results/trainers.md
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -39,4 +58,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(TRAINERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,14 +1,47 @@
 """Automatic mixed precision that stays right when training is distributed.
 
-The public names are in ``__all__``; ``distamp.autocast`` is both this class and the package
-that the rest of the autocast names are imported from, as ``distamp.initialize`` is both the
-function and its package.
+Everything public is here, by the names in ``__all__``. ``distamp.autocast`` is the class and
+``distamp.initialize`` the function; the packages of these names are import paths and nothing else.
 """
 
 from distamp import cpu as cpu
 from distamp import cuda as cuda
-from distamp.autocast import autocast, custom_bwd, custom_fwd, precision_report, preflight
+from distamp.autocast import (
+    AutocastExecutor,
+    AutocastState,
+    AutocastThreadPoolExecutor,
+    DataParallel,
+    Finding,
+    OpLists,
+    OpReference,
+    PrecisionReport,
+    Preflight,
+    autocast,
+    bind,
+    checkpoint,
+    checkpoint_contexts,
+    compare_reports,
+    custom_bwd,
+    custom_fwd,
+    op_reference,
+    parallel_apply,
+    pin_precision,
+    precision_report,
+    preflight,
+    propagate,
+    unbind,
+)
+from distamp.errors import (
+    DistampError,
+    GradientError,
+    LockstepError,
+    LossScaleCollapse,
+    RegionError,
+    SettingError,
+    StageError,
+)
 from distamp.initialize import cast_model, initialize
+from distamp.installation import install, uninstall
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler
 
@@ -17,15 +50,42 @@ __version__ = "0.1.0.dev0"
 GradScaler = DistGradScaler
 
 __all__ = [
+    "AutocastExecutor",
+    "AutocastState",
+    "AutocastThreadPoolExecutor",
+    "DataParallel",
     "DistGradScaler",
+    "DistampError",
+    "Finding",
     "GradScaler",
+    "GradientError",
+    "LockstepError",
+    "LossScaleCollapse",
+    "OpLists",
+    "OpReference",
     "Precision",
+    "PrecisionReport",
+    "Preflight",
+    "RegionError",
+    "SettingError",
+    "StageError",
     "__version__",
     "autocast",
+    "bind",
     "cast_model",
+    "checkpoint",
+    "checkpoint_contexts",
+    "compare_reports",
     "custom_bwd",
     "custom_fwd",
     "initialize",
+    "install",
+    "op_reference",
+    "parallel_apply",
+    "pin_precision",
     "precision_report",
     "preflight",
+    "propagate",
+    "unbind",
+    "uninstall",
 ]

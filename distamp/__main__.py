@@ -1,4 +1,4 @@
-"""The command line: ``python -m distamp preflight package.module:factory``, and ``compare``."""
+"""The command line: ``python -m distamp preflight package.module:factory``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from distamp.autocast.preflight import Preflight, preflight
-from distamp.telemetry import compare, draw, read_runs
 
 __all__ = ["main"]
 
@@ -22,7 +21,8 @@ factory: a callable, named package.module:name, that takes nothing and returns (
 example_inputs), (model, example_inputs, loss_fn), or a dict of preflight's arguments. It is called
 with tensors on the meta device, so no weights are allocated; --allocate calls it as it is.
 
-exit code: 0, or 1 if there is a finding of severity error, or 2 if the command cannot run.
+exit code: 0, or 1 if there is a finding of severity error, such as a step that could not be
+simulated to its end (unless --allow-unfinished), or 2 if the command cannot run.
 """
 
 
@@ -37,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_preflight(commands)
-    _add_compare(commands)
     options = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -61,39 +60,14 @@ def _add_preflight(commands: Any) -> None:
     command.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     command.add_argument("--no-backward", action="store_true", help="look at forward alone")
     command.add_argument("--no-measure", action="store_true", help="do not time ops here")
+    command.add_argument(
+        "--allow-unfinished", action="store_true", help="pass what cannot be simulated to its end"
+    )
     command.add_argument("--allocate", action="store_true", help="make the weights for real")
-    command.add_argument("--findings", action="store_true", help="print the findings alone")
+    command.add_argument("--findings", action="store_true", help="print no table")
     command.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw modules by dtype")
     command.set_defaults(run=_preflight)
-
-
-def _add_compare(commands: Any) -> None:
-    command = commands.add_parser(
-        "compare",
-        help="draw runs of the launcher over each other and print how they ended",
-        description="Read metrics.jsonl of two runs (up to six), draw their losses, loss scales "
-        "and skipped steps over each other, and print how they ended.",
-    )
-    command.add_argument("runs", nargs="+", metavar="run", help="the folder of a run")
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=Path("compare.png"),
-        help="the picture; .png, .svg or .pdf (default: %(default)s)",
-    )
-    command.set_defaults(run=_compare)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    try:
-        runs = read_runs(options.runs)
-        print(compare(runs))
-    except ValueError as error:
-        raise _Mistake(str(error)) from error
-    _write(options.out, lambda path: draw(runs, path, " and ".join(run.name for run in runs)))
-    return 0
 
 
 def _preflight(options: argparse.Namespace) -> int:
@@ -103,6 +77,7 @@ def _preflight(options: argparse.Namespace) -> int:
         "dtype": getattr(torch, options.dtype),
         "backward": not options.no_backward,
         "measure": not options.no_measure,
+        "allow_unfinished": options.allow_unfinished,
     }
     try:
         result = preflight(**(chosen | given))
@@ -158,7 +133,7 @@ def _load(name: str) -> Callable[[], Any]:
 def _show(result: Preflight, findings_only: bool) -> None:
     text = str(result)
     if findings_only:
-        text = text[text.rindex("\nfindings\n") + 1 :]
+        text = text[text.rindex(result.summary) :]
     elif sys.stdout.isatty():
         try:
             from rich import print as rich_print

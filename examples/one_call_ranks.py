@@ -19,8 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import cast_model, initialize
-from distamp.autocast import DataParallel
+from distamp import DataParallel, cast_model, initialize
 
 STEPS = 20
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distamp import autocast, precision_report
-from distamp.autocast import PrecisionReport
+from distamp import PrecisionReport, autocast, precision_report
 
 
 class Attention(nn.Module):

@@ -1,27 +1,24 @@
-"""What a run is asked to do: typed settings, read from the command line by tyro."""
+"""What a run is asked to do: typed settings, and which values no machine could run."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-import tyro
 
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat
 from distamp.precision import Precision
 from launch.errors import UsageError
 
-__all__ = ["Config", "Shape", "parse", "read"]
+__all__ = ["Config", "Shape"]
 
 # --precision chooses among the levels whose weights are fp32.
 _LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
 
 Wire = Literal["fp16", "fp16_plain", "bf16", "int16", "int8", "fp8_e4m3", "auto"]
+
+# The strings below the fields are what --help prints; launch/help.py says in which group.
 
 
 @dataclass(frozen=True)
@@ -49,54 +46,60 @@ class Config:
     """Train a model on text or images, in mixed precision, on as many ranks as torchrun starts."""
 
     model: str = "gpt"
-    """gpt, digits (an image classifier), hf:NAME (a model type of the installed transformers, such
-    as hf:gpt2), or module:factory (your own)."""
+    """gpt, digits (images), hf:NAME (a type of the installed transformers, such as hf:gpt2), or
+    module:factory (your own)."""
     model_args: tuple[str, ...] = ()
-    """name=value ...: for hf:NAME, settings of its config; for module:factory, its arguments."""
+    """Settings of the config of hf:NAME, or arguments of module:factory."""
     data: str | None = None
-    """A file or folder of text, a folder with a folder of images for each class, or digits. When
-    not given: for text the Python standard library's source, for images scikit-learn's digits."""
+    """Text (a file or folder), images (a folder for each class), or digits. Default: the source of
+    Python's standard library, or digits."""
     run_dir: Path | None = None
     """Where results go. Default: the folder resumed from, or else runs/latest."""
     resume: Path | None = None
-    """Go on from this run's folder, or from one checkpoint in it."""
+    """Go on from this run's folder, or one checkpoint in it, with its flags; those given win."""
     auto_resume: bool = False
     """Go on from the run in the run's own folder, if there is one."""
     overwrite: bool = False
     """Start again in a folder that already holds a run."""
+    config: Path | None = None
+    """The config.json of another run, whose flags count where none are given beside it."""
     device: str = "auto"
-    """auto, cpu, cuda, ...: auto is the accelerator if there is one."""
+    """cpu, cuda, ...; auto is the accelerator if there is one."""
     precision: Literal["fp32", "fp16", "bf16"] | None = None
-    """What autocast computes in; fp16 also scales the loss. Short for --opt-level O0, O1 and bf16.
+    """What autocast computes in; fp16 scales the loss too. Short for --opt-level O0, O1, bf16.
     Default: fp32."""
     opt_level: str | None = None
-    """O0, O1, O2, O3, bf16, bf16-O2 or bf16-O3: a level of precision, as docs/levels.md has them,
-    in the place of --precision."""
+    """O0, O1, O2, O3, bf16, bf16-O2 or bf16-O3 (docs/levels.md), in the place of --precision."""
     keep_batchnorm_fp32: bool | None = None
-    """Whether batch norms stay in fp32 in a model that is cast. Default: as the level has it."""
+    """Whether batch norms stay in fp32 in a model that is cast. Default: the level's."""
     master_weights: bool | None = None
-    """Whether AdamW steps fp32 copies of a model that is cast. Default: as the level has it."""
+    """Whether AdamW steps fp32 copies of a model that is cast. Default: the level's."""
     loss_scale: str | None = None
-    """A number, or dynamic. Default: as the level has it."""
+    """A number, or dynamic. Default: the level's."""
 
     strategy: str | None = None
-    """How the model is spread: none, dp, ddp, fsdp1, fsdp2, hsdp, fsdp2+tp, zero1, oss,
-    sharded_ddp or fairscale_fsdp. Default: ddp on several ranks, none on one."""
+    """none, dp, ddp, fsdp1, fsdp2, hsdp, fsdp2+tp, zero1, oss, sharded_ddp or fairscale_fsdp.
+    Default: ddp on several ranks, none on one."""
     replicas: int | None = None
     """Devices of this process that share each batch (dp). Default: every accelerator, or 2."""
     shards: int | None = None
     """Ranks that share one copy of the model (hsdp). Default: those of one machine, or 2."""
     tp: int = 2
     """Ranks that share each layer (fsdp2+tp)."""
+    gather_fp32: bool = False
+    """Gather weights in fp32, not in what the region computes in (fsdp2, hsdp, fsdp2+tp)."""
     adamw: Literal["fused", "foreach", "loop"] | None = None
     """torch's implementation of AdamW. Default: the fastest that the strategy can use."""
     comm_hook: Wire | None = None
-    """Send gradients in this format (ddp, zero1, fsdp1, fsdp2, hsdp; int8 and fp8_e4m3: ddp and
-    zero1), or in what is fastest between these ranks (auto)."""
+    """Send gradients in this format, or the fastest (int8, fp8_e4m3: ddp and zero1)."""
     backend: Literal["gloo", "nccl"] | None = None
     """What gradients travel over. Default: NCCL between GPUs, gloo between CPUs."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it gives up."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    checkpoint_activations: Literal["none", "full", "selective"] = "none"
+    """Compute a block's activations again in its backward pass; selective keeps products."""
 
     steps: int = 400
     """Steps of the whole run, skipped ones included."""
@@ -118,6 +121,10 @@ class Config:
     """Largest norm of the gradients; 0 leaves them as they are."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and dropout."""
+    allow_nan: bool = False
+    """Go on when the loss is not finite; else that ends the run before the next checkpoint."""
+    max_minutes: float | None = None
+    """Save and stop after so long, as when preempted. Default: no limit."""
 
     init_scale: float = 65536.0
     """A dynamic loss scale at the start."""
@@ -133,7 +140,9 @@ class Config:
     checkpoint_every: int = 100
     """Steps between two checkpoints."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints stay; 0 writes none."""
+    log_every: int = 1
+    """Steps between two records; between them no step waits for the device or another rank."""
     report: bool = False
     """Write which module computed in which precision in the first step."""
     profile: bool = False
@@ -203,15 +212,20 @@ class Config:
         Raises:
             UsageError: Naming the flag, what was given and what is allowed.
         """
+        for name in ("lr", "weight_decay", "clip", "eps", "timeout", "max_minutes"):
+            value = getattr(self, name)
+            _require(value is None or math.isfinite(value), name, value, "finite")
         positive = ("steps", "batch", "accumulate", "lr", "evaluate_every", "checkpoint_every")
-        more = ("validation_windows", "init_scale", "growth_interval", "timeout")
-        for name in (*positive, *more, "keep_checkpoints"):
+        more = ("validation_windows", "init_scale", "growth_interval", "timeout", "log_every")
+        for name in (*positive, *more):
             _require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
+        for name in ("eps", "max_minutes"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, value, "more than 0")
         for name in ("layers", "heads", "width", "block", "patch", "image_size"):
             _require(getattr(self.shape, name) > 0, name, getattr(self.shape, name), "more than 0")
-        for name in ("warmup", "weight_decay", "clip"):
+        for name in ("warmup", "weight_decay", "clip", "keep_checkpoints"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(self.eps is None or self.eps > 0, "eps", self.eps, "more than 0")
         _require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "between 0 and 1")
         _require(
             0 <= self.shape.dropout < 1, "dropout", self.shape.dropout, "at least 0 and below 1"
@@ -225,18 +239,18 @@ class Config:
         for pair in self.model_args:
             _require("=" in pair, "model_args", pair, "name=value")
 
-    def check_batch(self, readers: int) -> None:
+    def check_batch(self, dp_world_size: int) -> None:
         """Refuse a batch that cannot be divided among those who read it.
 
         Raises:
             UsageError: Naming a batch that can.
         """
-        share = readers * self.accumulate
+        share = dp_world_size * self.accumulate
         _require(
             self.batch % share == 0,
             "batch",
             self.batch,
-            f"a multiple of ranks that read it x --accumulate = {readers} x {self.accumulate}"
+            f"a multiple of ranks that read it x --accumulate = {dp_world_size} x {self.accumulate}"
             f" (say {-(-self.batch // share) * share})",
         )
 
@@ -244,53 +258,3 @@ class Config:
 def _require(holds: bool, name: str, given: object, allowed: str) -> None:
     if not holds:
         raise UsageError(f"--{name.replace('_', '-')} {given}: it must be {allowed}")
-
-
-def parse(args: Sequence[str] | None, *, quiet: bool = False) -> Config:
-    """Read the command line.
-
-    Args:
-        args: The arguments; ``sys.argv[1:]`` when None.
-        quiet: Print no help (another rank does).
-
-    Raises:
-        UsageError: With tyro's own message as one line.
-    """
-    said, unheard = io.StringIO(), io.StringIO()
-    output = contextlib.redirect_stdout(unheard) if quiet else contextlib.nullcontext()
-    try:
-        with contextlib.redirect_stderr(said), output:
-            return tyro.cli(
-                Config,
-                prog="launch/train.py",
-                args=args,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-    except SystemExit as ended:
-        if not ended.code:
-            raise
-        raise UsageError(_one_line(said.getvalue())) from None
-
-
-def read(args: Sequence[str] | None, *, quiet: bool = False) -> Config | UsageError:
-    """Parse, and return what is wrong in the place of raising it: ranks are to say it together."""
-    try:
-        return parse(args, quiet=quiet)
-    except UsageError as error:
-        return error
-
-
-def _one_line(box: str) -> str:
-    """Take the message, and the close match if there is one, out of tyro's framed error."""
-    # The first row is a title; rules are drawn in ASCII where the terminal has no better.
-    parts: list[list[str]] = [[]]
-    for row in (row.strip("│ ") for row in box.splitlines()[1:]):
-        if re.match(r"[╰─]|---", row):
-            parts.append([])
-        elif row:
-            parts[-1].append(row)
-    message, *more = (" ".join(part) for part in parts if part)
-    for part in more:
-        if meant := re.match(r"Perhaps you meant:\s+(\S+)", part):
-            message += f"; perhaps you meant {meant[1]}"
-    return f"{message} (--help lists every flag)"

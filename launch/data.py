@@ -26,8 +26,8 @@ class Data(Protocol):
     Attributes:
         name: What it is, for people.
         kind: What it is made of, for people: text or images.
-        classes: How many answers there are to choose from.
-        tokens: How many answers are asked for in one example.
+        classes: How many classes there are to choose from.
+        tokens: How many targets there are in one example.
         digest: To see whether two ranks, or two runs, read the same.
         sample: The input of one example, with a batch dimension of 1.
     """
@@ -49,10 +49,10 @@ class Data(Protocol):
         """Training examples in one epoch."""
 
     def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``count`` training examples from ``position`` on, and the right answers."""
+        """Return ``count`` training examples from ``position`` on, and their targets."""
 
     def validation(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return up to ``count`` examples that are held out, and the right answers."""
+        """Return up to ``count`` examples that are held out, and their targets."""
 
     def sizes(self) -> tuple[str, str]:
         """Say how much is trained on, and how much is held out."""
@@ -149,7 +149,7 @@ def _windows(text: Tensor, starts: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 class Text:
-    """Windows of bytes; the answer to each byte is the byte that follows it."""
+    """Windows of bytes; the target of each byte is the byte that follows it."""
 
     kind = "text"
     classes = 256
@@ -213,7 +213,7 @@ def _size(count: int) -> str:
 
 
 class Images:
-    """Pictures of equal size; the answer to each is its class. The last tenth is held out."""
+    """Pictures of equal size; the target of each is its class. The last tenth is held out."""
 
     kind = "images"
     tokens = 1

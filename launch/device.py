@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
@@ -11,10 +10,9 @@ import torch.distributed as dist
 from distamp import autocast
 from launch.config import Config
 from launch.errors import UsageError
-from launch.levels import bytes_per_parameter
 from launch.ranks import Ranks
 
-__all__ = ["check_backend", "check_memory", "check_precision", "pick_device", "slowdown"]
+__all__ = ["check_backend", "check_precision", "pick_device", "slowdown"]
 
 
 def pick_device(name: str, ranks: Ranks) -> torch.device:
@@ -96,21 +94,3 @@ def slowdown(device: torch.device, dtype: torch.dtype) -> float:
         return min(times)
 
     return seconds(dtype) / seconds(torch.float32)
-
-
-def check_memory(parameters: int, config: Config, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and optimizer state alone cannot fit.
-
-    Raises:
-        UsageError: Naming what it needs and what is there.
-    """
-    if device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory
-    else:
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    need = parameters * bytes_per_parameter(config.level)
-    if need > have:
-        raise UsageError(
-            f"--model {config.model}: {parameters:.3g} parameters with gradients and AdamW's state"
-            f" need {need / 2**30:.3g} GiB, and there are {have / 2**30:.3g}"
-        )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch import checkpoint
 from launch.checkpoint import Manifest
+from launch.command_line import flags_of
 from launch.config import Config
 from launch.data import Data
 from launch.errors import UsageError
@@ -23,6 +24,7 @@ __all__ = ["Origin", "check_shared", "check_space", "claim", "find_origin"]
 # fp32 parameters and AdamW's two moments.
 _BYTES_PER_PARAMETER = 12
 _JOB = "job.json"
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Origin:
         path: Its own folder.
         broken: A line about each newer one that is not whole.
         asked: Whether the command line named it; else it is this job's own, after a restart.
+        flags: What the run was asked to do; None where its config.json cannot be read.
     """
 
     run: Path
@@ -41,12 +44,17 @@ class Origin:
     manifest: Manifest
     broken: tuple[str, ...]
     asked: bool
+    flags: Config | None
 
     @property
     def step(self) -> int:
         """Steps done in it."""
         step: int = self.manifest["progress"]["step"]
         return step
+
+    def advised(self, own: Path) -> Path:
+        """Return what to resume from while a run in ``own`` has no newer checkpoint."""
+        return own if self.path.parent.parent.absolute() == own.absolute() else self.path
 
 
 def find_origin(config: Config, ranks: Ranks) -> Origin | None:
@@ -63,22 +71,31 @@ def find_origin(config: Config, ranks: Ranks) -> Origin | None:
         # Where none of its checkpoints is whole: from the start, or from what was asked for.
         with contextlib.suppress(UsageError):
             path, manifest, broken = checkpoint.find(own, ranks)
-            return Origin(own, path, manifest, tuple(broken), asked=False)
+            return _origin(own, path, manifest, broken, asked=False)
     if config.resume is None:
         return None
     path, manifest, broken = checkpoint.find(config.resume, ranks)
-    return Origin(config.resume, path, manifest, tuple(broken), asked=True)
+    return _origin(config.resume, path, manifest, broken, asked=True)
+
+
+def _origin(run: Path, path: Path, manifest: Manifest, broken: list[str], *, asked: bool) -> Origin:
+    flags = flags_of(path.parent.parent / CONFIG)
+    return Origin(run, path, manifest, tuple(broken), asked, flags)
 
 
 def check_space(config: Config, parameters: int, ranks: int) -> None:
-    """Refuse a disk that the checkpoints of so many ranks cannot fit on.
+    """Refuse what is no folder, and a disk that the checkpoints of so many ranks cannot fit on.
 
     Raises:
-        UsageError: Naming what they need and what is there.
+        UsageError: Naming what is no folder; or what they need and what is there.
     """
     place = config.folder.absolute()
     while not place.exists():
         place = place.parent
+    if not place.is_dir():
+        raise UsageError(f"--run-dir {config.folder}: {place} is no folder")
+    if config.keep_checkpoints == 0:
+        return
     # The new one is written before the oldest is removed.
     each = _BYTES_PER_PARAMETER
     wire = config.wire
@@ -115,7 +132,7 @@ def claim(config: Config, origin: Origin | None, data: Data, restarted: bool) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.forget_after(folder / checkpoint.FOLDER, step)
-        _write(folder / "config.json", asdict(config))
+        _write(folder / CONFIG, asdict(config))
         _write(folder / _JOB, {"torchelastic_run_id": _run_id()})
         return RunReporter(folder, config, data.kind, history, step)
     except OSError as error:

@@ -6,29 +6,36 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from distamp import cast_model, precision_report
 from launch import checkpoint, strategies
+from launch.batches import Batches
+from launch.blocks import check_blocks, prepare_blocks
+from launch.compare import Record
 from launch.config import Config
 from launch.data import Data, load_data
-from launch.device import check_backend, check_memory, check_precision, pick_device, slowdown
+from launch.device import check_backend, check_precision, pick_device
 from launch.errors import UsageError
+from launch.facts import changes, facts, settings, warnings
 from launch.folder import Origin, check_shared, check_space, claim, find_origin
-from launch.levels import amp_for, described, eps_for, trial
-from launch.memory import largest_peak
-from launch.models import Recipe, count_parameters, init_model, recipe_for
+from launch.levels import amp_for, trial
+from launch.memory import ModelSize, Needs, check_memory, largest_peak, needs
+from launch.models import Recipe, count_parameters, init_model, recipe_for, sketch_model
+from launch.parallel import ParallelContext, units
 from launch.profiling import Trace
 from launch.ranks import Ranks
 from launch.reporting import Reporter, check_trackers
 from launch.residuals import give_back, places, residuals
-from launch.spread import Place
+from launch.sketch import Sketch
 from launch.state import RunState, random_state, restore_random_state
+from launch.steps import Due, StepCount, due
 from launch.stopping import Preempted, Stop
+from launch.strategy_checks import check_strategy
 
-__all__ = ["Job", "learning_rate", "prepare"]
+__all__ = ["Job", "prepare"]
 
 
 @dataclass
@@ -45,12 +52,67 @@ class Job:
     stop: Stop
     trace: Trace
     parameters: int
+    needed: Needs
+    steps: StepCount
+    resumable: Path | None = None
     reported: bool = False
+    last_record: int = 0
 
     @property
-    def whereabouts(self) -> str:
-        """Where the run is, for a message."""
-        return f"in step {self.run.progress.step + 1}; go on with --resume {self.config.folder}"
+    def position(self) -> str:
+        """Where the run is and how to go on from there, for a message."""
+        return f"in step {self.run.progress.step + 1}; {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """How to go on, for a message: from a checkpoint, where there is one."""
+        if self.resumable is not None:
+            return f"go on with --resume {self.resumable}"
+        return "there is no checkpoint yet: start again, with --overwrite"
+
+    def batches(self) -> Batches:
+        """Return this rank's microbatches, from where the run is."""
+        parallel = self.run.parallel
+        count = self.config.batch // (parallel.dp_world_size * self.config.accumulate)
+        position = self.run.progress.position
+        where = (parallel.dp_rank, parallel.dp_world_size)
+        return Batches(self.data, self.device, position, count, *where)
+
+    def due(self) -> Due:
+        """Return what is to be done after the step that ``progress`` is at."""
+        return due(self.config, self.run.progress.step)
+
+    def recorded(self, record: Record) -> None:
+        """Take the record of a step.
+
+        Raises:
+            UsageError: On every rank, if a number in it is not finite that must be.
+        """
+        steps = record["step"] - self.last_record
+        self.last_record = record["step"]
+        self.report.step(record, tokens=steps * self.config.batch * self.data.tokens)
+        if not self.config.level.scales:  # else such a step is skipped
+            self._refuse_nan(record, "loss")
+            self._refuse_nan(record, "gradient_norm")
+
+    def validated(self, record: Record) -> None:
+        """Take the record of a validation.
+
+        Raises:
+            UsageError: On every rank, if its loss is not finite.
+        """
+        self.report.validation(record)
+        self._refuse_nan(record, "validation_loss")
+
+    def _refuse_nan(self, record: Record, name: str) -> None:
+        if self.config.allow_nan or math.isfinite(record[name]):
+            return
+        where = {n: f"{record[n]:g}" for n in ("learning_rate", "gradient_norm") if n in record}
+        more = "".join(f", at {n.replace('_', ' ')} {v}" for n, v in where.items() if n != name)
+        raise UsageError(
+            f"step {record['step']}: the {name.replace('_', ' ')} is {record[name]}{more};"
+            f" {self.advice} (a smaller --lr may help; --allow-nan goes on all the same)"
+        )
 
     def losses(self, loss: float) -> dict[str, float]:
         """Return a mean loss in nats, and in what people measure these data in."""
@@ -62,15 +124,17 @@ class Job:
         """Write a checkpoint; every rank calls this.
 
         Args:
-            must: Whether there will be no other time; else a failure is told, and the run goes on.
+            must: Whether there will be no other time; else a failure is a warning.
 
         Raises:
             UsageError: On every rank, if it cannot be written and must be.
         """
+        if self.config.keep_checkpoints == 0:
+            return
         left = residuals(self.run.amp, self.ranks)
         about = {
             "model": self.recipe.shape,
-            "settings": _settings(self.config, self.ranks, self.device),
+            "settings": settings(self.config, self.ranks, self.device),
             "data": {"name": self.data.name, "digest": self.data.digest},
             "residuals": [name.split(".", 2)[2] for name in left],
             **self.run.values(),
@@ -81,6 +145,7 @@ class Job:
         self.report.flush()
         try:
             checkpoint.save(folder, self.ranks, tensors, about, self.config.keep_checkpoints)
+            self.resumable = self.config.folder
         except UsageError as error:
             if must:
                 raise
@@ -93,7 +158,7 @@ class Job:
             yield
             return
         self.reported = True
-        with precision_report(self.run.spread.model) as report:
+        with precision_report(self.run.parallel.model) as report:
             yield
         folder = self.config.folder
         try:
@@ -108,12 +173,14 @@ class Job:
 
         Every rank calls this.
         """
-        facts = {"Overflowed": str(self.run.overflows)} if self.run.overflows.counts else {}
+        found = {"Overflowed": str(self.run.overflows)} if self.run.overflows.counts else {}
         if self.ranks.world_size > 1:
-            facts["Gradients"] = self._gradients()
-        facts["Memory"] = largest_peak(self.device, self.ranks)
-        facts |= {"Precisions": "precision.txt, .json, .png"} if self.reported else {}
-        return facts | self.trace.outcome()
+            found["Gradients"] = self._gradients()
+        found["Memory"] = largest_peak(self.device, self.ranks)
+        if self.parameters:
+            found["Needed"] = str(self.needed)
+        found |= {"Precisions": "precision.txt, .json, .png"} if self.reported else {}
+        return found | self.trace.outcome()
 
     def _gradients(self) -> str:
         """Say how many bytes of gradients travel."""
@@ -125,8 +192,7 @@ class Job:
 
     def stopped(self) -> Preempted:
         """Say that the run was stopped; return what to raise."""
-        where = f"after step {self.run.progress.step}; go on with --resume {self.config.folder}"
-        self.report.note(f"Stopped as asked {where}")
+        self.report.note(f"Stopped as asked after step {self.run.progress.step}; {self.advice}")
         return self.stop.preempted
 
 
@@ -145,14 +211,20 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         check_backend(config.backend)
         if ranks.is_main:
             check_trackers(config)
-        strategies.check(config, ranks, device)
+        check_strategy(config, ranks, device)
+        check_blocks(config, strategies.chosen(config, ranks)[0])
         check_precision(device, config)
         trial(config, device)
         recipe = recipe_for(config)
         data = load_data(config, recipe.kind)
         data.check(config)
-        parameters = count_parameters(recipe, data)
-        check_memory(parameters, config, device)
+        how, strategy = strategies.chosen(config, ranks)
+        sketched = recipe.meta or strategy.from_meta
+        sketch = sketch_model(recipe, data, config.seed) if sketched else None
+        size = _size(sketch, recipe, data)
+        shares = strategies.shares(config, ranks, sketched=sketch is not None)
+        needed = needs(size, config.level, shares, _gathered_in(config))
+        check_memory(size, config, device, ranks, needed, how)
     with ranks.together():
         if len(set(ranks.gather(data.digest))) > 1:
             raise UsageError(f"--data: the ranks do not read the same from {data.name}")
@@ -160,43 +232,71 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     with ranks.together():
         if origin is not None:
             _check_same_run(origin, config, recipe, data)
-        check_space(config, parameters, ranks.world_size)
+        check_space(config, size.parameters, ranks.world_size)
         restarted = ranks.restarts > 0
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
     with ranks.together():
-        place = Place(config, ranks, device, data.sample)
-        model = cast_model(init_model(recipe, data, config.seed, device), config.level)
-        spread = strategies.spread(model, place)
-        run = RunState(spread, amp_for(spread, config))
-    torch.manual_seed(config.seed + 1 + run.spread.reader)
+        run = _build(config, ranks, device, data, recipe, sketch if strategy.from_meta else None)
+    torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
     if origin is not None:
         restore(run, origin, ranks, device)
     parameters = _count(run, config, ranks)
-    report.start(_facts(config, parameters, data, ranks, device))
-    for line in () if origin is None else (*origin.broken, _changes(origin, config, ranks, device)):
+    report.start(facts(config, parameters, data, ranks, device))
+    for line in () if origin is None else (*origin.broken, changes(origin, config, ranks, device)):
         report.note(line)
-    if ranks.is_main and (slower := slowdown(device, config.level.compute)) > 3:
-        report.note(
-            f"This {device.type} multiplies matrices {slower:.0f} times slower in"
-            f" {config.level_name} than in fp32\n"
-        )
-    if config.eps is None and (eps := eps_for(config)) != 1e-8:
-        report.note(f"AdamW has eps={eps:g}: its state is fp16 at {config.level_flag}\n")
+    for line in warnings(config, device) if ranks.is_main else ():
+        report.note(line)
     trace = Trace(config.folder, ranks, wanted=config.profile)
-    stop = stop or Stop()
-    return Job(config, ranks, device, data, recipe, run, report, stop, trace, parameters)
+    stop = stop or Stop(config.max_minutes)
+    steps = StepCount(
+        config,
+        run.progress,
+        device,
+        scales=config.level.scales,
+        fused=strategies.adamw_kernel(config, ranks) == "fused",
+    )
+    return Job(
+        *(config, ranks, device, data, recipe, run, report, stop, trace, parameters, needed, steps),
+        resumable=None if origin is None else origin.advised(config.folder),
+        last_record=run.progress.step,
+    )
 
 
-def learning_rate(config: Config, taken: int) -> float:
-    """Return the learning rate after so many taken steps, as a part of the peak.
+def _build(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    data: Data,
+    recipe: Recipe,
+    sketch: Sketch | None,
+) -> RunState:
+    """Build what is trained: from a sketch, sharded before it has memory; else whole."""
+    model = init_model(recipe, data, config.seed, device) if sketch is None else sketch.model
+    model = cast_model(model, config.level)
+    prepare_blocks(model, config)
+    context = ParallelContext(config, ranks, device, data.sample, sketch)
+    parallel = strategies.parallelize(model, context)
+    run = RunState(parallel, amp_for(parallel, config))
+    if recipe.check is not None:
+        with run.amp.autocast():
+            recipe.check(parallel.model, data)
+    return run
 
-    Linear warmup, then a cosine down to ``final_lr``. Skipped steps do not count.
-    """
-    if taken < config.warmup:
-        return (taken + 1) / config.warmup
-    done = min(1.0, (taken - config.warmup) / max(1, config.steps - config.warmup))
-    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+def _size(sketch: Sketch | None, recipe: Recipe, data: Data) -> ModelSize:
+    """Return how large the model will be; of one that cannot be sketched, as much as is known."""
+    if sketch is None:
+        return ModelSize(count_parameters(recipe, data))
+    blocks = [sum(p.numel() for p in block.parameters()) for _, _, block in units(sketch.model)]
+    largest = max((p.numel() for p in sketch.model.parameters()), default=0)
+    outside = sketch.parameters - sum(blocks)
+    return ModelSize(sketch.parameters, max(blocks, default=0), outside, largest)
+
+
+def _gathered_in(config: Config) -> torch.dtype:
+    level = config.level
+    return level.compute if level.autocasts and not config.gather_fp32 else level.param
 
 
 def restore(run: RunState, origin: Origin, ranks: Ranks, device: torch.device) -> None:
@@ -226,21 +326,6 @@ def _random_tensors(ranks: Ranks, device: torch.device) -> dict[str, torch.Tenso
     return {f"random.{kind}.{ranks.rank}": state for kind, state in states.items()}
 
 
-# The settings that decide which numbers a run comes to.
-_NUMBERS = (
-    *("steps", "batch", "accumulate", "lr", "warmup", "final_lr"),
-    *("weight_decay", "clip", "seed", "growth_interval", "schedule", "comm_hook", "eps"),
-    *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
-)
-
-
-def _settings(config: Config, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    settings = {"precision": config.level_name}
-    settings |= {name: getattr(config, name) for name in _NUMBERS}
-    where = {"ranks": ranks.world_size, "strategy": strategies.chosen(config, ranks)[0]}
-    return {**settings, **where, "device": device.type}
-
-
 def _check_same_run(origin: Origin, config: Config, recipe: Recipe, data: Data) -> None:
     """Refuse a checkpoint of another model or other data, or one with nothing left to do."""
     where, saved = f"--resume {origin.run}", origin.manifest
@@ -267,30 +352,3 @@ def _count(run: RunState, config: Config, ranks: Ranks) -> int:
         return sum(p.numel() for p in run.model.parameters())
     # Those of FSDP1 are this rank's parts; the names of its state are the model's.
     return sum(t.numel() for n, t in run.tensors().items() if n.startswith("model."))
-
-
-def _facts(
-    config: Config, parameters: int, data: Data, ranks: Ranks, device: torch.device
-) -> dict[str, str]:
-    """Say in a few rows what is about to be trained."""
-    how = strategies.chosen(config, ranks)[1].says
-    many = how if ranks.world_size == 1 else f"{ranks.world_size} ranks, {how}"
-    train, held_out = data.sizes()
-    examples = "sequences" if data.kind == "text" else "images"
-    return {
-        "Model": f"{config.model}, {parameters / 1e6:.2f} M parameters",
-        data.kind.capitalize(): f"{data.name}, {train} and {held_out} held out",
-        "Device": f"{device.type}, {many}",
-        "Precision": described(config),
-        "Steps": f"{config.steps} of {config.batch} {examples}",
-    }
-
-
-def _changes(origin: Origin, config: Config, ranks: Ranks, device: torch.device) -> str:
-    """Say where a resumed run goes on, and which settings differ from what it was started with."""
-    ours, theirs = _settings(config, ranks, device), origin.manifest["settings"]
-    # What an older checkpoint does not name was as it is by default: None.
-    before = {name: theirs.get(name) for name in ours}
-    differ = [f"{n} {before[n]} -> {ours[n]}" for n in ours if ours[n] != before[n]]
-    where = f"Going on from {origin.run} at step {origin.step}"
-    return f"{where}, with other settings: {', '.join(differ)}" if differ else where

@@ -13,16 +13,16 @@ from distamp.precision import Precision
 from distamp.scaler import DynamicSchedule, HeadroomSchedule
 from launch.config import Config
 from launch.errors import UsageError
-from launch.spread import Spread
+from launch.parallel import ParallelizedModel
 
-__all__ = ["amp_for", "bytes_per_parameter", "described", "eps_for", "trial"]
+__all__ = ["amp_for", "described", "eps_for", "stepped_in", "trial"]
 
 _SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def amp_for(spread: Spread, config: Config) -> Amp:
-    """Set up what was spread for the level that the flags ask for.
+def amp_for(parallel: ParallelizedModel, config: Config) -> Amp:
+    """Set up a parallelized model for the level that the flags ask for.
 
     Raises:
         UsageError: distamp refuses it; with distamp's reason.
@@ -30,11 +30,11 @@ def amp_for(spread: Spread, config: Config) -> Amp:
     level = config.level
     try:
         return initialize(
-            spread.model,
-            spread.optimizer,
+            parallel.model,
+            parallel.optimizer,
             level,
             comm_hook=config.comm_hook,
-            replicas=spread.replicas,
+            replicas=parallel.replicas,
             **_scale(config),
         )
     except (ValueError, RuntimeError) as error:
@@ -93,17 +93,11 @@ def eps_for(config: Config) -> float:
     if config.eps is not None:
         return config.eps
     # Above 2.4e-4, the root of fp16's smallest second moment: what is below becomes 0 there.
-    return 1e-3 if torch.tensor(1e-8, dtype=_stepped_in(config.level)) == 0 else 1e-8
+    return 1e-3 if torch.tensor(1e-8, dtype=stepped_in(config.level)) == 0 else 1e-8
 
 
-def bytes_per_parameter(level: Precision) -> int:
-    """Return what weights, gradients and AdamW's two moments take, for each parameter."""
-    stepped = _stepped_in(level).itemsize
-    masters = stepped if level.master_weights else 0
-    return level.param.itemsize + masters + 3 * stepped
-
-
-def _stepped_in(level: Precision) -> torch.dtype:
+def stepped_in(level: Precision) -> torch.dtype:
+    """Return the dtype of what the optimizer steps, of its gradients and of its moments."""
     return torch.float32 if level.master_weights else level.param
 
 

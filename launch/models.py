@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -19,8 +20,17 @@ from launch.config import Config
 from launch.data import Data
 from launch.errors import UsageError
 from launch.networks import GPT, ImageClassifier
+from launch.sketch import Sketch, sketch
 
-__all__ = ["MODELS", "Recipe", "count_parameters", "init_model", "mean_loss", "recipe_for"]
+__all__ = [
+    "MODELS",
+    "Recipe",
+    "count_parameters",
+    "init_model",
+    "mean_loss",
+    "recipe_for",
+    "sketch_model",
+]
 
 
 @dataclass(frozen=True)
@@ -31,13 +41,15 @@ class Recipe:
         kind: What it is for: ``"text"``, ``"images"``, or None for whatever the data are.
         build: Makes it for the data, with weights from torch's default generator.
         shape: What a checkpoint's model must have in common with this one, by flag.
-        meta: Whether it can be built on the meta device, to be counted.
+        meta: Whether it can be built without its memory, to be counted.
+        check: Refuses a model that cannot be trained on these data, given what is called.
     """
 
     kind: str | None
     build: Callable[[Data], nn.Module]
     shape: dict[str, object]
     meta: bool = True
+    check: Callable[[nn.Module, Data], None] | None = None
 
 
 def gpt(config: Config) -> Recipe:
@@ -116,9 +128,7 @@ def hugging_face(name: str, config: Config) -> Recipe:
         def build(data: Data) -> nn.Module:
             settings = _hf_config(name, {"vocab_size": data.classes, **asked}, data.tokens)
             made: Any = _made(name, lambda: transformers.AutoModelForCausalLM.from_config(settings))
-            model = Logits(made, "input_ids", use_cache=False)
-            _refuse_look_ahead(name, model, data)
-            return model
+            return Logits(made, "input_ids", use_cache=False)
 
         kind = "text"
     elif name in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
@@ -138,7 +148,9 @@ def hugging_face(name: str, config: Config) -> Recipe:
             f"--model hf:{name}: the installed transformers has no causal language model and no"
             " image classifier of this type; try hf:gpt2, hf:llama or hf:vit"
         )
-    return Recipe(kind, build, {"model": config.model, "model_args": list(config.model_args)})
+    shape: dict[str, object] = {"model": config.model, "model_args": list(config.model_args)}
+    check = functools.partial(_refuse_look_ahead, name) if kind == "text" else None
+    return Recipe(kind, build, shape, check=check)
 
 
 def _hf_config(name: str, asked: dict[str, Any], positions: int) -> Any:
@@ -152,7 +164,7 @@ def _hf_config(name: str, asked: dict[str, Any], positions: int) -> Any:
         if (getattr(defaults, token, None) or 0) >= asked.get("vocab_size", 1 << 62):
             settings[token] = None
     if positions and getattr(defaults, "is_decoder", None) is False:
-        settings["is_decoder"] = True  # else BERT and its kin see what they are to predict
+        settings["is_decoder"] = True  # else BERT and models like it see what they are to predict
     if positions and getattr(defaults, "max_position_embeddings", positions) < positions:
         settings["max_position_embeddings"] = positions
     unknown = [key for key in asked if key not in ("image_size",) and not hasattr(defaults, key)]
@@ -174,10 +186,9 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
 @torch.no_grad()
 def _refuse_look_ahead(name: str, model: nn.Module, data: Data) -> None:
     """Refuse a model whose logits depend on the bytes that they are to predict."""
-    if next(model.parameters()).is_meta:
-        return
+    device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
-        one = data.sample[:, :8]
+        one = data.sample[:, :8].to(device)
         other = one.clone()
         other[:, -1] = (other[:, -1] + 1) % data.classes
         model.eval()
@@ -233,22 +244,34 @@ def init_model(recipe: Recipe, data: Data, seed: int, device: torch.device) -> n
     return recipe.build(data).to(device)
 
 
+def sketch_model(recipe: Recipe, data: Data, seed: int) -> Sketch | None:
+    """Return the model that ``init_model`` would build, without its memory; None if that cannot be.
+
+    Raises:
+        UsageError: It cannot be built at all.
+    """
+    _ = data.sample  # read while tensors still hold values
+    return sketch(lambda: recipe.build(data), seed)
+
+
 def count_parameters(recipe: Recipe, data: Data) -> int:
-    """Return how many parameters the model will have, without its memory; 0 if that is unknown."""
+    """Return how many parameters a model will have that no sketch could be made of.
+
+    0 where that is not known before it is built.
+    """
     if not recipe.meta:
         return 0
-    _ = data.sample  # read while tensors still hold values
     with torch.device("meta"):
         return sum(p.numel() for p in recipe.build(data).parameters())
 
 
-def mean_loss(logits: Tensor, answers: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats, taken in fp32 whatever the model computed in.
 
     An fp16 loss would round, and its seed gradient, the loss scale, would overflow at 65536.
 
     Args:
         logits: (..., classes).
-        answers: int64 (...).
+        targets: int64 (...).
     """
-    return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten())
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

@@ -14,6 +14,18 @@ _COLUMNS = ("blocks.*.qkv", "blocks.*.feed_in")
 _ROWS = ("blocks.*.attention_out", "blocks.*.feed_out")
 
 
+class LayerNorm(nn.LayerNorm):
+    """A layer norm whose weights may be of another dtype than its input, as sharding gathers them.
+
+    torch's takes that on a GPU alone, where autocast casts all of it to fp32.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., width) to the same shape and dtype."""
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Block(nn.Module):
     """Attention and a feed-forward network, each added to the residual stream."""
 
@@ -22,10 +34,10 @@ class Block(nn.Module):
         self.head_width = shape.width // shape.heads
         self.causal = causal
         self.dropout = shape.dropout
-        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention_norm = LayerNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.attention_out = nn.Linear(shape.width, shape.width)
-        self.feed_norm = nn.LayerNorm(shape.width)
+        self.feed_norm = LayerNorm(shape.width)
         self.feed_in = nn.Linear(shape.width, 4 * shape.width)
         self.feed_out = nn.Linear(4 * shape.width, shape.width)
 
@@ -48,10 +60,12 @@ class Block(nn.Module):
 class _Transformer(nn.Module):
     """A stack of blocks and a head; what a position is made of differs between the two below."""
 
+    norms_take_half_weights = True
+
     def __init__(self, shape: Shape, classes: int, *, causal: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(shape, causal=causal) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width)
+        self.norm = LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, classes, bias=False)
 
     def initialise(self) -> None:

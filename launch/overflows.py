@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distamp.scaler.overflow import OverflowReport
-from launch.spread import plain_name
+from launch.parallel import plain_name
 
 __all__ = ["Overflows"]
 

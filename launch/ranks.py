@@ -15,15 +15,22 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.errors import UsageError
-from launch.lost import LostRank, Roll
+from launch.lost_rank import LostRank, RankRegistry
 
 __all__ = ["Ranks"]
 
 T = TypeVar("T")
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    if world_size == 1:
+        return HashStore()
+    store: Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
+    return store
 
 
 @dataclass(frozen=True)
@@ -32,18 +39,20 @@ class Ranks:
 
     Attributes:
         restarts: How often torchrun has started this group of processes anew.
-        roll: Where ranks look for each other when one does not answer; None: nowhere.
+        registry: Where ranks look for each other when one does not answer; None: nowhere.
     """
 
     rank: int
     local_rank: int
     world_size: int
     restarts: int = 0
-    roll: Roll | None = None
+    registry: RankRegistry | None = None
 
     @classmethod
     @contextmanager
-    def join(cls, backend: str | None = None, timeout: float = 600.0) -> Iterator[Ranks]:
+    def join(
+        cls, backend: str | None = None, timeout: float = 600.0, *, always: bool = False
+    ) -> Iterator[Ranks]:
         """Join the peers that torchrun started, and leave them at the end.
 
         Objects and losses travel over gloo, gradients over the backend of the device they lie on.
@@ -52,12 +61,13 @@ class Ranks:
             backend: What gradients travel over, ``"gloo"`` or ``"nccl"``; None chooses by the
                 devices there are.
             timeout: Seconds to wait for the others in one collective.
+            always: Whether a process that is alone makes a group too.
         """
         rank = int(os.environ.get("RANK", "0"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if world_size == 1:
+        if world_size == 1 and not always:
             yield cls(rank, local_rank, world_size, restarts)
             return
         # DDP and torch's optimizers import torch._dynamo on the way. Imported while a group exists
@@ -70,16 +80,16 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # prepare() refuses what is not here
         backend = backend or "gloo"
         wait = timedelta(seconds=timeout)
-        shared, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=wait)))
         # torchrun's store outlives a group of processes, and so do the addresses they left there.
+        shared = _store(rank, world_size, wait)
         store = PrefixStore(f"attempt {restarts} of {world_size}", shared)
-        roll = Roll(PrefixStore("roll", store), rank, world_size)
-        roll.enter()
+        registry = RankRegistry(PrefixStore("ranks", store), rank, world_size)
+        registry.register()
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=wait
         )
         try:
-            yield cls(rank, local_rank, world_size, restarts, roll)
+            yield cls(rank, local_rank, world_size, restarts, registry)
         finally:
             gc.collect()  # DDP's reducer, which holds the group too, lies in a cycle
             dist.destroy_process_group()
@@ -133,15 +143,15 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            lost = None if self.roll is None else self.roll.explain(error)
+            lost = None if self.registry is None else self.registry.explain(error)
             if lost is None:
                 raise
             raise LostRank(f"{lost} {where()}") from error
 
-    def mourn(self, lost: LostRank) -> int:
+    def report_lost_rank(self, lost: LostRank) -> int:
         """Print, on the first rank that comes here, who is gone; return the exit code."""
         self.leave()
-        if self.roll is None or self.roll.speaks():
+        if self.registry is None or self.registry.is_first():
             print(f"error: {lost}", file=sys.stderr, flush=True)
         return 1
 

@@ -1,4 +1,4 @@
-"""What changes while a run goes on, under names that mean the same however it is spread."""
+"""What changes while a run goes on, under names that mean the same however it is parallelized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distamp.errors import StageError
 from distamp.initialize import Amp
 from distamp.scaler import MasterParameters, masters_of
 from launch.overflows import Overflows
-from launch.spread import Spread
+from launch.parallel import ParallelizedModel
 
 __all__ = ["Progress", "RunState", "random_state", "restore_random_state"]
 
@@ -53,7 +53,7 @@ class Progress:
 class RunState:
     """What changes while a run goes on, but for the generators of random numbers."""
 
-    spread: Spread
+    parallel: ParallelizedModel
     amp: Amp
     progress: Progress = field(default_factory=Progress)
     overflows: Overflows = field(default_factory=Overflows)
@@ -68,13 +68,13 @@ class RunState:
 
     @property
     def model(self) -> nn.Module:
-        """The module that was spread."""
-        return self.spread.inner
+        """The module that was parallelized."""
+        return self.parallel.inner
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """What the scaler steps."""
-        return self.spread.optimizer
+        return self.parallel.optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of model and optimizer, by name.
@@ -203,7 +203,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     masters = masters_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if masters is not None:  # they take what lies in the model's gradients, and leave none
-        parameters = [*masters.sources(), *masters.elsewhere()]
+        parameters = [*masters.filled(), *masters.elsewhere()]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:

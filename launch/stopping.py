@@ -1,7 +1,8 @@
-"""SIGTERM and Ctrl-C as requests: the step is finished and saved before the run ends."""
+"""SIGTERM, Ctrl-C and a time limit as requests: a step is finished and saved before the end."""
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 __all__ = ["Preempted", "Stop"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# torchrun passes a Ctrl-C on to ranks that the terminal has told already.
+# torchrun passes a Ctrl-C on to ranks that have it from the terminal already.
 _SAME_REQUEST_S = 2.0
 
 
@@ -29,16 +30,21 @@ class Preempted(Exception):
 
 
 class Stop:
-    """What this process was asked for by signals."""
+    """What this process was asked for by signals, or by the clock.
 
-    def __init__(self) -> None:
+    Args:
+        max_minutes: After which it counts as asked to stop; None: never.
+    """
+
+    def __init__(self, max_minutes: float | None = None) -> None:
         self.signal: int = 0
         self._since = 0.0
+        self._end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     @property
     def asked(self) -> bool:
         """Whether this process was asked to stop."""
-        return self.signal != 0
+        return self.signal != 0 or time.monotonic() >= self._end
 
     @property
     def preempted(self) -> Preempted:
@@ -59,8 +65,8 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        again = self.asked and now - self._since > _SAME_REQUEST_S
+        again = self.signal != 0 and now - self._since > _SAME_REQUEST_S
         if number == signal.SIGINT and again:
             raise KeyboardInterrupt  # someone at a terminal will not wait
-        if not self.asked:
+        if self.signal == 0:
             self.signal, self._since = number, now

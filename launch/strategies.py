@@ -1,139 +1,158 @@
-"""How the model is spread over the ranks. A new strategy is one function and one row below."""
+"""How a model is parallelized over the ranks. A new strategy is one function and one row below."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.autocast import DataParallel
+from distamp import DataParallel
 from launch.config import Config
 from launch.errors import UsageError
 from launch.levels import eps_for
-from launch.ranks import Ranks
-from launch.spread import (
-    Place,
-    Spread,
-    all_read,
-    batchnorms_apart,
+from launch.memory import Shares
+from launch.parallel import (
+    ParallelContext,
+    ParallelizedModel,
+    data_parallel,
     decayed_names,
+    fp32_batchnorms,
+    materialize,
     split,
     units,
 )
+from launch.ranks import Ranks
 
-__all__ = ["STRATEGIES", "Strategy", "check", "chosen", "readers", "spread"]
+__all__ = [
+    "STRATEGIES",
+    "Strategy",
+    "adamw_kernel",
+    "chosen",
+    "data_parallel_size",
+    "needs_group",
+    "parallelize",
+    "shards_of",
+    "shares",
+]
 
 
 # -- one process ----------------------------------------------------------------------------------
 
 
-def none(model: nn.Module, place: Place) -> Spread:
+def none(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """One process and one device."""
-    return Spread(model, model, _adamw(model, place))
+    return ParallelizedModel(model, model, _adamw(model, context))
 
 
-def dp(model: nn.Module, place: Place) -> Spread:
+def dp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """DataParallel: several devices in one process."""
-    on_cpu = place.device.type == "cpu"
-    count = place.config.replicas or (2 if on_cpu else torch.accelerator.device_count())
+    on_cpu = context.device.type == "cpu"
+    count = context.config.replicas or (2 if on_cpu else torch.accelerator.device_count())
     devices: list[Any] = ["cpu"] * count if on_cpu else list(range(count))
-    return Spread(DataParallel(model, devices), model, _adamw(model, place))
+    return ParallelizedModel(DataParallel(model, devices), model, _adamw(model, context))
 
 
 # -- a whole model on each rank -------------------------------------------------------------------
 
 
-def ddp(model: nn.Module, place: Place) -> Spread:
+def ddp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """DistributedDataParallel: each rank has the whole model and the whole optimizer."""
-    return _replicated(model, place, _adamw(model, place))
+    return _replicated(model, context, _adamw(model, context))
 
 
-def zero1(model: nn.Module, place: Place) -> Spread:
+def zero1(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """DDP, and torch's ZeroRedundancyOptimizer: each rank has a part of the optimizer's state."""
-    settings = _adamw_settings(place)
+    settings = _adamw_settings(context)
     optimizer = ZeroRedundancyOptimizer(
-        _groups(model, model, place), optimizer_class=torch.optim.AdamW, **settings
+        _groups(model, model, context), optimizer_class=torch.optim.AdamW, **settings
     )
-    return _replicated(model, place, optimizer)
+    return _replicated(model, context, optimizer)
 
 
-def oss(model: nn.Module, place: Place) -> Spread:
+def oss(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """DDP, and fairscale's OSS: as zero1."""
     from fairscale.optim import oss
 
-    settings = _adamw_settings(place)
-    optimizer = oss.OSS(_groups(model, model, place), optim=torch.optim.AdamW, **settings)
-    return _replicated(model, place, optimizer)
+    settings = _adamw_settings(context)
+    optimizer = oss.OSS(_groups(model, model, context), optim=torch.optim.AdamW, **settings)
+    return _replicated(model, context, optimizer)
 
 
-def sharded_ddp(model: nn.Module, place: Place) -> Spread:
+def sharded_ddp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """Fairscale's OSS and ShardedDataParallel: a gradient goes only to the rank that needs it."""
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim import oss
 
-    settings = _adamw_settings(place)
-    optimizer = oss.OSS(_groups(model, model, place), optim=torch.optim.AdamW, **settings)
+    settings = _adamw_settings(context)
+    optimizer = oss.OSS(_groups(model, model, context), optim=torch.optim.AdamW, **settings)
     wrapped = ShardedDataParallel(model, optimizer)
-    return all_read(place, wrapped, model, optimizer)
+    return data_parallel(context, wrapped, model, optimizer)
 
 
 # -- a part of the model on each rank -------------------------------------------------------------
 
 
-def fsdp1(model: nn.Module, place: Place) -> Spread:
+def fsdp1(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """FullyShardedDataParallel."""
     decayed = decayed_names(model)
     settings: dict[str, Any] = {
-        "device_id": place.device,
+        "device_id": context.device,
         "use_orig_params": True,  # else one flat parameter would mix those that decay and not
-        "device_mesh": init_device_mesh(place.device.type, (place.ranks.world_size,)),
+        "device_mesh": init_device_mesh(context.device.type, (context.ranks.world_size,)),
     }
-    for parent, name, unit in [*batchnorms_apart(model, place.config.level), *units(model)]:
+    for parent, name, unit in [*fp32_batchnorms(model, context.config.level), *units(model)]:
         if not isinstance(parent[name], FullyShardedDataParallel):
             parent[name] = FullyShardedDataParallel(unit, **settings)
     wrapped = FullyShardedDataParallel(model, **settings)
-    optimizer = torch.optim.AdamW(split(wrapped, decayed, place.config), **_adamw_settings(place))
-    return all_read(place, wrapped, wrapped, optimizer)
+    optimizer = torch.optim.AdamW(
+        split(wrapped, decayed, context.config), **_adamw_settings(context)
+    )
+    return data_parallel(context, wrapped, wrapped, optimizer)
 
 
-def fsdp2(model: nn.Module, place: Place) -> Spread:
+def fsdp2(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """fully_shard over all ranks."""
-    mesh = init_device_mesh(place.device.type, (place.ranks.world_size,), mesh_dim_names=("shard",))
-    return _fully_sharded(model, place, mesh)
+    mesh = init_device_mesh(
+        context.device.type, (context.ranks.world_size,), mesh_dim_names=("shard",)
+    )
+    return _fully_sharded(model, context, mesh)
 
 
-def hsdp(model: nn.Module, place: Place) -> Spread:
+def hsdp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """fully_shard within groups of ranks, and copies of the model over the groups."""
-    shards = _shards(place.config, place.ranks)
-    shape = (place.ranks.world_size // shards, shards)
-    mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    if place.config.comm_hook is None:
-        return _fully_sharded(model, place, mesh)
+    shards = shards_of(context.config, context.ranks)
+    shape = (context.ranks.world_size // shards, shards)
+    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if context.config.comm_hook is None:
+        return _fully_sharded(model, context, mesh)
     # Of a mesh of two dimensions torch averages the copies itself, past every hook.
-    spread = _fully_sharded(model, place, mesh["shard"])
-    return replace(spread, replicas=mesh["replicate"].get_group())
+    parallel = _fully_sharded(model, context, mesh["shard"])
+    return replace(parallel, replicas=mesh["replicate"].get_group())
 
 
-def fsdp2_tp(model: nn.Module, place: Place) -> Spread:
+def fsdp2_tp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """Tensor parallel within groups of ranks, fully_shard over the groups."""
-    tp = place.config.tp
-    shape = (place.ranks.world_size // tp, tp)
-    mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("dp", "tp"))
+    tp = context.config.tp
+    shape = (context.ranks.world_size // tp, tp)
+    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("dp", "tp"))
     plan = getattr(model, "tensor_parallel_plan", None)
     if plan is None:
         raise UsageError(
-            f"--strategy fsdp2+tp: --model {place.config.model} does not say how to divide its"
+            f"--strategy fsdp2+tp: --model {context.config.model} does not say how to divide its"
             " layers (tensor_parallel_plan); take fsdp2, or gpt or digits"
         )
     columns, rows = plan()
@@ -141,69 +160,99 @@ def fsdp2_tp(model: nn.Module, place: Place) -> Spread:
     styles |= dict.fromkeys(rows, RowwiseParallel())
     decayed = decayed_names(model)
     parallelize_module(model, mesh["tp"], styles)
-    spread = _fully_sharded(model, place, mesh["dp"], decayed)
-    spread.readers, spread.reader = shape[0], place.ranks.rank // tp
-    return spread
+    parallel = _fully_sharded(model, context, mesh["dp"], decayed)
+    parallel.dp_world_size, parallel.dp_rank = shape[0], context.ranks.rank // tp
+    return parallel
 
 
-def fairscale_fsdp(model: nn.Module, place: Place) -> Spread:
+def fairscale_fsdp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """Fairscale's FullyShardedDataParallel; CUDA alone."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel as Fairscale
 
     decayed = decayed_names(model)
     wrapped = Fairscale(model, flatten_parameters=False)
-    optimizer = torch.optim.AdamW(split(wrapped, decayed, place.config), **_adamw_settings(place))
-    return all_read(place, wrapped, wrapped, optimizer)
+    optimizer = torch.optim.AdamW(
+        split(wrapped, decayed, context.config), **_adamw_settings(context)
+    )
+    return data_parallel(context, wrapped, wrapped, optimizer)
 
 
 # -- what they are made of ------------------------------------------------------------------------
 
 
-def _replicated(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer) -> Spread:
+def _replicated(
+    model: nn.Module, context: ParallelContext, optimizer: torch.optim.Optimizer
+) -> ParallelizedModel:
     """Wrap a model in DDP.
 
     DDP lays its buckets out anew after its first backward pass, and the order in which ranks'
     gradients are added depends on the layout. One pass over the sample is therefore thrown away
     here, so that the first step of a resumed run adds in the same order as the step it repeats.
     """
-    ids = None if place.device.type == "cpu" else [place.device.index]
+    ids = None if context.device.type == "cpu" else [context.device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    on_device = [] if place.device.type == "cpu" else [place.device]
-    with torch.random.fork_rng(on_device, device_type=place.device.type):
+    on_device = [] if context.device.type == "cpu" else [context.device]
+    with torch.random.fork_rng(on_device, device_type=context.device.type):
         # Twice: a batch norm has no statistics of one example.
-        wrapped(torch.cat([place.sample] * 2).to(place.device)).sum().backward()
+        wrapped(torch.cat([context.sample] * 2).to(context.device)).sum().backward()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     wrapped.zero_grad(set_to_none=True)
-    return all_read(place, wrapped, model, optimizer)
+    return data_parallel(context, wrapped, model, optimizer)
 
 
 def _fully_sharded(
-    model: nn.Module, place: Place, mesh: DeviceMesh, decayed: frozenset[str] | None = None
-) -> Spread:
+    model: nn.Module,
+    context: ParallelContext,
+    mesh: DeviceMesh,
+    decayed: frozenset[str] | None = None,
+) -> ParallelizedModel:
     decayed = decayed_names(model) if decayed is None else decayed
-    for _, _, unit in [*batchnorms_apart(model, place.config.level), *units(model)]:
+    level = context.config.level
+    for _, _, norm in fp32_batchnorms(model, level):
+        fully_shard(norm, mesh=mesh)
+    policy = gather_policy(model, context.config, context.device)
+    for _, _, unit in units(model):
         if not isinstance(unit, FSDPModule):
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(split(model, decayed, place.config), **_adamw_settings(place))
-    return all_read(place, model, model, optimizer)
+    if context.sketch is not None:
+        materialize(model, context.sketch, context.device)
+    optimizer = torch.optim.AdamW(split(model, decayed, context.config), **_adamw_settings(context))
+    return data_parallel(context, model, model, optimizer)
 
 
-def _groups(model: nn.Module, named: nn.Module, place: Place) -> list[dict[str, Any]]:
-    return split(model, decayed_names(named), place.config)
+def gather_policy(model: nn.Module, config: Config, device: torch.device) -> MixedPrecisionPolicy:
+    """Return in which dtype ``fully_shard`` gathers the weights of a block.
+
+    In what the autocast region computes in, where it would cast them to that anyway: the products
+    see the same numbers, and half the bytes travel. Gradients are reduced in fp32. What is left is
+    norms, whose weights are rounded too; on the CPU torch's take only those of their input's dtype,
+    so that there a model must say that its own take others.
+    """
+    level = config.level
+    takes_half = device.type != "cpu" or getattr(model, "norms_take_half_weights", False)
+    if not level.autocasts or config.gather_fp32 or not takes_half:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=level.compute, reduce_dtype=level.reduce, cast_forward_inputs=False
+    )
 
 
-def _adamw(model: nn.Module, place: Place) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(_groups(model, model, place), **_adamw_settings(place))
+def _groups(model: nn.Module, named: nn.Module, context: ParallelContext) -> list[dict[str, Any]]:
+    return split(model, decayed_names(named), context.config)
 
 
-def _adamw_settings(place: Place) -> dict[str, Any]:
-    how = place.config.adamw or chosen(place.config, place.ranks)[1].adamw[0]
+def _adamw(model: nn.Module, context: ParallelContext) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_groups(model, model, context), **_adamw_settings(context))
+
+
+def _adamw_settings(context: ParallelContext) -> dict[str, Any]:
+    how = adamw_kernel(context.config, context.ranks)
     kernels = {"fused": how == "fused", "foreach": how == "foreach"}
-    eps = eps_for(place.config)
-    return {"lr": place.config.lr, "betas": (0.9, 0.95), "eps": eps, **kernels}
+    eps = eps_for(context.config)
+    return {"lr": context.config.lr, "betas": (0.9, 0.95), "eps": eps, **kernels}
 
 
 # -- which there are ------------------------------------------------------------------------------
@@ -211,11 +260,13 @@ def _adamw_settings(place: Place) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to spread a model, and what it needs.
+    """One way to parallelize a model, and what it needs.
 
     Attributes:
         build: Spreads a model.
         several: Whether it needs several ranks; else it needs one.
+        from_meta: Whether the model is sharded before it has memory; else it is built whole first.
+        one_too: Whether one rank can do it as well, for those who debug.
         says: What it is, for people.
         adamw: The implementations of AdamW that it works with, the fastest first.
         package: What must be installed.
@@ -224,7 +275,7 @@ class Strategy:
         sharded: Whether each rank has a part of the gradients alone.
     """
 
-    build: Callable[[nn.Module, Place], Spread]
+    build: Callable[[nn.Module, ParallelContext], ParallelizedModel]
     several: bool
     says: str
     adamw: tuple[str, ...] = ("fused", "foreach", "loop")
@@ -232,17 +283,23 @@ class Strategy:
     device: str | None = None
     hooked: bool = False
     sharded: bool = False
+    from_meta: bool = False
+    one_too: bool = False
 
 
 STRATEGIES: dict[str, Strategy] = {
     "none": Strategy(none, False, "one device"),
     "dp": Strategy(dp, False, "DataParallel"),
-    "ddp": Strategy(ddp, True, "DDP", hooked=True),
+    "ddp": Strategy(ddp, True, "DDP", hooked=True, one_too=True),
     "fsdp1": Strategy(fsdp1, True, "FSDP1", hooked=True, sharded=True),
-    "fsdp2": Strategy(fsdp2, True, "FSDP2", hooked=True, sharded=True),
-    "hsdp": Strategy(hsdp, True, "HSDP", hooked=True, sharded=True),
+    "fsdp2": Strategy(
+        fsdp2, True, "FSDP2", hooked=True, sharded=True, from_meta=True, one_too=True
+    ),
+    "hsdp": Strategy(hsdp, True, "HSDP", hooked=True, sharded=True, from_meta=True),
     # Its parameters are DTensors of two meshes, which no one kernel takes together.
-    "fsdp2+tp": Strategy(fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",)),
+    "fsdp2+tp": Strategy(
+        fsdp2_tp, True, "FSDP2 with tensor parallel", adamw=("loop",), from_meta=True
+    ),
     "zero1": Strategy(zero1, True, "DDP with ZeroRedundancyOptimizer", hooked=True),
     "oss": Strategy(oss, True, "DDP with OSS", package="fairscale"),
     "sharded_ddp": Strategy(sharded_ddp, True, "ShardedDataParallel", package="fairscale"),
@@ -260,82 +317,49 @@ def chosen(config: Config, ranks: Ranks) -> tuple[str, Strategy]:
     return name, STRATEGIES[name]
 
 
-def readers(config: Config, ranks: Ranks) -> int:
+def needs_group(config: Config) -> bool:
+    """Return whether a process that is alone needs a process group too."""
+    return config.strategy in STRATEGIES and STRATEGIES[config.strategy].one_too
+
+
+def adamw_kernel(config: Config, ranks: Ranks) -> str:
+    """Return torch's implementation of AdamW that is used: fused, foreach or loop."""
+    return config.adamw or chosen(config, ranks)[1].adamw[0]
+
+
+def data_parallel_size(config: Config, ranks: Ranks) -> int:
     """Return how many different parts a batch is divided into."""
     if chosen(config, ranks)[0] == "fsdp2+tp":
         return ranks.world_size // config.tp
     return ranks.world_size
 
 
-def _shards(config: Config, ranks: Ranks) -> int:
+def shares(config: Config, ranks: Ranks, *, sketched: bool) -> Shares:
+    """Return over how many ranks the strategy divides what a parameter takes.
+
+    Args:
+        config: The run's settings.
+        ranks: Those that train.
+        sketched: Whether the model can be built without its memory.
+    """
+    name, strategy = chosen(config, ranks)
+    whole, world = not (strategy.from_meta and sketched), ranks.world_size
+    if name in ("zero1", "oss", "sharded_ddp"):
+        return Shares(1, world)
+    if name == "hsdp":
+        shards = shards_of(config, ranks)
+        return Shares(shards, shards, whole)
+    if strategy.sharded or name in ("fsdp2+tp", "fairscale_fsdp"):
+        return Shares(world, world, whole)
+    return Shares()
+
+
+def shards_of(config: Config, ranks: Ranks) -> int:
+    """Return how many ranks share one copy of the model under hsdp."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     return config.shards or (here if 1 < here < ranks.world_size else 2)
 
 
-def check(config: Config, ranks: Ranks, device: torch.device) -> None:
-    """Refuse combinations that cannot be, before anything is built.
-
-    Raises:
-        UsageError: Naming what was given and what is allowed.
-    """
-    name, strategy = chosen(config, ranks)
-    world, flag = ranks.world_size, f"--strategy {name}"
-    if strategy.several and world == 1:
-        raise UsageError(f"{flag}: it needs several ranks; torchrun --nproc-per-node 2 starts two")
-    if not strategy.several and world > 1:
-        raise UsageError(f"{flag}: it is for one process, and there are {world} ranks; take ddp")
-    if strategy.device is not None and device.type != strategy.device:
-        raise UsageError(f"{flag}: it needs {strategy.device} and this is {device.type}")
-    if strategy.package is not None and find_spec(strategy.package) is None:
-        raise UsageError(f"{flag}: no fairscale here; pip install -e '.[fairscale]' brings it")
-    if config.adamw is not None and config.adamw not in strategy.adamw:
-        raise UsageError(
-            f"--adamw {config.adamw}: {name} has parameters of two meshes in one optimizer, and"
-            f" needs --adamw {strategy.adamw[0]}"
-        )
-    if config.comm_hook is not None and not strategy.hooked:
-        fit = ", ".join(name for name, each in STRATEGIES.items() if each.hooked)
-        raise UsageError(f"--comm-hook {config.comm_hook}: it is for {fit}, and this is {name}")
-    wire = config.wire
-    if wire is not None and wire.needs_error_feedback and strategy.sharded:
-        raise UsageError(
-            f"--comm-hook {wire.name}: it needs error feedback, which sharded gradients have not;"
-            f" it is for ddp and zero1, and this is {name}"
-        )
-    shards = _shards(config, ranks)
-    if name == "hsdp" and (world % shards or shards < 2 or shards == world):
-        raise UsageError(
-            f"--shards {shards}: {world} ranks must be two or more groups of two or more,"
-            f" all of that size{_divisors(world)}"
-        )
-    if name == "fsdp2+tp":
-        _check_tp(config, world)
-    for setting, owner in (("replicas", "dp"), ("shards", "hsdp")):
-        if getattr(config, setting) is not None and name != owner:
-            raise UsageError(f"--{setting}: it is for --strategy {owner}, and this is {name}")
-    config.check_batch(readers(config, ranks))
-    if name == "dp" and config.replicas is not None and config.replicas < 1:
-        raise UsageError(f"--replicas {config.replicas}: it must be 1 or more")
-
-
-def _divisors(world: int) -> str:
-    fit = [n for n in range(2, world) if world % n == 0]
-    return f" (say {fit[0]})" if fit else "; this many ranks cannot be; take fsdp2"
-
-
-def _check_tp(config: Config, world: int) -> None:
-    tp, heads = config.tp, config.shape.heads
-    if tp < 2 or world % tp or world == tp:
-        raise UsageError(
-            f"--tp {tp}: {world} ranks must be two or more groups of that many, each of two or"
-            f" more{_divisors(world)}"
-        )
-    if heads % tp:
-        raise UsageError(
-            f"--tp {tp}: it must divide --heads {heads} (say --heads {math.lcm(heads, tp)})"
-        )
-
-
-def spread(model: nn.Module, place: Place) -> Spread:
-    """Spread the model as ``--strategy`` says."""
-    return chosen(place.config, place.ranks)[1].build(model, place)
+def parallelize(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
+    """ParallelizedModel the model as ``--strategy`` says."""
+    return chosen(context.config, context.ranks)[1].build(model, context)

@@ -19,37 +19,40 @@ if missing := [name for name in ("tyro", "rich", "matplotlib") if find_spec(name
 
 import torch
 
-from launch.config import Config, read
+from launch.command_line import read
+from launch.config import Config
 from launch.errors import UsageError
-from launch.job import Job, learning_rate, prepare
-from launch.lost import LostRank
+from launch.job import Job, prepare
+from launch.lost_rank import LostRank
 from launch.models import mean_loss
 from launch.ranks import Ranks
 from launch.stopping import Preempted, Stop
+from launch.strategies import needs_group
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; return the exit code."""
-    config = read(args, quiet=os.environ.get("RANK", "0") != "0")
-    asked = config if isinstance(config, Config) else Config()
-    with Stop().listening() as stop, Ranks.join(asked.backend, asked.timeout) as ranks:
+    given = read(args, quiet=os.environ.get("RANK", "0") != "0")
+    config = given if isinstance(given, Config) else Config()
+    group = Ranks.join(config.backend, config.timeout, always=needs_group(config))
+    with Stop(config.max_minutes).listening() as stop, group as ranks:
         try:
-            run(config, ranks, stop)
+            run(given, ranks, stop)
         except UsageError as error:
             return ranks.fail(error)
         except LostRank as lost:
-            return ranks.mourn(lost)
+            return ranks.report_lost_rank(lost)
         except Preempted as preempted:
             ranks.leave()
             return preempted.code
     return 0
 
 
-def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
+def run(given: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
     """Make the job ready and train; when this returns, nothing holds the model any more."""
     with ranks.watching(lambda: "before the first step"):
-        job = prepare(config, ranks, stop)
-    with job.report, ranks.watching(lambda: job.whereabouts):
+        job = prepare(given, ranks, stop)
+    with job.report, ranks.watching(lambda: job.position):
         with job.trace:
             train(job)
         job.report.finish(job.summary())
@@ -57,84 +60,85 @@ def run(config: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
 
 def train(job: Job) -> None:
     """Train to the last step, writing results and checkpoints on the way."""
-    config, ranks, data, device, run = job.config, job.ranks, job.data, job.device, job.run
-    amp, spread, progress, span = run.amp, run.spread, run.progress, job.trace.span
-    share = config.batch // (spread.readers * config.accumulate)
+    config, ranks, device, run = job.config, job.ranks, job.device, job.run
+    amp, parallel, progress, span = run.amp, run.parallel, run.progress, job.trace.span
 
     if progress.step == 0:
-        job.report.validation(validate(job))
-    while progress.step < config.steps:
-        spread.model.train()
-        rate = config.lr * learning_rate(config, progress.taken)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        loss_sum = torch.zeros((), device=device)
-        with job.precision_report():
-            for microbatch in range(config.accumulate):
-                first = progress.position + (microbatch * spread.readers + spread.reader) * share
-                with span("data"):
-                    inputs, answers = (t.to(device) for t in data.take(first, share))
-                last = microbatch == config.accumulate - 1
-                with nullcontext() if last else amp.no_sync():
-                    with span("forward"):
-                        with amp.autocast():
-                            logits = spread.model(inputs)
-                        loss = mean_loss(logits, answers) / config.accumulate
-                    with span("backward"):
-                        amp.backward(loss)
-                loss_sum += loss.detach()
+        job.validated(validate(job))
+    with job.batches() as batches:
+        while progress.step < config.steps:
+            parallel.model.train()
+            rate = job.steps.learning_rate()
+            for group in run.optimizer.param_groups:
+                group["lr"] = rate
+            loss_sum = torch.zeros((), device=device)
+            with job.precision_report():
+                for microbatch in range(config.accumulate):
+                    with span("data"):
+                        inputs, targets = next(batches)
+                    reduces = microbatch == config.accumulate - 1
+                    with nullcontext() if reduces else amp.no_sync():
+                        with span("forward"):
+                            with amp.autocast():
+                                logits = parallel.model(inputs)
+                            loss = mean_loss(logits, targets) / config.accumulate
+                        with span("backward"):
+                            amp.backward(loss)
+                    loss_sum += loss.detach()
 
-        scale = amp.scaler.get_scale()
-        with span("step"):
-            norm = amp.clip_grad_norm_(config.clip or math.inf)
-            stepped = bool(amp.step())
-            if not stepped:
-                run.count_overflow()
-        amp.zero_grad()
+            progress.step += 1
+            progress.position += config.batch
+            due = job.due()
+            # Where no record is written, nothing below waits for the device or another rank.
+            scale = amp.scaler.get_scale() if due.record else None
+            with span("step"):
+                norm = amp.clip_grad_norm_(config.clip or math.inf)
+                stepped = job.steps.count(amp.step().taken, wait=due.record)
+                if stepped is False:
+                    run.count_overflow()
+            amp.zero_grad()
 
-        # The message that the loss needs also says whether any rank was asked to stop.
-        loss_total, asked_to_stop = ranks.sum(loss_sum, job.stop.asked)
-        progress.step += 1
-        progress.position += config.batch
-        progress.skipped += not stepped  # a skipped step is none: the learning rate waits
-        record = {
-            "step": progress.step,
-            **job.losses(loss_total / ranks.world_size),
-            "loss_scale": scale,
-            "stepped": stepped,
-            "skipped": progress.skipped,
-            "gradient_norm": float(norm),
-            "learning_rate": rate,
-        }
-        job.report.step(record, tokens=config.batch * data.tokens)
-        last = progress.step == config.steps
-        if last or progress.step % config.evaluate_every == 0:
-            job.report.validation(validate(job))
-        if last or asked_to_stop or progress.step % config.checkpoint_every == 0:
-            job.save(must=last or asked_to_stop > 0)
-        if asked_to_stop and not last:
-            raise job.stopped()
-        job.trace.step()
+            if due.record:
+                # The message that the loss needs also says whether any rank was asked to stop.
+                loss_total, asked_to_stop = ranks.sum(loss_sum, job.stop.asked)
+                record = {
+                    "step": progress.step,
+                    **job.losses(loss_total / ranks.world_size),
+                    "loss_scale": scale,
+                    "stepped": stepped,
+                    "skipped": progress.skipped,
+                    "gradient_norm": float(norm),
+                    "learning_rate": float(rate),
+                }
+                job.recorded(record)
+                if due.validation:
+                    job.validated(validate(job))
+                if due.checkpoint or asked_to_stop:
+                    job.save(must=due.last or asked_to_stop > 0)
+                if asked_to_stop and not due.last:
+                    raise job.stopped()
+            job.trace.step()
 
 
 @torch.no_grad()
 def validate(job: Job) -> dict[str, float]:
     """Return loss and accuracy over the held-out examples, shared among the ranks."""
-    config, ranks, device, spread = job.config, job.ranks, job.device, job.run.spread
-    inputs, answers = job.data.validation(config.validation_windows)
-    spread.model.eval()
+    config, ranks, device, parallel = job.config, job.ranks, job.device, job.run.parallel
+    inputs, targets = job.data.validation(config.validation_windows)
+    parallel.model.eval()
     loss_sum, right, count = 0.0, 0.0, 0
     # Sharded models need every rank in each pass: one that has run out repeats the last examples,
     # and counts them for nothing.
-    for start in range(0, len(inputs), 32 * spread.readers):
-        mine = torch.arange(start, start + 32 * spread.readers)[spread.reader :: spread.readers]
+    world, rank = parallel.dp_world_size, parallel.dp_rank
+    for start in range(0, len(inputs), 32 * world):
+        mine = torch.arange(start, start + 32 * world)[rank::world]
         new = int((mine < len(inputs)).sum())
         mine = mine.clamp(max=len(inputs) - 1)[: max(1, new)]
         with job.run.amp.autocast():
-            logits = spread.model(inputs[mine].to(device))
-        wanted = answers[mine].to(device)
-        loss_sum += float(mean_loss(logits, wanted)) * new
-        right += float((logits.argmax(-1) == wanted).float().mean()) * new
+            logits = parallel.model(inputs[mine].to(device))
+        expected = targets[mine].to(device)
+        loss_sum += float(mean_loss(logits, expected)) * new
+        right += float((logits.argmax(-1) == expected).float().mean()) * new
         count += new
     loss_total, right_total, total = ranks.sum(loss_sum, right, count)
     losses = job.losses(loss_total / total)

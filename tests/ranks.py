@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.place import device_type
+
 __all__ = ["Died", "RankError", "RankPool", "mesh", "serve", "subgroup"]
 
 # What a rank is likely to need; the server imports it once and every rank inherits it.
@@ -470,6 +472,10 @@ def strict_warnings() -> None:
         r".*deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"(torch|fairscale)\b.*")
+    # torch's DataParallel says this where it adds by copies.
+    warnings.filterwarnings("ignore", message="PyTorch is not compiled with NCCL support")
+    # FSDP1 keeps these nodes from one step to the next.
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
     # torch 2.11 says this of any sparse tensor, to whoever makes it.
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
 
@@ -486,8 +492,12 @@ def _die_with_parent() -> None:
 _kept: dict[Any, Any] = {}
 
 
-def mesh(shape: Sequence[int], names: Sequence[str], device: str = "cpu") -> DeviceMesh:
-    """``init_device_mesh(device, ...)``, made once in the life of the default group."""
+def mesh(shape: Sequence[int], names: Sequence[str], device: str | None = None) -> DeviceMesh:
+    """``init_device_mesh``, made once in the life of the default group.
+
+    ``device`` is a type; None is what the process computes on.
+    """
+    device = device or device_type()
     key = ("mesh", tuple(shape), tuple(names), device)
     if key not in _kept:
         _kept[key] = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))

@@ -19,33 +19,46 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
-FOUNDATION = {"errors", "precision", "protocols"}
+FOUNDATION = {"callers", "errors", "precision", "protocols"}
+GRADIENTS = {"host", "optimizers", "gradients", "sources"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "precision": {"errors"},
     "protocols": set(),
-    "telemetry": FOUNDATION,
+    "callers": set(),
+    # Gradients, from parameters to local tensors: what a scaler and masters stand on.
+    "host": set(),
+    "optimizers": set(),
+    "gradients": {"errors", "host", "optimizers"},
+    "sources": {"gradients", "optimizers"},
+    "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
-    "scaler": FOUNDATION,
+    "scaler": {*FOUNDATION, *GRADIENTS, "masters"},
     "comm_hooks": FOUNDATION,
     # The documents' other spellings, thin modules over the rooms.
-    "cuda": {"autocast", "scaler"},
-    "cpu": {"autocast", "scaler"},
-    "initialize": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks"},
+    "device_amp": {"autocast", "scaler"},
+    "cuda": {"device_amp"},
+    "cpu": {"device_amp"},
+    "initialize": {*FOUNDATION, *GRADIENTS, "masters", "autocast", "scaler", "comm_hooks"},
+    "installation": {"autocast", "scaler", "cpu", "cuda"},
+    # What only those import who train with these packages.
+    "integrations": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
-        "telemetry",
         "autocast",
         "scaler",
         "comm_hooks",
         "initialize",
+        "installation",
         "cpu",
         "cuda",
     },
-    "__main__": {*FOUNDATION, "telemetry", "autocast", "scaler", "comm_hooks", "initialize"},
+    "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
 }
 # Behind extras: only inside functions.
 OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy", "triton"}
+# What a module of `integrations` is for, and imports at once.
+TRAINERS = {"accelerate", "lightning", "transformers"}
 # Imported themselves in a function, where the extra is there.
 BEHIND_AN_EXTRA = {"distamp.comm_hooks.kernels": "triton"}
 
@@ -111,6 +124,8 @@ def _wrong_imports(path: Path) -> list[str]:
         elif top in OPTIONAL:
             if eager and BEHIND_AN_EXTRA.get(_module_name(path)) != top:
                 wrong.append(f"{where} at import time: an extra is imported where it is used")
+        elif top in TRAINERS and room == "integrations":
+            continue
         elif top != "torch" and top not in sys.stdlib_module_names:
             wrong.append(f"{where}: the core needs torch and the standard library alone")
     return wrong
@@ -170,7 +185,12 @@ def _modules() -> list[str]:
 def test_each_module_names_what_it_exports(name):
     if name in BEHIND_AN_EXTRA:
         pytest.importorskip(BEHIND_AN_EXTRA[name])
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith("distamp.integrations."):
+            raise
+        pytest.skip(f"needs {error.name}")
     exported = getattr(module, "__all__", None)
     assert exported is not None, "a module without __all__ exports everything it imports"
     assert [each for each in exported if not hasattr(module, each)] == []

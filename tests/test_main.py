@@ -38,6 +38,12 @@ def fails():
     return {"model": Net(), "example_inputs": torch.zeros(4, 8)}
 
 
+def unfinished():
+    model = nn.Linear(8, 8)
+    model.register_forward_hook(lambda *_: torch.cuda.current_stream() and None)
+    return model, torch.zeros(4, 8)
+
+
 def on_meta():
     model = nn.Linear(8, 8)
     assert model.weight.is_meta
@@ -80,9 +86,20 @@ def test_an_error_is_exit_code_1(capsys):
     assert "ERROR    (model): binary_cross_entropy  [autocast-error]" in out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_an_unfinished_step_is_exit_code_1_unless_allowed(capsys):
+    code, out, _ = run(capsys, "tests.test_main:unfinished", "--findings")
+    assert code == 1
+    assert out.startswith("forward NOT FINISHED, backward NOT FINISHED, 1 of 1 modules visited\n")
+    assert "ERROR    (model): forward  [not-simulated]" in out
+    code, out, _ = run(capsys, "tests.test_main:unfinished", "--allow-unfinished")
+    assert code == 0
+    assert "forward NOT FINISHED" in out
+
+
 def test_the_findings_alone(capsys):
     _, out, _ = run(capsys, "tests.test_main:fails", "--findings")
-    assert out.startswith("findings\nERROR")
+    assert "\n\nfindings\nERROR" in out
     assert "Precision report" not in out
 
 
@@ -106,7 +123,8 @@ def test_json_and_picture_are_written(capsys, tmp_path):
     assert code == 0
     assert f"wrote {json_path}" in out
     values = json.loads(json_path.read_text())
-    assert set(values) == {"findings", "report"}
+    assert values["forward"] is values["backward"] is True
+    assert values["visited"] == [""]
     (tmp_path / "report.json").write_text(json.dumps(values["report"]))
     assert PrecisionReport.from_json(tmp_path / "report.json").model == "Linear"
     assert "<svg" in picture.read_text()
@@ -154,7 +172,7 @@ def test_it_runs_as_a_module_from_any_folder(tmp_path):
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("findings")
+    assert done.stdout.startswith("forward finished, backward finished, 1 of 1 modules visited")
 
 
 def test_help_names_the_factory(capsys):

@@ -110,8 +110,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         with autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
             if is_dynamo_compiling() or not hasattr(ctx, "_fwd_op_lists"):
                 return bwd(ctx, *args, **kwargs)
-            found = op_lists.current()
-            op_lists.restore(ctx._fwd_op_lists)
+            found = op_lists.enter(ctx._fwd_op_lists)
             try:
                 return bwd(ctx, *args, **kwargs)
             finally:

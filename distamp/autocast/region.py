@@ -1,7 +1,7 @@
 """The autocast region: a torch.autocast that can be nested in itself and shared between threads.
 
-What a region found when it was entered stands on a stack of the entering thread, never on the
-region, so one object may be entered any number of times, by any number of threads.
+What a region found when it was entered is kept in the entering thread, never on the region, so one
+object may be entered any number of times, by any number of threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from sys import _getframe
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch import (
@@ -27,8 +27,11 @@ from torch import (
 )
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from distamp.autocast.threads.stack import enter_extras, leave_extras, leave_out_of_order, thread
+from distamp.autocast.compiler import never_compiled
+from distamp.autocast.devices import is_here
+from distamp.autocast.op_lists import OpLists, push, restore
 from distamp.autocast.threads.suspension import (
     ENTER_CONTEXT,
     SUSPENDABLE,
@@ -36,34 +39,9 @@ from distamp.autocast.threads.suspension import (
     suspendable_kind,
     wrap,
 )
+from distamp.autocast.threads.thread_state import local
+from distamp.callers import stacklevel_of_caller
 from distamp.errors import RegionError
-
-try:
-    from torch.amp.autocast_mode import _UnmanagedAutocast
-except ImportError:  # torch 2.11
-
-    class _UnmanagedAutocast(torch.autocast):  # type: ignore[no-redef]
-        """What keeps torch.compile from taking a region for one of torch's, where torch cannot."""
-
-        @property
-        def _cache_enabled(self) -> bool:
-            # torch.compile reads the settings of every torch.autocast it finds, and drops the rest.
-            reader = "torch._dynamo.variables.builder"
-            if not is_dynamo_compiling() and _getframe(1).f_globals.get("__name__") == reader:
-                raise torch._dynamo.exc.Unsupported(
-                    "autocast(..., ops=...) is no context manager that can be entered inside a "
-                    "compiled function: op lists are the thread's, not the graph's. Enter it "
-                    "around the call of the compiled function."
-                )
-            return bool(self.__dict__["_cache_enabled"])
-
-        @_cache_enabled.setter
-        def _cache_enabled(self, value: bool) -> None:
-            self.__dict__["_cache_enabled"] = value
-
-
-if TYPE_CHECKING:
-    from distamp.autocast.op_lists import OpLists
 
 __all__ = ["autocast"]
 
@@ -87,23 +65,23 @@ class autocast(torch.autocast):
       keeps what it found on itself, and so leaves autocast on, or in another thread's state.
     - A decorated generator or coroutine is outside the region while it is suspended, and a ``with``
       whose body suspends is refused. torch's leaks into what the thread runs meanwhile.
-    - A region of another dtype inside a region does not take the outer one's casts of weights.
-    - ``ops`` changes the op lists for the region, ``cache_enabled="step"`` keeps casts of weights
-      across regions.
+    - A region of another dtype inside a region does not take the outer one's casts of weights, and
+      an optimizer's step inside a region drops them. A ``torch.autocast`` of another dtype inside
+      this one does take them, and raises, as inside torch's own.
+    - ``ops`` changes the op lists for the region.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"`` and so on.
         dtype: What lower precision ops compute in. None takes the thread's current dtype for the
             device type, by default ``torch.float16`` on CUDA and ``torch.bfloat16`` on CPU.
         enabled: False makes a region in which ops run in the dtype of their inputs.
-        cache_enabled: Whether casts of weights are kept until the outermost region ends;
-            ``"step"`` keeps them until a weight changes or an optimizer steps. None takes the
-            thread's current setting.
+        cache_enabled: Whether casts of weights are kept until the outermost region ends. None takes
+            the thread's current setting.
         ops: Op lists for this region, where they differ from torch's.
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``cache_enabled`` none of the above.
-        TypeError: ``dtype`` is not a :class:`torch.dtype`.
+        TypeError: ``dtype`` is not a :class:`torch.dtype`, or ``ops`` not an :class:`OpLists`.
         RuntimeError: This torch has no autocast for ``device_type``.
         RegionError: On entering: the body suspends its function. On leaving: another thread, or
             a region entered later is still open.
@@ -115,16 +93,30 @@ class autocast(torch.autocast):
     fast_dtype: torch.dtype
     ops: OpLists | None
     _enabled: bool
-    _cache_enabled: bool
-    _step_cache: bool
-    _has_extras: bool
+    _caches: bool
+
+    def __new__(
+        cls,
+        device_type: str = "",
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        ops: OpLists | None = None,
+    ) -> Self:
+        """Make a region; in a compiled function, one of torch's."""
+        # torch.compile knows torch's own class by identity, and can break a graph inside it.
+        if is_dynamo_compiling() and cls is autocast and ops is None:
+            made: Any = torch.autocast(device_type, dtype, enabled, cache_enabled)
+            return made  # type: ignore[no-any-return]
+        return object.__new__(cls)
 
     def __init__(
         self,
         device_type: str,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
-        cache_enabled: bool | Literal["step"] | None = None,
+        cache_enabled: bool | None = None,
         *,
         ops: OpLists | None = None,
     ) -> None:
@@ -139,19 +131,20 @@ class autocast(torch.autocast):
         else:
             self._check(device_type, dtype, enabled)
         if cache_enabled is None:
-            # In a step region torch's own flag is off.
-            cache_enabled = is_autocast_cache_enabled() or (thread.here.step_regions > 0 and "step")
-        step = cache_enabled == "step"
-        if not (step or cache_enabled is True or cache_enabled is False):
-            raise ValueError(
-                f"cache_enabled must be True, False, 'step' or None, got {cache_enabled!r}"
-            )
-        self._step_cache = step
-        self._cache_enabled = cache_enabled is True
+            cache_enabled = is_autocast_cache_enabled()
+        elif cache_enabled is not True and cache_enabled is not False:
+            raise ValueError(f"cache_enabled must be True, False or None, got {cache_enabled!r}")
+        self._caches = cache_enabled
         self.ops = ops
-        self._has_extras = step or ops is not None
-        if ops is not None and type(self) is autocast:
-            self.__class__ = _Listed
+        if ops is None:
+            self._cache_enabled = self._caches
+        elif is_dynamo_compiling():
+            torch._dynamo.graph_break(
+                "autocast(..., ops=...) cannot be entered inside a compiled function: op lists are "
+                "the thread's, not the graph's. Enter it around the call of the compiled function."
+            )
+        elif not isinstance(ops, OpLists):
+            raise TypeError(f"ops must be an OpLists, got {ops!r}; write OpLists(fp32={{...}})")
 
     def _check(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> None:
         """Let torch's own constructor judge, and hand on its warnings from the caller's line."""
@@ -160,11 +153,31 @@ class autocast(torch.autocast):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             super().__init__(device_type, dtype=dtype, enabled=bool(enabled))
+        del self._cache_enabled  # Set anew, or not; see __getattr__.
         for warning in caught:
-            warnings.warn(warning.message, warning.category, stacklevel=3)
+            warnings.warn(warning.message, warning.category, stacklevel_of_caller())
         renameable = torch._C._get_privateuse1_backend_name()
-        if not caught and isinstance(enabled, bool) and device_type != renameable:
+        # A device that preflight simulates is accepted while it does.
+        lasting = device_type != renameable and is_here(device_type)
+        if not caught and isinstance(enabled, bool) and lasting:
             _accepted.add((device_type, self.fast_dtype, enabled))
+        _drop_casts_after_optimizer_steps()
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the one attribute of torch's class that a region with op lists is without.
+
+        torch.compile takes every torch.autocast that it finds for one that has no more to it than
+        torch's. It asks for its settings then, and is refused.
+        """
+        if name != "_cache_enabled" or "_caches" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        reader = "torch._dynamo.variables.builder"
+        if not is_dynamo_compiling() and _getframe(1).f_globals.get("__name__") == reader:
+            raise torch._dynamo.exc.Unsupported(
+                "autocast(..., ops=...) cannot be entered inside a compiled function: op lists are "
+                "the thread's, not the graph's. Enter it around the call of the compiled function."
+            )
+        return self._caches
 
     def __enter__(self) -> Self:
         if is_dynamo_compiling():
@@ -175,17 +188,13 @@ class autocast(torch.autocast):
         device = self.device
         dtype = self.fast_dtype
         found_dtype = get_autocast_dtype(device)
-        thread.here.stack.append(
-            (
-                self,
-                is_autocast_enabled(device),
-                found_dtype,
-                is_autocast_cache_enabled(),
-                enter_extras(self.ops, device, self._step_cache) if self._has_extras else None,
-            )
+        thread = local.state
+        lists = thread.lists if self.ops is None else push(self.ops, device)
+        thread.regions.append(
+            (self, is_autocast_enabled(device), found_dtype, is_autocast_cache_enabled(), lists)
         )
         set_autocast_enabled(device, self._enabled)
-        set_autocast_cache_enabled(self._cache_enabled)
+        set_autocast_cache_enabled(self._caches)
         nesting = autocast_increment_nesting()
         if found_dtype is not dtype:
             set_autocast_dtype(device, dtype)
@@ -193,7 +202,7 @@ class autocast(torch.autocast):
                 # torch's cache knows a weight's cast by the weight alone, not by the dtype.
                 clear_autocast_cache()
         if _is_torch_function_mode_enabled():
-            _tell_export(_enter_autocast, (device, dtype, self._enabled, self._cache_enabled))
+            _tell_export(_enter_autocast, (device, dtype, self._enabled, self._caches))
         return self
 
     def __exit__(
@@ -204,21 +213,39 @@ class autocast(torch.autocast):
     ) -> Literal[False]:
         if is_dynamo_compiling():
             return self._exit_traced()
-        stack = thread.here.stack
-        if not stack or stack[-1][0] is not self:
-            leave_out_of_order(self)
-        _, enabled, dtype, cache_enabled, extras = stack.pop()
+        thread = local.state
+        try:
+            region, enabled, dtype, cache_enabled, lists = entered = thread.regions.pop()
+        except IndexError:
+            self._refuse_to_leave()
+        if region is not self:
+            thread.regions.append(entered)
+            self._refuse_to_leave()
         device = self.device
         if autocast_decrement_nesting() == 0 or dtype is not self.fast_dtype:
             clear_autocast_cache()
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(cache_enabled)
-        if extras is not None:
-            leave_extras(extras)
+        if thread.lists is not lists:
+            restore(lists)
         if _is_torch_function_mode_enabled():
             _tell_export(_exit_autocast, ())
         return False
+
+    def _refuse_to_leave(self) -> NoReturn:
+        regions = [entered[0] for entered in local.state.regions]
+        if self not in regions:
+            raise RegionError(
+                f"autocast({self.device!r}) is left in a thread, or under an applied state, that "
+                "did not enter it. A region ends where it began; to run a function elsewhere under "
+                "this state use distamp.propagate(fn)."
+            )
+        raise RegionError(
+            f"autocast({self.device!r}) is left while autocast({regions[-1].device!r}), entered "
+            "after it, is still open, and stays open itself. Leave regions in the reverse order of "
+            "entering them, as nested with statements and an ExitStack do."
+        )
 
     def __call__(self, func: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function, or a generator or coroutine function, to run in this region."""
@@ -231,7 +258,7 @@ class autocast(torch.autocast):
         if kind is not None:
             return wrap(lambda: self, func, kind)
 
-        settings = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        settings = (self.device, self.fast_dtype, self._enabled, self._caches)
         listed = self.ops is not None
 
         @functools.wraps(func)
@@ -244,24 +271,22 @@ class autocast(torch.autocast):
         setattr(in_region, "__script_unsupported", "autocast(...) cannot decorate scripted code")
         return in_region
 
-    # torch.compile knows torch's own class by identity and traces through the methods of this one.
-    # It cannot trace the stack, nor a call of torch's __enter__, but a with of torch's own class.
+    # Of a subclass, torch.compile traces the methods. It can trace neither the thread's state nor a
+    # call of torch's __enter__, but a with statement of torch's own class.
 
     def _enter_traced(self) -> Self:
-        if self.ops is not None:
-            raise RegionError(
-                "autocast(..., ops=...) cannot be entered inside a compiled function: op lists are "
-                "the thread's, not the graph's. Enter it around the call of the compiled function."
-            )
-        self._traced = _torchs_region(
-            self.device, self.fast_dtype, self._enabled, self._cache_enabled
-        )
+        self._traced = _torchs_region(self.device, self.fast_dtype, self._enabled, self._caches)
         next(self._traced)
         return self
 
     def _exit_traced(self) -> Literal[False]:
         next(self._traced, None)
         return False
+
+
+# Where a graph breaks, torch.compile would compile these by themselves, with a region for argument.
+for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
+    never_compiled(_method)
 
 
 def _torchs_region(
@@ -272,13 +297,15 @@ def _torchs_region(
         yield
 
 
-class _Listed(autocast, _UnmanagedAutocast):
-    """A region with op lists, made outside a compiled function and entered in it.
+@functools.cache
+def _drop_casts_after_optimizer_steps() -> None:
+    """Keep a forward pass after a step in the same region from using casts of the old weights."""
+    register_optimizer_step_post_hook(_drop_casts)
 
-    torch.compile takes every torch.autocast for one that has no more to it than torch's, except
-    those of the class that it uses in its own graphs. With this base it calls ``__enter__``, which
-    refuses, and does not drop the lists.
-    """
+
+def _drop_casts(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    clear_autocast_cache()
+    local.state.weights = {}
 
 
 def _tell_export(call: Callable[..., Any], args: tuple[Any, ...]) -> None:

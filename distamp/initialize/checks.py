@@ -9,9 +9,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as
-from distamp.initialize.wrappers import Wrapping, batchnorms_cast_by_wrapper
+from distamp.initialize.wrappers import (
+    Wrapping,
+    batchnorms_cast_by_wrapper,
+    gathers_for_region,
+)
+from distamp.optimizers import parameters_of
 from distamp.precision import Precision
-from distamp.scaler.gradients import parameters_of
 
 __all__ = ["check_comm_hook", "check_model", "check_optimizers"]
 
@@ -40,6 +44,13 @@ def _check_casting_wrapper(
     model: nn.Module, wrapping: Wrapping, precision: Precision, dtypes: set[torch.dtype]
 ) -> None:
     name, dtype = wrapping.name, wrapping.computes_in
+    if precision.autocasts and gathers_for_region(model, precision):
+        if any(d in _HALF for d in dtypes):
+            raise SettingError(
+                f"{precision.level} trains float32 parameters and the model has some in {dtype}; "
+                f"leave out model.half() or cast_model(): {name} casts what it gathers by itself"
+            )
+        return  # gathered in the dtype that the region would cast it to
     if not precision.casts_model or dtype is not precision.param:
         raise SettingError(
             f"{name} casts parameters to {dtype} by its own mixed precision, and {precision.level} "
@@ -117,10 +128,14 @@ def check_optimizers(
         SettingError: See the text.
     """
     known = {id(p) for model in models for p in model.parameters()}
+    held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    left_out = [p for m in models for p in m.parameters() if p.requires_grad and id(p) not in held]
     for number, optimizer in enumerate(optimizers):
         parameters = parameters_of(optimizer)
         strange = sum(id(p) not in known for p in parameters)
-        if strange:
+        # One beside the model is welcome, a learnable temperature for example; but not one in the
+        # place of a parameter that no optimizer steps.
+        if strange and (left_out or strange == len(parameters)):
             raise SettingError(
                 f"{strange} of the {len(parameters)} parameters of optimizer {number} "
                 f"({type(optimizer).__name__}) are none of the model's; a wrapper that shards "

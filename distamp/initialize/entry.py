@@ -17,6 +17,7 @@ from distamp.initialize.casting import cast_as, cast_model
 from distamp.initialize.checks import check_comm_hook, check_model, check_optimizers
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, recognise
+from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import (
     DistGradScaler,
@@ -26,8 +27,7 @@ from distamp.scaler import (
     StaticSchedule,
     masters_of,
 )
-from distamp.scaler.gradients import parameters_of
-from distamp.scaler.process_group import GroupLike
+from distamp.scaler.message import GroupLike
 
 __all__ = ["Overrides", "initialize"]
 
@@ -43,7 +43,7 @@ class Overrides(TypedDict, total=False):
     schedule: Schedule | None
     max_consecutive_skips: int | None
     ops: OpLists | None
-    cache_enabled: bool | Literal["step"] | None
+    cache_enabled: bool | None
 
 
 def initialize(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
-from distamp.scaler import DistGradScaler, masters_of
-from distamp.scaler.found_inf import merged
-from distamp.scaler.gradients import local_gradients, parameters_of, unscale
+from distamp.gradients import local_gradients, merged, unscale
+from distamp.scaler import DistGradScaler
+from distamp.scaler.checkpoint import read_state
 from distamp.scaler.schedule import ScaleState, Schedule
-from distamp.scaler.state import read_state
+from distamp.sources import source_of
 
 __all__ = ["LossScales"]
 
@@ -28,8 +28,7 @@ class LossScales:
 
     A loss is to blame for an overflow that was not there before its backward pass. In an iteration
     with an overflow the other losses cannot be judged, and their scales wait. Whose fault it was
-    travels in the scaler's one message: each loss has a parameter of one element whose gradient is
-    inf or 0, in an optimizer of its own.
+    travels in the scaler's one message, as a flag for each loss.
 
     Args:
         count: How many losses.
@@ -61,10 +60,7 @@ class LossScales:
         ]
         self._scale = scaler._scale_on(device)
         self._optimizers = list(optimizers)
-        # Values of their own tell them apart where ranks compare optimizers.
-        weights = [torch.full((1,), float(number), device=device) for number in range(count)]
-        self._told = [torch.nn.Parameter(weight) for weight in weights]
-        self.tellers = [torch.optim.SGD([weight], lr=0.0) for weight in self._told]
+        self._scaler = scaler
         self._begin()
 
     def _begin(self) -> None:
@@ -90,7 +86,7 @@ class LossScales:
         gradients = [
             gradient
             for optimizer in self._optimizers
-            for gradient in local_gradients(_filled_by_backward(optimizer), allow_fp16=True)
+            for gradient in local_gradients(source_of(optimizer).filled(), allow_fp16=True)
         ]
         ratio = (scale.double() / self._scale.double()).float()
         found = torch.zeros_like(self._scale)
@@ -98,18 +94,17 @@ class LossScales:
             flags = unscale(gradients, ratio, found)
         return merged(flags, self._scale.device)
 
-    def tell(self) -> None:
-        """Write down who overflowed, for the scaler's message."""
-        for told, found in zip(self._told, self._found, strict=True):
-            told.grad = torch.zeros_like(told).masked_fill_(found > 0, torch.inf)
+    def send(self) -> None:
+        """Let the scaler's next message say whose loss overflowed."""
+        self._scaler.send_flags([(found > 0).float() for found in self._found])
 
-    def update(self, found_inf: Tensor, told: Sequence[Tensor]) -> None:
+    def update(self, found_inf: Tensor) -> None:
         """Move each scale by its own flag, which all ranks agree on.
 
         Args:
             found_inf: 0-d float32, whether any gradient overflowed in the end.
-            told: For each of ``tellers`` its flag.
         """
+        told = self._scaler.agreed_flags()
         anyone = torch.stack([flag.to(found_inf.device) for flag in told]).max()
         for loss_id in set(self._order):
             # What nobody was blamed for came with the last backward pass.
@@ -148,12 +143,7 @@ class LossScales:
                 f"{len(self._states)}; initialize with num_losses={len(states)}"
             )
         read = [read_state(state, self._schedule) for state in states]
-        for held, (_, scale, tracker, *_) in zip(self._states, read, strict=True):
-            held.scale.fill_(scale)
-            held.growth_tracker.fill_(tracker)
-        self._schedule = read[0][0]
-
-
-def _filled_by_backward(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    masters = masters_of(optimizer)
-    return parameters_of(optimizer) if masters is None else masters.sources()
+        for state, saved in zip(self._states, read, strict=True):
+            state.scale.fill_(saved.scale)
+            state.growth_tracker.fill_(saved.tracker)
+        self._schedule = read[0].schedule

@@ -1,10 +1,9 @@
 """Loss scaling: `DistGradScaler` and the schedules that move its scale."""
 
+from distamp.masters import MasterParameters, master_params, masters_of
 from distamp.scaler.grad_scaler import DistGradScaler
 from distamp.scaler.headroom import HeadroomSchedule
-from distamp.scaler.known import StepCounts
-from distamp.scaler.master import MasterParameters
-from distamp.scaler.master_lookup import master_params, masters_of
+from distamp.scaler.optimizer_state import StepCounts
 from distamp.scaler.schedule import (
     DynamicSchedule,
     HysteresisSchedule,

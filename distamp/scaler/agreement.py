@@ -1,48 +1,145 @@
-"""All ranks agree: when the scaler's message is sent, and what is checked by it."""
+"""All ranks agree: what they compare, per optimizer, and what every rank raises.
+
+A message carries one number made of everything that must be the same on all ranks. Where the
+numbers differ, or a rank has something to raise, the ranks gather a `Statement` each and come to
+the same conclusion: an error for all of them, or that they rightly hold different parameters.
+"""
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distamp.errors import StageError
-from distamp.scaler import found_inf
-from distamp.scaler.apart import Call, Held, first_error, raise_apart, swapped
-from distamp.scaler.found_inf import Message, Reply, merged
-from distamp.scaler.identity import describe, living_fingerprints
-from distamp.scaler.known import KnownOptimizers
-from distamp.scaler.process_group import Group, GroupLike, resolve
+from distamp.errors import GradientError, LockstepError, SettingError, StageError
+from distamp.gradients import flag_of, is_dtensor, local_of
+from distamp.optimizers import describe, parameters_of
+from distamp.scaler import message
+from distamp.scaler.look import Local
+from distamp.scaler.message import Group, GroupLike, Reply, resolve
+from distamp.scaler.norms import Entry
+from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
 
-__all__ = ["Agreement", "FlagsOf", "Settled", "settle_alone"]
+__all__ = ["Agreed", "Question", "Ranks"]
 
-Optimizers: TypeAlias = Sequence[torch.optim.Optimizer]
-FlagsOf: TypeAlias = Callable[[torch.optim.Optimizer], Sequence[Tensor]]
-
-# Messages with room for extras (norms, the largest gradient) after extras were last sent.
-_ROOMY = 8
+_SAMPLED_PARAMETERS = 8
+_SAMPLED_VALUES = 64
 
 
-class Settled(NamedTuple):
+@dataclass
+class Question:
+    """What one rank brings to a message.
+
+    Args:
+        call: The method the user called; must be the same on every rank.
+        optimizers: At most as many as a message has room for.
+        states: Theirs.
+        locals: What this rank found in their gradients.
+        total: How many optimizers the whole call has.
+        settings: The scaler's settings, in words.
+        scale: 0-d float32, the loss scale.
+        live: Scale, growth tracker and what else a schedule remembers, where the host can read it
+            without a wait; else what all of it follows from.
+        scaled: Whether this rank has ever called ``scale()``.
+        flags: 0-d float32 flags of the caller's own, beside those of the optimizers.
+        refused: An error that was found before gradients were looked at.
+        wants_rows: Whether a norm or the largest gradient is asked for.
+        row: This rank's words of them, int64 (3,); None where it has an error.
+        norms: The number of the norm plan; 0 where no norm is asked for.
+        table: What the other ranks need to know to make a plan; asked for where plans differ.
+        read_live: Reads scale, tracker and memory; waits where they lie on a device.
+    """
+
+    call: str
+    optimizers: Sequence[Any]
+    states: Sequence[OptimizerState]
+    locals: Sequence[Local]
+    total: int
+    settings: str
+    scale: Tensor
+    live: tuple[Any, ...]
+    scaled: bool
+    flags: Sequence[Tensor] = ()
+    refused: Exception | None = None
+    wants_rows: bool = False
+    row: Tensor | None = None
+    norms: int = 0
+    table: Callable[[], list[Entry]] | None = None
+    read_live: Callable[[], tuple[Any, ...]] = tuple
+
+    def error(self) -> Exception | None:
+        """Return the first error that this rank found, if any."""
+        if self.refused is not None:
+            return self.refused
+        return next((local.error for local in self.locals if local.error is not None), None)
+
+
+class Agreed(NamedTuple):
     """What all ranks agree on.
 
     Args:
-        flags: For each optimizer 0-d float32, exactly 0 or 1.
-        norms: The norm words of all ranks, if asked for.
-        largest: 0-d float32, the largest scaled gradient of all ranks, if asked for.
+        flags: For each optimizer, and then for each flag of the caller's own, 0-d float32,
+            exactly 0 or 1.
+        reply: Who overflowed.
+        rows: The rows of all ranks, int64 (ranks, 3), if asked for.
+        tables: What all ranks hold, where their norm plans differ.
+        compared: Whether the ranks compared more than the number, and found it the same.
     """
 
     flags: list[Tensor]
-    norms: Tensor | None
-    largest: Tensor | None
+    reply: Reply
+    rows: Tensor | None
+    tables: list[list[Entry]] | None
+    compared: bool
 
 
-class Agreement:
-    """The ranks this scaler agrees with, and how far they have come together.
+@dataclass(frozen=True)
+class Statement:
+    """What one rank says of a call, for all ranks to compare."""
+
+    call: str
+    iteration: int
+    optimizers: int
+    settings: str
+    live: tuple[Any, ...]
+    over: list[str]
+    identities: list[int]
+    fingerprints: list[int]
+    agreed: list[bool]
+    seen: frozenset[int]
+    scaled: bool
+    norms: int
+    table: list[Entry] | None
+    error: tuple[type[Exception], str] | None
+    unsent: tuple[type[Exception], str] | None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What is shown to people."""
+        scale, tracker = (*self.live, None, None)[:2]
+        shown = {
+            "call": self.call,
+            "iteration": self.iteration,
+            "optimizers": self.optimizers,
+            "settings": self.settings,
+            "scale": scale,
+            "growth_tracker": tracker,
+            "over": self.over,
+        }
+        memory = self.live[2:]
+        return {**shown, "memory": memory} if memory else shown
+
+
+class Ranks:
+    """The ranks that a scaler agrees with, and how far they have come together.
 
     Args:
         process_group: As given by the user; resolved anew at each message, so that a group that
@@ -51,291 +148,340 @@ class Agreement:
 
     def __init__(self, process_group: GroupLike) -> None:
         self.process_group = process_group
-        self._iteration = 0
-        self._announced = False
-        self._group_missing = False
+        self.iteration = 0
+        self.lost_group: str | None = None
+        self._scaled = False
+        self._unsent: Exception | None = None
         self._group: Group | None = None
-        self._resolved: dist.ProcessGroup | None = None
+        self._of_mesh: dist.ProcessGroup | None = None
         self._pending: deque[_Pending] = deque()
-
-    def require_group(self) -> None:
-        """Refuse messages until a group is set again, as after unpickling."""
-        self._group_missing = True
-
-    def next_iteration(self) -> None:
-        """Count one ``update``."""
-        self._iteration += 1
-
-    def restart(self) -> None:
-        """Count iterations from zero again, as after loading a checkpoint on every rank."""
-        self._iteration = 0
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank to agree with."""
-        if self._group_missing:
-            raise StageError(
-                "this scaler was pickled with a process group of its own, which a pickle cannot "
-                "carry; set scaler.process_group (None is the default group) before using it"
-            )
-        process_group = self._current()
-        return process_group is None or process_group.size() == 1
+        if self.lost_group is not None:
+            raise StageError(self.lost_group)
+        group = self._now()
+        return group is None or group.size() == 1
 
     @property
     def size(self) -> int:
         """Ranks that agree, this one among them."""
-        return 1 if self.alone else dist.get_world_size(self._current())
+        return 1 if self.alone else dist.get_world_size(self._now())
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that agree, by their numbers in the default group."""
-        return [self.rank] if self.alone else dist.get_process_group_ranks(self._current())
-
-    @property
-    def iteration(self) -> int:
-        """How many ``update`` calls there were."""
-        return self._iteration
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``; for reports, never on the fast path."""
-        if self.alone:
-            return [value]
-        return found_inf.gather(self._group_now(torch.device("cpu"), None), value)
+        return [self.rank] if self.alone else dist.get_process_group_ranks(self._now())
 
     @property
     def rank(self) -> int:
         """This process's rank in the default group; 0 without one."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
-    @property
-    def rank_zero(self) -> bool:
-        """Whether this process is the one that speaks to people."""
-        return self.rank == 0
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``; for reports, never on the fast path."""
+        if self.alone:
+            return [value]
+        group = self._now()
+        assert group is not None
+        return message.gather(Group(group, torch.device("cpu")), value)
 
-    def announce_disabled(self, device_type: str) -> None:
-        """Say once to the others that this rank's scaler is disabled; an enabled one objects."""
-        if self._announced or self.alone:
-            return
-        self._announced = True
-        group = self._group_now(torch.device("cpu"), None)
-        call = Call("disabled", 0, 0, enabled=False, settings="")
-        message = Message(call.digest(()), torch.ones(()), ())
-        if not found_inf.exchange(group, message, room=_has_room(group)).in_lockstep:
-            held = Held(call, 1.0, over=[], identities=[], living=set(), fresh=False)
-            raise_apart(group, found_inf.gather(group, held))
+    def join_group(self) -> Any:
+        """Return the group for ``Join``, which must be the same for all that it joins."""
+        return self._now()
 
-    def group_for(self, scale: Tensor, known: KnownOptimizers) -> Group | None:
+    def raise_later_elsewhere(self, error: Exception) -> None:
+        """Let every rank raise, in the next message, what this one raises now without any."""
+        self._unsent = error
+
+    def group_for(self, scale: Tensor, states: OptimizerStates) -> Group | None:
         """Return the ranks to agree with in this call; None where there is no other."""
-        return None if self.alone else self._group_now(scale.device, known)
+        if self.alone:
+            return None
+        process_group = self._now()
+        assert process_group is not None
+        group = self._group
+        if group is None or group.process_group is not process_group:
+            if group is not None:
+                states.forget_agreements()
+            self.iteration = 0
+            self._pending.clear()
+        elif group.preferred == scale.device:
+            return group
+        self._group = Group(process_group, scale.device)
+        return self._group
 
-    def settle(
-        self,
-        group: Group,
-        call: str,
-        optimizers: Optimizers,
-        total: int,
-        flags_of: FlagsOf,
-        *,
-        known: KnownOptimizers,
-        scale: Tensor,
-        settings: Callable[[], str],
-        scale_called: bool,
-        norm_words: Callable[[], Tensor] | None = None,
-        largest: Callable[[], Tensor] | None = None,
-    ) -> Settled:
-        """Look at the gradients of ``optimizers`` and agree on one 0-d flag for each.
+    def _now(self) -> dist.ProcessGroup | None:
+        given = self.process_group
+        if given is None or isinstance(given, dist.ProcessGroup):
+            return resolve(given)
+        if self._of_mesh is None:
+            self._of_mesh = resolve(given)
+        return None if self._of_mesh is None else resolve(self._of_mesh)
 
-        Args:
-            group: What `group_for` returned.
-            call: The method the user called; must be the same on every rank.
-            optimizers: At most ``group.traffic.flag_slots`` of them.
-            total: How many the whole call has.
-            flags_of: The local pass; returns a 0-d flag for each device.
-            known: What the scaler remembers of its optimizers.
-            scale: 0-d float32, the loss scale.
-            settings: Returns the scaler's settings, in words.
-            scale_called: Whether this rank has ever called ``scale()``.
-            norm_words: Computes this rank's words for a gradient norm, after the local pass.
-            largest: Returns the largest magnitude that the local pass met.
+    # -- one message -------------------------------------------------------------------------------
+
+    def agree(self, group: Group, question: Question, states: OptimizerStates) -> Agreed:
+        """Send what this rank found and return what all ranks agree on.
 
         Raises:
             LockstepError: Ranks differ.
-            Exception: What ``flags_of`` raised on some rank, on every rank.
+            Exception: What some rank found, on every rank.
         """
         self.drain()
-        flags, error = _looked_at(optimizers, flags_of, scale.device)
-        extras = found_inf.joined_extras(
-            None if norm_words is None or error is not None else norm_words(),
-            None if largest is None else largest(),
-        )
-        said = Call(call, self._iteration, total, enabled=True, settings=settings())
-        digest = said.digest(known.identities(optimizers))
-        message = Message(digest, scale, flags, error is not None, scale_called, extras)
-        wants_extras = norm_words is not None or largest is not None
-        room = _has_room(group)
-        reply = found_inf.exchange(group, message, room=room)
-        pending = _Pending(group, reply, said, scale, optimizers, known, error, wants_extras)
-        self._take(pending, now=wants_extras and not room)
-        everyones = None
-        if extras is not None:
-            everyones = reply.extras() if room else found_inf.gather_extras(group, extras)
-        return _settled(
-            reply.flags(scale.device),
-            everyones,
-            scale.device,
-            norms_wanted=norm_words is not None,
-            largest_wanted=largest is not None,
-        )
-
-    def _take(self, pending: _Pending, *, now: bool) -> None:
-        """Note a reply, and check it ``now`` or where that costs no wait.
-
-        It is checked at once at first sight of an optimizer, too, and before another collective.
-        """
-        known = [pending.known[optimizer] for optimizer in pending.optimizers]
-        for index, k in enumerate(known):
-            k.said = (pending.reply, index, pending.group)
-        self._pending.append(pending)
-        if now or pending.reply.known or not all(k.agreed for k in known):
-            self.drain()
+        _name(question.optimizers, question.states)
+        error = question.error()
+        scaled = question.scaled or self._scaled
+        plain = error is None and self._unsent is None and scaled
+        flags = [*(local.flags for local in question.locals), *([f] for f in question.flags)]
+        digest = self._digest(question, plain, error is not None, scaled)
+        row, room = question.row, group.length.room_for_rows()
+        reply = message.exchange(group, digest, flags, row, room=room)
+        pending = _Pending(self, group, reply, question, states, plain, error)
+        pending.unsent, self._unsent = self._unsent, None
+        # Whether to wait is decided by what is the same on all ranks.
+        now = question.wants_rows and not room
+        if reply.known or now or not all(state.agreed for state in question.states):
+            pending.check()
+        else:
+            self._pending.append(pending)
+        device = question.scale.device
+        rows = None
+        if question.wants_rows:
+            rows = reply.rows() if room else message.gather_rows(group, _row(row))
+        agreed = reply.flags(device)
+        if not plain and not pending.checked:
+            agreed = [flag_of(True, device) for _ in agreed]
+        return Agreed(agreed, reply, rows, pending.tables, pending.compared)
 
     def drain(self) -> None:
         """Read the replies that are still on the device, and raise what they demand."""
         while self._pending:
             self._pending.popleft().check()
 
-    def _current(self) -> dist.ProcessGroup | None:
-        if self.process_group is None or isinstance(self.process_group, dist.ProcessGroup):
-            return resolve(self.process_group)
-        if self._resolved is None:
-            self._resolved = resolve(self.process_group)
-        return resolve(self._resolved)
+    def _digest(self, question: Question, plain: bool, has_error: bool, scaled: bool) -> int:
+        marks = () if plain else (has_error, self._unsent is not None, scaled)
+        words = (
+            _checksum(question.call),
+            self.iteration,
+            question.total,
+            _checksum(question.settings),
+            question.live,
+            question.norms,
+            marks,
+            tuple(state.identity for state in question.states),
+        )
+        return hash(words) & 0xFFFFFFFF
 
-    def _group_now(self, preferred: torch.device, known: KnownOptimizers | None) -> Group:
-        process_group = self._current()
-        assert process_group is not None
-        group = self._group
-        if group is None or group.process_group is not process_group:
-            if group is not None and known is not None:
-                known.forget_agreements()
-            self._iteration = 0
-            self._pending.clear()
-        elif group.preferred == preferred:
-            return group
-        self._group = Group(process_group, preferred)
-        return self._group
+    def note_scaled(self) -> None:
+        """Note that some rank has called ``scale()``."""
+        self._scaled = True
 
 
-def settle_alone(
-    optimizers: Optimizers,
-    flags_of: FlagsOf,
-    scale: Tensor,
-    norm_words: Callable[[], Tensor] | None,
-    largest: Callable[[], Tensor] | None,
-) -> Settled:
-    """Return what `Agreement.settle` does, where there is no other rank."""
-    flags = [merged(flags_of(optimizer), scale.device) for optimizer in optimizers]
-    words = None if norm_words is None else norm_words()[None]
-    return Settled(flags, words, None if largest is None else largest())
+def _row(row: Tensor | None) -> Tensor:
+    return torch.zeros(message.ROW, dtype=torch.int64, device="cpu") if row is None else row
 
 
-def _settled(
-    flags: list[Tensor],
-    extras: Tensor | None,
-    device: torch.device,
-    *,
-    norms_wanted: bool,
-    largest_wanted: bool,
-) -> Settled:
-    """Return what the ranks agree on, and of everyone's extras what was asked for."""
-    if extras is None:
-        return Settled(flags, None, None)
-    norms, largest = found_inf.parted_extras(extras, device)
-    return Settled(flags, norms if norms_wanted else None, largest if largest_wanted else None)
+@functools.lru_cache(maxsize=64)
+def _checksum(text: str) -> int:
+    # Unlike hash(), which differs between processes for text.
+    return zlib.crc32(text.encode())
 
 
-def _looked_at(
-    optimizers: Optimizers, flags_of: FlagsOf, device: torch.device
-) -> tuple[list[Sequence[Tensor]], Exception | None]:
-    """Return the local flags of each optimizer, and the last error that looking at them raised."""
-    flags: list[Sequence[Tensor]] = []
-    error: Exception | None = None
-    for optimizer in optimizers:
-        try:
-            flags.append(flags_of(optimizer))
-        except Exception as raised:
-            # Raised by _Pending.check, on every rank: a rank that left here would leave the
-            # others waiting.
-            error = raised
-            flags.append([torch.zeros((), device=device)])
-    return flags, error
+@dataclass(eq=False)
+class _Pending:
+    """A reply that may have been used on the device and not yet been read on the host."""
 
-
-class _Pending(NamedTuple):
-    """A reply that has been used on the device and not yet read on the host."""
-
+    ranks: Ranks
     group: Group
     reply: Reply
-    said: Call
-    scale: Tensor
-    optimizers: Optimizers
-    known: KnownOptimizers
+    question: Question
+    states: OptimizerStates
+    plain: bool
     error: Exception | None
-    wants_extras: bool
+    unsent: Exception | None = None
+    checked: bool = False
+    compared: bool = False
+    tables: list[list[Entry]] | None = None
+    statement: Statement | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        self._iteration = self.ranks.iteration
 
     def check(self) -> None:
         """Raise on every rank what any rank's message demands."""
-        reply = self.reply
-        if not reply.in_lockstep:
+        self.checked = True
+        if not (self.plain and self.reply.in_agreement):
             self._compare()
-        traffic = self.group.traffic
-        traffic.flag_slots = max(traffic.flag_slots, self.said.optimizers)
-        if self.wants_extras:
-            traffic.messages_without_extras = 0
-        for optimizer in self.optimizers:
-            self.known[optimizer].agreed = True
-        if reply.any_error:
-            raise first_error(self.group, self.error)
-        if not reply.any_scaled:
-            raise StageError(
-                f"Attempted {self.said.call} but _scale is None on every rank.  This may indicate "
-                "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
-            )
+        length = self.group.length
+        length.capacity = max(length.capacity, self.question.total)
+        if self.question.wants_rows:
+            length.without_rows = 0
+        for state in self.question.states:
+            state.agreed = True
 
-    def named(self) -> list[str]:
-        """Return the optimizers of the call for people to read."""
-        return [
-            f"{describe(o)} [{self.known[o].identity:08x}, number {self.known[o].index}]"
-            for o in self.optimizers
-        ]
+    def _state(self) -> Statement:
+        question, unsent = self.question, self.unsent
+        table = None
+        if question.table is not None and self.error is None:
+            table = question.table()
+        return Statement(
+            question.call,
+            self._iteration,
+            question.total,
+            question.settings,
+            question.read_live(),
+            [
+                f"{describe(o)} [{s.fingerprint:08x}, number {s.index}]"
+                for o, s in zip(question.optimizers, question.states, strict=True)
+            ],
+            [state.identity for state in question.states],
+            [state.fingerprint for state in question.states],
+            [state.agreed for state in question.states],
+            frozenset(state.fingerprint for _, state in self.states.live()),
+            question.scaled,
+            question.norms,
+            table,
+            None if self.error is None else _portable(self.error),
+            None if unsent is None else _portable(unsent),
+        )
 
     def _compare(self) -> None:
-        """Go on if ranks hold different parts of a model, else raise.
+        """Go on if ranks hold different parts of a model, else raise."""
+        everyone: list[Statement] = message.gather(self.group, self._state())
+        self._raise_errors(everyone)
+        first = everyone[0]
+        alike = ("call", "iteration", "optimizers", "settings", "live")
+        if any(getattr(s, name) != getattr(first, name) for s in everyone for name in alike):
+            _raise_mismatch(self.group, everyone)
+        if not any(statement.scaled for statement in everyone):
+            raise StageError(
+                f"Attempted {first.call} but _scale is None on every rank.  This may indicate "
+                "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        self.ranks.note_scaled()
+        for place, state in enumerate(self.question.states):
+            identities = [statement.identities[place] for statement in everyone]
+            if len(set(identities)) == 1:
+                continue
+            if any(s.agreed[place] for s in everyone) or _swapped(everyone, place):
+                _raise_mismatch(self.group, everyone)
+            state.identity = hash(tuple(identities))
+        if any(statement.norms != first.norms for statement in everyone):
+            self.tables = [statement.table or [] for statement in everyone]
+        self.compared = True
 
-        Pipeline stages hold different parameters behind the same call; there, an optimizer is
-        named by the order of first sight instead. Ranks that swapped two optimizers show in that
-        each of them also has the optimizer that the other one named.
-        """
-        known = [self.known[optimizer] for optimizer in self.optimizers]
-        held = Held(
-            self.said,
-            self.scale.item(),
-            self.named(),
-            [k.identity for k in known],
-            living_fingerprints(),
-            fresh=not any(k.agreed for k in known),
-        )
-        everyone = found_inf.gather(self.group, held)
-        same_call = all((h.said, h.scale) == (held.said, held.scale) for h in everyone)
-        if not same_call or not all(h.fresh for h in everyone) or swapped(everyone):
-            raise_apart(self.group, everyone)
-        for k in known:
-            k.identity = 1 + k.index
-        self.reply.reconciled = True
+    def _raise_errors(self, everyone: Sequence[Statement]) -> None:
+        ranks = self.group.global_ranks
+        for rank, statement in zip(ranks, everyone, strict=True):
+            if statement.error is not None:
+                raise self.error or _raised_on(rank, statement.error)
+        if all(statement.unsent is not None for statement in everyone):
+            return  # the same mistake everywhere, which every rank has raised
+        for rank, statement in zip(ranks, everyone, strict=True):
+            if statement.unsent is not None:
+                kind, text = statement.unsent
+                raise _raised_on(rank, (kind, f"an error was raised on rank {rank} alone: {text}"))
 
 
-def _has_room(group: Group) -> bool:
-    """Return whether the next message has room for extras, and count it."""
-    traffic = group.traffic
-    traffic.messages_without_extras += 1
-    return traffic.messages_without_extras <= _ROOMY
+def _swapped(everyone: Sequence[Statement], place: int) -> bool:
+    """Return whether two ranks use two optimizers, that both of them have, in another order."""
+    for a, b in combinations(everyone, 2):
+        mine, theirs = a.fingerprints[place], b.fingerprints[place]
+        if mine != theirs and mine in b.seen and theirs in a.seen:
+            return True
+    return False
+
+
+def _raise_mismatch(group: Group, everyone: Sequence[Statement]) -> None:
+    shown = [statement.shown for statement in everyone]
+    keys = [key for key in shown[0] if any(each.get(key) != shown[0][key] for each in shown)]
+    lines = [
+        f"  rank {rank}: " + ", ".join(f"{key}={each.get(key)!r}" for key in keys or each)
+        for rank, each in zip(group.global_ranks, shown, strict=True)
+    ]
+    raise LockstepError(
+        "the ranks are not in lockstep; nothing was stepped by this call. They hold\n"
+        + "\n".join(lines)
+        + "\nEvery rank must make the same scaler calls, with the same optimizers in the same "
+        "order and the same settings."
+    )
+
+
+# -- errors that travel ----------------------------------------------------------------------------
+
+_KNOWN: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    OSError,
+    RuntimeError,
+    torch.OutOfMemoryError,
+    GradientError,
+    StageError,
+    SettingError,
+)
+
+
+def _portable(error: Exception) -> tuple[type[Exception], str]:
+    """Return an error as another rank can raise it, which may not have its type."""
+    kind = type(error)
+    if kind in _KNOWN:
+        return kind, str(error)
+    return RuntimeError, f"{kind.__name__}: {error}"
+
+
+def _raised_on(rank: int, error: tuple[type[Exception], str]) -> Exception:
+    kind, text = error
+    return kind(f"{text} (raised on rank {rank}; every rank stops here)")
+
+
+# -- which optimizer it is -------------------------------------------------------------------------
+
+
+def _name(optimizers: Sequence[Any], states: Sequence[OptimizerState]) -> None:
+    """Give each optimizer the number that names it in messages, at the first of them.
+
+    Class, parameter names, global shapes and dtypes, a sample of the values of plain parameters and
+    the order of first sight make it; the order tells apart what is alike in all else.
+    """
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if not state.fingerprint:
+            state.fingerprint = _fingerprint(optimizer)
+            state.identity = hash((state.fingerprint, state.index))
+
+
+def _fingerprint(optimizer: Any) -> int:
+    words = [type(optimizer).__qualname__]
+    for group in optimizer.param_groups:
+        words.append(str(group.get("param_names")))
+        words.extend(f"{_global_shape(p)}{p.dtype}" for p in group["params"])
+    return zlib.crc32(_sample(parameters_of(optimizer)), zlib.crc32("|".join(words).encode())) or 1
+
+
+def _global_shape(parameter: Tensor) -> str:
+    # FSDP1's flat parameter knows its whole size; its views have this rank's shape and a mark.
+    whole = getattr(parameter, "_unpadded_unsharded_size", None)
+    if whole is not None:
+        return str(tuple(whole))
+    return "flat" if hasattr(parameter, "_fsdp_flattened") else str(tuple(parameter.shape))
+
+
+@torch.no_grad()
+def _sample(parameters: Sequence[Tensor]) -> bytes:
+    """Return some values of the first few plain parameters."""
+    samples = [
+        local_of(p).flatten()[:_SAMPLED_VALUES].double()
+        for p in parameters[:_SAMPLED_PARAMETERS]
+        if not _is_shard(p) and p.device.type != "meta" and not p.is_complex()
+    ]
+    if not samples:
+        return b""
+    device = samples[0].device
+    return str(torch.cat([s.to(device) for s in samples]).tolist()).encode()
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    # Shards differ between ranks by nature and would tell nothing apart.
+    marks = ("_unpadded_unsharded_size", "_fsdp_flattened", "_ddp_ignored", "_is_sharded")
+    return is_dtensor(parameter) or any(hasattr(parameter, mark) for mark in marks)

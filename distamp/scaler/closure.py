@@ -8,24 +8,17 @@ from typing import Any
 
 import torch
 
-from distamp.scaler.gradients import parameters_of
+from distamp.optimizers import parameters_of
 
-__all__ = ["find_closure", "step_or_restore"]
+__all__ = ["step_or_restore"]
 
 
 class _Overflow(Exception):
     """Unwinds ``optimizer.step`` when an evaluation overflowed."""
 
 
-def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of ``optimizer.step``, given by position or name."""
-    if not args and not kwargs:
-        return None
-    candidates = [*args, kwargs.get("closure")]
-    return next((candidate for candidate in candidates if callable(candidate)), None)
-
-
 def step_or_restore(
+    given: Any,
     optimizer: torch.optim.Optimizer,
     closure: Callable[[], Any],
     overflowed: Callable[[Exception | None], bool],
@@ -38,7 +31,8 @@ def step_or_restore(
     put back to what they were before it, which takes one copy of both while the step runs.
 
     Args:
-        optimizer: The optimizer to step.
+        given: What is stepped: the optimizer, or a framework's wrapper of it.
+        optimizer: The optimizer, whose parameters and state are put back.
         closure: The user's: zeroes gradients, computes the loss, runs the scaled backward pass.
         overflowed: Unscales the gradients of one evaluation and returns whether a rank overflowed;
             raises, on every rank, the error that the closure raised on one.
@@ -66,7 +60,7 @@ def step_or_restore(
     values = [parameter.detach().clone() for parameter in parameters]
     state = {parameter: copy.deepcopy(held) for parameter, held in optimizer.state.items()}
     try:
-        return optimizer.step(*args, **kwargs)
+        return given.step(*args, **kwargs)
     except Exception as error:
         with torch.no_grad():
             for parameter, value in zip(parameters, values, strict=True):

@@ -1,34 +1,50 @@
-"""DistGradScaler: torch's surface; puts the rooms around it together."""
+"""DistGradScaler: torch's surface, and the flow of each call."""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from distamp import host
 from distamp.errors import LossScaleCollapse, SettingError, StageError
-from distamp.scaler import host
-from distamp.scaler.callers import stacklevel_of_caller
-from distamp.scaler.closure import find_closure, step_or_restore
-from distamp.scaler.found_inf import merged
-from distamp.scaler.fused import leaves_garbage, step_with_flags, takes_flags
-from distamp.scaler.guard import watch_backward
-from distamp.scaler.known import Known, StepCounts
-from distamp.scaler.master_lookup import masters_of
+from distamp.gradients import flag_of, merged
+from distamp.optimizers import find_closure, unwrapped
+from distamp.scaler import clipping, joining, message, overflow, settings
+from distamp.scaler.agreement import Ranks
+from distamp.scaler.checkpoint import Saved, read_schedule, read_state, written_schedule
+from distamp.scaler.closure import step_or_restore
+from distamp.scaler.flow import Subject, look_and_agree, subject_of
+from distamp.scaler.guard import BackwardWatch
+from distamp.scaler.hooks import Hooks, checked_hook
+from distamp.scaler.look import Local, checked, unscaled
+from distamp.scaler.message import GroupLike
+from distamp.scaler.norms import Declared, NormPlans
+from distamp.scaler.optimizer_state import (
+    OptimizerState,
+    OptimizerStates,
+    OptState,
+    StepCounts,
+    leaves_garbage,
+)
 from distamp.scaler.outputs import PerDevice, map_tensors, scaled
-from distamp.scaler.schedule import ScaleState
-from distamp.scaler.stages import OptState, Record, Records
-from distamp.scaler.whole_model import WholeModel
+from distamp.scaler.overflow import OverflowReport, SkipLog
+from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, ScaleState, Schedule
+from distamp.scaler.torch_compat import TorchNames, overrides
+from distamp.sources import source_of
 
 __all__ = ["DistGradScaler"]
 
 _FP16_MAX = 65504.0
 
 
-class DistGradScaler(WholeModel):
+class DistGradScaler(TorchNames, Joinable):
     """A ``torch.amp.GradScaler`` whose ranks always take, or skip, a step together.
 
     Differs from ``torch.amp.GradScaler`` in that found-inf is reduced over ``process_group`` in one
@@ -44,7 +60,8 @@ class DistGradScaler(WholeModel):
         growth_factor: Multiplies the scale after ``growth_interval`` clean iterations; > 1.
         backoff_factor: Multiplies the scale after an overflow; between 0 and 1.
         growth_interval: Clean iterations in a row before the scale grows.
-        enabled: If False, ``step`` only calls ``optimizer.step()`` and the rest does nothing.
+        enabled: If False, ``step`` only calls ``optimizer.step()`` and the rest does nothing. All
+            ranks of a group must enable alike.
         process_group: The ranks that hold a part of the model: a ProcessGroup, a DeviceMesh (all
             its dimensions as one group) or None for the default group when torch.distributed is
             initialised, else this process alone. Resolved at each message, not here.
@@ -78,8 +95,74 @@ class DistGradScaler(WholeModel):
             scaler.step(optimizer)
             scaler.update()
 
+    The logger ``distamp.scaler`` says at INFO, on rank 0, which steps were skipped and why.
+
     Source: torch.amp's documentation; Micikevicius et al., "Mixed Precision Training", 2018.
     """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        process_group: GroupLike = None,
+        min_scale: float = MIN_SCALE,
+        max_scale: float = MAX_SCALE,
+        schedule: Schedule | None = None,
+        fp16_grads: Literal["error", "inplace", "master"] = "error",
+        recheck: bool = False,
+        max_consecutive_skips: int | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        # torch's __init__ is not called: it warns about CUDA and asserts on what is checked here.
+        Joinable.__init__(self)
+        self._device, available = settings.resolve_device(device)
+        self._enabled = bool(enabled) and available
+        if enabled and not available:
+            warnings.warn(
+                f"DistGradScaler is enabled, but {self._device} is not available.  Disabling.",
+                stacklevel=2,
+            )
+        self._schedule = settings.schedule_of(
+            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
+        )
+        settings.check_fp16_grads(fp16_grads)
+        settings.check_skips(max_consecutive_skips)
+        message.check_group(process_group)
+        self._fp16_grads = fp16_grads
+        self._recheck = recheck
+        self._max_consecutive_skips = max_consecutive_skips
+        self._names = settings.Names(named_parameters)
+        self._init_scale = self._schedule.checked_scale(init_scale)
+        self._init_growth_tracker = 0
+        self._init_hysteresis = self._schedule.initial_hysteresis
+        self._init_memory = self._schedule.initial_memory
+        self._start(process_group)
+
+    def _start(self, process_group: GroupLike) -> None:
+        """Set what neither a checkpoint nor a pickle carries."""
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._hysteresis_tracker: Tensor | None = None
+        self._memory: Tensor | None = None
+        self._largest: Tensor | None = None
+        self._scale_called = False
+        self._warned_seed = False
+        self._in_words: tuple[Any, ...] = ()
+        self._known_live: tuple[Any, ...] = ()
+        self._moves = 0
+        self._own_flags: list[Tensor] = []
+        self._agreed_flags: list[Tensor] = []
+        self._plans = NormPlans()
+        self._states = OptimizerStates()
+        self._watch = BackwardWatch(self._states)
+        self._ranks = Ranks(process_group)
+        self._hooks = Hooks()
+        self._skips = SkipLog()
 
     # -- scale -----------------------------------------------------------------------------------
 
@@ -97,22 +180,38 @@ class DistGradScaler(WholeModel):
         """
         if not self._enabled:
             return outputs
+        if isinstance(outputs, Tensor):
+            scale = self._scale_on(outputs.device)
+            self._begin_scaling(scale)
+            if scale.device != outputs.device:
+                scale = scale.to(device=outputs.device, non_blocking=True)
+            return self._scaled(outputs, scale)
         copies: list[PerDevice] = []
 
         def apply(output: Tensor) -> Tensor:
             if not copies:
                 copies.append(PerDevice(self._scale_on(output.device)))
-                self._attached.announce(
-                    self._scale_tensor(), self._agreement.iteration, self._settings_in_words
-                )
-            self._scale_called = True
-            if output.dtype is torch.float16 and output.requires_grad and not self._warned_seed:
-                self._warn_of_seed_gradient()
-            result = scaled(output, copies[0].on(output.device))
-            watch_backward(result, self._backward_begins)
-            return result
+                self._begin_scaling(self._scale_tensor())
+            return self._scaled(output, copies[0].on(output.device))
 
         return map_tensors(outputs, apply)
+
+    def _scaled(self, output: Tensor, scale: Tensor) -> Tensor:
+        needs_grad = output.requires_grad
+        if output.dtype is torch.float16 and needs_grad and not self._warned_seed:
+            self._warn_of_seed_gradient()
+        result = scaled(output, scale)
+        if needs_grad:
+            self._watch.watch(result)
+        return result
+
+    def _begin_scaling(self, scale: Tensor) -> None:
+        self._scale_called = True
+        if self._fp16_grads == "master":
+            for optimizer, _ in self._states.live():
+                source_of(optimizer).before_backward()
+        if self._hooks.joined:
+            self._hooks.scale_is(scale, self._ranks.iteration, self._settings_in_words)
 
     def _warn_of_seed_gradient(self) -> None:
         on_host = host.is_host(self._scale_tensor().device)
@@ -121,13 +220,13 @@ class DistGradScaler(WholeModel):
         self._warned_seed = scale > _FP16_MAX or not on_host
         if scale <= _FP16_MAX:
             return
-        if self._agreement.rank_zero:
+        if self._ranks.rank == 0:
             warnings.warn(
                 f"scale() was given a float16 loss at loss scale {scale:g}: the "
                 "gradient that enters it is the loss scale, which float16 cannot hold above "
                 f"{_FP16_MAX:g}. "
                 "Take the loss in float32: loss_fn(output.float(), target)",
-                stacklevel=stacklevel_of_caller(),
+                stacklevel=settings.stacklevel_of_caller(),
             )
 
     # -- unscale ---------------------------------------------------------------------------------
@@ -135,7 +234,9 @@ class DistGradScaler(WholeModel):
     def unscale_(self, *optimizers: torch.optim.Optimizer) -> None:
         """Divide the optimizers' gradients by the loss scale and agree on found-inf.
 
-        As ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message.
+        As ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. It is
+        the message that ``step`` would send, so a rank may call it alone for one optimizer, to log
+        a gradient, if it issues no other collective before its ``step``.
 
         Args:
             optimizers: Those whose gradients are to be clipped or looked at before ``step``.
@@ -146,16 +247,72 @@ class DistGradScaler(WholeModel):
             GradientError: A gradient cannot be read.
             LockstepError: Ranks differ in call, optimizers, scale or settings.
         """
-        if not optimizers:
-            raise TypeError("unscale_() needs at least one optimizer")
         if not self._enabled:
-            self._agreement.announce_disabled(self._device)
             return
-        self._require_scale("unscale_")
-        _refuse_twice("unscale_", optimizers)
-        for optimizer in optimizers:
-            self._record(optimizer).check_unscale()
-        self._settle("unscale_", optimizers, self._unscaling)
+        subjects = self._enter("unscale_", optimizers, OptimizerState.check_unscale)
+        look_and_agree(self, "step", subjects, self._unscaled)
+
+    def _unscaled(self, subject: Subject) -> Local:
+        """Look at an optimizer's gradients and unscale them, through torch's own name for it."""
+        _, optimizer, state, source = subject
+        self._check_masters(optimizer, source)
+        scale = self._watch.scale_of(optimizer, state, source, self._scale_tensor())
+        allow_fp16 = self._fp16_grads == "inplace"
+        if source.has_masters:
+            unscale: Callable[..., Sequence[Tensor]] = partial(source.unscale, allow_fp16=False)
+        else:
+            unscale = partial(self._flags_of_override, optimizer, allow_fp16)
+        watches = self._schedule.watches_largest
+        local = unscaled(optimizer, source, scale, unscale, watches, allow_fp16)
+        state["stage"] = OptState.UNSCALED
+        state.in_place = True
+        return local
+
+    def _flags_of_override(
+        self, optimizer: Any, allow_fp16: bool, inv_scale: Tensor, found_inf: Tensor
+    ) -> Sequence[Tensor]:
+        return list(self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values())
+
+    def _checked(self, subject: Subject) -> Local:
+        """Look at an optimizer's gradients and leave them as they are."""
+        _, optimizer, state, source = subject
+        self._check_masters(optimizer, source)
+        own = self._scale_tensor()
+        state.made_with = self._watch.scale_of(optimizer, state, source, own)
+        if overrides(self, "_unscale_grads_", DistGradScaler):
+            one, found = flag_of(True, own.device), flag_of(False, own.device)
+            return Local(self._flags_of_override(optimizer, True, one, found) or [found])
+        return checked(optimizer, source, own.device, self._schedule.watches_largest)
+
+    def _rechecked(self, subject: Subject) -> Local:
+        # An overflow stays one, though a clip may have put finite numbers in its place.
+        before = subject.state.flag()
+        device = self._scale_tensor().device
+        local = checked(subject.optimizer, subject.source, device, False)
+        return Local([*local.flags, *([] if before is None else [before])])
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        subjects = self._enter("_check_inf_per_device", (optimizer,), lambda state: None)
+        look_and_agree(self, "step", subjects, self._checked)
+        found: dict[Any, Tensor] = subjects[0].state["found_inf_per_device"]
+        return found
+
+    def _check_masters(self, optimizer: Any, source: Any) -> None:
+        """Refuse masters that the scaler was not told of, and the other way round."""
+        if source.has_masters == (self._fp16_grads == "master"):
+            return
+        name = type(optimizer).__name__
+        if source.has_masters:
+            raise SettingError(
+                f"{name} has master parameters and the scaler has fp16_grads="
+                f"{self._fp16_grads!r}: make it with fp16_grads='master', which unscales on the "
+                "way to them"
+            )
+        if any(p.dtype is torch.float16 for p in source.filled()):
+            raise SettingError(
+                f"fp16_grads='master', and {name} holds float16 parameters without masters: call "
+                "MasterParameters(optimizer) before the first step"
+            )
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -181,13 +338,25 @@ class DistGradScaler(WholeModel):
             ValueError, GradientError, LockstepError: As for `unscale_`.
         """
         if not self._enabled:
-            self._agreement.announce_disabled(self._device)
             return optimizer.step(*args, **kwargs)
         closure = find_closure(args, kwargs)
         if closure is not None:
             return self._step_with_closure(optimizer, closure, args, kwargs)
-        self._prepare_step((optimizer,))
-        return self._apply(optimizer, *args, **kwargs)
+        (subject,) = self._enter("step", (optimizer,), OptimizerState.check_step)
+        state = subject.state
+        if state["stage"] is OptState.READY:
+            if state.wants_scaler:
+                look_and_agree(self, "step", [subject], self._checked)
+            elif self._only_checks(subject):
+                self._check_inf_per_device(optimizer)
+            else:
+                self.unscale_(optimizer)
+            self._agree_on_flags_of_others(subject)
+        elif self._recheck:
+            look_and_agree(self, "recheck", [subject], self._rechecked)
+        else:
+            self._agree_on_flags_of_others(subject)
+        return self._apply(subject, args, kwargs)
 
     def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
         """Step several optimizers with one message for all of them.
@@ -199,150 +368,247 @@ class DistGradScaler(WholeModel):
         """
         optimizers = list(optimizers)
         if not self._enabled:
-            self._agreement.announce_disabled(self._device)
             return [optimizer.step() for optimizer in optimizers]
-        self._prepare_step(optimizers)
-        return [self._apply(optimizer) for optimizer in optimizers]
+        names = ("step", "unscale_", "_check_inf_per_device")
+        if any(overrides(self, name, DistGradScaler) for name in names):
+            return [self.step(optimizer) for optimizer in optimizers]
+        subjects = self._enter("step_all", optimizers, OptimizerState.check_step)
+        ready = [s for s in subjects if s.state["stage"] is OptState.READY]
+        again = [s for s in subjects if s.state["stage"] is OptState.UNSCALED]
+        if ready or self._own_flags:
+            look_and_agree(self, "step", ready, self._look_before_step)
+        if again and self._recheck:
+            look_and_agree(self, "recheck", again, self._rechecked)
+        return [self._apply(subject, (), {}) for subject in subjects]
 
-    def _prepare_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._require_scale("step")
-        _refuse_twice("step_all", optimizers)
-        pending, again = [], []
-        for optimizer in optimizers:
-            record = self._record(optimizer)
-            record.check_step()
-            if record.stage is OptState.READY:
-                pending.append(optimizer)
-            elif self._recheck:
-                again.append(optimizer)
-        if pending:
-            self._settle("step", pending, self._step_flags)
-        if again:
-            self._settle("recheck", again, self._rechecked_flags)
+    def _only_checks(self, subject: Subject) -> bool:
+        """Return whether the optimizer's own kernel unscales."""
+        return not subject.source.has_masters and subject.state.takes_flags(subject.optimizer)
 
-    def _step_flags(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
-        if takes_flags(optimizer, self._known[optimizer]) and masters_of(optimizer) is None:
-            return self._checked_flags(optimizer)
-        return self._unscaling(optimizer)
+    def _look_before_step(self, subject: Subject) -> Local:
+        only_checks = subject.state.wants_scaler or self._only_checks(subject)
+        return self._checked(subject) if only_checks else self._unscaled(subject)
 
-    def _apply(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        record, known = self._per_optimizer_states[id(optimizer)], self._known[optimizer]
-        flag = record.found_inf
+    def _agree_on_flags_of_others(self, subject: Subject) -> None:
+        """Agree on flags that an override, or a framework itself, has written down."""
+        state = subject.state
+        if state.flag_agreed or not state["found_inf_per_device"] or self._ranks.alone:
+            return
+        flags = list(state["found_inf_per_device"].values())
+        look_and_agree(self, "step", [subject], lambda _: Local(flags), by_hooks=False)
+
+    def _apply(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step by the flag, or skip."""
+        given, optimizer, state, _ = subject
+        flag = state.flag()
         if flag is None:
             raise StageError("No inf checks were recorded for this optimizer.")
+        on_host = host.is_host(flag.device)
+        skipped = bool(flag.item()) if on_host else None
         result = None
-        fused = takes_flags(optimizer, known)
-        deferred = fused and not host.is_host(flag.device) and not leaves_garbage(optimizer, known)
-        if deferred or self._is_clean(flag):
-            if fused:
-                unscaled = record.stage is OptState.UNSCALED
-                scale = None if unscaled else self._scale_tensor()
-                result = step_with_flags(optimizer, scale, flag, args, kwargs)
-            else:
-                result = optimizer.step(*args, **kwargs)
-        self._finish_step(optimizer, known, record, flag)
+        if state.wants_scaler:
+            result = self._step_with_scaler(subject, args, kwargs)
+        elif state.takes_flags(optimizer):
+            deferred = not on_host and not leaves_garbage(optimizer)
+            if deferred or not (flag.item() if skipped is None else skipped):
+                result = self._step_with_flags(subject, flag, args, kwargs)
+        else:
+            # Where the host must wait for the flag, it learns first of what the ranks differ in.
+            self._ranks.drain()
+            result = self._maybe_opt_step(given, state, *args, **kwargs)
+        self._finish(subject, flag, skipped)
         return result
 
-    def _finish_step(
-        self, optimizer: torch.optim.Optimizer, known: Known, record: Record, flag: Tensor
-    ) -> None:
-        record.stage = OptState.STEPPED
-        known.count(flag)
-        self._attached.step_ended(optimizer, flag)
-        if (masters := masters_of(optimizer)) is not None:
-            masters.finish_step()
-        if self._max_consecutive_skips is not None:
-            self._watch_for_collapse(optimizer, flag)
+    def _step_with_flags(
+        self, subject: Subject, flag: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step by torch's protocol: the kernel divides by the scale, or does nothing."""
+        given, optimizer, state, _ = subject
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is not OptState.UNSCALED:
+            scale = self._scale_tensor() if state.made_with is None else state.made_with
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        try:
+            optimizer.grad_scale = grad_scale
+            optimizer.found_inf = flag
+            return given.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale
+            del optimizer.found_inf
+            state.in_place = True
+
+    def _step_with_scaler(
+        self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step by torch's older protocol: the optimizer unscales with the scaler it is given."""
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+            FutureWarning,
+            stacklevel=settings.stacklevel_of_caller(),
+        )
+        flag = subject.state.flag()
+        if flag is not None and flag.item():
+            return None
+        return subject.given.step(*args, **{**kwargs, "grad_scaler": self})
 
     def _step_with_closure(
         self,
-        optimizer: torch.optim.Optimizer,
+        given: Any,
         closure: Callable[[], Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        record = self._record(optimizer)
-        record.check_step()
-        if record.stage is OptState.UNSCALED:
-            raise StageError(
-                "step() was given a closure after unscale_(); a closure computes its own gradients "
-                "and each of its evaluations is unscaled, so leave unscale_() out"
-            )
+        (subject,) = self._enter("step", (given,), _check_closure, needs_scale=False)
+        state = subject.state
 
         def overflowed(error: Exception | None) -> bool:
-            def flags_of(optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
-                if error is not None:
-                    raise error
-                return self._unscaled_flags(optimizer)
-
             if error is None:
                 self._require_scale("step")
-            self._settle("closure", (optimizer,), flags_of)
-            assert record.found_inf is not None
-            return not self._is_clean(record.found_inf)
+            look_and_agree(
+                self, "closure", [subject], self._unscaled, refused=error, by_hooks=False
+            )
+            state["stage"] = OptState.READY
+            flag = state.flag()
+            assert flag is not None
+            is_set = bool(flag.item())
+            self._ranks.drain()
+            return is_set
 
         try:
-            result = step_or_restore(optimizer, closure, overflowed, args, kwargs)
+            result = step_or_restore(given, subject.optimizer, closure, overflowed, args, kwargs)
         finally:
-            if (masters := masters_of(optimizer)) is not None:
-                masters.write_back()
-        if record.found_inf is None:
+            subject.source.write_back()
+        flag = state.flag()
+        if flag is None:
             raise StageError("step() was given a closure that the optimizer never called")
-        self._finish_step(optimizer, self._known[optimizer], record, record.found_inf)
+        skipped = bool(flag.item()) if host.is_host(flag.device) else None
+        self._finish(subject, flag, skipped)
         return result
 
-    def _watch_for_collapse(self, optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
-        if not self._known[optimizer].reaches_skips(self._max_consecutive_skips, flag):
-            return
-        report = self._overflows(None)
-        raise LossScaleCollapse(
-            f"{self._max_consecutive_skips} steps in a row were skipped; the loss scale is "
-            f"{self.get_scale():g}\n{report}",
-            report,
-        )
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
-
-        Stays answerable after ``update``, so that a learning-rate schedule or an EMA can be gated.
-
-        Raises:
-            StageError: ``step(optimizer)`` was never called.
-        """
-        if not self._enabled:
-            return True
-        known = self._known.get(optimizer)
-        if known is None or known.last_step is None:
-            raise StageError("stepped() is asked before step() was ever called for this optimizer")
-        return not known.last_step.item()
-
-    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Return the agreed flag of the last check as a 0-d float32 tensor; never waits.
-
-        Raises:
-            StageError: Neither ``unscale_`` nor ``step`` was ever called for this optimizer.
-        """
-        if not self._enabled:
-            return torch.zeros(())
-        known = self._known.get(optimizer)
-        if known is None or known.found_inf is None:
-            raise StageError(
-                "found_inf() is asked before unscale_() or step() was called for this optimizer"
+    def _finish(self, subject: Subject, flag: Tensor, skipped: bool | None) -> None:
+        _, optimizer, state, source = subject
+        state.end_step()
+        state.count(flag, skipped=skipped)
+        if self._hooks.joined:
+            self._hooks.step_ended(optimizer, flag)
+        source.finish_step()
+        self._skips.note(self, subject, flag, skipped)
+        limit = self._max_consecutive_skips
+        if limit is not None and state.reaches_skips(limit, flag, skipped=skipped):
+            report = overflow.report(self, None)
+            raise LossScaleCollapse(
+                f"{limit} steps in a row were skipped; the loss scale is "
+                f"{self.get_scale():g}\n{report}",
+                report,
             )
-        return known.found_inf
 
-    def overflow_rank(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Return the lowest rank on which the last check found inf or NaN; may wait.
+    # -- what each call begins with --------------------------------------------------------------
 
-        The message carries it, so every rank knows. None if no rank overflowed; 0 without a group.
-        """
-        known = self._known.get(optimizer)
-        return None if known is None else known.first_overflow_rank()
+    def _enter(
+        self,
+        call: str,
+        given: Sequence[Any],
+        check: Callable[[OptimizerState], None],
+        *,
+        needs_scale: bool = True,
+    ) -> list[Subject]:
+        """Return what a call is about; an error reaches every rank in this message or the next."""
+        subjects: list[Subject] = []
+        try:
+            if needs_scale:
+                self._require_scale(call.replace("step_all", "step"))
+            _check_given(call, given)
+            for optimizer in given:
+                subject = subject_of(self, optimizer)
+                check(subject.state)
+                subjects.append(subject)
+        except Exception as error:
+            if self._ranks.alone:
+                raise
+            if self._is_due(call, given):
+                look_and_agree(self, "step", subjects, self._checked, refused=error)
+            told = _with_peers(error, given) if call.startswith("step") else error
+            self._ranks.raise_later_elsewhere(told)
+            raise told from error
+        return subjects
 
-    def step_counts(self, optimizer: torch.optim.Optimizer) -> StepCounts:
-        """Return how many steps of this optimizer were taken and skipped; may wait."""
-        known = self._known.get(optimizer)
-        return StepCounts(0, 0) if known is None else known.counts
+    def _is_due(self, call: str, given: Sequence[Any]) -> bool:
+        """Return whether the other ranks send a message in the call that is refused here."""
+        unscaled_some = any(
+            state["stage"] is OptState.UNSCALED for state in self._states.records.values()
+        )
+        for optimizer in given:
+            state = self._states.get(optimizer)
+            if state is None:
+                if not unscaled_some:
+                    return True
+            elif (state["stage"] is OptState.READY and state.closed is None) or (
+                self._recheck and call != "unscale_" and state["stage"] is OptState.UNSCALED
+            ):
+                return True
+        return not given and not unscaled_some
+
+    def _require_scale(self, call: str) -> None:
+        # Where ranks agree, another rank may hold the loss (the last stage of a pipeline): there
+        # the message itself tells whether any rank called scale().
+        if self._scale is not None or self._ranks.alone:
+            self._check_scale_growth_tracker(call)
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+            self._rebase()
+            assert self._scale is not None
+            self._watch.scale_is(self._scale)
+        return self._scale
+
+    def _scale_tensor(self) -> Tensor:
+        if self._scale is not None:
+            return self._scale
+        device = self._device if isinstance(self._device, (str, torch.device)) else "cpu"
+        return self._scale_on(torch.device(device))
+
+    # -- what all ranks must have alike ----------------------------------------------------------
+
+    def _live_state(self) -> tuple[Any, ...]:
+        """Return scale, tracker and memory, or what they follow from where reading would wait."""
+        if self._scale is not None and host.is_host(self._scale.device):
+            return self._read_live_state()
+        return (*self._known_live, self._moves)
+
+    def _read_live_state(self) -> tuple[Any, ...]:
+        scale, tracker = self._scale_tensor(), self._growth_tracker
+        assert tracker is not None
+        live: tuple[Any, ...] = (scale.item(), tracker.item())
+        if self._schedule.initial_hysteresis > 1 and self._hysteresis_tracker is not None:
+            live = (*live, self._hysteresis_tracker.item())
+        if self._memory is not None:
+            live = (*live, *self._memory.tolist())
+        return live
+
+    def _rebase(self) -> None:
+        """Note that the scale is as it is on all ranks, from where they move it alike."""
+        if self._scale is not None and not host.is_host(self._scale.device):
+            self._known_live, self._moves = self._read_live_state(), 0
+
+    def _settings_in_words(self) -> str:
+        """Return what must be the same on every rank; a collapse gathers from all, so its limit."""
+        known = self._in_words
+        if not known or known[0] is not self._schedule:
+            words = f"{self._schedule}, recheck={self._recheck}"
+            words = f"{words}, max_consecutive_skips={self._max_consecutive_skips}"
+            known = self._in_words = (self._schedule, words)
+        return str(known[1])
+
+    def _watches_largest(self, call: str) -> bool:
+        # Gradients that are checked again are unscaled already.
+        return self._schedule.watches_largest and call != "recheck"
+
+    def _note_largest(self, largest: Tensor) -> None:
+        known = self._largest
+        self._largest = largest if known is None else torch.maximum(known, largest)
 
     # -- update ----------------------------------------------------------------------------------
 
@@ -360,21 +626,19 @@ class DistGradScaler(WholeModel):
         """
         if not self._enabled:
             return
-        if self._scale is None and self._agreement.alone:
-            self._require_scale("update")
+        self._require_scale("update")
         scale = self._scale_tensor()
         if new_scale is not None:
             scale.fill_(self._schedule.checked_scale(_one_number(new_scale), "new_scale"))
             self._largest = None
+            self._rebase()
         else:
-            records = self._per_optimizer_states.values()
-            flags = [flag for record in records if (flag := record.found_inf) is not None]
+            records = self._states.records.values()
+            flags = [flag for state in records if (flag := state.flag()) is not None]
             if not flags:
                 raise StageError("No inf checks were recorded prior to update.")
             self._move_scale(merged(flags, scale.device))
-        self._agreement.next_iteration()
-        self._attached.iteration_ended()
-        self._per_optimizer_states = Records()
+        self._begin_iteration()
 
     def _move_scale(self, found_inf: Tensor) -> None:
         scale, tracker, hysteresis = self._scale, self._growth_tracker, self._hysteresis_tracker
@@ -382,15 +646,370 @@ class DistGradScaler(WholeModel):
         assert tracker is not None
         assert hysteresis is not None
         largest, self._largest = self._largest, None
+        self._moves += 1
         state = ScaleState(scale, tracker, hysteresis, self._memory)
         self._schedule.advance_(state, found_inf, largest)
 
+    def _begin_iteration(self, records: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        if self._scale is not None:
+            self._watch.scale_is(self._scale)
+        self._ranks.iteration += 1
+        if self._hooks.joined:
+            self._hooks.iteration_ended()
+        self._states.begin_iteration(records)
+        self._skips.say()
 
-def _refuse_twice(call: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    if len(optimizers) > 1 and len(set(map(id, optimizers))) != len(optimizers):
+    # -- asking afterwards -----------------------------------------------------------------------
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
+
+        Stays answerable after ``update``, so that a learning-rate schedule or an EMA can be gated.
+
+        Raises:
+            StageError: ``step(optimizer)`` was never called.
+        """
+        if not self._enabled:
+            return True
+        last = self._states.asked("stepped", optimizer, "step()").last_step
+        if last is None:
+            raise StageError("stepped() is asked before step() was called for this optimizer")
+        return not last.item()
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Return the flag of the last check, agreed on by all ranks; never waits.
+
+        Returns:
+            0-d float32: 1.0 if a rank found inf or NaN, else 0.0.
+
+        Raises:
+            StageError: The optimizer was never checked.
+        """
+        if not self._enabled:
+            return flag_of(False, "cpu")
+        found = self._states.asked("found_inf", optimizer).found_inf
+        if found is None:
+            raise StageError(
+                "found_inf() is asked before unscale_() or step() was called for this optimizer"
+            )
+        return found
+
+    def overflow_rank(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return the lowest rank on which the last check found inf or NaN; may wait.
+
+        The message carries it, so every rank knows. None if no rank overflowed; 0 without a group.
+
+        Raises:
+            StageError: The scaler never saw the optimizer.
+        """
+        if not self._enabled:
+            return None
+        return self._states.asked("overflow_rank", optimizer).overflow_rank()
+
+    def step_counts(self, optimizer: torch.optim.Optimizer) -> StepCounts:
+        """Return how many steps of this optimizer were taken and skipped; may wait.
+
+        Raises:
+            StageError: The scaler never saw the optimizer.
+        """
+        if not self._enabled:
+            return StepCounts(0, 0)
+        return self._states.asked("step_counts", optimizer).counts
+
+    # -- the whole model -------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        replicated: Declared | None = None,
+        sharded: Declared | None = None,
+    ) -> Tensor:
+        """Clip the norm of the whole gradient, of which every rank may hold a part.
+
+        As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, under DDP, FSDP, tensor and
+        pipeline parallel and their mixtures. Gradients still scaled are unscaled first, in the same
+        message. A norm that is inf or NaN leaves the gradients as they are: the step is skipped.
+
+        What several ranks hold alike counts once. DTensors say how they are spread. Of a plain
+        tensor ranks find out: it counts as a replica among the ranks where its value agrees to the
+        bit and the norm of its gradient agrees, and for itself elsewhere. Megatron's
+        ``tensor_model_parallel`` (a part) and ``shared`` (a copy of a tied weight) are read too.
+
+        Args:
+            optimizer_or_parameters: An optimizer, or parameters that optimizers of this scaler
+                hold.
+            max_norm: The largest norm to leave; > 0.
+            norm_type: The order of the norm; > 0, inf for the largest magnitude.
+            replicated: Says of a parameter of the model that every rank of the group holds the
+                same, whatever rounding has done to its gradient.
+            sharded: Says of a parameter that every rank of the group holds another part, though
+                they may look alike.
+
+        Returns:
+            The norm before clipping, unscaled: 0-d float32, the same on every rank. A disabled
+            scaler returns that of what this rank holds, as torch does.
+
+        Raises:
+            StageError: Parameters were given whose gradients were not unscaled, and no optimizer
+                that this scaler has seen holds them.
+            SettingError: ``max_norm`` or ``norm_type`` is not a positive number, or a parameter is
+                declared both.
+        """
+        given = optimizer_or_parameters
+        if not self._enabled:
+            return clipping.clip_disabled(given, self._states, max_norm, norm_type)
+        return clipping.clip(self, given, max_norm, norm_type, replicated, sharded)
+
+    def overflow_report(self, model: torch.nn.Module | None = None) -> OverflowReport:
+        """Return which gradients hold inf or NaN, on which rank; every rank must call it.
+
+        To be called after a skipped step and before ``zero_grad``.
+
+        Args:
+            model: For names, and for parameters of no optimizer. Else ``named_parameters`` of the
+                constructor, the optimizer's own names, or group and index.
+
+        Raises:
+            StageError: No rank holds such a gradient; raised on every rank.
+        """
+        report = overflow.report(self, model)
+        if not report.overflows:
+            raise StageError(
+                "overflow_report() found no inf or NaN in any gradient of any rank: call it after "
+                "a skipped step and before zero_grad()"
+            )
+        return report
+
+    def send_flags(self, flags: Sequence[Tensor]) -> None:
+        """Let flags of the caller's own travel in the next message; the same number on every rank.
+
+        Args:
+            flags: 0-d float32, exactly 0 or 1.
+        """
+        self._own_flags = list(flags)
+
+    def agreed_flags(self) -> list[Tensor]:
+        """Return the flags of the last `send_flags`, set where any rank had set them; 0-d."""
+        return self._agreed_flags
+
+    def attach(self, hook_state: object) -> None:
+        """Learn of inf and NaN from the communication hook that averages the gradients.
+
+        Every rank calls it at the same point. From the second step of an optimizer on, all of whose
+        gradients come through the hook, the ranks know from the exchange itself whether to skip:
+        there is no message, and where a fused kernel unscales no pass over the gradients either.
+        Steps are skipped as without. Ranks that drift apart are found out at the next exchange.
+
+        Args:
+            hook_state: What ``distamp.comm_hooks.register`` returned.
+
+        Raises:
+            ValueError: The state of torch's PowerSGD, which does not survive loss scaling.
+            TypeError: Something else that is no hook's state.
+        """
+        self._hooks.add(checked_hook(hook_state))
+
+    # -- settings and state ----------------------------------------------------------------------
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor that the scale grows by; > 1, else SettingError."""
+        self._growth_factor = new_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor that an overflow multiplies the scale by; in (0, 1), else SettingError."""
+        self._backoff_factor = new_factor
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the clean iterations before the scale grows; >= 1, else SettingError."""
+        self._growth_interval = new_interval
+
+    @property
+    def process_group(self) -> GroupLike:
+        """The group as given; assign to it after unpickling or after a group was made anew."""
+        return self._ranks.process_group
+
+    @process_group.setter
+    def process_group(self, process_group: GroupLike) -> None:
+        message.check_group(process_group)
+        self._ranks = Ranks(process_group)
+        self._states.forget_agreements()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five keys, whatever the schedule; empty when disabled.
+
+        ``torch.amp.GradScaler`` and this class load each other's. What a schedule remembers beyond
+        them is in `schedule_state_dict`.
+        """
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._get_growth_tracker(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, of this class in any version, of torch's, or Apex's.
+
+        A disabled scaler loads nothing, as in torch.
+
+        Raises:
+            StageError: The dict is empty (torch raises RuntimeError).
+            SettingError: A value is outside its range; nothing is changed then.
+        """
+        if self._enabled:
+            self._load(read_state(state_dict, self._schedule))
+
+    def schedule_state_dict(self) -> dict[str, Any]:
+        """Return what the schedule is and remembers beyond torch's five keys; empty when disabled.
+
+        Numbers, strings and lists of them, to be saved beside ``state_dict()``.
+        """
+        if not self._enabled:
+            return {}
+        left = self._hysteresis_tracker
+        hysteresis = self._init_hysteresis if left is None else int(left.item())
+        return written_schedule(self._schedule, hysteresis, self._current_memory())
+
+    def load_schedule_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `schedule_state_dict` returned; best before ``load_state_dict``.
+
+        Sets the kind of schedule, its bounds and what it remembers, and leaves the scale, which
+        is moved into the bounds.
+
+        Raises:
+            SettingError: A value is missing or outside its range; nothing is changed then.
+        """
+        if self._enabled:
+            self._load(read_schedule(state_dict, self._schedule))
+
+    def _load(self, saved: Saved) -> None:
+        schedule = self._schedule = saved.schedule
+        if saved.scale is not None and saved.tracker is not None:
+            self._init_scale, self._init_growth_tracker = saved.scale, saved.tracker
+            if self._scale is not None:
+                self._scale.fill_(saved.scale)
+            if self._growth_tracker is not None:
+                self._growth_tracker.fill_(saved.tracker)
+        if saved.hysteresis is not None and saved.memory is not None:
+            self._init_hysteresis, self._init_memory = saved.hysteresis, saved.memory
+            if self._hysteresis_tracker is not None:
+                self._hysteresis_tracker.fill_(saved.hysteresis)
+            self._load_memory(saved.memory)
+        self._init_scale = min(max(self._init_scale, schedule.min_scale), schedule.max_scale)
+        if self._scale is not None:
+            self._scale.clamp_(schedule.min_scale, schedule.max_scale)
+            self._watch.scale_is(self._scale)
+        self._rebase()
+        self._ranks.iteration = 0
+
+    def _current_memory(self) -> tuple[int, ...]:
+        return self._init_memory if self._memory is None else tuple(self._memory.tolist())
+
+    def _load_memory(self, memory: tuple[int, ...]) -> None:
+        self._largest = None
+        if self._memory is not None and self._memory.numel() == len(memory):
+            self._memory.copy_(torch.tensor(memory, dtype=torch.int64, device="cpu"))
+        elif self._scale is not None:  # the loaded schedule is of another kind
+            kept = torch.tensor(memory, dtype=torch.int64, device=self._scale.device)
+            self._memory = kept if memory else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and self._states.records:
+            raise StageError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        # What a subclass added goes along, as with torch's class.
+        left_out = {"_names", *self._fresh()}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        if self._enabled:
+            state["_init_scale"] = self.get_scale()
+        state["_init_growth_tracker"] = self._get_growth_tracker()
+        left = self._hysteresis_tracker
+        state["_init_hysteresis"] = self._init_hysteresis if left is None else int(left.item())
+        state["_init_memory"] = self._current_memory()
+        state["group_was_default"] = self._ranks.process_group is None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        was_default = state.pop("group_was_default")
+        self.__dict__.update(state)
+        self._names = settings.Names()
+        self._start(None)
+        if not was_default:
+            self._ranks.lost_group = (
+                "this scaler was pickled with a process group of its own, which a pickle cannot "
+                "carry; set scaler.process_group (None is the default group) before using it"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistGradScaler:
+        # As a pickle, but in the same process: the group is the same one, and is no part of it.
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._ranks = Ranks(self._ranks.process_group)
+        twin._ranks.lost_group = self._ranks.lost_group
+        return twin
+
+    def _fresh(self) -> dict[str, Any]:
+        fresh = object.__new__(DistGradScaler)
+        fresh._start(None)
+        return fresh.__dict__
+
+    # -- uneven inputs ---------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what stands in for this scaler on a rank that has no more inputs.
+
+        See ``torch.distributed.algorithms.Join``: ``with Join([model, scaler])``.
+        """
+        return joining.ShadowScaler(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the loss scale, as ``Join`` asks for it."""
+        return self._scale_tensor().device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group that the scaler agrees over, as ``Join`` asks for it."""
+        return self._ranks.join_group()
+
+
+def _check_given(call: str, given: Sequence[Any]) -> None:
+    if not given and call == "unscale_":
+        raise TypeError("unscale_() needs at least one optimizer")
+    if len(given) > 1 and len(set(map(id, map(unwrapped, given)))) != len(given):
         raise StageError(
             f"{call}() was given one optimizer twice; each is unscaled and stepped once"
         )
+
+
+def _check_closure(state: OptimizerState) -> None:
+    state.check_step()
+    if state["stage"] is OptState.UNSCALED:
+        raise StageError(
+            "step() was given a closure after unscale_(); a closure computes its own gradients "
+            "and each of its evaluations is unscaled, so leave unscale_() out"
+        )
+
+
+def _with_peers(error: Exception, given: Sequence[Any]) -> Exception:
+    """Return an error of a step as one rank alone raises it: the others may have taken the step."""
+    names = ", ".join(type(unwrapped(optimizer)).__name__ for optimizer in given)
+    if not isinstance(error, StageError):
+        return error
+    return StageError(
+        f"{error} (ranks that did not raise this may be one step ahead, by {names}; all raise at "
+        "their next message)"
+    )
 
 
 def _one_number(value: float | Tensor) -> float:

@@ -1,53 +1,301 @@
-"""Notice a backward pass through a scaled loss that adds to gradients already unscaled."""
+"""What backward passes do to gradients that are unscaled, stepped or of an earlier scale."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from distamp.scaler.stages import Record
+from distamp import host
+from distamp.errors import StageError
+from distamp.optimizers import inner_optimizer
+from distamp.scaler.optimizer_state import Leftover, OptimizerState, OptimizerStates, OptState
+from distamp.sources import GradientSource, source_of
 
-__all__ = ["watch_backward"]
+__all__ = ["BackwardWatch", "take_over_shared"]
 
-Unscaled = Iterable[tuple[Record, list[Tensor]]]
+_MOST_NODES = 100_000
 
 
-def watch_backward(scaled: Tensor, unscaled: Callable[[], Unscaled]) -> None:
-    """Mark records whose gradients change during a backward pass through ``scaled``.
+class BackwardWatch:
+    """Watches backward passes through scaled losses, by one hook on each, and none on parameters.
 
-    One hook on the scaled loss, none on parameters: it does nothing unless an optimizer is between
-    ``unscale_`` and ``step`` when a backward pass starts. Gradients that a wrapper writes after the
-    pass has ended (none of torch's does) would be missed.
+    It does nothing unless an optimizer is between ``unscale_`` and ``update``, or gradients were
+    left behind by a change of the scale. Gradients that a wrapper writes after the pass has ended
+    (none of torch's does) would be missed.
 
     Args:
-        scaled: What ``scale()`` returned.
-        unscaled: Returns the record and the parameters of every optimizer in stage UNSCALED.
+        states: Of the scaler's optimizers.
     """
-    if not scaled.requires_grad or torch.compiler.is_compiling():
-        return
 
-    def on_backward(gradient: Tensor) -> None:
-        before = [(record, ps, _versions(ps)) for record, ps in unscaled()]
-        if before:
-            _at_end_of_backward(lambda: _mark(before))
+    def __init__(self, states: OptimizerStates) -> None:
+        self._states = states
+        # How often the scale has changed, and what it was before and is since.
+        self._changes = 0
+        self._before: Tensor | None = None
+        self._now: float | Tensor | None = None
+        # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._orphans: list[Leftover] = []
 
-    scaled.register_hook(on_backward)
+    def watch(self, scaled: Tensor) -> None:
+        """Watch the backward pass that begins at ``scaled``."""
+        node = scaled.grad_fn
+        if node is None:
+            return
+        if torch.compiler.is_compiling():
+            _outside_the_graph(self, scaled)
+            return
+        # What the pass goes on to, and not the node itself, which holds this very hook.
+        following = () if len(self._states) else node.next_functions
+        node.register_prehook(partial(self._begins, self._changes, following))
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def _begins(self, changes: int, following: Sequence[tuple[Any, int]], _: Any) -> None:
+        states = self._states
+        if following and not len(states):
+            self._note_leaves(following)
+        ended: list[Callable[[], None]] = []
+        for state in states.records.values():
+            stage = state["stage"]
+            if stage is OptState.UNSCALED or (stage is OptState.STEPPED and state.in_place):
+                ended.append(_watching(state))
+        current = changes == self._changes
+        leftovers = list(self._leftovers())
+        if leftovers:
+            ended += [_adding(each, current) for each in leftovers if _is_there(each)]
+        if not current and self._before is not None:
+            ended += [self._late_pass(state, self._before) for _, state in states.live()]
+        if ended:
+            _at_end_of_backward(ended)
+
+    def _leftovers(self) -> Iterable[Leftover]:
+        yield from self._orphans
+        for _, state in self._states.live():
+            if state.leftovers:
+                yield from state.leftovers
+
+    def _late_pass(self, state: OptimizerState, scale: Tensor) -> Callable[[], None]:
+        """A loss that was scaled before the scale changed, and backpropagated after."""
+        optimizer = state.optimizer()
+        parameters = [] if optimizer is None else source_of(optimizer).filled()
+        before = _versions(parameters)
+
+        def ended() -> None:
+            for p, old, new in zip(parameters, before, _versions(parameters), strict=True):
+                if old is None and new is not None and p.grad is not None:
+                    state.leftovers.append(_leftover(p, p.grad, scale))
+
+        return ended
+
+    # -- a change of the scale -------------------------------------------------------------------
+
+    def scale_is(self, scale: Tensor) -> None:
+        """Note the scale that losses are multiplied by from now on.
+
+        Gradients of optimizers that were not looked at since the last change stay as they are, of
+        the scale that they were made with.
+        """
+        on_host = host.is_host(scale.device)
+        now: float | Tensor = scale.item() if on_host else scale.clone()
+        before, self._now = self._now, now
+        if self._leaves:
+            alive = {id(p): r for r in self._leaves if (p := r()) is not None}
+            self._leaves = list(alive.values())
+        if before is None or (on_host and before == now):
+            return
+        self._changes += 1
+        old = before if isinstance(before, Tensor) else _scalar(before)
+        self._before = old
+        for optimizer, state in self._states.live():
+            if state["stage"] is OptState.READY:
+                known = [each for each in state.leftovers if _is_there(each)]
+                state.leftovers = _with_new(known, source_of(optimizer).filled(), old)
+        if self._leaves:
+            self._adopt_leaves(old)
+
+    def _adopt_leaves(self, scale: Tensor) -> None:
+        known = {id(p) for o, _ in self._states.live() for p in source_of(o).watched()}
+        leaves = [p for reference in self._leaves if (p := reference()) is not None]
+        self._leaves = []
+        self._orphans = _with_new(
+            [each for each in self._orphans if _is_there(each)],
+            [leaf for leaf in leaves if id(leaf) not in known],
+            scale,
+        )
+
+    def _note_leaves(self, following: Sequence[tuple[Any, int]]) -> None:
+        """Note the tensors that a pass gives gradients to; only while no optimizer is known."""
+        stack = [node for node, _ in following]
+        seen = set(stack)
+        while stack and len(seen) < _MOST_NODES:
+            node = stack.pop()
+            if node is None:
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                self._leaves.append(weakref.ref(variable))
+            for other, _ in node.next_functions:
+                if other is not None and other not in seen:
+                    seen.add(other)
+                    stack.append(other)
+
+    def scale_of(
+        self, optimizer: Any, state: OptimizerState, source: GradientSource, scale: Tensor
+    ) -> Tensor:
+        """Return the scale that the gradients of an optimizer were made with.
+
+        Raises:
+            StageError: They were made with several.
+        """
+        if self._orphans:
+            self._give_orphans(state, source)
+        elif not state.leftovers:
+            return scale
+        left = [each for each in state.leftovers if _is_there(each)]
+        state.leftovers = []
+        if not left:
+            return scale
+        places = {id(each.parameter()) for each in left}
+        fresh = any(p.grad is not None and id(p) not in places for p in source.filled())
+        scales = {float(each.scale): each.scale for each in left}
+        mixed = fresh or any(each.added for each in left)
+        if mixed:
+            scales[float(scale)] = scale
+        if len(scales) == 1:
+            return next(iter(scales.values()))
+        raise StageError(
+            f"{type(optimizer).__name__} holds gradients that were made with several loss scales "
+            f"({', '.join(f'{value:g}' for value in scales)}): step it before update() changes the "
+            "scale, or zero its gradients before the next backward pass"
+        )
+
+    def _give_orphans(self, state: OptimizerState, source: GradientSource) -> None:
+        mine = {id(p) for p in source.filled()}
+        alive = [each for each in self._orphans if _is_there(each)]
+        state.leftovers += [each for each in alive if id(each.parameter()) in mine]
+        self._orphans = [each for each in alive if id(each.parameter()) not in mine]
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device="cpu")
+
+
+def _outside_the_graph(watch: BackwardWatch, scaled: Tensor) -> None:
+    # A compiled graph drops hooks on what it computes: this part of it runs as it stands.
+    torch._compile._disable_dynamo(BackwardWatch.watch)(watch, scaled)
+
+
+def _watching(state: OptimizerState) -> Callable[[], None]:
+    """Note which gradients of an optimizer a pass changes, that was unscaled or stepped before."""
+    optimizer = state.optimizer()
+    parameters = [] if optimizer is None else source_of(optimizer).watched()
+    before = _versions(parameters)
+    was_unscaled = state["stage"] is OptState.UNSCALED
+
+    def ended() -> None:
+        for p, old, new in zip(parameters, before, _versions(parameters), strict=True):
+            if old != new:
+                if was_unscaled:
+                    state.late = True
+                    return
+                state.refreshed.append(weakref.ref(p))
+
+    return ended
+
+
+def _adding(leftover: Leftover, current: bool) -> Callable[[], None]:
+    """Note whether a pass adds to a gradient of an earlier scale."""
+    parameter = leftover.parameter()
+    gradient = None if parameter is None else parameter.grad
+    if gradient is not None and gradient._version != leftover.version and not gradient.any():
+        leftover.gradient = lambda: None  # type: ignore[assignment]  # zeroed in place
+        return lambda: None
+    version = 0 if gradient is None else gradient._version
+    leftover.version = version
+
+    def ended() -> None:
+        now = None if parameter is None else parameter.grad
+        if now is None or (now is gradient and now._version == version):
+            return
+        leftover.gradient, leftover.version = weakref.ref(now), now._version
+        leftover.added |= current
+
+    return ended
+
+
+def _is_there(leftover: Leftover) -> bool:
+    parameter = leftover.parameter()
+    return (
+        parameter is not None
+        and parameter.grad is not None
+        and parameter.grad is leftover.gradient()
+    )
+
+
+def _leftover(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Leftover:
+    return Leftover(weakref.ref(parameter), weakref.ref(gradient), gradient._version, scale)
+
+
+def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
+    places = {id(each.parameter()) for each in known}
+    new = [
+        _leftover(p, gradient, scale)
+        for p in parameters
+        if id(p) not in places and (gradient := p.grad) is not None
+    ]
+    return known + new
 
 
 def _versions(parameters: list[Tensor]) -> list[tuple[int, int] | None]:
     return [None if (g := p.grad) is None else (id(g), g._version) for p in parameters]
 
 
-def _mark(before: list[tuple[Record, list[Tensor], list[tuple[int, int] | None]]]) -> None:
-    for record, parameters, versions in before:
-        if _versions(parameters) != versions:
-            record.late_gradients = True
-
-
-def _at_end_of_backward(callback: Callable[[], None]) -> None:
+def _at_end_of_backward(callbacks: list[Callable[[], None]]) -> None:
     # Queued twice: wrappers that queue their own callbacks during the pass come before the second.
     queue = Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))
+
+    def run() -> None:
+        for callback in callbacks:
+            callback()
+
+    queue(lambda: queue(run))
+
+
+def take_over_shared(
+    states: OptimizerStates, optimizer: Any, state: OptimizerState, source: GradientSource
+) -> None:
+    """Let an optimizer share what its gradients went through by way of another one.
+
+    A wrapper and the optimizer inside it, for example. Which gradients two optimizers share is
+    asked of their live parameters, and only of those that got no new ones since.
+
+    Raises:
+        StageError: Only some of its gradients were unscaled or stepped through another optimizer.
+    """
+    if state["stage"] is not OptState.READY or len(states.records) < 2:
+        return
+    mine: set[int] | None = None
+    for other in list(states.records.values()):
+        holder = other.optimizer()
+        if other is state or not other.in_place or holder is None:
+            continue
+        if mine is None:
+            mine = set(map(id, source.watched()))
+        theirs = set(map(id, source_of(holder).watched()))
+        fresh = {id(p) for reference in other.refreshed if (p := reference()) is not None}
+        if not (mine & theirs) - fresh:
+            continue
+        if mine <= theirs or inner_optimizer(optimizer) is not None:
+            state.take_over(other)
+            return
+        raise StageError(
+            f"{type(optimizer).__name__} shares parameters with a {type(holder).__name__} that was "
+            "already unscaled or stepped in this iteration; their gradients would be unscaled twice"
+        )

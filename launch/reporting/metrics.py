@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
-from distamp.telemetry import METRICS, Record, read_records
+from launch.compare import METRICS, Record, read_records
 
 __all__ = ["MetricsFile", "read_metrics"]
 

@@ -13,7 +13,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from distamp.telemetry import METRICS, Record, Run, draw, power_of_two
+from launch.compare import METRICS, Record, Run, draw, power_of_two
 from launch.config import Config
 from launch.reporting.metrics import MetricsFile
 from launch.reporting.tracking import TRACKERS, trackers_for
@@ -95,7 +95,7 @@ class RunReporter(Reporter):
         self.trackers = trackers_for(folder, config, history, first)
         self.first = first
         self.began = self.last = time.monotonic()
-        self.said = 0.0
+        self.shown_at = 0.0
         self.busy = 0.0
         self.tokens = 0
         self.rate = 0.0
@@ -130,12 +130,13 @@ class RunReporter(Reporter):
             shown += f"  {record[self.measure.name]:.3f} {self.measure.unit}"
         if self.scales:
             shown += f"  scale {power_of_two(record['loss_scale'])}  skipped {record['skipped']}"
-        shown += f"  {self.rate / 1000:.1f}k {self.measure.short}/s"
+        speed_shown = f"{self.rate / 1000:.1f}k" if self.rate >= 1000 else f"{self.rate:.0f}"
+        shown += f"  {speed_shown} {self.measure.short}/s"
         step = record["step"]
         if self.bar is not None:
             self.bar.update(self.task, completed=step, shown=shown)
-        elif now - self.said > _SECONDS_BETWEEN_LINES or step == self.config.steps:
-            self.said = now
+        elif now - self.shown_at > _SECONDS_BETWEEN_LINES or step == self.config.steps:
+            self.shown_at = now
             self.console.print(f"step {step:>5}/{self.config.steps}  {shown}")
 
     def validation(self, record: Record) -> None:
@@ -169,7 +170,10 @@ class RunReporter(Reporter):
             self.note(f"Warning: cannot write {PLOT}: {error.strerror}")
         for flag in self.trackers:
             left[flag] = TRACKERS[flag].leaves.format(folder=self.folder)
-        left["checkpoints"] = f"the run as it stands; for more, --resume {self.folder} --steps N"
+        if self.config.keep_checkpoints:
+            left["checkpoints"] = (
+                f"the run as it stands; for more, --resume {self.folder} --steps N"
+            )
         left["config.json"] = "what it was asked to do"
         self.console.print()
         self._table({**self._ends(records), **more})
@@ -192,10 +196,9 @@ class RunReporter(Reporter):
         first, last = validations[0], validations[-1]
         facts = {}
         for name, key, form in _ENDS:
-            if (value := last.get(f"validation_{key}")) is not None:
-                before = first.get(f"validation_{key}")
-                shown = "nan" if before is None else form.format(before)
-                facts[name] = f"{shown} -> {form.format(value)}"
+            if (name_in_record := f"validation_{key}") in last:
+                ends = (_shown(record.get(name_in_record), form) for record in (first, last))
+                facts[name] = " -> ".join(ends)
         elapsed = time.monotonic() - self.began
         speed = self.tokens / self.busy if self.busy else 0.0
         done = steps[-1]["step"] - self.first
@@ -238,6 +241,11 @@ _ENDS = (
     ("Bits per byte", "bits_per_byte", "{:.3f}"),
     ("Right", "accuracy", "{:.1%}"),
 )
+
+
+def _shown(value: float | None, form: str) -> str:
+    """Return a number as text; in a record, one that is not finite is None."""
+    return "nan" if value is None else form.format(value)
 
 
 def _bar(console: Console) -> Progress:

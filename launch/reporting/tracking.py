@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from distamp.telemetry import Record
+from launch.compare import Record
 from launch.config import Config
 from launch.errors import UsageError
 

@@ -139,6 +139,20 @@ def test_the_old_function_decorators_know_their_device_type(device_type):
     assert x.grad.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("name", ["autocast", "GradScaler"])
+def test_the_old_spellings_warn_from_the_callers_line(name):
+    with pytest.warns(UserWarning, match="not available") as caught:
+        getattr(distamp.cuda.amp, name)()
+    assert [each.filename for each in caught] == [__file__]
+
+
+@pytest.mark.parametrize("name", ["autocast", "GradScaler"])
+def test_the_old_spellings_pickle_by_their_module(name):
+    cls = getattr(distamp.cpu.amp, name)
+    assert pickle.loads(pickle.dumps(cls)) is cls
+
+
 def test_the_old_autocast_is_reusable_as_the_new_one_is():
     region = distamp.cpu.amp.autocast()
     with region, region:

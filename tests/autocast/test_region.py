@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from distamp import autocast
+from distamp.autocast import AutocastState, OpLists
 from distamp.errors import RegionError
 from tests.autocast.conftest import thread_state
 
@@ -127,6 +128,19 @@ def test_nested_regions_of_two_dtypes_may_share_a_weight():
     ]
 
 
+def test_torchs_own_region_of_another_dtype_inside_ours_raises_unless_ours_keeps_no_casts():
+    weight = torch.ones(2, 2, requires_grad=True)
+    with autocast("cpu", dtype=torch.float16):
+        torch.mm(X, weight)
+        inner = torch.autocast("cpu", dtype=torch.bfloat16)
+        with inner, pytest.raises(RuntimeError, match="same dtype"):
+            torch.mm(X, weight)
+    with autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        torch.mm(X, weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.mm(X, weight).dtype is torch.bfloat16
+
+
 def test_leaving_in_another_thread_is_an_error_there_and_changes_nothing_here():
     region = autocast("cpu")
     seen: list[object] = []
@@ -147,17 +161,15 @@ def test_leaving_in_another_thread_is_an_error_there_and_changes_nothing_here():
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cpu", "cuda"), ("cuda", "cpu")])
-def test_leaving_out_of_order_is_an_error_once_the_state_is_right(devices):
+def test_leaving_out_of_order_is_an_error_that_changes_nothing(devices):
     before = thread_state()
     outer = autocast(devices[0], torch.float16, enabled=devices[0] == "cpu", cache_enabled=False)
     inner = autocast(devices[1], torch.bfloat16, enabled=devices[1] == "cpu")
-    outer.__enter__()
-    inner.__enter__()
-    within = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype(devices[1]))
-    with pytest.raises(RegionError, match="still open"):
-        outer.__exit__(None, None, None)
-    assert torch.get_autocast_dtype(devices[1]) is within[1]
-    inner.__exit__(None, None, None)
+    with outer, inner:
+        within = thread_state()
+        with pytest.raises(RegionError, match="still open"):
+            outer.__exit__(None, None, None)
+        assert thread_state() == within
     assert thread_state() == before
 
 
@@ -232,7 +244,7 @@ def test_the_dtype_is_taken_when_the_region_is_made_as_torch_does():
         ((torch.device("cpu"),), ValueError, "device_type"),
         ((["cpu"], torch.bfloat16), ValueError, "device_type"),
         (("cpu", "bfloat16"), TypeError, "torch.bfloat16"),
-        (("cpu", None, True, "steps"), ValueError, "'step'"),
+        (("cpu", None, True, "step"), ValueError, "True, False or None, got 'step'"),
         (("cpuu",), RuntimeError, "cpuu"),
         (("meta", torch.bfloat16), RuntimeError, "unsupported autocast device_type"),
     ],
@@ -283,27 +295,45 @@ def test_the_cache_flag_is_the_threads_unless_given():
 
 
 def test_ops_are_in_force_inside_and_not_outside():
-    from distamp.autocast import op_lists
-
-    lists = op_lists.OpLists(fp32={"mm"})
+    lists = OpLists(fp32={"mm"})
     region = autocast("cpu", ops=lists)
     with region:
         assert _product() is torch.float32
-        with autocast("cpu", ops=op_lists.OpLists(fp32={"softmax"})), region:
+        with autocast("cpu", ops=OpLists(fp32={"softmax"})), region:
             assert _product() is torch.float32
-    assert op_lists.current() is None
+    assert AutocastState.capture().lists is None
     with autocast("cpu"):
         assert _product() is torch.bfloat16
 
 
-def test_regions_with_ops_left_out_of_order_leave_nothing_in_force():
-    from distamp.autocast import op_lists
+def test_regions_with_ops_left_out_of_order_keep_their_lists():
+    outer = autocast("cpu", ops=OpLists(fp32={"mm"}))
+    with outer, autocast("cpu", ops=OpLists(fp32={"softmax"})):
+        with pytest.raises(RegionError):
+            outer.__exit__(None, None, None)
+        assert _product() is torch.bfloat16
+    assert AutocastState.capture().lists is None
 
-    outer = autocast("cpu", ops=op_lists.OpLists(fp32={"mm"}))
-    inner = autocast("cpu", ops=op_lists.OpLists(fp32={"softmax"}))
-    outer.__enter__()
-    inner.__enter__()
-    with pytest.raises(RegionError):
-        outer.__exit__(None, None, None)
-    inner.__exit__(None, None, None)
-    assert op_lists.current() is None
+
+def test_a_forward_pass_after_a_step_inside_the_region_uses_the_new_weights():
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with autocast("cpu"):
+        model(X).sum().backward()
+        optimizer.step()
+        assert model(X).tolist() == [[-2.0], [-2.0]]
+
+
+def test_a_step_inside_a_region_with_lists_drops_the_casts_of_their_kernels():
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with autocast("cpu", ops=OpLists(lower_precision={"layer_norm"})):
+        out = torch.nn.functional.layer_norm(torch.tensor([[0.0, 1.0]]), (2,), weight)
+        out[0, 1].backward()
+        weight.grad.fill_(1.0)
+        version = weight._version
+        optimizer.step()
+        torch._C._autograd._unsafe_set_version_counter((weight,), (version,))  # as FSDP2 does
+        after = torch.nn.functional.layer_norm(torch.tensor([[0.0, 1.0]]), (2,), weight)
+    assert after.tolist() == [[0.0, 0.0]]

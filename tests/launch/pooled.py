@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from launch.config import read
+from launch.command_line import read
 from launch.errors import UsageError
 from launch.job import Job, prepare
 from launch.ranks import Ranks

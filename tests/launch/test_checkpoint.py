@@ -70,7 +70,8 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(
 def test_one_process_goes_on_from_many_and_many_from_one(ranks4, straight, text, tmp_path):
     flags = ("--data", text, *SMALL, *FP16, "--keep-checkpoints", 9)
     ranks4.run(pooled.train, tmp_path, (*flags, "--strategy", "fsdp2"))
-    pooled.train(tmp_path, (*flags, "--resume", tmp_path / "checkpoints" / "step-00000002"))
+    resume = ("--resume", tmp_path / "checkpoints" / "step-00000002")
+    pooled.train(tmp_path, (*flags, "--strategy", "none", *resume))
     resume = ("--resume", tmp_path / "checkpoints" / "step-00000004")
     rows = ranks4.run(pooled.train, tmp_path, (*flags, "--strategy", "fsdp2", *resume))[0]
     _agree(rows, straight, "fp16")

@@ -16,7 +16,7 @@ from launch.data import Data, Images, Text
 from launch.errors import UsageError
 from launch.images import load_digits, load_folder
 from launch.models import count_parameters, init_model, mean_loss, recipe_for
-from launch.spread import decayed_names, split
+from launch.parallel import decayed_names, split
 from tests.launch import jobs, pooled
 
 CPU = torch.device("cpu")

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from distamp.precision import LEVELS
 from distamp.scaler import masters_of
-from launch.config import Config, parse
+from launch.command_line import parse
+from launch.config import Config
 from launch.data import Data
 from launch.errors import UsageError
 from launch.job import Job
-from launch.levels import bytes_per_parameter, eps_for
+from launch.levels import eps_for
+from launch.memory import ModelSize, Shares, needs
 from launch.strategies import STRATEGIES
 from tests.launch import compare_levels, jobs, pooled
 from tests.launch.pooled import Rows
@@ -364,7 +366,7 @@ def test_adamw_has_an_eps_that_its_state_can_hold():
     ("level", "size"), [("O0", 16), ("O1", 16), ("O2", 18), ("O3", 8), ("bf16-O2", 18)]
 )
 def test_bytes_of_a_parameter_are_those_of_weights_gradients_and_moments(level, size):
-    assert bytes_per_parameter(LEVELS[level]) == size
+    assert needs(ModelSize(10), LEVELS[level], Shares(), torch.float32).total == 10 * size
 
 
 def test_a_level_is_checked_before_a_model_is_built():

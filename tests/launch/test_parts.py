@@ -13,9 +13,9 @@ import torch.distributed as dist
 from launch.config import Config
 from launch.device import check_precision
 from launch.errors import UsageError
-from launch.job import learning_rate
 from launch.ranks import Ranks
 from launch.reporting import RunReporter, read_metrics
+from launch.steps import learning_rate
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from launch.config import read
-from launch.lost import Roll
+from launch.command_line import read
+from launch.lost_rank import RankRegistry
 from launch.stopping import Preempted, Stop
 from launch.train import main
 from launch.train import train as train_job
@@ -119,8 +119,8 @@ def _lose_rank_1(port: int) -> str:
     """Kill rank 1 in the middle of a run of collectives; say what the others make of it."""
     ranks = pooled.here()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    roll = Roll(store, ranks.rank, ranks.world_size)
-    roll.enter()
+    registry = RankRegistry(store, ranks.rank, ranks.world_size)
+    registry.register()
     dist.barrier()
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -128,7 +128,7 @@ def _lose_rank_1(port: int) -> str:
         for _ in range(100):
             ranks.sum(1.0)
     except RuntimeError as error:
-        return str(roll.explain(error))
+        return str(registry.explain(error))
     return "went on"
 
 
@@ -140,7 +140,7 @@ def test_ranks_say_which_of_them_is_gone(new_ranks):
 
 def test_an_error_that_is_not_about_ranks_is_left_alone():
     store = dist.HashStore()
-    assert Roll(store, 0, 2).explain(RuntimeError("mat1 and mat2 shapes differ")) is None
+    assert RankRegistry(store, 0, 2).explain(RuntimeError("mat1 and mat2 shapes differ")) is None
 
 
 def test_a_killed_rank_is_named_and_torchrun_goes_on_by_itself(text, tmp_path):

@@ -157,7 +157,7 @@ def _gradients(job: Job, *, last: bool) -> list[torch.Tensor]:
     job.run.amp.zero_grad()
     inputs, _ = job.data.take(dist.get_rank(), 1)
     with contextlib.nullcontext() if last else job.run.amp.no_sync():
-        job.run.spread.model(inputs).float().square().mean().backward()
+        job.run.parallel.model(inputs).float().square().mean().backward()
     return [p.grad.clone() for p in job.run.model.parameters()]
 
 

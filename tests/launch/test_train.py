@@ -220,7 +220,7 @@ def test_folder_that_holds_a_run_is_kept_unless_told_otherwise(text, tmp_path, c
 def test_folder_that_cannot_be_made_is_refused(text, tmp_path, capsys):
     (tmp_path / "file").touch()
     err = _refusal(capsys, *_tiny(tmp_path / "file" / "run", text))
-    assert "cannot write there" in err
+    assert f"{tmp_path / 'file'} is no folder" in err
 
 
 def test_resuming_with_other_settings_says_which(text, tmp_path, capsys):

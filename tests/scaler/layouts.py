@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.place import device_type, here
 from tests.ranks import mesh
 from tests.scaler.layouts_base import (
     DDP,
@@ -45,7 +46,7 @@ class FSDP1(World):
     settings: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        settings = {"device_id": torch.device("cpu"), **self.settings}
+        settings = {"device_id": here(), **self.settings}
         for name in LAYERS:
             setattr(net, name, FullyShardedDataParallel(getattr(net, name), **settings))
         return FullyShardedDataParallel(net, **settings)
@@ -53,14 +54,14 @@ class FSDP1(World):
     def full_parameters(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return {
-                re.sub(r"_fsdp_wrapped_module\.", "", name): p.detach().clone()
+                re.sub(r"_fsdp_wrapped_module\.", "", name): p.detach().cpu().clone()
                 for name, p in self.model.named_parameters()
             }
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         # FullyShardedDataParallel.clip_grad_norm_ knows the whole model, not one optimizer.
         gradients = [p.grad for p in self.owned(optimizer) if p.grad is not None]
-        total = torch.zeros(())
+        total = torch.zeros((), device=here())
         for gradient in gradients:
             total += gradient.square().sum()
         dist.all_reduce(total)
@@ -87,13 +88,15 @@ class FSDP2(World):
 
 
 class FSDP2Offload(FSDP2):
-    policy: ClassVar[dict[str, Any]] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    policy: ClassVar[dict[str, Any]] = {
+        "offload_policy": CPUOffloadPolicy(pin_memory=device_type() != "cpu")
+    }
 
 
 class HSDP(FSDP2):
     """The scaler is given the two-dimensional mesh itself."""
 
-    shape = (2, 2)
+    shape = (2, WORLD // 2)
     names = ("replicate", "shard")
 
     def process_group(self) -> Any:
@@ -130,17 +133,17 @@ class FSDP2TP(World):
     shards = 2
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        both = mesh((2, 2), ("dp", "tp"))
+        both = mesh((2, WORLD // 2), ("dp", "tp"))
         parallelize_module(net, both["tp"], {name: style() for name, style in _PLAN.items()})
         for name in LAYERS:
             fully_shard(getattr(net, name), mesh=both["dp"])
         return fully_shard(net, mesh=both["dp"])
 
     def shard_of(self, rank: int) -> int:
-        return rank // 2
+        return rank // (WORLD // 2)
 
     def process_group(self) -> Any:
-        return mesh((2, 2), ("dp", "tp"))
+        return mesh((2, WORLD // 2), ("dp", "tp"))
 
 
 class PlainAndDTensor(TP):
@@ -159,7 +162,7 @@ class TwoMeshes(World):
             over = (
                 mesh((WORLD,), ("shard",))
                 if name in HALVES[0]
-                else mesh((2, 2), ("replicate", "shard"))
+                else mesh((2, WORLD // 2), ("replicate", "shard"))
             )
             fully_shard(getattr(net, name), mesh=over)
         return net
@@ -224,9 +227,7 @@ class Pipeline(World):
     def wrap(self, net: nn.Module) -> nn.Module:
         rank = self.rank
         self.layer = getattr(net, LAYERS[rank])
-        self.stage = PipelineStage(
-            _Stage(self.layer, rank == WORLD - 1), rank, WORLD, torch.device("cpu")
-        )
+        self.stage = PipelineStage(_Stage(self.layer, rank == WORLD - 1), rank, WORLD, here())
         return net
 
     def parts(self) -> list[list[nn.Parameter]]:
@@ -244,21 +245,21 @@ class Pipeline(World):
 
             # The schedule's own scaling would divide what earlier passes accumulated once more.
             schedule = ScheduleGPipe(self.stage, CHUNKS, loss_fn=loss, scale_grads=False)
-            x = batch(iteration, step, 0).float()
+            x = batch(iteration, step, 0).to(here(), torch.float32)
             if rank == 0:
                 schedule.step(x)
             elif rank == WORLD - 1:
-                schedule.step(target=torch.zeros(BATCH, self.widths[1]))
+                schedule.step(target=torch.zeros(BATCH, self.widths[1], device=here()))
             else:
                 schedule.step()
         if rank != WORLD - 1 and type(scaler).__module__.startswith("torch."):
             # torch's scalers assert where scale() was never called; this rank sees no loss.
-            scaler.scale(torch.zeros(()))
-        return torch.zeros(())
+            scaler.scale(torch.zeros((), device=here()))
+        return torch.zeros((), device=here())
 
     def full_parameters(self) -> dict[str, Tensor]:
         name = LAYERS[self.rank]
-        return {f"{name}.{n}": p.detach().clone() for n, p in self.layer.named_parameters()}
+        return {f"{name}.{n}": p.detach().cpu().clone() for n, p in self.layer.named_parameters()}
 
 
 LAYOUTS: dict[str, type[Layout]] = {

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.place import here
 from tests.ranks import subgroup
 from tests.scaler.reference import Kind, Net, Reference, batch, loss_of
 
-WORLD = 4
+# In a rank it is how many there are, so that programs run on fewer than elsewhere.
+WORLD = int(os.environ.get("WORLD_SIZE", "4"))
 LAYERS = ("first", "second", "head", "tail")
 # Which layers each of two optimizers holds. FSDP leaves rank 3 nothing of the second's.
 HALVES = (("first", "second"), ("head", "tail"))
@@ -62,14 +64,17 @@ class Layout:
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
         torch.manual_seed(0)
-        self.net = self.make_net()
-        self.initial = {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        self.net = self.place(self.make_net())
+        self.initial = {name: p.detach().cpu().clone() for name, p in self.net.named_parameters()}
         self.model = self.wrap(self.net)
 
     # -- what differs between layouts -----------------------------------------------------------
 
     def make_net(self) -> nn.Module:
         return Net(*self.widths)
+
+    def place(self, net: nn.Module) -> nn.Module:
+        return net.to(here())
 
     def wrap(self, net: nn.Module) -> nn.Module:
         return net
@@ -108,20 +113,20 @@ class Layout:
 
     def inputs(self, x: Tensor) -> Tensor:
         """A batch as the model takes it."""
-        return x.float()
+        return x.to(here(), torch.float32)
 
     def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> Tensor:
         """Forward and backward of each microbatch; ``factors`` multiply this rank's losses.
 
         Returns this rank's loss, unscaled, for optimizers that want it.
         """
-        total = torch.zeros(())
+        total = torch.zeros((), device=here())
         for step in range(micro):
             with self.accumulating() if step + 1 < micro else contextlib.nullcontext():
                 x = self.inputs(batch(iteration, step, self.shard_of(self.rank)))
                 loss = loss_of(self.model(x).float()) * factors[step]
                 scaler.scale(loss).backward()
-                total += loss.detach()
+                total += loss.detach().to(here())
         return total
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +178,7 @@ def local_values(gradient: Tensor) -> Tensor:
 
 def _full(tensor: Tensor) -> Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    return full.detach().cpu().clone()
 
 
 class Alone(Layout):
@@ -239,7 +244,7 @@ class DDPExperts(DDP):
     """DDP that ignores the experts: each rank holds its own, with its own gradients."""
 
     clips = False
-    used: ClassVar[tuple[bool, ...]] = (True,) * WORLD
+    used: ClassVar[tuple[bool, ...]] = (True,) * 4
 
     def make_net(self) -> nn.Module:
         return _ExpertNet(*self.widths, used=self.used[self.rank])

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 
+from tests.place import here
 from tests.scaler.layouts import DDP, FSDP2, LAYOUTS, Layout
 from tests.scaler.layouts_base import Alone
+from tests.scaler.layouts_meshes import MESH_LAYOUTS
 from tests.scaler.reference import KINDS, LBFGS, Net
 
 __all__ = ["ALL_LAYOUTS"]
@@ -70,7 +72,7 @@ class _Parameters(Layout):
         return Net(*self.widths).to(self.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+        return x.to(here(), self.dtype)
 
 
 class _Float16Parameters(_Parameters):
@@ -147,6 +149,7 @@ class DDPLBFGS(DDP):
 
 ALL_LAYOUTS: dict[str, type[Layout]] = {
     **LAYOUTS,
+    **MESH_LAYOUTS,
     "FSDP2 in fp16": FSDP2Float16,
     "FSDP2 in fp16, reduced in fp32": FSDP2Float16Compute,
     "FSDP2 in bf16, reduced in fp32": FSDP2BFloat16,

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.place import device_type
 from tests.scaler.layouts import WORLD, Layout
 from tests.scaler.layouts_base import local_values
-from tests.scaler.layouts_dtypes import ALL_LAYOUTS
+from tests.scaler.layouts_devices import layout_named
 from tests.scaler.programs import Iteration, Outcome, Program
 from tests.scaler.reference import ALL_KINDS, LBFGS, Reference, ScaleRule
 
@@ -45,7 +46,7 @@ def _distamp(program: Program, layout: Layout) -> Any:
     from distamp import DistGradScaler
 
     return DistGradScaler(
-        "cpu",
+        device_type(),
         init_scale=program.init_scale,
         growth_interval=program.growth_interval,
         process_group=layout.process_group(),
@@ -55,7 +56,7 @@ def _distamp(program: Program, layout: Layout) -> Any:
 
 def _torch(program: Program, layout: Layout) -> Any:
     return torch.amp.GradScaler(
-        "cpu", init_scale=program.init_scale, growth_interval=program.growth_interval
+        device_type(), init_scale=program.init_scale, growth_interval=program.growth_interval
     )
 
 
@@ -64,7 +65,7 @@ def _sharded(program: Program, layout: Layout) -> Any:
 
     given = layout.process_group()
     return ShardedGradScaler(
-        "cpu",
+        device_type(),
         init_scale=program.init_scale,
         growth_interval=program.growth_interval,
         process_group=given if isinstance(given, dist.ProcessGroup) else dist.group.WORLD,
@@ -90,7 +91,7 @@ def run_on_rank(programs: Sequence[Program], scaler: str) -> list[list[Outcome]]
 class _Runner:
     def __init__(self, program: Program, scaler: str) -> None:
         self.program = program
-        self.layout = ALL_LAYOUTS[program.layout]()
+        self.layout = layout_named(program.layout)()
         self.scaler = SCALERS[scaler](program, self.layout)
         self.real = scaler != "none"
         kind = ALL_KINDS[program.kind]

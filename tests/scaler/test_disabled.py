@@ -71,8 +71,8 @@ def disabled_traffic() -> tuple[int, int]:
     return tuple(counts)
 
 
-def test_a_disabled_scaler_in_a_group_says_so_once(ranks2):
-    assert ranks2.run(disabled_traffic) == [(1, 0)] * 2
+def test_a_disabled_scaler_in_a_group_sends_nothing(ranks2):
+    assert ranks2.run(disabled_traffic) == [(0, 0)] * 2
 
 
 # -- gradients of none -----------------------------------------------------------------------------

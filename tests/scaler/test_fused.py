@@ -117,14 +117,15 @@ class TakesScaler(torch.optim.SGD):
             parameter.data -= parameter.grad / factor
 
 
-def test_an_optimizer_that_wants_the_scaler_itself_steps_unscaled_gradients():
+def test_an_optimizer_that_wants_the_scaler_itself_is_given_it():
     parameter = leaf(1.0)
     optimizer = TakesScaler([parameter], lr=1.0)
     scaler = cpu_scaler()
     for gradient in (0.25, INF, 0.25):
         optimizer.zero_grad()
         backward(scaler, parameter, gradient)
-        scaler.step(optimizer)
+        with pytest.warns(FutureWarning, match="stop passing itself"):
+            scaler.step(optimizer)
         scaler.update()
     assert parameter.item() == 0.5
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.errors import SettingError
-from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule
-from distamp.scaler import settling as settling_module
-from distamp.scaler.gradients import largest_magnitude
+from distamp.gradients import largest_magnitude
+from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule, look
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, iteration, sgd, torch_scaler
@@ -257,7 +256,7 @@ def test_the_largest_magnitude_is_that_of_float64(on_device):
         for size in (1e-3, 1.0, 300.0)
     ]
     tensors += [torch.empty(0), torch.tensor(-2000.0)]
-    with mock.patch("distamp.scaler.host.is_host", return_value=not on_device):
+    with mock.patch("distamp.host.is_host", return_value=not on_device):
         for count in range(len(tensors) + 1):
             found = largest_magnitude(tensors[:count], CPU)
             assert (found.shape, found.dtype) == ((), torch.float32)
@@ -328,7 +327,7 @@ def test_several_optimizers_are_watched_together_and_each_iteration_anew():
 def test_other_schedules_look_for_nothing():
     scaler = cpu_scaler()
     parameter, optimizer = sgd(1.0)
-    with mock.patch.object(settling_module, "largest_magnitude", side_effect=AssertionError):
+    with mock.patch.object(look, "largest_magnitude", side_effect=AssertionError):
         iteration(scaler, optimizer, parameter, 1.0)
         with pytest.raises(AssertionError):
             iteration(headroom_scaler(), optimizer, parameter, 1.0)
@@ -403,16 +402,19 @@ def scales_of(scaler: Any, gradients: list[float]) -> list[float]:
 
 def saved(scaler: DistGradScaler) -> DistGradScaler:
     file = io.BytesIO()
-    torch.save(scaler.state_dict(), file)
+    torch.save((scaler.state_dict(), scaler.schedule_state_dict()), file)
     file.seek(0)
     restored = cpu_scaler(2.0)
-    restored.load_state_dict(torch.load(file, weights_only=True))
+    state, schedule_state = torch.load(file, weights_only=True)
+    restored.load_schedule_state_dict(schedule_state)
+    restored.load_state_dict(state)
     return restored
 
 
 def saved_into_one_in_use(scaler: DistGradScaler) -> DistGradScaler:
     restored = cpu_scaler(2.0)
     scales_of(restored, [1.0, 2.0])
+    restored.load_schedule_state_dict(scaler.schedule_state_dict())
     restored.load_state_dict(scaler.state_dict())
     return restored
 
@@ -440,7 +442,7 @@ def test_torchs_scaler_loads_its_state_and_goes_on():
     assert theirs.get_scale() == scaler.get_scale()
     # Its count of clean iterations still reaches its interval.
     assert max(scales_of(theirs, [0.0] * 3)) == 2 * scaler.get_scale()
-    assert state["distamp"]["version"] == 1
+    assert scaler.schedule_state_dict()["version"] == 1
 
 
 def test_it_loads_torchs_state_and_starts_to_learn():
@@ -453,10 +455,9 @@ def test_it_loads_torchs_state_and_starts_to_learn():
 
 
 def test_a_memory_of_another_length_is_refused():
-    state = headroom_scaler().state_dict()
-    state["distamp"]["schedule"]["memory"] = [1, 2]
-    with pytest.raises(SettingError, match="memory of 2 numbers"):
-        cpu_scaler().load_state_dict(state)
+    state = {**headroom_scaler().schedule_state_dict(), "memory": [1, 2]}
+    with pytest.raises(SettingError, match=r"memory \[1, 2\] .* remembers 5 numbers"):
+        cpu_scaler().load_schedule_state_dict(state)
 
 
 def test_the_launchers_flag_gives_the_scaler_this_schedule():

@@ -88,7 +88,13 @@ def test_lbfgs_under_ddp_goes_as_without_a_scaler(judge, fault):
 ASTRAY_LAYOUTS = ["DDP", "FSDP1", "FSDP2", "FSDP2 x TP", "ZeRO", "pipeline"]
 
 
-@pytest.mark.parametrize("what", ["swap", "scale", "call"])
+@pytest.mark.parametrize("layout", ASTRAY_LAYOUTS)
+def test_a_rank_that_unscales_by_itself_goes_on_with_the_others(judge, layout):
+    program = Program(layout, "SGD for-loop", (Iteration(), Iteration()), 2, astray=("call", 2))
+    assert judge.judge(program) == [[]]
+
+
+@pytest.mark.parametrize("what", ["swap", "scale"])
 @pytest.mark.parametrize("layout", ASTRAY_LAYOUTS)
 def test_a_rank_astray_stops_every_rank_with_a_lockstep_error(judge, layout, what):
     program = Program(layout, "SGD for-loop", (Iteration(), Iteration()), 2, astray=(what, 2))

@@ -13,8 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.optimizers import parameters_of
 from distamp.scaler import MasterParameters
-from distamp.scaler.gradients import parameters_of
 from tests.scaler.layouts import LAYOUTS, WORLD, Layout
 from tests.scaler.masters import ByHand, local, master_scaler
 from tests.scaler.reference import KINDS, ScaleRule
@@ -53,7 +53,7 @@ def with_masters(name: str, kind: str, clip: float | None = None) -> dict[str, A
         layout.zero_grad([optimizer])
         layout.backward(scaler, iteration, 2, (1.0, 1.0))
         if iteration == OVERFLOW:
-            plant(masters.sources(), layout.rank)
+            plant(masters.filled(), layout.rank)
         if clip is not None:
             norms.append(scaler.clip_grad_norm_(optimizer, clip).item())
         scaler.step(optimizer)
@@ -65,7 +65,7 @@ def with_masters(name: str, kind: str, clip: float | None = None) -> dict[str, A
         "steps": steps,
         "norms": norms,
         "bytes": masters.nbytes,
-        "own": sum(local(p).numel() for p in masters.sources()),
+        "own": sum(local(p).numel() for p in masters.filled()),
         "all": sum(local(p).numel() for p in parameters),
         "whole": sum(v.numel() for v in layout.initial.values()),
     }

@@ -67,14 +67,14 @@ def test_a_disabled_scalers_state_is_empty():
     ],
     ids=["min_scale", "max_scale", "hysteresis", "static"],
 )
-def test_what_torch_has_no_key_for_lives_under_one_more(settings):
-    state = cpu_scaler(**settings).state_dict()
-    assert list(state) == [*KEYS, "distamp"]
-    assert state["distamp"]["version"] == 1
-    plain = {key: state[key] for key in KEYS}
+def test_what_torch_has_no_key_for_has_a_state_of_its_own(settings):
+    scaler = cpu_scaler(**settings)
+    state = scaler.state_dict()
+    assert list(state) == KEYS
+    assert scaler.schedule_state_dict()["version"] == 1
     torchs = torch_scaler()
     torchs.load_state_dict(state)
-    assert torchs.state_dict() == plain
+    assert torchs.state_dict() == state
 
 
 # -- torch's classes -------------------------------------------------------------------------------
@@ -114,13 +114,15 @@ def test_states_pass_between_the_sharded_scaler_and_ours(ranks1):
 def test_torchs_state_leaves_bounds_and_kind_of_the_schedule_as_they_are():
     scaler = cpu_scaler(schedule=HysteresisSchedule(hysteresis=3, min_scale=2.0, max_scale=2.0**20))
     scaler.load_state_dict(torch_scaler(64.0, growth_interval=7).state_dict())
-    assert scaler.state_dict()["distamp"]["schedule"] == {
+    assert scaler.schedule_state_dict() == {
+        "version": 1,
         "kind": "hysteresis",
         "min_scale": 2.0,
         "max_scale": 2.0**20,
         "hysteresis": 3,
         "consecutive": False,
         "hysteresis_tracker": 3,
+        "memory": [],
     }
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (64.0, 7)
 
@@ -140,6 +142,7 @@ SCHEDULES = [
 def test_a_loaded_scaler_goes_on_as_the_saved_one(schedule, after):
     source, target = cpu_scaler(schedule=schedule), cpu_scaler(2.0)
     run(source, HISTORY[:after])
+    target.load_schedule_state_dict(source.schedule_state_dict())
     target.load_state_dict(source.state_dict())
     rest = [INF, 0.0, INF, *HISTORY]
     assert run(target, rest) == run(source, rest)
@@ -291,7 +294,7 @@ def test_a_distributed_checkpoint_passes_from_two_ranks_to_four(tmp_path, ranks2
     saved, _ = ranks2.run(saved_by_dcp, str(tmp_path))
     loaded = ranks4.run(loaded_by_dcp, str(tmp_path))
     assert [state for state, _ in loaded] == [saved] * 4
-    alone = cpu_scaler(2.0)
+    alone = cpu_scaler(2.0, schedule=HysteresisSchedule())
     alone.load_state_dict(saved)
     assert [scales for _, scales in loaded] == [run(alone)] * 4
 

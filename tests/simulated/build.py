@@ -1,8 +1,8 @@
-"""Compile the simulated accelerator once; ``python -m tests.simulated.build`` does it ahead of the tests.
+"""Compile the simulated accelerator once; ``python -m tests.simulated.build`` builds it.
 
-The library lies in ``build/simulated`` under a name made of torch's version, Python's, the compiler,
-its flags and the sources: nothing is compiled where nothing changed. A lock lets one process build
-while others wait. This module imports no torch.
+The library lies in ``build/simulated`` under a name made of the versions of torch, Python and the
+compiler, the flags and the sources: nothing is compiled where nothing changed. A lock lets one
+process build while others wait. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -91,13 +91,14 @@ def library() -> Path:
 
     Raises:
         Unavailable: Another torch, or no compiler.
-        RuntimeError: The compiler refused the sources; its words.
+        RuntimeError: The compiler refused the sources.
     """
     tools = _tools()
     sources = sorted(SOURCES.glob("*.cpp"))
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
     objects = {
-        source: FOLDER / f"{source.stem}-{_digest(tools.key.encode(), headers, source.read_bytes())}.o"
+        source: FOLDER
+        / f"{source.stem}-{_digest(tools.key.encode(), headers, source.read_bytes())}.o"
         for source in sources
     }
     name = _digest(*(path.name.encode() for path in objects.values()))

@@ -38,8 +38,8 @@ __all__ = [
     "without_meta",
 ]
 
-# The kinds of host sync, as the library numbers them; "no_meta" is the simulation's own: an op whose
-# shape nothing but running it can tell.
+# The kinds of host sync, as the library numbers them; "no_meta" is the simulation's own: an op
+# whose shape is known only when it has run.
 KINDS = ("item", "d2h", "h2d", "stream", "event", "device", "data_dependent", "no_meta")
 ALL_SYNCS = KINDS[:-1]
 # For init_process_group: gloo for the host's tensors, the late group for the device's.
@@ -93,9 +93,10 @@ def schedule(name: str, seed: int = 0) -> None:
 
     Args:
         name: ``"late"``: nothing runs until the host waits for it, and then the streams that the
-            awaited one waits for go first, its own jobs last. ``"late_others"``: the same, and those
-            other streams go last. ``"eager"``: every job runs when it is put on its stream, if what
-            it waits for is there. ``"random"``: now and then some jobs of some stream.
+            awaited one waits for go first, its own jobs last. ``"late_others"``: the same, but
+            those other streams go last. ``"eager"``: every job runs when it is put on its
+            stream, if what it waits for is there. ``"random"``: now and then some jobs of a
+            stream.
         seed: of the random schedule.
     """
     _native.set_schedule(name, seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from tests import ranks
 from tests.simulated import build, cuda
 
-__all__ = ["DEVICES", "SimPool"]
+__all__ = ["DEVICES", "Scheduled", "SimPool"]
 
 DEVICES = 4
 
@@ -92,9 +93,30 @@ class SimPool:
         """What the function returned in the first process: `run`, where there is only one."""
         return self.run(function, *args, **options)[0]
 
+    def under(self, schedule: str, seed: int = 0) -> Scheduled:
+        """The same processes with this schedule at every call."""
+        return Scheduled(self, schedule, seed)
+
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
         self.pool.close()
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A pool and the schedule of all its calls, for what takes a `tests.ranks.RankPool`."""
+
+    sim: SimPool
+    schedule: str
+    seed: int
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """As `SimPool.run`."""
+        return self.sim.run(function, *args, schedule=self.schedule, seed=self.seed, **options)
+
+    def close(self) -> None:
+        """As `SimPool.close`."""
+        self.sim.close()
 
 
 def _serve(path: str, *args: Any) -> None:

@@ -186,7 +186,7 @@ def test_one_collective_of_different_shapes_is_an_error_too(sim2):
         sim2.run(_different_shapes)
 
 
-# -- torch's wrappers run on it ---------------------------------------------------------------------
+# -- torch's wrappers run on it -------------------------------------------------------------------
 
 
 def _wrapped(device: str, how: str) -> list[Tensor]:

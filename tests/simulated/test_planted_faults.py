@@ -183,9 +183,9 @@ def test_without_the_fault_every_schedule_is_right_on_both_ranks(sim2, name):
 def test_collectives_in_another_order_are_named_on_every_rank(sim2):
     with pytest.raises(RankError) as error:
         sim2.run(_another_order, True, group="fresh")
-    words = (
+    expected = (
         "number 1 of this group is all_reduce(SUM, Float[4]) on rank 0 and "
         "all_gather_into_tensor(Float[2]) on rank 1"
     )
     assert "rank 0, 1 raised" in str(error.value)
-    assert words in str(error.value)
+    assert expected in str(error.value)

@@ -1,5 +1,12 @@
-"""Op lists: which op runs in which precision, for one region or one module."""
+"""Op lists: which op runs in which precision, for one region."""
 
-from distamp.autocast.op_lists.lists import OpLists, current, moves, pop, push, restore
+from distamp.autocast.op_lists.lists import (
+    ListsInForce,
+    OpLists,
+    current,
+    enter,
+    push,
+    restore,
+)
 
-__all__ = ["OpLists", "current", "moves", "pop", "push", "restore"]
+__all__ = ["ListsInForce", "OpLists", "current", "enter", "push", "restore"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distamp.autocast.op_lists import names
+from distamp.autocast.op_lists.registered import registered, registered_overloads
 from distamp.autocast.op_lists.rules import Category
-from distamp.autocast.op_reference.registered import registered, registered_overloads
 
 __all__ = ["documented_categories"]
 
@@ -21,9 +21,7 @@ def documented_categories(document: str, device_type: str) -> Mapping[str, Categ
     """
     lists = names.documented(document)
     if device_type not in lists:
-        raise ValueError(
-            f"document {document} states lists for {', '.join(lists)}, not for {device_type!r}"
-        )
+        raise ValueError(f"{document} states lists for {', '.join(lists)}, not for {device_type!r}")
     torchs = registered_overloads(device_type)
     found = dict.fromkeys(registered(device_type), Category.UNLISTED)
     for category, listed in lists[device_type].items():

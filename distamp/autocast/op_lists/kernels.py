@@ -1,115 +1,119 @@
 """The dispatcher kernels that carry out a thread's op lists.
 
 Torch registers its own lists at ``AutocastCPU``, ``AutocastCUDA`` and so on, for every thread at
-once. To change an op for one region of one thread, its kernel stands here at a dispatch key that no
-device uses, ``AutocastPrivateUse1``, which lies above every other autocast key; the key is part of
-a thread's dispatch only while that thread is in a region with lists. So a listed op costs one call
-into Python there, and nothing in any other thread or region; an op that is not listed falls
-through the key in C++, as torch's own unlisted ops do.
+once. To change an op for one region of one thread, its kernel stands at a dispatch key above all of
+those; the key is part of a thread's dispatch only while that thread is in a region with lists. So a
+listed op costs one call into Python there, and nothing in any other thread or region; an op that is
+not listed falls through the key in C++, as torch's own unlisted ops do.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import get_autocast_dtype
+from torch import get_autocast_dtype, is_grad_enabled
 from torch._C import DispatchKey
-from torch._C._dynamo import eval_frame
-from torch._ops import OpOverload
+from torch._ops import (
+    _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS,
+    OpOverload,
+    _higher_order_ops,
+)
 
+from distamp.autocast.compiler import never_compiled
+from distamp.autocast.op_lists.flex_attention import register_flex_attention
+from distamp.autocast.op_lists.refusal import refuse_torchs_checkpoint
 from distamp.autocast.op_lists.rules import (
     CASTABLE,
-    TLS_KEY,
     Category,
     Rule,
     cast,
     cast_any,
     cast_list,
-    stash,
     stashed,
-    tensors_in,
     widest,
 )
+from distamp.autocast.tensors import tensors_in
+from distamp.autocast.threads.thread_state import local
 
-__all__ = ["CARRIER_DEVICE", "RuleTable", "enter", "is_registered"]
+__all__ = ["Entry", "Key", "entries_of", "is_registered", "key_of_lists", "slots_of"]
 
-_CARRIER: DispatchKey = getattr(DispatchKey, "AutocastPrivateUse1")  # noqa: B009
-_BELOW = torch._C._dispatch_keyset_full_after(_CARRIER)
-CARRIER_DEVICE = "privateuseone"
 
-_NEVER_COMPILED = eval_frame._FrameExecStrategy(
-    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
+class Key(NamedTuple):
+    """The dispatch key that kernels of op lists stand at.
+
+    Attributes:
+        name: The key's name; Python's enum lacks that of the second one below.
+        key: The key.
+        guarded: Two device types that nothing computes on, and their autocast dtypes in a new
+            thread. torch.compile guards on these, so they can show it which lists are in force.
+    """
+
+    name: str
+    key: DispatchKey
+    guarded: tuple[tuple[str, torch.dtype], tuple[str, torch.dtype]]
+
+
+# The uppermost autocast key, of the backend that torch leaves to others.
+_PRIVATEUSE1 = Key(
+    "AutocastPrivateUse1",
+    torch._C._dispatch_key_parse("AutocastPrivateUse1"),
+    (("privateuseone", torch.float16), ("ipu", torch.float16)),
+)
+# Where there is such a backend: a key above, which was reserved for deferred initialization and
+# which torch has no kernels for. It lies above those of torch.func's transforms too, so that ops
+# in a transform meet torch's own lists first.
+_DEFERRED_INIT = Key(
+    "DeferredInit",
+    torch._C._dispatch_key_parse("DeferredInit"),
+    (("ipu", torch.float16), ("maia", torch.bfloat16)),
 )
 
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-_set_included = torch._C._dispatch_tls_set_dispatch_key_included
+
+# What a kernel needs of a rule in the usual case of one device type: the device's autocast key;
+# whether to exclude it during the op, which pointwise ops that torch lists nowhere need not; and
+# the dtype to cast to, where None is the region's own for a device type, or, with no device type
+# either, depends on the inputs.
+Entry = tuple[DispatchKey, bool, torch.dtype | None, str | None, Rule]
 
 
-# What a kernel needs of its rule; RuleTable says what each means.
-_Entry = tuple[DispatchKey, bool, torch.dtype | None, str | None, Rule]
+def slots_of(rules: Mapping[OpOverload, Sequence[Rule]]) -> dict[int, tuple[Rule, ...]]:
+    """The rules by the numbers of their ops' kernels, which are registered if they are not yet."""
+    return {_register(op): tuple(found) for op, found in rules.items()}
 
 
-class RuleTable:
-    """The rules of one region: what the kernels of its thread look up.
-
-    Args:
-        rules: For each op, one rule for each device type that lists it.
-    """
-
-    def __init__(self, rules: Mapping[OpOverload, Sequence[Rule]]) -> None:
-        self.general = {_register(op): tuple(found) for op, found in rules.items()}
-        # What a kernel needs for the usual case of one device type: the device's autocast key;
-        # whether to exclude it, which pointwise ops that torch lists nowhere need not; and the
-        # dtype to cast to, where None is the region's own for a device type, or, with no device
-        # type either, depends on the inputs.
-        self.fast: dict[int, _Entry] = {
-            slot: (
-                only.key,
-                not (_ops[slot].pointwise and only.device_type not in _ops[slot].closed_devices),
-                torch.float32 if only.category is Category.FP32 else None,
-                None if only.category is Category.PROMOTE else only.device_type,
-                only,
-            )
-            for slot, (only, *others) in self.general.items()
-            if not others and only.category is not Category.UNLISTED
-        }
-
-
-class _Thread(threading.local):
-    """The fast rules again, found faster; autograd's own threads have none and use the stash."""
-
-    def __init__(self) -> None:
-        self.fast: dict[int, _Entry] = {}
-
-
-_thread = _Thread()
-
-
-def enter(table: RuleTable | None) -> None:
-    """Make ``table`` what this thread's kernels follow; None takes the kernels out of its way."""
-    on = table is not None and bool(table.general)
-    _thread.fast = table.fast if table is not None else {}
-    # All rules, and the region's casts of weights, which are dropped with it.
-    stash((table.general, {}) if table is not None else None)
-    _set_included(_CARRIER, on)
-    _set_excluded(_CARRIER, not on)
+def entries_of(rules: Mapping[int, Sequence[Rule]]) -> dict[int, Entry]:
+    """The usual cases among the rules, in the form that kernels read."""
+    return {
+        slot: (
+            only.key,
+            not (_ops[slot].pointwise and only.device_type not in _ops[slot].autocast_devices),
+            torch.float32 if only.category is Category.FP32 else None,
+            None if only.category is Category.PROMOTE else only.device_type,
+            only,
+        )
+        for slot, (only, *others) in rules.items()
+        if not others and only.category is not Category.UNLISTED
+    }
 
 
 class _Op:
-    """One op overload: called again below the carrier, with whatever rule its thread has for it.
+    """One op overload: called again below the key, with whatever rule its thread has for it.
 
     Args:
         overload: The op.
-        slot: Its number in every rule table.
+        slot: Its number among the ops that have kernels.
+        key: Where its kernel stands.
     """
 
-    def __init__(self, overload: OpOverload, slot: int) -> None:
+    def __init__(self, overload: OpOverload, slot: int, key: DispatchKey) -> None:
         self.overload = overload
+        self.key = key
         self.slot = slot
         self.call = _binding(overload)
         arguments = overload._schema.arguments
@@ -118,39 +122,40 @@ class _Op:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.composite = has_kernel(overload.name(), "CompositeImplicitAutograd")
         self.pointwise = torch.Tag.pointwise in overload.tags and not self.composite
-        self.closed_devices: set[str] = set()
+        # The device types for which torch lists the op, or a backend has.
+        self.autocast_devices: set[str] = set()
         # The dispatcher skips keys at which an op has nothing to do; redispatch does not.
         table = torch._C._dispatch_dump_table(overload.name())
-        self.below = _BELOW
+        self.below = torch._C._dispatch_keyset_full_after(key)
         for name, _, what in (line.partition(": ") for line in table.splitlines()):
             if what.startswith("fallthrough") and name in DispatchKey.__members__:
                 self.below = self.below.remove(getattr(DispatchKey, name))
             elif name.startswith("Autocast"):
-                self.closed_devices.add(name.removeprefix("Autocast").lower())
+                self.autocast_devices.add(_device_type_of(name.removeprefix("Autocast")))
 
-    def aside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def pass_through(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do what torch does, for an op that only other lists of this process name.
 
         Torch's own autocast kernels keep autocast out of what they call, and ops that are not
-        composite call no others; for those, the carrier can be left out of the whole call.
+        composite call no others; for those, the key can be excluded from the whole call.
         """
         if self.composite:
-            tensors = tensors_in((*args, *kwargs.values()))
-            if not tensors or tensors[0].device.type not in self.closed_devices:
+            tensors = tensors_in(args, kwargs)
+            if not tensors or tensors[0].device.type not in self.autocast_devices:
                 return self.redispatch(args, kwargs, None)
-        _set_excluded(_CARRIER, True)
+        _set_excluded(self.key, True)
         try:
             return self.call(*args, **kwargs)
         finally:
-            _set_excluded(_CARRIER, False)
+            _set_excluded(self.key, False)
 
     def redispatch(self, args: Sequence[Any], kwargs: dict[str, Any], rule: Rule | None) -> Any:
-        """Go on below the carrier, and past torch's own list if a rule takes the op off it.
+        """Go on below the key, and past torch's own list if a rule takes the op off it.
 
         Nothing is excluded, so ops inside a composite op follow the thread's lists.
         """
         keys = torch._C._dispatch_tls_local_include_set()
-        for tensor in tensors_in((*args, *kwargs.values())):
+        for tensor in tensors_in(args, kwargs):
             keys = keys | torch._C._dispatch_keys(tensor)
         keys = (keys - torch._C._dispatch_tls_local_exclude_set()) & self.below
         if rule is not None:
@@ -165,12 +170,15 @@ class _Op:
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Follow the thread's rules, whatever they are."""
-        rules: Sequence[Rule] = stashed(TLS_KEY)[0].get(self.slot, ())
+        state = local.state
+        lists = stashed() if state.lists is None else state.lists[0]
+        rules: Sequence[Rule] = lists.rules.get(self.slot, ())
         if rules:
-            devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
+            devices = {tensor.device.type for tensor in tensors_in(args, kwargs)}
             rules = [it for it in rules if it.device_type in devices and not _excluded(it.key)]
         if not rules:
-            return self.aside(args, kwargs)
+            return self.pass_through(args, kwargs)
+        refuse_torchs_checkpoint(state)
         rule = rules[-1]
         unlisted = rule.category is Category.UNLISTED
         if unlisted and self.composite:
@@ -183,17 +191,23 @@ class _Op:
                 to = widest((*args, *kwargs.values()), rule)
             args = [cast_any(arg, to, rule) for arg in args]
             kwargs = {name: cast_any(arg, to, rule) for name, arg in kwargs.items()}
-        _set_excluded(_CARRIER, True)
+        _set_excluded(self.key, True)
         _set_excluded(rule.key, True)
         try:
             return self.call(*args, **kwargs)
         finally:
-            _set_excluded(_CARRIER, False)
+            _set_excluded(self.key, False)
             _set_excluded(rule.key, False)
 
 
-# Overloaded ops whose C binding tells the overloads apart by the types of their arguments.
-_TOLD_APART = set(
+def _device_type_of(name: str) -> str:
+    if name == "PrivateUse1":
+        return torch._C._get_privateuse1_backend_name()
+    return name.lower()
+
+
+# Overloaded ops whose C binding distinguishes the overloads by the types of their arguments.
+_BOUND_BY_TYPE = set(
     "addmm baddbmm bmm conv1d conv2d conv3d cumprod cumsum log_softmax mean mm norm pow prod "  # noqa: SIM905
     "softmax sum".split()
 )
@@ -206,9 +220,9 @@ def _binding(overload: OpOverload) -> Callable[..., Any]:
     schemas = [getattr(packet, it)._schema for it in packet.overloads()]
     of_tensors = [it for it in schemas if any("Tensor" in str(a.type) for a in it.arguments)]
     single = sum(not it.is_mutable for it in of_tensors) == 1
-    if namespace == "aten" and not name.startswith("_") and (single or name in _TOLD_APART):
-        for home in ("_VariableFunctions", "_nn", "_linalg", "_fft"):
-            found: Callable[..., Any] | None = getattr(getattr(torch._C, home), name, None)
+    if namespace == "aten" and not name.startswith("_") and (single or name in _BOUND_BY_TYPE):
+        for module in ("_VariableFunctions", "_nn", "_linalg", "_fft"):
+            found: Callable[..., Any] | None = getattr(getattr(torch._C, module), name, None)
             if found is not None:
                 return found
     call: Callable[..., Any] = overload._op
@@ -217,21 +231,24 @@ def _binding(overload: OpOverload) -> Callable[..., Any]:
 
 _KERNEL = """
 def kernel({parameters}):
-    entry = thread.fast.get({slot})
+    state = local.state
+    entry = state.entries.get({slot})
     if entry is None or excluded(entry[0]){explicit}:
         return run(({passed},), {keywords})
-    key, shut, to, own, rule = entry
+    if not grad_enabled() or top_hooks(True) is not None:
+        refuse_torchs_checkpoint(state)
+    key, exclude, to, own, rule = entry
     if to is None:
         to = lower(own) if own else widest(({passed},), rule)
 {casts}
-    set_excluded(CARRIER, True)
-    if shut:
+    set_excluded(KEY, True)
+    if exclude:
         set_excluded(key, True)
     try:
 {calls}
     finally:
-        set_excluded(CARRIER, False)
-        if shut:
+        set_excluded(KEY, False)
+        if exclude:
             set_excluded(key, False)
 """
 _CAST = {
@@ -254,10 +271,13 @@ def _kernel(op: _Op) -> Callable[..., Any]:
         return lambda *args, **kwargs: run(args, kwargs)
     source, defaults = _source(op)
     scope: dict[str, Any] = {
-        "CARRIER": _CARRIER,
-        "thread": _thread,
+        "KEY": op.key,
+        "local": local,
         "excluded": _excluded,
         "set_excluded": _set_excluded,
+        "grad_enabled": is_grad_enabled,
+        "top_hooks": torch._C._autograd._top_saved_tensors_default_hooks,
+        "refuse_torchs_checkpoint": refuse_torchs_checkpoint,
         "castable": CASTABLE,
         "cast": cast,
         "cast_list": cast_list,
@@ -268,10 +288,8 @@ def _kernel(op: _Op) -> Callable[..., Any]:
         **defaults,
     }
     exec(compile(source, f"<op list kernel of {op.overload.name()}>", "exec"), scope)
-    kernel: FunctionType = scope["kernel"]
-    # Where a function being compiled breaks, ops run with its compiler on: in torch 2.11 it takes
-    # the kernel for a function to compile and fails on what the kernel calls.
-    eval_frame.set_code_exec_strategy(kernel.__code__, _NEVER_COMPILED)
+    # torch 2.11's compiler fails on what the kernel calls.
+    kernel: Callable[..., Any] = never_compiled(scope["kernel"])
     return kernel
 
 
@@ -332,38 +350,54 @@ _ops: list[_Op] = []
 
 
 def is_registered(overload: OpOverload) -> bool:
-    """Whether an op has its kernel at the carrier key, for these lists or for others."""
+    """Whether an op has its kernel, for these lists or for others."""
     return overload in _slots
 
 
 def _register(overload: OpOverload) -> int:
-    """Put an op's kernel at the carrier key, once for the process; return its slot.
-
-    Raises:
-        RuntimeError: A custom backend of this process owns the carrier key.
-    """
+    """Put an op's kernel at the key, once for the process; return its slot."""
     with _lock:
         if overload in _slots:
             return _slots[overload]
-        if not _libraries:
-            _claim_carrier()
-        op = _Op(overload, len(_slots))
+        key = key_of_lists()
+        op = _Op(overload, len(_slots), key.key)
         namespace, name = overload.name().split("::")
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-        _libraries[namespace].impl(name, _kernel(op), _CARRIER.name)
+        _libraries[namespace].impl(name, _kernel(op), key.name)
         _slots[overload] = op.slot
         _ops.append(op)
         return op.slot
 
 
-def _claim_carrier() -> None:
-    name = torch._C._get_privateuse1_backend_name()
-    if name != "privateuseone" or torch._C._dispatch_has_backend_fallback(_CARRIER):
+def key_of_lists() -> Key:
+    """The key of all lists of this process, chosen when it is first needed.
+
+    Raises:
+        RuntimeError: A backend has been registered since, which needs the key itself.
+    """
+    backend = torch._C._get_privateuse1_backend_name()
+    key = _choose_key()
+    if key is _PRIVATEUSE1 and backend != "privateuseone":
         raise RuntimeError(
-            f"op lists need the dispatch key {_CARRIER.name}, which the backend {name!r} uses in "
-            "this process; run without that backend, or without ops="
+            f"the backend {backend!r} was registered after op lists were first used, and needs the "
+            f"dispatch key {key.name} that they took; import it before, at the start of the program"
         )
+    return key
+
+
+@functools.cache
+def _choose_key() -> Key:
+    """Choose a key, and have all ops pass it by that have no kernel there."""
+    unnamed = torch._C._get_privateuse1_backend_name() == "privateuseone"
+    free = unnamed and not torch._C._dispatch_has_backend_fallback(_PRIVATEUSE1.key)
+    chosen = _PRIVATEUSE1 if free else _DEFERRED_INIT
     fallback = torch.library.Library("_", "IMPL")
-    fallback.fallback(torch.library.fallthrough_kernel, _CARRIER.name)
+    fallback.fallback(torch.library.fallthrough_kernel, chosen.name)
     _libraries["_"] = fallback
+    # torch.cond, flex_attention and the like are dispatched in Python, with a list of such keys.
+    _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(chosen.key)
+    for op in _higher_order_ops.values():
+        op.fallthrough(chosen.key)
+    register_flex_attention(chosen.key, _slots)
+    return chosen

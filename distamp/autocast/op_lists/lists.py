@@ -1,7 +1,7 @@
 """OpLists: which ops run in which precision inside one region of one thread.
 
-A region's lists are a value. What a thread has in force is an immutable :class:`_InForce`, so that
-entering a region is one assignment and leaving it is the assignment of what was there before.
+A region's lists are a value. What a thread has in force is an immutable :class:`ListsInForce`, so
+that leaving a region is to put back what it found.
 """
 
 from __future__ import annotations
@@ -11,19 +11,31 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import is_grad_enabled, set_autocast_dtype, set_autocast_enabled
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-from distamp.autocast.op_lists import names
+from distamp.autocast.compiler import never_compiled
+from distamp.autocast.op_lists import names, registered
 from distamp.autocast.op_lists.documented import documented_categories
 from distamp.autocast.op_lists.families import RUNS_AS
-from distamp.autocast.op_lists.kernels import CARRIER_DEVICE, RuleTable, enter, is_registered
-from distamp.autocast.op_lists.rules import Category, Rule
-from distamp.autocast.op_reference import registered
-from distamp.autocast.threads.stack import thread
+from distamp.autocast.op_lists.kernels import (
+    Entry,
+    entries_of,
+    is_registered,
+    key_of_lists,
+    slots_of,
+)
+from distamp.autocast.op_lists.rules import Category, Rule, stash
+from distamp.autocast.threads.thread_state import ThreadState, local
 
-__all__ = ["OpLists", "current", "moves", "pop", "push", "restore"]
+__all__ = ["ListsInForce", "OpLists", "current", "enter", "push", "restore"]
+
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+set_included = torch._C._dispatch_tls_set_dispatch_key_included
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,8 @@ class OpLists:
     unlisted: frozenset[str] = frozenset()
     exact: bool = False
     document: str | None = field(default=None, repr=False)
+    # What stands for these lists alone, for each device type that they were entered for.
+    _alone: dict[str, ListsInForce] = field(default_factory=dict, compare=False)
 
     def __init__(
         self,
@@ -91,6 +105,7 @@ class OpLists:
             object.__setattr__(self, category.value, ops)
         object.__setattr__(self, "exact", exact)
         object.__setattr__(self, "document", None)
+        object.__setattr__(self, "_alone", {})
         self._by_op()  # One family in two lists is found here, where the names were given.
 
     @classmethod
@@ -101,8 +116,7 @@ class OpLists:
         Names the running torch no longer has are left out; ``op_reference`` shows them.
 
         Args:
-            document: ``"000"`` (torch.amp: CUDA and CPU), ``"001"`` (torch.cuda.amp) or ``"003"``
-                (torch.cpu.amp).
+            document: ``"torch.amp"`` (CUDA and CPU), ``"torch.cuda.amp"`` or ``"torch.cpu.amp"``.
 
         Raises:
             ValueError: No such document; or, when a region is entered, it has no lists for the
@@ -138,6 +152,9 @@ class OpLists:
             return self._by_op()
         return documented_categories(self.document, device_type)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_alone": {}}
+
     def __repr__(self) -> str:
         if self.document is not None:
             return f"OpLists.documented({self.document!r})"
@@ -150,55 +167,84 @@ class OpLists:
 
 
 @dataclass(frozen=True, eq=False)
-class _InForce:
-    """The lists one thread follows: at most one :class:`OpLists` for each device type."""
+class ListsInForce:
+    """The lists of one or more regions: at most one :class:`OpLists` for each device type.
+
+    One object for equal lists, so that it can be compared by identity.
+
+    Attributes:
+        lists: The lists by device type.
+        rules: What they say of each op, by the number of its kernel.
+        entries: The usual cases among these, in the form that kernels read.
+        has_rules: Whether they say anything else than torch's.
+        key: The kernels' dispatch key.
+        device_type: The device type that is enabled to show torch.compile that there are lists.
+        guarded: The dtypes that show it which; None for the first lists of the process.
+    """
 
     lists: tuple[tuple[str, OpLists], ...]
-    table: RuleTable
-    number: int
-
-    @property
-    def marks(self) -> tuple[torch.dtype, torch.dtype | None]:
-        """What stands for these lists in the thread's autocast state."""
-        more, first = divmod(self.number, len(_MARKS))
-        return _MARKS[first], _MARKS[more - 1] if more else None
+    rules: Mapping[int, tuple[Rule, ...]]
+    entries: dict[int, Entry]
+    has_rules: bool
+    key: DispatchKey
+    device_type: str
+    guarded: tuple[torch.dtype, torch.dtype | None] | None
 
 
-# The autocast dtypes of two device types that nothing computes on stand for "which lists":
-# torch.compile guards on them, so a graph made under other lists, or none, is not used.
-_MARK_DEVICES = CARRIER_DEVICE, "ipu"
-_UNMARKED = torch.float16
-_MARKS = tuple(
-    dict.fromkeys(
-        dtype
-        for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype) and dtype is not _UNMARKED
+# The dtype of the first device type says which lists of the process are in force, and where that is
+# not enough, that of the second. Most processes need one: the dtype of a new thread.
+_DTYPES = tuple(
+    sorted(
+        {it for it in vars(torch).values() if isinstance(it, torch.dtype)},
+        key=lambda it: (it is not torch.float16, str(it)),
     )
 )
+_NO_ENTRIES: dict[int, Entry] = {}
+_LIMIT = len(_DTYPES) * (len(_DTYPES) + 1)
 
+_Entered = tuple[ListsInForce, bool, Any] | None
 
 _lock = threading.Lock()
-_made: dict[tuple[tuple[str, OpLists], ...], _InForce] = {}
+_made: dict[tuple[tuple[str, OpLists], ...], ListsInForce] = {}
 
 
-def _in_force(lists: tuple[tuple[str, OpLists], ...]) -> _InForce:
-    made = _made.get(lists)
-    if made is not None:
-        return made
+def _make(lists: tuple[tuple[str, OpLists], ...]) -> ListsInForce:
+    """Find or make what stands for lists, one for each of some device types."""
+    if lists not in _made:
+        _add(lists)
+    made = _made[lists]
+    if len(lists) == 1:
+        # Where the usual entering finds it without hashing sets of names.
+        ((device_type, ops),) = lists
+        ops._alone[device_type] = made
+    return made
+
+
+def _add(lists: tuple[tuple[str, OpLists], ...]) -> None:
     # Torch's own lists are read by calling ops, which no mode of this thread's should see.
     with ThreadPoolExecutor(1) as pool:
         rules = pool.submit(_rules, lists).result()
     with _lock:
         if lists not in _made:
-            limit = len(_MARKS) * (len(_MARKS) + 1)
-            if len(_made) == limit:
+            if len(_made) == _LIMIT:
                 raise RuntimeError(
-                    f"a process can use {limit} different op lists, and these are one more; make "
+                    f"a process can use {_LIMIT} different op lists, and these are one more; make "
                     "the lists once and use them again"
                 )
-            _made[lists] = _InForce(lists, RuleTable(rules), len(_made))
+            by_slot = slots_of(rules)
+            key = key_of_lists()
+            second, first = divmod(len(_made), len(_DTYPES))
+            guarded = _DTYPES[first], _DTYPES[second - 1] if second else None
+            _made[lists] = ListsInForce(
+                lists,
+                by_slot,
+                entries_of(by_slot),
+                bool(by_slot),
+                key.key,
+                key.guarded[0][0],
+                guarded if _made else None,
+            )
             _tag_compile_caches()
-    return _made[lists]
 
 
 def _rules(lists: tuple[tuple[str, OpLists], ...]) -> dict[OpOverload, list[Rule]]:
@@ -230,9 +276,9 @@ def _torchs_does(
 
 
 def _tag_compile_caches() -> None:
-    """Keep graphs traced under lists apart in torch.compile's caches on disk.
+    """Have torch.compile's caches on disk keep graphs traced under lists for these lists alone.
 
-    A mark means other lists in another process, so what all marks mean here is part of the key.
+    A dtype means other lists in another process, so what all of them mean is part of the key.
     """
     meant = repr([made.lists for made in _made.values()]).encode()
     tag = f"distamp-op-lists-{hashlib.sha256(meant).hexdigest()[:16]}"
@@ -246,50 +292,80 @@ def _tag_compile_caches() -> None:
         functorch_config.enable_autograd_cache = False
 
 
-def current() -> _InForce | None:
+def current() -> ListsInForce | None:
     """The lists this thread follows, as a hashable value; None if torch's own."""
-    in_force: _InForce | None = thread.here.op_lists
-    return in_force
+    entered = local.state.lists
+    return None if entered is None else entered[0]
 
 
-def moves(op: str, device_type: str) -> bool:
-    """Whether this thread's lists say something about one dispatcher op, such as ``"linear"``."""
-    in_force = current()
-    return in_force is not None and any(
-        device == device_type and op in ops.categories(device) for device, ops in in_force.lists
-    )
-
-
-def restore(value: _InForce | None) -> None:
-    """Make this thread follow what :func:`current` returned, here or in another thread."""
-    here = thread.here
-    before = here.op_lists
-    if value is before:
-        return
-    here.op_lists = value
-    enter(None if value is None else value.table)
-    first, second = (_UNMARKED, None) if value is None else value.marks
-    torch.set_autocast_dtype(_MARK_DEVICES[0], first)
-    if second is not None or (before is not None and before.marks[1] is not None):
-        torch.set_autocast_enabled(_MARK_DEVICES[1], second is not None)
-        torch.set_autocast_dtype(_MARK_DEVICES[1], second or _UNMARKED)
-
-
-def push(ops: OpLists, device_type: str) -> _InForce | None:
-    """Make this thread follow ``ops`` on ``device_type``; return what :func:`pop` puts back.
+@never_compiled
+def push(ops: OpLists, device_type: str) -> _Entered:
+    """Make this thread follow ``ops`` on ``device_type``; return what :func:`restore` puts back.
 
     Raises:
-        TypeError: ``ops`` is no :class:`OpLists`.
         ValueError: ``ops`` are a document's lists, and it has none for ``device_type``.
     """
-    if not isinstance(ops, OpLists):
-        raise TypeError(f"ops must be an OpLists, got {ops!r}; write OpLists(fp32={{...}})")
-    before = current()
-    others = () if before is None else tuple(it for it in before.lists if it[0] != device_type)
-    restore(_in_force((*others, (device_type, ops))))
-    return before
+    thread = local.state
+    found = thread.lists
+    if found is None:
+        was, lists = None, ops._alone.get(device_type) or _make(((device_type, ops),))
+    else:
+        was = found[0]
+        others = tuple(each for each in was.lists if each[0] != device_type)
+        lists = _make((*others, (device_type, ops)))
+    thread.lists = lists, is_grad_enabled(), saved_tensor_hooks(True)
+    if lists is not was:
+        _follow(thread, lists, was)
+    return found
 
 
-def pop(token: _InForce | None) -> None:
-    """Put back what was in force before the :func:`push` that returned ``token``."""
-    restore(token)
+def enter(lists: ListsInForce | None) -> _Entered:
+    """Make this thread follow what :func:`current` returned, here or in another thread.
+
+    Returns:
+        What :func:`restore` puts back.
+    """
+    found = local.state.lists
+    restore(None if lists is None else (lists, is_grad_enabled(), saved_tensor_hooks(True)))
+    return found
+
+
+@never_compiled
+def restore(entered: _Entered) -> None:
+    """Make this thread follow what :func:`push` or :func:`enter` found."""
+    thread = local.state
+    was = None if thread.lists is None else thread.lists[0]
+    lists = None if entered is None else entered[0]
+    thread.lists = entered
+    if lists is not was:
+        _follow(thread, lists, was)
+
+
+@never_compiled
+def _follow(thread: ThreadState, lists: ListsInForce | None, was: ListsInForce | None) -> None:
+    """Go from some lists to others; None is torch's own."""
+    if thread.weights:
+        thread.weights = {}
+    if lists is None:
+        assert was is not None
+        thread.entries = _NO_ENTRIES
+        set_included(was.key, False)
+        set_autocast_enabled(was.device_type, False)
+    else:
+        thread.entries = lists.entries
+        set_included(lists.key, lists.has_rules)
+        set_autocast_enabled(lists.device_type, True)
+        if thread.stashed is not lists:
+            stash(lists)
+            thread.stashed = lists
+    now = None if lists is None else lists.guarded
+    if now is not (None if was is None else was.guarded):
+        _guard(*(now or (None, None)))
+
+
+def _guard(first: torch.dtype | None, second: torch.dtype | None) -> None:
+    """Show torch.compile which lists of several are in force."""
+    (device_type, dtype), (second_device_type, second_dtype) = key_of_lists().guarded
+    set_autocast_dtype(device_type, first or dtype)
+    set_autocast_enabled(second_device_type, second is not None)
+    set_autocast_dtype(second_device_type, second or second_dtype)

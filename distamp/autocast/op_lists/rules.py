@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_grad_enabled
 from torch._C import DispatchKey
 
+from distamp.autocast.tensors import tensors_in
+from distamp.autocast.threads.thread_state import local
+
 __all__ = [
     "CASTABLE",
-    "TLS_KEY",
     "Category",
     "Rule",
     "cast",
@@ -25,19 +27,17 @@ __all__ = [
     "cast_list",
     "stash",
     "stashed",
-    "tensors_in",
     "widest",
 ]
 
-TLS_KEY = "distamp.op_lists"
-stashed = torch._C._get_obj_in_tls
+_TLS_KEY = "distamp.op_lists"
 
 
 def _stash_steals() -> bool:
     """Whether torch takes the caller's reference to a stashed object, as 2.11 does by mistake."""
     probe = object()
     count = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(TLS_KEY, probe)
+    torch._C._stash_obj_in_tls(_TLS_KEY, probe)
     steals = sys.getrefcount(probe) == count
     if steals:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
@@ -54,7 +54,12 @@ def stash(value: object) -> None:
     """
     if _STASH_STEALS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(TLS_KEY, value)
+    torch._C._stash_obj_in_tls(_TLS_KEY, value)
+
+
+def stashed() -> Any:
+    """What this thread, or the one whose backward this thread runs, has stashed."""
+    return torch._C._get_obj_in_tls(_TLS_KEY)
 
 
 # Everything floating point but float64, which autocast leaves as it is.
@@ -89,14 +94,11 @@ class Rule:
         return cls(device_type, category, getattr(DispatchKey, name))
 
 
-# A kept cast of a weight: the weight, its version then, and the cast.
-_Kept = tuple["weakref.ref[Tensor]", int, Tensor]
-
-
 def cast(arg: Tensor, to: torch.dtype, rule: Rule) -> Tensor:
     """Cast a tensor of a castable dtype by the rule of torch's cached_cast."""
     if arg.device.type != rule.device_type:
         return arg
+    state = local.state
     if (
         to is torch.float32
         or arg.dtype is not torch.float32
@@ -106,14 +108,17 @@ def cast(arg: Tensor, to: torch.dtype, rule: Rule) -> Tensor:
         or not is_grad_enabled()
         or not is_autocast_cache_enabled()
         or arg._is_view()
+        # One of autograd's own threads has nothing that would drop the casts again.
+        or state.lists is None
+        # A cast made in a functorch transform does not outlive it.
+        or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return arg.to(to)
-    weights: dict[int, _Kept] = stashed(TLS_KEY)[1]
-    kept = weights.get(id(arg))
+    kept = state.weights.get(id(arg))
     if kept is not None and kept[0]() is arg and kept[1] == arg._version and kept[2].dtype is to:
-        return kept[2]
+        return kept[2]  # type: ignore[no-any-return]
     made = arg.to(to)
-    weights[id(arg)] = (weakref.ref(arg), arg._version, made)
+    state.weights[id(arg)] = (weakref.ref(arg), arg._version, made)
     return made
 
 
@@ -135,21 +140,10 @@ def cast_any(arg: Any, to: torch.dtype, rule: Rule) -> Any:
 
 
 def widest(args: Sequence[Any], rule: Rule) -> torch.dtype:
-    """The dtype a promote op runs in: the widest of its inputs, float64 aside."""
+    """The dtype a promote op runs in: the widest of its inputs but float64."""
     dtypes = {
         tensor.dtype
         for tensor in tensors_in(args)
         if tensor.dtype in CASTABLE and tensor.device.type == rule.device_type
     }
     return reduce(torch.promote_types, dtypes, get_autocast_dtype(rule.device_type))
-
-
-def tensors_in(args: Sequence[Any]) -> list[Tensor]:
-    """The tensors among a call's arguments, and in lists among them."""
-    found = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            found.append(arg)
-        elif isinstance(arg, list | tuple):
-            found.extend(item for item in arg if isinstance(item, Tensor))
-    return found

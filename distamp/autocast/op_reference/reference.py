@@ -18,13 +18,10 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distamp.autocast.devices import autocast_without_device, is_here
 from distamp.autocast.op_lists import names
+from distamp.autocast.op_lists.registered import BANNED, registered
 from distamp.autocast.op_lists.rules import Category
-from distamp.autocast.op_reference.registered import (
-    BANNED,
-    autocast_without_device,
-    registered,
-)
 from distamp.autocast.op_reference.samples import SAMPLES, Inputs
 
 __all__ = ["NATIVE", "OpReference", "observe", "op_reference"]
@@ -87,7 +84,7 @@ def _dtype(
     sample: Callable[[Inputs], Any], device_type: str, dtypes: Sequence[torch.dtype]
 ) -> torch.dtype | str | None:
     """The dtype one call gives or computes in; BANNED; or None where the call fails."""
-    fake = not _available(device_type)
+    fake = not is_here(device_type)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -107,13 +104,6 @@ def _dtype(
             return seen if fake else None
     last: torch.dtype | None = inputs.dtype
     return found.pop() if len(found) == 1 else last
-
-
-def _available(device_type: str) -> bool:
-    if device_type == "cpu":
-        return True
-    module = getattr(torch, device_type, None)
-    return module is not None and bool(module.is_available())
 
 
 def observe(name: str, device_type: str, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -195,9 +185,9 @@ def op_reference(device_type: str) -> Mapping[str, OpReference]:
         ValueError: This torch has no autocast for ``device_type``.
         RuntimeError: The process of its own failed.
     """
-    if not torch._C._is_autocast_available(device_type):
+    if not torch.amp.is_autocast_available(device_type):
         raise ValueError(f"this torch has no autocast for {device_type!r}")
-    if _available(device_type):
+    if is_here(device_type):
         return _here(device_type)
     done = subprocess.run(
         [

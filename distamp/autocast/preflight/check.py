@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distamp.autocast.preflight.attention import stands_in
 from distamp.autocast.preflight.device import SIMULATED
 from distamp.autocast.preflight.finding import Finding, in_order
 from distamp.autocast.preflight.mixed import Mixtures
@@ -24,8 +26,8 @@ from distamp.autocast.preflight.settings import (
 )
 from distamp.autocast.preflight.simulate import Job, Simulation, simulate
 from distamp.autocast.report import PrecisionReport
+from distamp.autocast.report.attribution import module_names
 from distamp.autocast.report.recording import Observed
-from distamp.autocast.report.rows import OpRow
 
 __all__ = ["preflight"]
 
@@ -41,41 +43,52 @@ def preflight(
     mixed_precision: Any = None,
     backward: bool = True,
     measure: bool = True,
+    allow_unfinished: bool = False,
 ) -> Preflight:
     """Show what a step would run in which dtype, with no device and no weights, and what to mend.
 
     The table of :func:`precision_report`, of a step on fake tensors: shapes and dtypes are real,
-    autocast's lists are those of this torch, nothing is computed and nothing allocated, so the
-    model may stand on the meta device. Torch has no such thing; ``torch.export`` is nearest.
+    autocast's lists are those of this torch, no activation is computed and no weight allocated, so
+    the model may stand on the meta device. Torch has no such thing; ``torch.export`` is nearest.
+
+    Control flow may depend on values. Those that follow from the example inputs, the buffers and
+    constants (masks, lengths) are worked out on the CPU; where others decide (a router that
+    chooses experts), made-up ones do, and a finding says where.
+
+    The model is as before afterwards, however the call ends: parameters, buffers, gradients,
+    attributes and random number generators. It is for one thread at a time.
 
     Where it differs from the device: of several kernels for one op the device may choose another
-    (of the same dtype: fused attention, cuDNN's recurrent layers); the second forward of activation
-    checkpointing is shown where autograd itself asks for it; what depends on values ends the
-    simulation with a finding. Attributes that the model's own forward sets stay set. It is for one
-    thread at a time.
+    of the same dtype (cuDNN's, for instance). What functions of the model's modules keep outside
+    of it, such as a ``functools.lru_cache``, keeps fake tensors.
 
     Args:
-        model: On any device. A DataParallel or DistributedDataParallel wrapper is looked through;
-            of a model that FSDP has sharded only the settings are checked.
+        model: On any device. A wrapper by DataParallel, DistributedDataParallel or torch.compile
+            is looked through; of a model that FSDP has sharded only the settings are checked.
         example_inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword
-            arguments. Shapes and dtypes count, values and devices do not.
+            arguments. Shapes and dtypes count, devices do not; values do for masks, lengths and
+            the like, and stand in as ones on the meta device.
         device_type: ``"cuda"`` or ``"cpu"``.
         dtype: The region's dtype, ``torch.float16`` or ``torch.bfloat16``.
-        loss_fn: Takes the model's output, returns the loss; runs inside the region. None starts
-            backward from the output itself.
+        loss_fn: Takes the model's output, returns the loss; runs inside the region. Real tensors
+            it uses, such as labels, are taken to be on the device. None starts backward from the
+            output's ``loss``, if it has one, else from the output itself.
         optimizers: Checked for epsilons that fp16 cannot hold.
         mixed_precision: FSDP's ``MixedPrecision`` or ``MixedPrecisionPolicy`` that this (not yet
             wrapped) model is to get: the table is that of its parameter and input dtypes.
         backward: Whether to go on through backward.
         measure: Whether to time the model's kinds of op in ``dtype`` on this machine, if it has
             the device: on small tensors, milliseconds each, kept for the process.
+        allow_unfinished: Makes what stops the simulation a warning instead of an error, unless it
+            would stop a float32 step on the device too.
 
     Returns:
-        The report and the findings, a :class:`Preflight`.
+        The report, the findings, and how far the step came, a :class:`Preflight`.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``dtype`` not a dtype.
-        ValueError: ``device_type`` cannot be simulated, or ``dtype`` is not a half type.
+        TypeError: ``model`` is not a module or a scripted one, or ``dtype`` not a dtype.
+        ValueError: ``device_type`` cannot be simulated, ``dtype`` is not a half type, or the model
+            has parameters without a shape (lazy modules) or that are not plain dense tensors.
         RuntimeError: This build of torch cannot simulate the device.
     """
     optimizers = _optimizers(optimizers)
@@ -87,27 +100,44 @@ def preflight(
     for name, wrapper, policy in (*wrapped, *own):
         findings += check_policy(name, wrapper, policy, dtype)
     if wrapped:
-        findings.append(_sharded(wrapped[0]))
-        return _result((), model, device_type, dtype, findings)
-    args, kwargs = _arguments(example_inputs)
-    job = Job(
-        model,
-        args,
-        kwargs,
-        device_type,
-        dtype,
-        loss_fn=loss_fn,
-        param_dtype=getattr(mixed_precision, "param_dtype", None),
-        buffer_dtype=getattr(mixed_precision, "buffer_dtype", None),
-        cast_inputs=_casts_inputs(mixed_precision),
-        backward=backward,
+        done = Simulation(findings=[_sharded(wrapped[0])])
+    else:
+        _check_tensors(model)
+        args, kwargs = _arguments(example_inputs)
+        job = Job(
+            model,
+            args,
+            kwargs,
+            device_type,
+            dtype,
+            loss_fn=loss_fn,
+            param_dtype=getattr(mixed_precision, "param_dtype", None),
+            buffer_dtype=getattr(mixed_precision, "buffer_dtype", None),
+            cast_inputs=_casts_inputs(mixed_precision),
+            backward=backward,
+        )
+        done = _look(job, measure)
+    findings += done.findings
+    if allow_unfinished:
+        findings = [
+            replace(f, severity="warning") if f.rule == "not-simulated" else f for f in findings
+        ]
+    ran, left = _visited(model, done)
+    if done.forward:
+        findings += _unused(model, left)
+    device = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
+    return Preflight(
+        report=PrecisionReport(done.rows, type(model).__name__, device),
+        findings=in_order(findings),
+        forward=done.forward,
+        backward=done.backward if backward else None,
+        visited=ran,
+        not_visited=left,
     )
-    rows, found = _look(job, measure)
-    return _result(rows, model, device_type, dtype, findings + found)
 
 
-def _look(job: Job, measure: bool) -> tuple[Sequence[OpRow], list[Finding]]:
-    """Simulate the step; the rows of its table, and what there is to say of them."""
+def _look(job: Job, measure: bool) -> Simulation:
+    """Simulate the step, and add what there is to say of its ops."""
     risks, mixtures, kinds = Risks(), Mixtures(), Kinds(job.dtype)
 
     def observe(call: Observed) -> None:
@@ -116,22 +146,37 @@ def _look(job: Job, measure: bool) -> tuple[Sequence[OpRow], list[Finding]]:
         kinds.observe(call)
 
     done = simulate(job, observe)
-    findings = done.findings + risks.findings + mixtures.findings()
-    findings += _attention(done, job.device_type)
+    done.findings += risks.findings + mixtures.findings()
     if measure:
-        findings += probe(kinds, job.device_type, job.dtype, backward=job.backward)
-    return done.rows, findings
+        done.findings += probe(kinds, job.device_type, job.dtype, backward=job.backward)
+    return done
 
 
-def _result(
-    rows: Sequence[OpRow],
-    model: nn.Module,
-    device_type: str,
-    dtype: torch.dtype,
-    findings: list[Finding],
-) -> Preflight:
-    device = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
-    return Preflight(PrecisionReport(rows, type(model).__name__, device), in_order(findings))
+def _unused(model: nn.Module, names: tuple[str, ...]) -> list[Finding]:
+    """Parameters that no op took, in modules whose forward did not run."""
+    left = {name: module for module, name in module_names(model).items() if name in names}
+    what = "has parameters, but took no part in the step: its precision is not known"
+    fix = "nothing need be wrong, if it is meant to stay unused with such inputs"
+    return [
+        Finding("info", "not-visited", name, type(module).__name__, what, fix)
+        for name, module in left.items()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def _visited(model: nn.Module, done: Simulation) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of modules that took part in forward, and of those that did not."""
+    named = module_names(model)
+    # A container such as ModuleList has no forward to run, or one that is not called.
+    above = {name[:at] for name in done.visited for at, char in enumerate(name) if char == "."}
+    containers = {
+        name
+        for module, name in named.items()
+        if type(module).forward is nn.Module.forward or (name in above and not module._parameters)
+    } - done.visited
+    names = [name for name in dict.fromkeys(named.values()) if name not in containers]
+    ran = tuple(name for name in names if name in done.visited)
+    return ran, tuple(name for name in names if name not in done.visited)
 
 
 def _check_arguments(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
@@ -150,6 +195,29 @@ def _check_arguments(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}")
 
 
+def _check_tensors(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{name or 'the model'} is a scripted module; script it afterwards")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet: run a lazy model forward once before preflight"
+            )
+        sharded: bool = is_traceable_wrapper_subclass(tensor)
+        if sharded:
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}; give preflight the model before its tensors "
+                "are sharded or quantized"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ValueError(
+                f"{name} is {tensor.layout}, {tensor.dtype}; preflight simulates dense parameters "
+                "and buffers alone"
+            )
+
+
 def _optimizers(
     given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
@@ -161,9 +229,14 @@ def _optimizers(
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    while isinstance(model, DataParallel | DistributedDataParallel):
-        model = model.module
-    return model
+    while True:
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule":
+            # torch.compile's; to import its class is slow.
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -184,25 +257,4 @@ def _sharded(wrapped: tuple[str, str, Any]) -> Finding:
     name, wrapper, _ = wrapped
     what = f"{wrapper} has sharded the model: its settings were checked, its ops were not"
     fix = "give preflight the model before it is wrapped, and mixed_precision= the policy"
-    return Finding("info", "not-simulated", name, wrapper, what, fix)
-
-
-def _attention(done: Simulation, device_type: str) -> list[Finding]:
-    """Say where the simulation had to choose an attention kernel, and which."""
-    if not stands_in(torch.nn.functional.scaled_dot_product_attention, device_type):
-        return []
-    functions = ("scaled_dot_product_attention", "multi_head_attention_forward")
-    kernels: dict[tuple[str, str], str] = {}
-    for row in done.rows:
-        if row.function in functions and row.phase == "forward" and not row.cause:
-            place = row.module, row.function
-            if row.op.startswith("_scaled_dot_product"):
-                kernels[place] = "a fused kernel, as a GPU runs it"
-            elif row.op in ("bmm", "baddbmm"):
-                reference = "torch's reference kernels; on a GPU a fused one may run"
-                kernels.setdefault(place, reference)
-    fix = "nothing need be wrong; precision_report on the device shows the kernel it chooses"
-    return [
-        Finding("info", "not-simulated", module, function, f"shown as {name}", fix)
-        for (module, function), name in kernels.items()
-    ]
+    return Finding("error", "not-simulated", name, wrapper, what, fix)

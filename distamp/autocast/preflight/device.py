@@ -1,4 +1,4 @@
-"""A device that is not here: fake tensors and autograd for CUDA in a process without it.
+"""A device that is not here: fake tensors, autograd, autocast and attention for CUDA without it.
 
 A CPU-only torch has no device guard for CUDA, and ends the process (no exception: the constructor
 that asks is noexcept) when a fake CUDA tensor that requires grad meets an op. A CUDA build
@@ -11,11 +11,15 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+
+from distamp.autocast.preflight.attention import attention_without_device
 
 __all__ = ["SIMULATED", "simulated_device"]
 
@@ -23,6 +27,8 @@ __all__ = ["SIMULATED", "simulated_device"]
 SIMULATED = {"cuda": 1}
 _CPU, _META = 0, 14
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"
+# The GPU that is not here is an A100 to those who ask.
+_CAPABILITY = (8, 0)
 _lock = threading.RLock()
 
 
@@ -30,27 +36,66 @@ _lock = threading.RLock()
 def simulated_device(device_type: str) -> Iterator[None]:
     """Let fake tensors of ``device_type`` take part in autograd, with or without the device.
 
+    Without it, regions of autocast for it that this thread enters are not disabled, and attention
+    is the kernel that a GPU would choose.
+
     Raises:
         RuntimeError: This build of torch has neither the device nor a table that can be lent to.
     """
     if device_type == "cpu":
         yield
         return
-    with _lock:
-        if device_type == "cuda":
-            torch._C._ensureCUDADeviceGuardSet()
-        table = _guard_table(device_type)
-        at = SIMULATED[device_type]
-        before = table[at]
-        if before is None:
-            table[at] = table[_META]
+    with _lock, _device_guard(device_type):
+        if torch.cuda.is_available():
+            yield
+            return
         # A CUDA build would ask cuDNN, and so the device, for what kernels of its it can use.
-        ask_cudnn = torch.backends.cudnn.enabled and torch.cuda.is_available()
-        try:
-            with torch.backends.cudnn.flags(enabled=ask_cudnn):
-                yield
-        finally:
-            table[at] = before
+        with (
+            torch.backends.cudnn.flags(enabled=False),
+            _answers(),
+            attention_without_device(),
+        ):
+            yield
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    """Answer, in this thread, what torch.autocast and models ask a device before they use it."""
+    here = threading.get_ident()
+    answers = {
+        (torch.cuda.amp.common, "amp_definitely_not_available"): False,
+        (torch.cuda, "is_bf16_supported"): True,
+        (torch.cuda, "get_device_capability"): _CAPABILITY,
+        (torch.cuda, "current_device"): 0,
+        (torch.cuda, "synchronize"): None,
+    }
+    with ExitStack() as stack:
+        for (owner, name), answer in answers.items():
+            stack.enter_context(patch.object(owner, name, _answer(owner, name, answer, here)))
+        yield
+
+
+def _answer(owner: Any, name: str, answer: Any, thread: int) -> Callable[..., Any]:
+    real = getattr(owner, name)
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return answer if threading.get_ident() == thread else real(*args, **kwargs)
+
+    return asked
+
+
+@contextmanager
+def _device_guard(device_type: str) -> Iterator[None]:
+    torch._C._ensureCUDADeviceGuardSet()
+    table = _guard_table(device_type)
+    at = SIMULATED[device_type]
+    before = table[at]
+    if before is None:
+        table[at] = table[_META]
+    try:
+        yield
+    finally:
+        table[at] = before
 
 
 def _guard_table(device_type: str) -> ctypes.Array[ctypes.c_void_p]:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from distamp.autocast.preflight.finding import Finding
+from distamp.autocast.report.kernels import kernel_of
 from distamp.autocast.report.recording import Observed
 
-__all__ = ["Risks", "inner_length"]
+__all__ = ["FP16_ZERO", "Risks", "inner_length"]
 
 _FP16_MAX = torch.finfo(torch.float16).max
 # Half of the smallest fp16 number: what is below rounds to 0.
-_FP16_ZERO = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps / 2
+FP16_ZERO = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps / 2
 # fp16 counts no further than this in steps of 1: eps is 2**-10.
 _LONG_SUM = 2 / torch.finfo(torch.float16).eps
 _LONG_PRODUCT = 2**15
@@ -45,7 +46,7 @@ class Risks:
     def observe(self, call: Observed) -> None:
         """Look at one call; made for ``Recorder(observe=...)``."""
         dtypes = {t.dtype for t in call.inputs}
-        if torch.float16 in dtypes and torch.bfloat16 in dtypes:
+        if torch.float16 in dtypes and torch.bfloat16 in dtypes and not kernel_of(call.func).copies:
             self._mixed(call)
         if call.phase == "backward":
             # Gradients are a matter of the loss scale, which the scaler looks after.
@@ -67,14 +68,14 @@ class Risks:
 
     def _mixed(self, call: Observed) -> None:
         op = call.owner.function or call.func._schema.name
-        what = "takes float16 and bfloat16 together: promoted to float32, or an error"
+        what = "takes float16 and bfloat16 together, which are promoted to float32"
         fix = "use one half type: the region's dtype, the parameters' and FSDP's param_dtype"
-        self._note(call, "error", "mixed-half", op, what, fix)
+        self._note(call, "warning", "mixed-half", op, what, fix)
 
     def _norm(self, call: Observed, name: str) -> None:
         at = _NORMS[name]
         eps = call.args[at] if len(call.args) > at else None
-        if isinstance(eps, float) and 0 < eps < _FP16_ZERO:
+        if isinstance(eps, float) and 0 < eps < FP16_ZERO:
             what = (
                 f"eps={eps:g} is 0 in fp16; this kernel keeps its statistics in fp32, a decomposed "
                 "or exported one need not"
@@ -85,7 +86,7 @@ class Risks:
 
     def _scalars(self, call: Observed, name: str) -> None:
         for value in _floats(call.args):
-            if 0 < abs(value) < _FP16_ZERO:
+            if 0 < abs(value) < FP16_ZERO:
                 what = f"{value:g} beside an fp16 tensor is 0: it guards against nothing"
                 fix = f"use {_eps_advice()} or more, or take the input to .float() first"
                 self._note(call, "warning", "fp16-epsilon", name, what, fix)

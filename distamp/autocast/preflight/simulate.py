@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
+import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,21 +22,28 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from distamp.autocast.preflight.attention import fused_attention, stands_in
-from distamp.autocast.preflight.backward import backward_without_device
 from distamp.autocast.preflight.device import simulated_device
+from distamp.autocast.preflight.engine import engine_without_device
 from distamp.autocast.preflight.finding import Finding
+from distamp.autocast.preflight.swap import modules_of, swapped
+from distamp.autocast.preflight.values import Values
 from distamp.autocast.report.attribution import module_names, tensors_in
 from distamp.autocast.report.recording import Observed, Recorder
 from distamp.autocast.report.rows import OUTSIDE, OpRow
 
 __all__ = ["Job", "Simulation", "simulate"]
 
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+_NOT_SIMULATED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+# A loop that ends when the data says so may never end; this many made-up decisions in a module do.
+_MOST_DECISIONS = 5000
+_ARRAYS: frozenset[Any] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,118 +61,272 @@ class Job:
     buffer_dtype: torch.dtype | None = None
     cast_inputs: bool = False
     backward: bool = True
-    # Torch's own engine where it can run; see backward.py.
-    own_engine: bool = False
 
 
 @dataclass(slots=True)
 class Simulation:
-    """What came of it."""
+    """What came of it: the rows of what ran, and how far it came."""
 
     rows: tuple[OpRow, ...] = ()
     findings: list[Finding] = field(default_factory=list)
+    forward: bool = False
+    # None where nothing requires grad.
+    backward: bool | None = False
+    # Names of modules whose forward ran, or whose parameters and buffers an op took.
+    visited: set[str] = field(default_factory=set)
 
 
 def simulate(job: Job, observe: Callable[[Observed], None]) -> Simulation:
     """Run the job; what fails becomes a finding, and the rows hold what ran until then."""
     done = Simulation()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     # A caller under no_grad or inference_mode still wants to see a training step.
-    with torch.inference_mode(False), torch.enable_grad(), _quiet():
-        _run(job, observe, done, fake)
+    with torch.inference_mode(False), torch.enable_grad(), _generators_kept(), _quiet():
+        _Step(job, observe, done).run()
     return done
 
 
-def _run(
-    job: Job, observe: Callable[[Observed], None], done: Simulation, fake: FakeTensorMode
-) -> None:
-    with simulated_device(job.device_type), fake:
-        tensors, owners = _fake_state(job)
-        args = _fake_inputs(job, job.args)
-        kwargs = _fake_inputs(job, dict(job.kwargs))
-        recorder = Recorder(job.model, observe, owners)
-        rescue = _Rescue(recorder, job, done.findings)
-        with recorder, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+class _Step:
+    """One simulation."""
+
+    def __init__(self, job: Job, observe: Callable[[Observed], None], done: Simulation) -> None:
+        self.job = job
+        self.done = done
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        # A loss may have weights too.
+        self._models = [job.model, *modules_of(job.loss_fn)]
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        self._owners: dict[int, str] = {}
+        self.recorder = Recorder(job.model, self._observe(observe), self._owners)
+        self.values = Values(self._fake_mode, self._stand_ins, self._made_up)
+        self._functions = _Functions(self)
+        self._decisions: Counter[str] = Counter()
+
+    def run(self) -> None:
+        job, done = self.job, self.done
+        with simulated_device(job.device_type), _eager(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with self._fake_mode:
+                self._fake_state()
+                args, kwargs = self._fake_inputs((job.args, dict(job.kwargs)))
+                with (
+                    self.values,
+                    swapped(self._models, dict(self._stand_ins)),
+                    self.recorder,
+                    engine_without_device(self.recorder),
+                ):
+                    try:
+                        self._forward(args, kwargs)
+                    except Exception as error:
+                        done.findings.append(self._failure(error))
+        done.rows = self.recorder.rows()
+        done.visited |= self.recorder.entered
+
+    # -- fake tensors
+
+    def _fake_state(self) -> None:
+        """Empty stand-ins for parameters and buffers, and the module that each is of."""
+        job, names = self.job, module_names(self.job.model)
+        for module in (each for model in self._models for each in model.modules()):
+            name = names.get(module, OUTSIDE)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is None or id(tensor) in self._stand_ins:
+                    continue
+                parameter = isinstance(tensor, nn.Parameter)
+                made = self._fake_like(tensor, job.param_dtype if parameter else job.buffer_dtype)
+                if parameter:
+                    made = nn.Parameter(made, tensor.requires_grad)
+                # Frameworks mark parameters with attributes of their own.
+                vars(made).update(vars(tensor))
+                self._stand_ins[id(tensor)] = made
+                self._owners[id(made)] = name
+
+    def _fake_inputs(self, values: Any) -> Any:
+        dtype = self.job.param_dtype if self.job.cast_inputs else None
+
+        def fake(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self._fake_like(value, dtype)
+            # A batch that is an object of its own; BatchEncoding is one.
+            if isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
+                value = copy.copy(value)
+                vars(value).update(tree_map(fake, vars(value)))
+            return value
+
+        return tree_map(fake, values)
+
+    def _fake_like(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """A tensor of the same shape, strides and place in autograd, on the other device."""
+        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=to, device=torch.device(self.job.device_type)
+        )
+        self.values.load(made, tensor)
+        return made.requires_grad_(tensor.requires_grad)
+
+    # -- the step
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        job = self.job
+        with self._functions:
+            with torch.autocast(job.device_type, job.dtype):
+                output = job.model(*args, **kwargs)
+                self.values.device = torch.device(job.device_type)
+                output = _loss_in(output) if job.loss_fn is None else job.loss_fn(output)
+            self.done.forward = True
+            if isinstance(output, torch.Tensor) and not output.dim():
+                self._check_loss(output)
+            if job.backward:
+                self._backward(output)
+
+    def _backward(self, output: Any) -> None:
+        roots = [t for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+        if not roots and not any(t.requires_grad for t in self._stand_ins.values()):
+            self.done.backward = None
+            return
+        if not roots:
+            what = "no output requires grad, so there is no backward to look at"
+            fix = "return the tensors that backward starts from, or ask for backward=False"
+            self._note("not-simulated", OUTSIDE, "backward", what, fix)
+            return
+        with self.recorder.paused():
+            grads = [torch.empty_like(root) for root in roots]
+        torch.autograd.backward(roots, grads)
+        self.done.backward = True
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        if loss.dtype == torch.float16:
+            what = "the loss is fp16: scaled by 65536, its seed gradient is infinite"
+            fix = "end the loss function with .float(), or take the loss outside the region"
+            self._note("fp16-loss", OUTSIDE, "loss_fn", what, fix)
+
+    # -- what is found
+
+    def _observe(self, observe: Callable[[Observed], None]) -> Callable[[Observed], None]:
+        def observed(call: Observed) -> None:
+            owners = (self._owners.get(id(t)) for t in call.inputs)
+            self.done.visited.update(name for name in owners if name is not None)
+            observe(call)
+
+        return observed
+
+    def _note(
+        self, rule: str, module: str, op: str, what: str, fix: str, severity: str = "error"
+    ) -> None:
+        self.done.findings.append(Finding(severity, rule, module, op, what, fix))
+
+    def _made_up(self) -> None:
+        what = "the way taken depends on values that were made up, such as which expert is chosen"
+        fix = "nothing need be wrong; precision_report on a real step shows the way that data takes"
+        module, op = self.recorder.where()
+        self._decisions[module] += 1
+        if self._decisions[module] > _MOST_DECISIONS:
+            raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+        if not any(f.rule == "made-up-values" and f.module == module for f in self.done.findings):
+            self._note("made-up-values", module, op, what, fix, severity="info")
+
+    def _failure(self, error: Exception) -> Finding:
+        phase = "forward" if self.values.device is None else "loss_fn"
+        place = _module_of(self.job.model, error), "backward" if self.done.forward else phase
+        if self._functions.failed is not None and isinstance(error, RuntimeError | AssertionError):
+            place = self._functions.failed
+        rule = "not-simulated"
+        fix = "use precision_report on a real step, or allow_unfinished=True to pass without it"
+        if isinstance(error, _NOT_SIMULATED[:2]):
+            what = f"depends on values that cannot be made up ({_first_line(error)})"
+        elif _needs_the_device(error):
+            what = "needs the device itself, or has no fake kernel in torch"
+        else:
+            rule = "step-fails"
+            what = f"stops the step, in float32 too: {type(error).__name__}: {_first_line(error)}"
+            fix = "check the example inputs and the devices of tensors the model makes itself"
+        return Finding("error", rule, *place, f"{what}; what follows was not run", fix)
+
+
+class _Functions(TorchFunctionMode):
+    """Notes a torch function that raises in the region, and goes on with it in float32."""
+
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self._step = step
+        self.failed: tuple[str, str] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (args[0], "cuda", *args[2:])
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_numbered, args[1:]))
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": _numbered(kwargs["device"])}
+        if func in _ARRAYS and args[0].device.type == "cpu":
+            return self._step.values.array(args[0])
+        try:
+            return func(*args, **kwargs)
+        except (*_NOT_SIMULATED, AssertionError):
+            self._failed_in(func)
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            where = self._failed_in(func)
+            out = self._in_float32(func, args, kwargs, error)
+            what = f"raises under autocast: {_first_line(error)}"
+            self._step._note("autocast-error", *where, what, _advice(_name(func)))
+            self.failed = None
+            return out
+
+    def _failed_in(self, func: Any) -> tuple[str, str]:
+        self.failed = self._step.recorder.where()[0], _name(func)
+        return self.failed
+
+    def _in_float32(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        halves = (torch.float16, torch.bfloat16)
+
+        def widen(value: Any) -> Any:
+            half = isinstance(value, torch.Tensor) and value.dtype in halves
+            return value.float() if half else value
+
+        with torch.autocast(self._step.job.device_type, enabled=False):
+            with self._step.recorder.paused():
+                args, kwargs = tree_map(widen, (args, kwargs))
             try:
-                with rescue, _region(job.device_type, job.dtype):
-                    with _weight_lists_kept(job.model):
-                        output = functional_call(job.model, tensors, args, kwargs)
-                    if job.loss_fn is not None:
-                        output = job.loss_fn(output)
-                _check_loss(job, output, done.findings)
-                if job.backward:
-                    _backward(job, output, recorder)
-            except Exception as error:
-                done.findings.append(_failure(job, error, rescue))
-        done.rows = recorder.rows()
-    done.findings += _inner_regions(job, caught)
+                return func(*args, **kwargs)
+            except Exception:
+                # It is not the precision that is wrong.
+                raise error from None
 
 
-def _fake_state(job: Job) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-    """Empty stand-ins for parameters and buffers, and the module that each parameter is of."""
-    names = module_names(job.model)
-    made: dict[int, torch.Tensor] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    owners: dict[int, str] = {}
-    for prefix, module in job.model.named_modules(remove_duplicate=False):
-        held = [(n, t, job.param_dtype) for n, t in module._parameters.items()]
-        held += [(n, t, job.buffer_dtype) for n, t in module._buffers.items()]
-        for name, tensor, dtype in held:
-            if tensor is None:
-                continue
-            if id(tensor) not in made:
-                made[id(tensor)] = _fake_like(tensor, job.device_type, dtype)
-                owners[id(made[id(tensor)])] = names[module]
-            tensors[f"{prefix}.{name}" if prefix else name] = made[id(tensor)]
-    return tensors, owners
-
-
-def _fake_inputs(job: Job, values: Any) -> Any:
-    dtype = job.param_dtype if job.cast_inputs else None
-
-    def fake(value: Any) -> Any:
-        is_tensor = isinstance(value, torch.Tensor)
-        return _fake_like(value, job.device_type, dtype) if is_tensor else value
-
-    return tree_map(fake, values)
-
-
-def _fake_like(tensor: torch.Tensor, device_type: str, dtype: torch.dtype | None) -> torch.Tensor:
-    """An empty tensor of the same shape, strides and place in autograd, on the other device."""
-    to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    made = torch.empty_strided(
-        tuple(tensor.shape), tensor.stride(), dtype=to, device=torch.device(device_type)
-    )
-    return made.requires_grad_(tensor.requires_grad and tensor.is_floating_point())
+def _numbered(device: Any) -> Any:
+    """``"cuda"`` as ``cuda:0``: torch would ask the device for its number."""
+    if type(device) is int:
+        return torch.device("cuda", device)
+    if isinstance(device, str | torch.device) and str(device) == "cuda":
+        return torch.device("cuda", 0)
+    return device
 
 
 @contextmanager
-def _region(device_type: str, dtype: torch.dtype, enabled: bool = True) -> Iterator[None]:
-    """An autocast region that does not ask whether the device is here, as torch's classes do."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, enabled)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.autocast_increment_nesting()
+def _generators_kept() -> Iterator[None]:
+    """Leave torch's, Python's and NumPy's random numbers where they were."""
+    numpy = sys.modules.get("numpy")
+    python, arrays = random.getstate(), numpy and numpy.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            yield
     finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
 
 
 @contextmanager
-def _weight_lists_kept(model: nn.Module) -> Iterator[None]:
-    """Give recurrent layers back the lists of weights that functional_call leaves its own in."""
-    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    before = [list(layer._flat_weights) for layer in layers]
-    try:
+def _eager() -> Iterator[None]:
+    """Run compiled modules and functions uncompiled, if there can be any."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-    finally:
-        for layer, weights in zip(layers, before, strict=True):
-            layer._flat_weights = weights
 
 
 @contextmanager
@@ -175,104 +340,17 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-class _Rescue(TorchFunctionMode):
-    """Notes a torch function that raises in the region, and goes on with it in float32."""
-
-    def __init__(self, recorder: Recorder, job: Job, findings: list[Finding]) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._job = job
-        self._findings = findings
-        self.last: tuple[str, str] | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        try:
-            if stands_in(func, self._job.device_type):
-                with self._recorder.inside("scaled_dot_product_attention"):
-                    out = fused_attention(args, kwargs)
-                if out is not None:
-                    return out
-            return func(*args, **kwargs)
-        except (*_DATA_DEPENDENT, UnsupportedOperatorException, AssertionError):
-            self.last = self._recorder.where()[0], _name(func)
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            self.last = self._recorder.where()[0], _name(func)
-            out = self._in_float32(func, args, kwargs, error)
-            what = f"raises under autocast: {_first_line(error)}"
-            advice = _advice(_name(func))
-            module, op = self.last
-            self._findings.append(Finding("error", "autocast-error", module, op, what, advice))
-            return out
-
-    def _in_float32(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        halves = (torch.float16, torch.bfloat16)
-
-        def widen(value: Any) -> Any:
-            half = isinstance(value, torch.Tensor) and value.dtype in halves
-            return value.float() if half else value
-
-        with _region(self._job.device_type, self._job.dtype, enabled=False):
-            with self._recorder.paused():
-                args, kwargs = tree_map(widen, (args, kwargs))
-            try:
-                return func(*args, **kwargs)
-            except Exception:
-                # It is not the precision that is wrong.
-                raise error from None
-
-
-def _backward(job: Job, output: Any, recorder: Recorder) -> None:
-    roots = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
-    roots = [t for t in roots if t.is_floating_point()]
-    if not roots:
-        return
-    with recorder.paused():
-        grads = [torch.empty_like(root) for root in roots]
-    if job.device_type == "cpu" and not job.own_engine:
-        torch.autograd.backward(roots, grads)
-    else:
-        backward_without_device(roots, grads, recorder)
-
-
-def _check_loss(job: Job, output: Any, findings: list[Finding]) -> None:
-    if job.loss_fn is None:
-        return
-    for loss in tensors_in(output):
-        if loss.dtype == torch.float16:
-            what = "the loss is fp16: scaled by 65536, its seed gradient is infinite"
-            fix = "end the loss function with .float(), or take the loss outside the region"
-            findings.append(Finding("error", "fp16-loss", OUTSIDE, "loss_fn", what, fix))
-
-
-def _failure(job: Job, error: Exception, rescue: _Rescue) -> Finding:
-    module, op = _module_of(job.model, error), "forward"
-    if rescue.last is not None and isinstance(error, RuntimeError | AssertionError):
-        module, op = rescue.last
-    if isinstance(error, _DATA_DEPENDENT):
-        what = f"depends on values ({_first_line(error)}): what runs after it was not looked at"
-        fix = "nothing need be wrong; use precision_report on a real step"
-        return Finding("warning", "not-simulated", module, op, what, fix)
-    if _needs_the_device(error):
-        what = "needs the device itself, or has no fake kernel in torch: the step was seen to here"
-        fix = "nothing need be wrong; use precision_report on a real step"
-        return Finding("warning", "not-simulated", module, op, what, fix)
-    if "accelerator" in str(error):
-        what = "asks autograd for gradients inside the step, which needs the device"
-        fix = "nothing need be wrong; use precision_report on a real step"
-        return Finding("warning", "not-simulated", module, op, what, fix)
-    what = f"stops the step, in float32 too: {type(error).__name__}: {_first_line(error)}"
-    fix = "check the example inputs and the devices of tensors the model makes itself"
-    return Finding("error", "not-simulated", module, op, what, fix)
+def _loss_in(output: Any) -> Any:
+    """The loss, where a model that was given labels returns it among its outputs."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) and not loss.dim() else output
 
 
 def _needs_the_device(error: Exception) -> bool:
     # The last is what a build with CUDA says on a machine without it.
     return isinstance(error, UnsupportedOperatorException | torch.AcceleratorError) or any(
-        phrase in str(error) for phrase in ("not compiled with CUDA", "Found no NVIDIA driver")
+        phrase in str(error)
+        for phrase in ("not compiled with CUDA", "Found no NVIDIA driver", "accelerator")
     )
 
 
@@ -281,22 +359,10 @@ def _module_of(model: nn.Module, error: Exception) -> str:
     names = module_names(model)
     found = OUTSIDE
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        held = frame.f_locals.get("self")
-        if isinstance(held, nn.Module) and held in names:
-            found = names[held]
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            found = names[owner]
     return found
-
-
-def _inner_regions(job: Job, caught: list[warnings.WarningMessage]) -> list[Finding]:
-    """A region of the model's own that torch switched off because the device is not here."""
-    if not any("Disabling autocast" in str(warning.message) for warning in caught):
-        return []
-    what = (
-        f"the model enters an autocast({job.device_type!r}) region of its own, which torch "
-        "disables on a machine without the device: its ops are shown in the dtype of their inputs"
-    )
-    fix = "leave the region to the caller, or run preflight where the device is"
-    return [Finding("warning", "not-simulated", "", "autocast", what, fix)]
 
 
 def _advice(name: str) -> str:

@@ -7,15 +7,15 @@ module ran name the nodes it made.
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from distamp.autocast.report.rows import OUTSIDE
+from distamp.autocast.tensors import tensors_in
 
 __all__ = [
     "NOBODY",
@@ -118,21 +118,6 @@ def mark_nodes(outputs: Any, owners: NodeOwners, since: int, stop: set[Any]) -> 
             continue
         metadata[_KEY] = owners.of(number)
         todo.extend(each for each, _ in node.next_functions if each is not None)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples, dicts and the attributes of plain data classes."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from tensors_in(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 
 from distamp.autocast.report.rows import OpRow
 
-__all__ = ["Counts", "Kernel", "Key", "casts_of", "gather", "is_view", "kernel_of", "row_of"]
+__all__ = ["Counts", "Kernel", "Key", "casts_of", "is_view", "kernel_of", "row_of"]
 
 # Kernels that may give a tensor another dtype; aten::to is whole in inference mode.
 _CASTS = frozenset({"aten::_to_copy", "aten::to", "prims::convert_element_type"})
@@ -28,15 +28,6 @@ def is_view(func: Any) -> bool:
     return bool(func.is_view) or func._schema.name == "aten::_unsafe_view"
 
 
-def gather(values: Iterable[Any], into: list[torch.Tensor]) -> None:
-    """Add the tensors among a kernel's arguments, which nest in lists alone, to ``into``."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            into.append(value)
-        elif isinstance(value, list | tuple):
-            gather(value, into)
-
-
 class Kernel(NamedTuple):
     """What is to be known of a kernel, asked of its schema once."""
 
@@ -51,7 +42,9 @@ class Kernel(NamedTuple):
 
 @cache
 def kernel_of(func: Any) -> Kernel:
-    """The facts about an operator overload."""
+    """The facts about an operator overload, or a higher order operator."""
+    if isinstance(func, HigherOrderOperator):
+        return Kernel(func.name(), False, True, False, False, False)
     name = func._schema.name
     return Kernel(
         name.removeprefix("aten::"),

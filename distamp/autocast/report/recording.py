@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,18 +21,17 @@ from distamp.autocast.report.attribution import (
     mark_nodes,
     module_names,
     parameter_names,
-    tensors_in,
 )
 from distamp.autocast.report.kernels import (
     Counts,
     Key,
     casts_of,
-    gather,
     kernel_of,
     row_of,
 )
 from distamp.autocast.report.rows import OUTSIDE, OpRow
 from distamp.autocast.report.watching import Call, Functions, Kernels, ModuleHook, any_autocast
+from distamp.autocast.tensors import tensors_in
 from distamp.errors import RegionError
 
 __all__ = ["Observed", "Recorder"]
@@ -116,6 +116,8 @@ class Recorder:
         self._observe = observe
         self._parameters = parameters
         self._home = 0
+        # Names of the modules whose forward has begun.
+        self.entered: set[str] = set()
         self.closed = False
 
     def __enter__(self) -> Recorder:
@@ -133,6 +135,9 @@ class Recorder:
             )
             self._handles.callback(enter.remove)
             self._handles.callback(leave.remove)
+        if "torch._dynamo" in sys.modules:
+            # Under a dispatch mode torch.compile gives a function up, for good.
+            self._handles.enter_context(torch.compiler.set_stance("force_eager"))
         self._modes = self._new_modes()
         return self
 
@@ -186,14 +191,15 @@ class Recorder:
 
     def enter_module(self, module: nn.Module, name: str, inputs: Any) -> None:
         """A module's forward begins in this thread."""
+        self.entered.add(name)
         thread = self.thread()
         if not thread.frames and thread.modes is None and not self._watched():
             thread.modes = self._new_modes()
             thread.since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
             thread.foreign = {t.grad_fn for t in tensors_in(inputs) if t.grad_fn is not None}
         if thread.modes is not None:
-            held = (module._parameters, module._buffers, vars(module))
-            tensors = (t for each in held for t in each.values() if isinstance(t, torch.Tensor))
+            attributes = (module._parameters, module._buffers, vars(module))
+            tensors = (t for of in attributes for t in of.values() if isinstance(t, torch.Tensor))
             thread.foreign.update(t.grad_fn for t in tensors if t.grad_fn is not None)
         self._claim(thread)
         thread.frames.append(_Frame(module, name))
@@ -253,12 +259,7 @@ class Recorder:
         kernel = kernel_of(func)
         if thread.paused or self.closed or not kernel.runs:
             return
-        inputs: list[torch.Tensor] = []
-        gather(args, inputs)
-        if kwargs:
-            gather(kwargs.values(), inputs)
-        outputs: list[torch.Tensor] = []
-        gather((out,), outputs)
+        inputs, outputs = tensors_in(args, kwargs), tensors_in(out)
         owner, phase, asked = self._where(thread)
         cause, weight = "", False
         casts = casts_of(kernel, inputs, outputs)
@@ -288,9 +289,9 @@ class Recorder:
         if phase != "backward":
             if thread.cached:
                 self._count_hits(thread, inputs, counts)
-            if weight and cause == "autocast" and _is_kept(thread):
+            if weight and cause == "autocast" and torch.is_autocast_cache_enabled():
                 self._keep(thread, casts[0][1])
-        if self._observe is not None:
+        if self._observe is not None and isinstance(func, torch._ops.OpOverload):
             self._observe(Observed(owner, phase, func, args, kwargs, inputs, outputs))
 
     def _where(self, thread: _Thread) -> tuple[Owner, str, str]:
@@ -316,17 +317,17 @@ class Recorder:
     def _keep(self, thread: _Thread, cast: torch.Tensor) -> None:
         """Remember a cast that autocast may hand out again; forget those that are gone."""
         if len(thread.cached) >= thread.cached_limit:
-            alive = {key: held for key, held in thread.cached.items() if held[0]() is not None}
+            alive = {key: cast for key, cast in thread.cached.items() if cast[0]() is not None}
             thread.cached = alive
             thread.cached_limit = max(_CASTS_KEPT, 2 * len(alive))
         thread.cached[id(cast)] = (weakref.ref(cast), [False])
 
     def _count_hits(self, thread: _Thread, inputs: list[torch.Tensor], counts: Counts) -> None:
         for tensor in inputs:
-            held = thread.cached.get(id(tensor))
-            if held is None:
+            cast = thread.cached.get(id(tensor))
+            if cast is None:
                 continue
-            reference, used = held
+            reference, used = cast
             if reference() is not tensor:
                 del thread.cached[id(tensor)]
             elif used[0]:
@@ -334,10 +335,6 @@ class Recorder:
                 counts[6] += tensor.numel() * tensor.element_size()
             else:
                 used[0] = True
-
-
-def _is_kept(thread: _Thread) -> bool:
-    return torch.is_autocast_cache_enabled() or (thread.call is not None and thread.call.kept)
 
 
 def _who(autocast: bool) -> str:

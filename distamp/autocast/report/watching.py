@@ -1,4 +1,4 @@
-"""How a recorder is told what runs: module hooks, and torch's two stacks of modes.
+"""How a recorder learns what runs: module hooks, and torch's two stacks of modes.
 
 A TorchDispatchMode sees every kernel, below autograd and autocast, casts included. It cannot see
 who asked for a cast; a TorchFunctionMode, above autocast, can: ``Tensor.to`` passes it by name.
@@ -24,9 +24,8 @@ _CONVERSIONS = frozenset(
     + ("float", "half", "bfloat16", "double", "int", "long", "short", "char", "byte", "bool")
     + ("chalf", "cfloat", "cdouble")
 )
-# Code that calls them on autocast's behalf: the step cache, custom_fwd.
+# Code that calls them on autocast's behalf: op lists, custom_fwd.
 _AUTOCASTS = ("distamp.autocast.", "torch.amp.")
-_STEP_CACHE = "distamp.autocast.cache"
 _GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -35,11 +34,9 @@ any_autocast = torch._C._is_any_autocast_enabled
 class Call:
     """A torch function that is running: its name, and whether casts in it are the user's."""
 
-    __slots__ = ("autocast", "explicit", "kept", "name")
+    __slots__ = ("autocast", "explicit", "name")
 
     def __init__(self, name: str, explicit: bool, autocast: bool) -> None:
-        # Whether the cast made now is kept, whatever torch's own cache does.
-        self.kept = False
         self.name = name
         self.explicit = explicit
         self.autocast = autocast
@@ -71,6 +68,9 @@ class Watcher(Protocol):
 
 class Kernels(TorchDispatchMode):
     """Shows a recorder every kernel call of this thread."""
+
+    # flex_attention, cond and the like are one kernel; what they run inside is not seen.
+    supports_higher_order_operators = True
 
     def __init__(self, recorder: Watcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,11 +108,8 @@ class Functions(TorchFunctionMode):
         before = thread.call
         explicit = name in _CONVERSIONS or kwargs.get("dtype") is not None
         thread.call = call = Call(name.strip("_"), explicit, any_autocast())
-        if explicit:
-            caller = _caller(sys._getframe(1))
-            if caller.startswith(_AUTOCASTS):
-                call.explicit, call.autocast = False, True
-                call.kept = caller == _STEP_CACHE
+        if explicit and _caller(sys._getframe(1)).startswith(_AUTOCASTS):
+            call.explicit, call.autocast = False, True
         try:
             return func(*args, **kwargs)
         finally:

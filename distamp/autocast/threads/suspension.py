@@ -15,7 +15,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
 from distamp.errors import RegionError
@@ -28,6 +28,8 @@ SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GEN
 ENTER_CONTEXT: CodeType = contextlib.ExitStack.enter_context.__code__
 _CONTEXTMANAGER_ENTER: CodeType = contextlib._GeneratorContextManager.__enter__.__code__
 _ASYNC_CONTEXTMANAGER_ENTER: CodeType = contextlib._AsyncGeneratorContextManager.__aenter__.__code__
+# What drives pytest's yield fixtures: the region is for the test in between.
+_FIXTURES = "_pytest.fixtures"
 
 _Scope = Callable[[], AbstractContextManager[Any]]
 
@@ -46,39 +48,61 @@ def suspendable_kind(fn: Callable[..., Any]) -> str | None:
 
 def wrap(scope: _Scope, fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """``fn`` with every stretch between two suspensions inside ``scope()``."""
-    if kind == "generator":
+    drive = {"generator": _drive, "coroutine": _coroutine, "async generator": _async_generator}
+    return _Suspendable(scope, fn, drive[kind])
 
-        def generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            return (yield from _drive(scope, fn(*args, **kwargs)))
 
-        return functools.wraps(fn)(generator)
+class _Suspendable:
+    """A function that calls another at once, binding its arguments, and drives what it returns.
 
-    if kind == "coroutine":
+    A function that does so is no generator function, and one that is binds its arguments late.
+    With the attributes of a function, ``inspect`` takes this for what it wraps.
+    """
 
-        async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await _Driven(scope, fn(*args, **kwargs))
+    __qualname__: str
 
-        return functools.wraps(fn)(coroutine)
+    def __init__(self, scope: _Scope, fn: Callable[..., Any], drive: Callable[..., Any]) -> None:
+        function: Any = fn
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = function if inspect.isroutine(function) else type(function).__call__
+        for name in ("__code__", "__defaults__", "__kwdefaults__", "__annotations__", "__name__"):
+            setattr(self, name, getattr(function, name))
+        functools.update_wrapper(self, fn)
+        self._scope = scope
+        self._fn = fn
+        self._drive = drive
 
-    async def async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        inner = fn(*args, **kwargs)
-        step = inner.__anext__()
-        while True:
-            try:
-                value = await _Driven(scope, step)
-            except StopAsyncIteration:
-                return
-            try:
-                sent = yield value
-            except GeneratorExit:
-                await _Driven(scope, inner.aclose())
-                raise
-            except BaseException as error:
-                step = inner.athrow(error)
-            else:
-                step = inner.asend(sent)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._drive(self._scope, self._fn(*args, **kwargs))
 
-    return functools.wraps(fn)(async_generator)
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+
+async def _coroutine(scope: _Scope, inner: Any) -> Any:
+    return await _Driven(scope, inner)
+
+
+async def _async_generator(scope: _Scope, inner: Any) -> AsyncGenerator[Any, Any]:
+    step = inner.__anext__()
+    while True:
+        try:
+            value = await _Driven(scope, step)
+        except StopAsyncIteration:
+            return
+        try:
+            sent = yield value
+        except GeneratorExit:
+            await _Driven(scope, inner.aclose())
+            raise
+        except BaseException as error:
+            step = inner.athrow(error)
+        else:
+            step = inner.asend(sent)
 
 
 def _resume(scope: _Scope, method: Callable[..., Any], *args: Any) -> Any:
@@ -136,6 +160,8 @@ def refuse_if_suspended(frame: FrameType) -> None:
             frame, via_call = caller.f_back, False
         else:
             break
+    if caller is not None and caller.f_globals.get("__name__") == _FIXTURES:
+        return
     if not code.co_flags & SUSPENDABLE:
         return
     if caller is not None and caller.f_code is _ASYNC_CONTEXTMANAGER_ENTER:

@@ -74,7 +74,7 @@ def test_hundreds_of_lists_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
     for subset in subsets:
         token = op_lists.push(OpLists(fp32=subset), "cpu")
         seen.append(tuple(autocast_state()))
-        op_lists.pop(token)
+        op_lists.restore(token)
         assert autocast_state() == before
     assert len(set(seen)) == len(subsets)
 

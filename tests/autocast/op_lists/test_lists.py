@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import autocast
 from distamp.autocast import OpLists, op_lists
-from distamp.autocast.op_lists import kernels
+from distamp.autocast.op_lists import kernels, registered
 from distamp.autocast.op_lists import lists as lists_module
 from distamp.autocast.op_lists.families import FAMILIES
 from distamp.autocast.op_lists.names import documented, documents, overloads
-from distamp.autocast.op_reference import NATIVE, observe, registered
+from distamp.autocast.op_reference import NATIVE, observe
 from distamp.autocast.op_reference.samples import SAMPLES
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -139,10 +139,10 @@ def test_argument_mistakes() -> None:
         OpLists(fp32=[3])
     with pytest.raises(ValueError, match=r"one family.*exact=True"):
         OpLists(fp32={"linear"}, lower_precision={"bmm"})
-    with pytest.raises(ValueError, match="documents are 000, 001, 003, got '002'"):
-        OpLists.documented("002")
+    with pytest.raises(ValueError, match=r"torch\.amp, .*\.cpu\.amp, got '000'"):
+        OpLists.documented("000")
     with pytest.raises(TypeError, match="ops must be an OpLists"):
-        op_lists.push({"linear"}, "cpu")  # type: ignore[arg-type]
+        autocast("cpu", ops={"linear"})  # type: ignore[arg-type]
 
 
 def test_a_value_like_any_other() -> None:
@@ -151,12 +151,12 @@ def test_a_value_like_any_other() -> None:
     assert hash(one) == hash(same)
     assert one != OpLists(fp32={"mm", "softmax"}, exact=True)
     assert repr(one) == "OpLists(fp32=['mm', 'softmax'])"
-    assert repr(OpLists.documented("000")) == "OpLists.documented('000')"
-    assert OpLists.documented("000") != OpLists.documented("003")
+    assert repr(OpLists.documented("torch.amp")) == "OpLists.documented('torch.amp')"
+    assert OpLists.documented("torch.amp") != OpLists.documented("torch.cpu.amp")
 
 
 def test_lists_survive_pickle_and_copy() -> None:
-    for lists in (OpLists(fp32={"mm"}, exact=True), OpLists.documented("003")):
+    for lists in (OpLists(fp32={"mm"}, exact=True), OpLists.documented("torch.cpu.amp")):
         assert pickle.loads(pickle.dumps(lists)) == copy.deepcopy(lists) == lists
 
 
@@ -351,7 +351,7 @@ def test_lists_of_one_device_type_leave_the_others_alone() -> None:
                 assert torch.tanh(X).dtype is BF16
                 assert (X @ W).dtype is BF16
     finally:
-        op_lists.pop(token)
+        op_lists.restore(token)
 
 
 def test_threads_follow_their_own_lists() -> None:
@@ -378,7 +378,7 @@ def test_current_can_be_restored_in_another_thread() -> None:
     found: list[torch.dtype] = []
 
     def work(value: Any) -> None:
-        op_lists.restore(value)
+        op_lists.enter(value)
         with torch.autocast("cpu"):
             found.append((X @ W).dtype)
         op_lists.restore(None)
@@ -484,19 +484,14 @@ def test_reading_torchs_lists_shows_in_no_mode_of_the_callers(
 def test_ops_that_are_not_listed_never_reach_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts calls of every kernel there is while only unlisted ops run."""
     calls: list[Any] = []
-    real = kernels.RuleTable
+    real = kernels.entries_of
 
     class Counting(dict[int, Any]):
         def get(self, *args: Any) -> Any:
             calls.append(args)
             return super().get(*args)
 
-    def counting(rules: Any) -> Any:
-        table = real(rules)
-        table.fast = Counting(table.fast)
-        return table
-
-    monkeypatch.setattr(lists_module, "RuleTable", counting)
+    monkeypatch.setattr(lists_module, "entries_of", lambda rules: Counting(real(rules)))
     with autocast("cpu", ops=OpLists(fp32={"erfc", "lgamma"})):
         _ = X + X, F.relu(X), torch.atan(X), X.t(), X.mean(), torch.where(X > 0, X, W)
         assert not calls
@@ -524,7 +519,7 @@ def test_documented_lists_run_as_the_document_states(document: str) -> None:
     try:
         seen = {name: observe(name, "cpu") for name in SAMPLES}
     finally:
-        op_lists.pop(token)
+        op_lists.restore(token)
     listed = {name: category for name, category in seen.items() if name in says}
     wrong = {
         name: (category, says[name])
@@ -538,16 +533,8 @@ def test_documented_lists_run_as_the_document_states(document: str) -> None:
 
 
 def test_a_document_without_lists_for_the_device_type() -> None:
-    with pytest.raises(ValueError, match="document 001 states lists for cuda, not for 'cpu'"):
-        op_lists.push(OpLists.documented("001"), "cpu")
-
-
-def test_a_backend_that_owns_the_dispatch_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
-    monkeypatch.setattr(kernels, "_libraries", {})
-    lists = OpLists(fp32={"logit"})
-    with pytest.raises(RuntimeError, match=r"op lists need the dispatch key.*'npu'"):
-        op_lists.push(lists, "cpu")
+    with pytest.raises(ValueError, match=r"cuda\.amp states lists for cuda, not for 'cpu'"):
+        op_lists.push(OpLists.documented("torch.cuda.amp"), "cpu")
 
 
 @pytest.mark.gpu

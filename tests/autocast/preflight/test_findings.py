@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import preflight
-from distamp.autocast import Finding
+from distamp.autocast import Finding, pin_precision
 from distamp.autocast.preflight.finding import as_lines, in_order
 from distamp.autocast.preflight.probe import Kind, Kinds, Timing, measure, probe
 from distamp.autocast.preflight.simulate import Job, simulate
@@ -81,7 +81,7 @@ def test_every_op_that_raises_is_found():
 
 def test_what_fails_in_float32_too_is_not_blamed_on_precision():
     (found,) = findings(inside(lambda x: x @ torch.ones(3, 3, device=x.device)))
-    assert (found.rule, found.module, found.op) == ("not-simulated", "1", "matmul")
+    assert (found.rule, found.module, found.op) == ("step-fails", "1", "matmul")
     assert "in float32 too" in found.what
 
 
@@ -208,7 +208,22 @@ def test_parameters_of_the_other_half_type():
 
 def test_half_types_that_meet_in_one_op():
     (found,) = findings(inside(lambda x: x + x.bfloat16()), rule="mixed-half")
-    assert (found.severity, found.module, found.op) == ("error", "1", "add")
+    assert (found.severity, found.module, found.op) == ("warning", "1", "add")
+
+
+def test_a_copy_from_one_half_type_to_the_other_is_a_conversion():
+    assert not findings(inside(lambda x: x + torch.empty_like(x).copy_(x.bfloat16())))
+
+
+def test_a_module_pinned_to_bf16_in_an_fp16_region_has_no_finding():
+    model = nn.Sequential(nn.Linear(8, 8), mlp(), nn.Linear(8, 8))
+    pin_precision(model[1], "bf16")
+    for device_type in ("cuda", "cpu"):
+        result = preflight(model, torch.randn(4, 8), device_type, FP16, measure=False)
+        assert result.finished
+        assert not result.findings
+        linears = {row.module: row.compute for row in result.report.rows if row.op == "addmm"}
+        assert linears == {"0": "float16", "1.0": "bfloat16", "1.3": "bfloat16", "2": "float16"}
 
 
 def index(x):
@@ -284,7 +299,8 @@ def test_the_policy_of_a_wrapped_model_is_read(ranks2):
     for one, two in ranks2.run(_wrapped):
         assert ("fsdp-precision", "error", "", "FullyShardedDataParallel") in one
         assert ("fsdp-precision", "error", "0", "fully_shard") in two
-        assert [f for f in one + two if f[0] == "not-simulated" and f[1] == "info"]
+        for found in (one, two):
+            assert [f[1] for f in found if f[0] == "not-simulated"] == ["error"]
 
 
 # -- speed

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from contextlib import nullcontext
+from importlib import import_module
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from distamp.autocast import PrecisionReport
 from distamp.autocast.preflight.device import SIMULATED, _guard_table, simulated_device
 from distamp.autocast.preflight.simulate import Job, simulate
 from tests.autocast.report.test_report import BF16, FP16, MODELS, mlp
+
+simulating = import_module("distamp.autocast.preflight.simulate")
 
 
 def loss_of(output):
@@ -75,8 +79,21 @@ class Twice(torch.autograd.Function):
         return a * 2 + b.cos()
 
 
+class Scaled(torch.autograd.Function):
+    """Arguments that are no tensors, or need no gradient, before and after those that do."""
+
+    @staticmethod
+    def forward(ctx, factor, x, mask, y, name):
+        ctx.factor = factor
+        return x * factor + y * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad * ctx.factor, None, grad.sin(), None
+
+
 class Everything(nn.Module):
-    """Branches, an unused output, a custom function, a checkpoint."""
+    """Branches, an unused output, custom functions, a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +103,19 @@ class Everything(nn.Module):
         y = self.a(x)
         z = checkpoint(self.b, y, use_reentrant=False)
         doubled, _ = Twice.apply(z)
+        doubled = Scaled.apply(2.0, doubled, torch.ones_like(z), self.b(y), "name")
         return self.c(doubled + y.expand(3, *y.shape).sum(0)) + self.c(x)
+
+
+class Reentrant(nn.Module):
+    """Torch's older checkpoint, which runs a backward of its own inside backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), mlp()
+
+    def forward(self, x):
+        return checkpoint(self.b, self.a(x), use_reentrant=True).softmax(-1)
 
 
 class InPlace(nn.Module):
@@ -102,27 +131,52 @@ class InPlace(nn.Module):
         return y.relu_()
 
 
-def by_either_engine(model, x):
-    jobs = [Job(model, (x,), {}, "cpu", BF16, loss_of, own_engine=own) for own in (False, True)]
-    return [simulate(job, lambda call: None) for job in jobs]
+def by_either_engine(model, x, monkeypatch):
+    job = Job(model, (x,), {}, "cpu", BF16, loss_of)
+    ours = simulate(job, lambda call: None)
+    monkeypatch.setattr(simulating, "engine_without_device", nullcontext)
+    return simulate(job, lambda call: None), ours
 
 
 OWN_ENGINE = {**MODELS, "everything": (Everything, (4, 8)), "in place": (InPlace, (4, 8))}
+OWN_ENGINE["reentrant"] = (Reentrant, (4, 8))
 
 
 @pytest.mark.parametrize("name", OWN_ENGINE)
-def test_backward_without_the_device_is_what_torchs_engine_does(name):
+def test_backward_without_the_device_is_what_torchs_engine_does(name, monkeypatch):
     make, shape = OWN_ENGINE[name]
-    torchs, ours = by_either_engine(make(), torch.randn(shape, requires_grad=True))
+    x = torch.randn(shape, requires_grad=True)
+    torchs, ours = by_either_engine(make(), x, monkeypatch)
+    assert torchs.backward
+    assert ours.backward
     assert torchs.findings == ours.findings == []
     assert sorted(map(str, ours.rows)) == sorted(map(str, torchs.rows))
     assert any(row.phase == "backward" for row in ours.rows)
 
 
-def test_a_real_step_of_everything_is_the_simulated_one():
-    model, x = Everything(), torch.randn(4, 8, requires_grad=True)
-    ours = by_either_engine(model, x)[1]
+@pytest.mark.parametrize("make", [Everything, Reentrant])
+def test_a_real_step_with_checkpointing_is_the_simulated_one(make):
+    model, x = make(), torch.randn(4, 8, requires_grad=True)
+    ours = simulate(Job(model, (x,), {}, "cpu", BF16, loss_of), lambda call: None)
+    assert not ours.findings
     assert counted(ours.rows) == counted(real_rows(model, x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_module_is_recomputed_in_the_same_dtypes_on_a_gpu(reentrant):
+    model = nn.Sequential(nn.Linear(8, 8), Calls(None), nn.Linear(8, 8))
+    model[1].body = mlp()
+    model[1].what = lambda x: checkpoint(model[1].body, x, use_reentrant=reentrant)
+    result = preflight(model, torch.randn(4, 8), "cuda", FP16, measure=False)
+    assert result.finished
+    assert not result.findings
+    rows = [row for row in result.report.rows if row.module.startswith("1.body") and not row.view]
+    forward, again = (
+        {(row.module, row.op, row.inputs, row.outputs) for row in rows if row.phase == phase}
+        for phase in ("forward", "recompute")
+    )
+    assert again <= forward
+    assert {op for _, op, inputs, _ in again if inputs[0] == "float16"} >= {"addmm", "relu"}
 
 
 def test_cudas_lists_hold_for_cuda():
@@ -163,10 +217,10 @@ class Attends(nn.Module):
     [
         ({"is_causal": True}, (2, 4, 16, 8), "flash"),
         ({"attn_mask": True}, (2, 4, 16, 8), "efficient"),
-        ({}, (2, 4, 16, 12), "efficient"),
+        ({}, (2, 4, 16, 12), "flash"),
         ({}, (2, 16, 8), None),
     ],
-    ids=["causal", "mask", "odd head", "no heads"],
+    ids=["causal", "mask", "padded head", "no heads"],
 )
 def test_attention_is_the_fused_kernel_of_a_gpu(options, shape, kernel):
     x = torch.randn(shape, requires_grad=True)
@@ -192,16 +246,78 @@ def test_attention_is_the_fused_kernel_of_a_gpu(options, shape, kernel):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
-@pytest.mark.parametrize(
-    "make",
-    [lambda: nn.GRU(8, 8), lambda: Calls(lambda x: torch.cuda.current_stream() and x)],
-    ids=["no fake kernel", "asks the device"],
-)
-def test_what_needs_the_device_itself_is_no_error(make):
-    result = preflight(nn.Sequential(make()), torch.randn(4, 8), "cuda", FP16, measure=False)
-    (found,) = [f for f in result.findings if f.rule == "not-simulated"]
-    assert (found.severity, found.module) == ("warning", "0")
+def test_what_needs_the_device_itself_is_an_error_unless_allowed():
+    model = nn.Sequential(nn.Linear(8, 8), Calls(lambda x: torch.cuda.current_stream() and x))
+    result = preflight(model, torch.randn(4, 8), "cuda", FP16, measure=False)
+    (found,) = result.errors
+    assert (found.rule, found.module) == ("not-simulated", "1")
     assert "needs the device itself" in found.what
+    assert (result.forward, result.backward, result.finished) == (False, False, False)
+    assert "forward NOT FINISHED, backward NOT FINISHED" in str(result)
+    allowed = preflight(model, torch.randn(4, 8), measure=False, allow_unfinished=True)
+    assert not allowed.errors
+    assert not allowed.finished
+    (found,) = allowed.findings
+    assert (found.severity, found.rule) == ("warning", "not-simulated")
+
+
+def test_a_step_that_would_fail_on_the_device_too_is_an_error_even_if_allowed():
+    model = Calls(lambda x: x + torch.ones(8))
+    (found,) = preflight(model, torch.ones(4, 8), measure=False, allow_unfinished=True).errors
+    assert "same device" in found.what
+
+
+def test_an_output_without_a_gradient_is_an_error_where_parameters_wait_for_one():
+    detached = nn.Sequential(nn.Linear(8, 8), Calls(torch.detach))
+    result = preflight(detached, torch.randn(4, 8), measure=False)
+    assert (result.forward, result.backward) == (True, False)
+    assert [f.op for f in result.errors] == ["backward"]
+    frozen = preflight(detached.requires_grad_(False), torch.randn(4, 8), measure=False)
+    assert (frozen.backward, frozen.finished, frozen.errors) == (None, True, ())
+
+
+def test_modules_alike_that_took_no_part_are_named_as_one():
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(9))})
+    model.forward = lambda x: model["layers"][0](x)
+    result = preflight(model, torch.randn(4, 8), measure=False)
+    assert result.summary.endswith("2 of 10 modules visited; not: layers.* x8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch chooses the kernel itself")
+def test_flex_attention_is_one_kernel():
+    flex = import_module("torch.nn.attention.flex_attention")
+
+    def attend(x):
+        mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, x.device)
+        return flex.flex_attention(x, x, x, lambda score, b, h, q, k: score + q, mask)
+
+    model = nn.Sequential(nn.Linear(8, 8), Calls(attend))
+    result = preflight(model, torch.randn(2, 2, 16, 8), "cuda", FP16, measure=False)
+    assert result.finished, result.findings
+    ran = {(row.op, row.phase, row.compute) for row in result.report.rows if "flex" in row.op}
+    assert ran == {
+        ("flex_attention", "forward", "float16"),
+        ("flex_attention_backward", "backward", "float16"),
+    }
+
+
+def test_modules_that_took_no_part_are_named():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.by_weight, self.dropout = nn.Linear(8, 8), nn.Dropout()
+            self.layers = nn.ModuleList([nn.ReLU()])
+
+        def forward(self, x):
+            return F.linear(self.layers[0](self.used(x)), self.by_weight.weight)
+
+    result = preflight(Net(), torch.randn(4, 8), measure=False)
+    assert result.visited == ("", "used", "by_weight", "layers.0")
+    assert result.not_visited == ("unused", "dropout")
+    assert "4 of 6 modules visited; not: unused, dropout" in str(result)
+    (found,) = result.findings
+    assert (found.severity, found.rule, found.module) == ("info", "not-visited", "unused")
 
 
 class Calls(nn.Module):
@@ -285,18 +401,18 @@ def test_a_policy_s_parameter_dtype_is_simulated():
 
 
 HARMFUL = {
-    "requires_grad_": "y = x.clone().requires_grad_(); return (y * 2).sum()",
+    "requires_grad_": "y = x.clone().requires_grad_(); return (y * self.w).sum()",
     "enable_grad": "with torch.enable_grad():\n            return (self.w * x).sum()",
     "autograd.grad": (
         "y = x.clone().requires_grad_()\n"
         "        return torch.autograd.grad((y * self.w).sum(), y, create_graph=True)[0]"
     ),
-    "item": "return x * x.sum().item()",
-    "nonzero": "return x[x.nonzero()[:, 0]]",
+    "item": "return self.w * x.sum().item()",
+    "nonzero": "return self.w * x[x.nonzero()[:, 0]]",
     "copy": "y = torch.zeros_like(x); y.copy_(x); y[0] = self.w; return y.contiguous()",
-    "cuda": "return torch.ones(4, device='cuda') * x",
+    "cuda": "return torch.ones(4, device='cuda') * self.w + torch.ones(4).to('cuda')",
     "raises": "raise KeyError('no')",
-    "inner region": "with torch.autocast('cuda', torch.float16):\n            return x @ x.t()",
+    "inner region": "with torch.autocast('cuda', torch.float16):\n            return x @ self.w",
     "reentrant": (
         "return torch.utils.checkpoint.checkpoint(lambda t: (t * self.w).sin(), x * self.w, "
         "use_reentrant=True)"
@@ -327,18 +443,7 @@ def test_nothing_a_model_does_ends_the_process():
     )
     assert done.returncode == 0, done.stderr
     found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert found == {
-        "requires_grad_": [],
-        "enable_grad": [],
-        "autograd.grad": ["not-simulated"],
-        "item": ["not-simulated"],
-        "nonzero": ["not-simulated"],
-        "copy": [],
-        "cuda": [],
-        "raises": ["not-simulated"],
-        "inner region": ["not-simulated"],
-        "reentrant": ["not-simulated"] * 2,
-    }
+    assert found == {name: ["step-fails"] if name == "raises" else [] for name in HARMFUL}
 
 
 NO_GUARD = pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA builds have a guard")

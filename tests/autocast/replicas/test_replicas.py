@@ -210,7 +210,7 @@ def test_binding_again_binds_anew():
         with autocast("cpu", dtype):
             bind(model)
     assert model(torch.randn(4, 4)).dtype is torch.bfloat16
-    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    assert type(unbind(model)) is nn.Linear
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -231,6 +231,20 @@ def test_a_failing_bound_module_leaves_the_state_as_it_was():
     assert thread_state() == before
 
 
+def test_a_bound_module_that_is_interrupted_leaves_the_state_as_it_was():
+    class Interrupted(nn.Module):
+        def forward(self) -> None:
+            raise KeyboardInterrupt
+
+    model = Interrupted()
+    with autocast("cpu"):
+        bind(model)
+    before = thread_state()
+    with pytest.raises(KeyboardInterrupt):
+        model()
+    assert thread_state() == before
+
+
 class Threads(nn.DataParallel):
     """torch's DataParallel with its calls of replicas in plain threads, as on accelerators."""
 
@@ -245,8 +259,10 @@ class Threads(nn.DataParallel):
 
         parts, kwarg_parts = scatter(inputs, kwargs, self.count, 0)
         replicas = replicate(self.module, len(parts), detach=False)
-        calls = zip(replicas, parts, kwarg_parts, strict=True)
-        return [in_thread(lambda c=c: c[0](*c[1], **c[2])) for c in calls]
+        return self.parallel_apply(replicas, parts, kwarg_parts)
+
+    def parallel_apply(self, *calls: Any) -> list[Any]:
+        return [in_thread(lambda c=c: c[0](*c[1], **c[2])) for c in zip(*calls, strict=True)]
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 
@@ -521,32 +522,6 @@ def four_microbatches(region, model):
     return report
 
 
-def test_the_step_cache_s_casts_are_autocasts_and_its_hits_are_counted():
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    reports = {
-        cache: four_microbatches(
-            lambda cache=cache: distamp.autocast("cpu", BF16, cache_enabled=cache), model
-        )
-        for cache in (True, "step")
-    }
-    weights = {
-        cache: sum(r.casts for r in report.rows if r.weight and r.phase == "forward")
-        for cache, report in reports.items()
-    }
-    assert weights == {True: 32, "step": 8}
-    assert reports["step"].totals.hits == 24
-    causes = {r.cause for r in reports["step"].rows if r.weight and r.phase == "forward"}
-    assert causes == {"autocast"}
-
-
-def test_a_users_cast_passes_the_step_cache_as_his():
-    model = nn.Linear(8, 8)
-    with precision_report(model) as report, distamp.autocast("cpu", BF16, cache_enabled="step"):
-        model(torch.randn(4, 8)).float()
-    causes = {row.function: row.cause for row in report.rows if row.casts and not row.weight}
-    assert causes == {"linear": "autocast", "float": "explicit"}
-
-
 def test_casts_of_a_region_with_op_lists_are_autocasts():
     model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
     lists = OpLists(fp32={"linear"}, lower_precision={"softmax"})
@@ -593,3 +568,14 @@ def test_distamps_data_parallel_is_followed_into_its_replicas():
     assert calls["3", "addmm", "forward", ("bfloat16",)] == 2
     assert calls["1", "threshold_backward", "backward", ("bfloat16",)] == 2
     assert calls["0", "mm", "backward", ("bfloat16",)] >= 2
+
+
+def test_higher_order_operators_are_one_kernel():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    x = torch.randn(2, 2, 16, 8)
+    with precision_report() as report, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = flex.flex_attention(x, x, x)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(x, x, x))
+    (row,) = [row for row in report.rows if row.op == "flex_attention"]
+    assert (row.calls, row.compute) == (1, "float32")

@@ -19,17 +19,18 @@ Tensor refused(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64
 #define FP32_SET_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
 
-// Called "cuda", torch has these kernels already; nothing then reaches these.
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+const bool registered = [] {
+  if (sim::asCuda()) return true; // torch has these for CUDA
+  static torch::Library all(torch::Library::IMPL, "_", c10::DispatchKey::AutocastPrivateUse1, __FILE__, __LINE__);
+  all.fallback(torch::CppFunction::makeFallthrough());
+  static torch::Library m(torch::Library::IMPL, "aten", c10::DispatchKey::AutocastPrivateUse1, __FILE__, __LINE__);
   AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
   AT_FORALL_FP32(FP32)
   AT_FORALL_FP32_SET_OPT_DTYPE(FP32_SET_OPT_DTYPE)
   AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
   AT_FORALL_PROMOTE(PROMOTE)
   m.impl("binary_cross_entropy", refused);
-}
+  return true;
+}();
 
 } // namespace

@@ -181,7 +181,7 @@ class Call {
     try {
       Neutral neutral;
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
-    } catch (const c10::NotImplementedError&) { // a mere fallback, though it is said to have a kernel
+    } catch (const c10::NotImplementedError&) { // a mere fallback, which counts as a kernel too
       return std::nullopt;
     }
     for (size_t i = 0; i < count_; i++)
@@ -323,6 +323,12 @@ void convolutionBackward(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*
   Call(op, *stack).run();
 }
 
+bool makesViews(const c10::FunctionSchema& schema) {
+  for (auto& result : schema.returns())
+    if (result.alias_info() && !result.alias_info()->isWrite()) return true;
+  return false;
+}
+
 template <void (*function)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*)>
 torch::CppFunction boxed() {
   return torch::CppFunction::makeFromBoxedFunction<function>();
@@ -334,12 +340,19 @@ const bool registered = [] {
   static torch::Library aten(torch::Library::IMPL, "aten", denseKey(), __FILE__, __LINE__);
   aten.impl("convolution_overrideable", boxed<&convolution>());
   aten.impl("convolution_backward_overrideable", boxed<&convolutionBackward>());
-  aten.impl("index.Tensor", boxed<&fallback>()); // the composite one looks for the places of a mask twice
-  for (auto& op : c10::Dispatcher::singleton().getAllOpNames())
-    if (op.name.rfind("aten::_foreach_", 0) == 0) {
-      auto name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
-      aten.impl(name.c_str(), boxed<&foreachOp>());
-    }
+  // Where the CPU has a kernel of its own, CUDA has one too: the composite ones that torch would take
+  // before the fallback round otherwise, and some read tensors on the host.
+  for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op || op->hasKernelForDispatchKey(denseKey()) || makesViews(op->schema())) continue;
+    const bool each = name.name.rfind("aten::_foreach_", 0) == 0;
+    const bool composite = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+    if (!each && !(composite && op->hasKernelForDispatchKey(c10::DispatchKey::CPU))) continue;
+    auto overload = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    aten.impl(overload.c_str(), each ? boxed<&foreachOp>() : boxed<&fallback>());
+  }
   return true;
 }();
 

@@ -85,10 +85,10 @@ class Line {
 
   void compare(const Collective& mine) {
     constexpr int64_t kBytes = 256;
-    std::ostringstream words;
-    words << mine.sequence << " " << mine.text;
+    std::ostringstream text;
+    text << mine.sequence << " " << mine.text;
     Tensors in{at::zeros({kBytes}, at::kByte)};
-    std::strncpy(static_cast<char*>(in[0].data_ptr()), words.str().c_str(), kBytes - 1);
+    std::strncpy(static_cast<char*>(in[0].data_ptr()), text.str().c_str(), kBytes - 1);
     std::vector<Tensors> out(1);
     for (int r = 0; r < gloo_->getSize(); r++) out[0].push_back(at::zeros({kBytes}, at::kByte));
     gloo_->allgather(out, in, {})->wait();
@@ -148,10 +148,10 @@ struct SimWork : Work {
 };
 
 std::string described(const Tensors& tensors) {
-  std::ostringstream words;
+  std::ostringstream text;
   for (size_t i = 0; i < tensors.size(); i++)
-    words << (i ? ", " : "") << c10::toString(tensors[i].scalar_type()) << tensors[i].sizes();
-  return words.str();
+    text << (i ? ", " : "") << c10::toString(tensors[i].scalar_type()) << tensors[i].sizes();
+  return text.str();
 }
 std::string described(const ReduceOp& op) {
   switch (static_cast<ReduceOp::RedOpType>(op)) {
@@ -163,11 +163,11 @@ std::string described(const ReduceOp& op) {
     default: TORCH_CHECK(false, "sim: NCCL has no such reduction (bitwise ones are gloo's alone)");
   }
 }
-std::string said(const char* name, const std::string& what) {
+std::string call(const char* name, const std::string& what) {
   return std::string(name) + "(" + what + ")";
 }
 std::string rooted(const char* name, int64_t root) {
-  return said(name, "root " + std::to_string(root));
+  return call(name, "root " + std::to_string(root));
 }
 
 // gloo moves only some dtypes; what is not summed can go as bytes.
@@ -198,21 +198,25 @@ class Group : public Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
 
   WorkPtr broadcast(Tensors& t, const BroadcastOptions& o) override {
-    return issue(OpType::BROADCAST, said("broadcast", "root " + std::to_string(o.rootRank) + ", " + described(t)), t, t, t,
+    return issue(OpType::BROADCAST, call("broadcast", "root " + std::to_string(o.rootRank) + ", " + described(t)), t, t, t,
                  [=, this](Tensors&, Tensors& out) {
                    auto b = bytes(out);
                    gloo_->broadcast(b, o)->wait();
                  });
   }
   WorkPtr allreduce(Tensors& t, const AllreduceOptions& o) override {
-    return issue(OpType::ALLREDUCE, said("all_reduce", described(o.reduceOp) + ", " + described(t)), t, t, t,
+    if (t.at(0).is_sparse()) return allreduce_sparse(t, o);
+    return issue(OpType::ALLREDUCE, call("all_reduce", described(o.reduceOp) + ", " + described(t)), t, t, t,
                  [=, this](Tensors&, Tensors& out) { sumEach(out, o.reduceOp); });
+  }
+  WorkPtr allreduce_sparse(Tensors&, const AllreduceOptions&) override {
+    TORCH_CHECK(false, "NCCL does not support all_reduce with sparse tensors.");
   }
   WorkPtr allreduce_coalesced(Tensors& t, const AllreduceCoalescedOptions& o) override { return allreduce(t, o); }
   WorkPtr reduce(Tensors& t, const ReduceOptions& o) override {
     // Everybody sums; only the root's tensor gets the result.
     const bool root = o.rootRank == getRank();
-    return issue(OpType::REDUCE, said("reduce", described(o.reduceOp) + ", " + described(t)), t, root ? t : Tensors{}, t,
+    return issue(OpType::REDUCE, call("reduce", described(o.reduceOp) + ", " + described(t)), t, root ? t : Tensors{}, t,
                  [=, this](Tensors& in, Tensors& out) {
                    sumEach(in, o.reduceOp);
                    if (root) out[0].copy_(in[0]);
@@ -220,7 +224,7 @@ class Group : public Backend {
   }
   WorkPtr allgather(std::vector<Tensors>& outs, Tensors& ins, const AllgatherOptions&) override {
     TORCH_CHECK(ins.size() == 1 && outs.size() == 1, "sim: one tensor for each rank");
-    return issue(OpType::ALLGATHER, said("all_gather", described(ins)), ins, outs[0], outs[0],
+    return issue(OpType::ALLGATHER, call("all_gather", described(ins)), ins, outs[0], outs[0],
                  [this](Tensors& in, Tensors& out) {
                    std::vector<Tensors> o{bytes(out)};
                    auto i = bytes(in);
@@ -232,7 +236,7 @@ class Group : public Backend {
     return allgather_into_tensor_coalesced(outs, ins, o);
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const AllgatherOptions&) override {
-    return issue(OpType::_ALLGATHER_BASE, said("all_gather_into_tensor", described(ins)), ins, outs, outs,
+    return issue(OpType::_ALLGATHER_BASE, call("all_gather_into_tensor", described(ins)), ins, outs, outs,
                  [this](Tensors& in, Tensors& out) {
                    for (size_t k = 0; k < in.size(); k++) {
                      auto o = bytes(out[k]), i = bytes(in[k]);
@@ -242,7 +246,7 @@ class Group : public Backend {
   }
   WorkPtr reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const ReduceScatterOptions& o) override {
     TORCH_CHECK(ins.size() == 1 && outs.size() == 1, "sim: one tensor for each rank");
-    return issue(OpType::REDUCE_SCATTER, said("reduce_scatter", described(o.reduceOp) + ", " + described(ins[0])), ins[0],
+    return issue(OpType::REDUCE_SCATTER, call("reduce_scatter", described(o.reduceOp) + ", " + described(ins[0])), ins[0],
                  outs, outs, [=, this](Tensors& in, Tensors& out) {
                    sumEach(in, o.reduceOp);
                    out[0].copy_(in[getRank()]);
@@ -254,7 +258,7 @@ class Group : public Backend {
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const ReduceScatterOptions& o) override {
     return issue(OpType::_REDUCE_SCATTER_BASE,
-                 said("reduce_scatter_tensor", described(o.reduceOp) + ", " + described(ins)), ins, outs, outs,
+                 call("reduce_scatter_tensor", described(o.reduceOp) + ", " + described(ins)), ins, outs, outs,
                  [=, this](Tensors& in, Tensors& out) {
                    sumEach(in, o.reduceOp);
                    for (size_t k = 0; k < in.size(); k++) {
@@ -265,7 +269,7 @@ class Group : public Backend {
   }
   WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
                         const AllToAllOptions&) override {
-    return issue(OpType::ALLTOALL_BASE, said("all_to_all_single", c10::toString(in.scalar_type())), {in}, {out}, {out},
+    return issue(OpType::ALLTOALL_BASE, call("all_to_all_single", c10::toString(in.scalar_type())), {in}, {out}, {out},
                  [=, this](Tensors& i, Tensors& o) mutable {
                    // In bytes, each row as one element of the first dimension.
                    auto to = rows(o[0]), from = rows(i[0]);
@@ -273,7 +277,7 @@ class Group : public Backend {
                  });
   }
   WorkPtr alltoall(Tensors& outs, Tensors& ins, const AllToAllOptions&) override {
-    return issue(OpType::ALLTOALL, said("all_to_all", c10::toString(ins.at(0).scalar_type())), ins, outs, outs,
+    return issue(OpType::ALLTOALL, call("all_to_all", c10::toString(ins.at(0).scalar_type())), ins, outs, outs,
                  [this](Tensors& in, Tensors& out) {
                    std::vector<int64_t> from, to;
                    for (auto& t : in) from.push_back(t.nbytes());

@@ -5,6 +5,7 @@
 //   device.cpp    what torch asks of a device: guard, events, hooks, generators
 //   tensors.cpp   kernels of its own: empty, copy_, views, item, record_stream
 //   fallback.cpp  every other op: shapes from the Meta kernel now, numbers from the CPU kernel later
+//   sparse.cpp    sparse COO tensors
 //   autocast.cpp  torch's autocast lists
 //   group.cpp     a process group whose collectives are delivered late
 //   module.cpp    the Python module
@@ -90,7 +91,7 @@ void runUntil(Mark mark);               // lets time pass; by itself not a host 
 void runDevice(int device);
 bool letTimePass(Mark mark); // one job on the way to the mark, for a host that polls; true if there
 
-// A host sync: counted by kind, and refused where a test said so.
+// A host sync: counted by kind, and refused where a test asks for it.
 void countSync(Sync kind, const std::string& what);
 void syncUntil(Sync kind, const std::string& what, Mark mark);
 // The first error of a job, such as a failed collective, comes out at the next host sync.

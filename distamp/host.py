@@ -1,0 +1,42 @@
+"""What the host can read at once, and how it reads the rest without stopping the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopy", "is_host"]
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether reading a tensor on ``device`` costs no wait."""
+    return device.type == "cpu"
+
+
+class HostCopy:
+    """A device tensor on its way to the host; whoever reads it waits for this copy alone.
+
+    Args:
+        source: What is copied, of any shape.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        on_device = source.device.type != "cpu"
+        self._host = torch.empty(
+            source.shape, dtype=source.dtype, device="cpu", pin_memory=on_device
+        )
+        self._host.copy_(source, non_blocking=True)
+        self._event = torch.Event(source.device) if on_device else None
+        if self._event is not None:
+            self._event.record()
+
+    def arrived(self) -> bool:
+        """Return whether `values` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def values(self) -> list[float]:
+        """Return the values, waiting for the copy if need be."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._host.tolist()
+        return values

@@ -1,0 +1,195 @@
+"""distamp in Hugging Face Accelerate: its scaler, and gradients in fewer bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import (
+    DistributedType,
+    convert_outputs_to_fp32,
+    get_mixed_precision_context_manager,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp.comm_hooks import CommHookState, register
+from distamp.errors import SettingError
+from distamp.integrations.scaling import checked_scaler, first_optimizer, was_skipped
+from distamp.scaler import DistGradScaler
+
+__all__ = ["prepare"]
+
+_OWN_SCALING = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def prepare(
+    accelerator: Accelerator,
+    *prepared: Any,
+    comm_hook: str | None = None,
+    attach: bool = True,
+    scaler: DistGradScaler | None = None,
+    **settings: Any,
+) -> DistGradScaler | None:
+    """Give an ``Accelerator`` a :class:`distamp.DistGradScaler`, and a communication hook.
+
+    Call it before or after ``accelerator.prepare``, on every rank. ``accelerator.backward``,
+    ``clip_grad_norm_``, ``save_state`` and the rest work as before, and then:
+    ``accelerator.optimizer_step_was_skipped`` is right for fused optimizers too and waits for the
+    device only when it is asked; schedules that Accelerate prepared follow it; and
+    ``mixed_precision="fp16"`` scales losses on a CPU, where Accelerate makes no scaler.
+
+    Args:
+        accelerator: With ``mixed_precision="fp16"``; of another precision for a hook alone.
+        prepared: What ``accelerator.prepare`` returned, where that was called before and
+            ``comm_hook`` is given.
+        comm_hook: A wire format for gradients, as `distamp.comm_hooks.register` takes it, for each
+            wrapped model; ``DistributedDataParallelKwargs(comm_hook=)`` knows only torch's.
+        attach: Whether the scaler takes inf and NaN from the exchange; see
+            `DistGradScaler.attach`. Off where gradients are changed between backward and step.
+        scaler: A `DistGradScaler`; None makes one, with the settings of ``GradScalerKwargs`` and
+            the loss scale that the accelerator had.
+        settings: Keyword settings of the scaler that is made, before those.
+
+    Returns:
+        The scaler; None at a precision that needs none.
+
+    Raises:
+        SettingError: The precision needs no scaler and there is nothing else to do, or DeepSpeed,
+            Megatron-LM or XLA scale by themselves.
+        ValueError: The format or a model does not fit the hook.
+
+    Example::
+
+        accelerator = Accelerator(mixed_precision="fp16")
+        prepare(accelerator)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    """
+    if accelerator.distributed_type in _OWN_SCALING:
+        raise SettingError(
+            f"{accelerator.distributed_type} scales losses by itself; distamp's scaler is for the "
+            "others: DDP, FSDP and tensor parallel"
+        )
+    scales = accelerator.mixed_precision == "fp16"
+    given = [*(["scaler"] if scaler is not None else []), *sorted(settings)]
+    if not scales and (given or comm_hook is None):
+        what = f"so {', '.join(given)} cannot be set" if given else "and no comm_hook was given"
+        raise SettingError(
+            f"the accelerator's mixed_precision is {accelerator.mixed_precision!r}, which scales "
+            f"no losses, {what}; make it with Accelerator(mixed_precision='fp16')"
+        )
+    made = _give_scaler(accelerator, scaler, settings) if scales else None
+    hooks = _Hooks(comm_hook, made if attach else None)
+    _adopt(accelerator, made, prepared, hooks)
+    for name in ("prepare", "prepare_model", "prepare_optimizer"):
+        _follow(accelerator, name, lambda new: _adopt(accelerator, made, new, hooks))
+    return made
+
+
+def _give_scaler(
+    accelerator: Accelerator, scaler: DistGradScaler | None, settings: dict[str, Any]
+) -> DistGradScaler:
+    theirs = accelerator.scaler
+    if scaler is None and not settings and isinstance(theirs, DistGradScaler):
+        return theirs  # of distamp.install()
+    made = scaler
+    if made is None:
+        handler = accelerator.scaler_handler
+        kwargs = {} if handler is None else handler.to_kwargs()
+        made = checked_scaler(None, accelerator.device.type, {**kwargs, **settings})
+        if theirs is not None and theirs.is_enabled() and "init_scale" not in settings:
+            before = theirs.state_dict()
+            kept = {name: before[name] for name in ("scale", "_growth_tracker")}
+            made.load_state_dict({**made.state_dict(), **kept})
+    else:
+        made = checked_scaler(scaler, None, settings)
+    accelerator.scaler = made
+    if not accelerator.native_amp:  # fp16 on a CPU
+        accelerator.native_amp = True
+        for model in accelerator._models:
+            _compute_in_fp16(accelerator, model)
+    return made
+
+
+def _compute_in_fp16(accelerator: Accelerator, model: Any) -> None:
+    """Give a model that was prepared without it the region that Accelerate gives to others."""
+    region = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
+    forward = model._original_forward = model.forward
+    if isinstance(forward, MethodType):
+        # From the function, as Accelerate does it: it takes both wrappers off again by its name.
+        model.forward = MethodType(convert_outputs_to_fp32(region(forward.__func__)), model)
+    else:
+        model.forward = convert_outputs_to_fp32(region(forward))
+
+
+class _ScaledOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper, which asks the scaler whether the step was taken, when it is asked."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if not self.gradient_state.sync_gradients:
+            return
+        if closure is None:
+            self.scaler.step(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return was_skipped(self.scaler, first_optimizer(self.optimizer))
+
+
+class _Hooks:
+    """The communication hook of each wrapped model."""
+
+    def __init__(self, wire: str | None, scaler: DistGradScaler | None) -> None:
+        self._wire = wire
+        self._scaler = scaler
+        self._states: dict[int, tuple[nn.Module, CommHookState]] = {}
+
+    def give(self, model: nn.Module) -> None:
+        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        if self._wire is None or id(model) in self._states or not _is_wrapped(model):
+            return
+        state = register(model, self._wire)
+        self._states[id(model)] = model, state
+        if self._scaler is not None:
+            self._scaler.attach(state)
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+        return True
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _adopt(
+    accelerator: Accelerator, scaler: DistGradScaler | None, new: Iterable[Any], hooks: _Hooks
+) -> None:
+    """Take on what the accelerator has prepared."""
+    for optimizer in accelerator._optimizers:
+        if scaler is not None and isinstance(optimizer, AcceleratedOptimizer):
+            # In place, as schedules and the user's variables refer to this very object.
+            optimizer.__class__ = _ScaledOptimizer
+            optimizer.scaler = scaler
+    for each in new:
+        if isinstance(each, nn.Module):
+            hooks.give(each)
+
+
+def _follow(accelerator: Accelerator, name: str, then: Callable[[Iterable[Any]], None]) -> None:
+    """Call ``then`` with what a method of this accelerator returns, each time."""
+    method = getattr(accelerator, name)
+
+    @functools.wraps(method)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        then(result if isinstance(result, tuple | list) else [result])
+        return result
+
+    setattr(accelerator, name, followed)

@@ -1,0 +1,96 @@
+"""What an optimizer steps and what wraps it, whichever library it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "describe",
+    "find_closure",
+    "inner_optimizer",
+    "parameter_names",
+    "parameters_of",
+    "unwrapped",
+]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return every parameter of every group, in order."""
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
+    return parameters
+
+
+def parameter_names(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield a name for each of `parameters_of`: the optimizer's own, else group and index."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for index in range(len(group["params"])):
+            yield names[index] if names else f"group {group_index}, parameter {index}"
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer that steps this rank's share for a wrapper that splits the parameters.
+
+    ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
+    """
+    attributes = getattr(optimizer, "__dict__", None)
+    if not attributes:
+        return None
+    for name in ("optim", "optimizer", "_optim", "_optimizer"):
+        candidate = attributes.get(name)
+        if isinstance(candidate, torch.optim.Optimizer):
+            return candidate
+    return None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer behind a framework's wrapper, which has no parameters of its own.
+
+    Lightning, Fabric and Accelerate hand out objects with ``.optimizer`` or ``._optimizer`` and
+    the ``param_groups`` of the one inside. A wrapper with groups of its own is itself returned.
+    """
+    for _ in range(8):
+        inner = _inside(optimizer)
+        if inner is None:
+            return optimizer
+        optimizer = inner
+    return optimizer
+
+
+def _inside(optimizer: Any) -> Any:
+    # Asked of every optimizer in every step: what has neither attribute is told by its dict alone.
+    attributes = getattr(optimizer, "__dict__", None)
+    if attributes is None or ("optimizer" not in attributes and "_optimizer" not in attributes):
+        return None
+    for name in ("optimizer", "_optimizer"):
+        inner = attributes.get(name)
+        if inner is None or inner is optimizer or not hasattr(inner, "step"):
+            continue
+        try:
+            groups = getattr(optimizer, "param_groups", None)
+        except Exception:
+            groups = None
+        if groups is None or groups is getattr(inner, "param_groups", None):
+            return inner
+    return None
+
+
+def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among the arguments of ``optimizer.step``, given by position or name."""
+    if not args and not kwargs:
+        return None
+    candidates = [*args, kwargs.get("closure")]
+    return next((candidate for candidate in candidates if callable(candidate)), None)
+
+
+def describe(optimizer: Any) -> str:
+    """Return class, number of parameters and elements, for messages to people."""
+    parameters = parameters_of(optimizer)
+    elements = sum(p.numel() for p in parameters)
+    return f"{type(optimizer).__name__} over {len(parameters)} parameters ({elements:,} elements)"

@@ -1,0 +1,178 @@
+"""Read a scaler's ``state_dict``, whoever wrote it, before anything is changed by it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from distamp.errors import SettingError, StageError
+from distamp.scaler.headroom import HeadroomSchedule
+from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
+from distamp.scaler.settings import stacklevel_of_caller
+
+__all__ = ["Saved", "read_schedule", "read_state", "written_schedule"]
+
+_VERSION = 1
+_KINDS: dict[str, type[Schedule]] = {**SCHEDULES, HeadroomSchedule.kind: HeadroomSchedule}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was read from a state.
+
+    Args:
+        schedule: How the scale moves.
+        scale: The loss scale; None where the state does not say.
+        tracker: Clean iterations since the scale last moved; None where it does not say.
+        hysteresis: Overflows still forgiven; None where it does not say.
+        memory: What else the schedule remembers; None where it does not say.
+    """
+
+    schedule: Schedule
+    scale: float | None = None
+    tracker: int | None = None
+    hysteresis: int | None = None
+    memory: tuple[int, ...] | None = None
+
+
+def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
+    """Read what ``state_dict()`` of this class or of a torch scaler returned, or Apex's.
+
+    Args:
+        state: torch's five keys; ``"distamp"`` beside them where an earlier version wrote it; or
+            ``amp.state_dict()`` of Apex (``{"loss_scaler0": {"loss_scale": ..., "unskipped":
+            ...}}``).
+        current: The schedule of the scaler that loads. torch's five keys say nothing of bounds or
+            hysteresis, so those are kept.
+
+    Raises:
+        StageError: ``state`` is empty, as torch raises RuntimeError for it.
+        SettingError: A value is missing or outside its range.
+    """
+    if not state:
+        raise StageError(
+            "The source state dict is empty, possibly because it was saved "
+            "from a disabled instance of GradScaler."
+        )
+    state = _from_apex(state, current)
+    settings = {name: _value(state, name) for name in _TORCH_SETTINGS}
+    extras = state.get("distamp")
+    if extras is None:
+        read = Saved(current.replaced(**settings))
+    else:
+        _check_version(extras)
+        read = _schedule(_value(extras, "schedule"), settings)
+    tracker = _count(state, "_growth_tracker")
+    return replace(read, scale=_scale(state, read.schedule), tracker=tracker)
+
+
+def written_schedule(schedule: Schedule, hysteresis: int, memory: Sequence[int]) -> dict[str, Any]:
+    """Return what torch's five keys cannot hold: the kind of schedule, its bounds and memory."""
+    return {
+        "version": _VERSION,
+        **schedule.extras(),
+        "hysteresis_tracker": hysteresis,
+        "memory": list(memory),
+    }
+
+
+def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
+    """Read what `written_schedule` returned, beside settings that ``current`` has of torch's five.
+
+    Raises:
+        SettingError: A value is missing or outside its range.
+    """
+    _check_version(state)
+    settings = {name: getattr(current, name) for name in _TORCH_SETTINGS}
+    return _schedule({key: value for key, value in state.items() if key != "version"}, settings)
+
+
+_TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+def _value(state: Mapping[str, Any], name: str) -> Any:
+    if name not in state:
+        raise SettingError(
+            f"the scaler state has no {name!r}, only {sorted(map(str, state))}; it should be what "
+            "scaler.state_dict() returned"
+        )
+    return state[name]
+
+
+def _count(state: Mapping[str, Any], name: str) -> int:
+    value = _value(state, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SettingError(f"the scaler state's {name} must be an integer >= 0, not {value!r}")
+    return value
+
+
+def _from_apex(state: Mapping[str, Any], current: Schedule) -> Mapping[str, Any]:
+    """Return torch's keys for what ``apex.amp.state_dict()`` or one of its loss scalers holds."""
+    scalers = [name for name in state if str(name).startswith("loss_scaler")]
+    if len(scalers) > 1:
+        raise SettingError(
+            f"the state holds {len(scalers)} of Apex's loss scalers ({', '.join(scalers)}) and "
+            f"this is one scaler; load one of them, for example state[{scalers[0]!r}]"
+        )
+    apex = state[scalers[0]] if scalers else state
+    if "loss_scale" not in apex or "unskipped" not in apex:
+        return state
+    kept = {name: getattr(current, name) for name in _TORCH_SETTINGS}
+    return {**kept, "scale": apex["loss_scale"], "_growth_tracker": apex["unskipped"]}
+
+
+def _check_version(state: Mapping[str, Any]) -> None:
+    if state.get("version") != _VERSION:
+        raise SettingError(
+            f"the scaler state was written by another version ({state.get('version')!r}) of "
+            f"distamp; this one reads version {_VERSION}"
+        )
+
+
+def _schedule(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Saved:
+    saved = dict(given)
+    hysteresis = _count(saved, "hysteresis_tracker")
+    del saved["hysteresis_tracker"]
+    kind = saved.pop("kind", DynamicSchedule.kind)
+    if kind not in _KINDS:
+        raise SettingError(f"the scaler state has schedule {kind!r}; known are {sorted(_KINDS)}")
+    memory = saved.pop("memory", None)
+    unknown = set(saved) - {field.name for field in fields(_KINDS[kind])}
+    if unknown:
+        raise SettingError(
+            f"the scaler state has settings that schedule {kind!r} does not: {sorted(unknown)}"
+        )
+    schedule = _KINDS[kind](**settings, **saved)
+    if memory is None:
+        memory = schedule.initial_memory
+    if not isinstance(memory, (list, tuple)) or len(memory) != len(schedule.initial_memory):
+        raise SettingError(
+            f"the scaler state has memory {memory!r} for schedule {kind!r}, which remembers "
+            f"{len(schedule.initial_memory)} numbers"
+        )
+    return Saved(schedule, hysteresis=hysteresis, memory=tuple(map(int, memory)))
+
+
+def _scale(state: Mapping[str, Any], schedule: Schedule) -> float:
+    value = _value(state, "scale")
+    if not isinstance(value, (int, float, Tensor)):
+        raise SettingError(f"the scaler state's scale must be a number, not {value!r}")
+    scale = float(value)
+    if not math.isfinite(scale) or scale <= 0:
+        raise SettingError(
+            f"the scaler state has loss scale {scale}, with which no step can be taken. Load it "
+            "with another 'scale', such as 65536.0"
+        )
+    kept = min(max(scale, schedule.min_scale), schedule.max_scale)
+    if kept != scale:
+        warnings.warn(
+            f"the loaded loss scale {scale:g} is outside [{schedule.min_scale:g}, "
+            f"{schedule.max_scale:g}] and becomes {kept:g}",
+            stacklevel=stacklevel_of_caller(),
+        )
+    return kept

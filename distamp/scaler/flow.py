@@ -1,0 +1,350 @@
+"""From optimizers to agreed flags: look at the gradients, agree in one message, note the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distamp.gradients import flag_of, merged
+from distamp.optimizers import unwrapped
+from distamp.scaler.agreement import Agreed, Question, Ranks
+from distamp.scaler.guard import take_over_shared
+from distamp.scaler.look import Local, looked_at
+from distamp.scaler.message import Group, gather, gather_rows
+from distamp.scaler.norms import NormPlan, norms_of, total_norm
+from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
+from distamp.sources import GradientSource, source_of
+
+if TYPE_CHECKING:
+    from distamp.scaler.grad_scaler import DistGradScaler
+
+__all__ = ["Norm", "Subject", "agree_on_norm", "look_and_agree", "subject_of"]
+
+
+class Subject(NamedTuple):
+    """An optimizer in a call.
+
+    Args:
+        given: What the user gave, maybe a framework's wrapper.
+        optimizer: The one inside it.
+        state: What the scaler knows of it.
+        source: Where its gradients come from.
+    """
+
+    given: Any
+    optimizer: Any
+    state: OptimizerState
+    source: GradientSource
+
+
+def subject_of(scaler: DistGradScaler, given: Any) -> Subject:
+    """Return what a call over ``given`` is about.
+
+    Raises:
+        TypeError: Not an optimizer.
+        StageError: Some of its gradients were unscaled through another optimizer, others not.
+    """
+    optimizer = unwrapped(given)
+    states = scaler._states
+    state = states.record(optimizer, given)
+    source = source_of(optimizer)
+    if len(states.records) > 1:
+        take_over_shared(states, optimizer, state, source)
+    return Subject(given, optimizer, state, source)
+
+
+@dataclass(eq=False)
+class Norm:
+    """A gradient norm that is asked for in a call.
+
+    Args:
+        parameters: Those whose gradients are measured.
+        norm_type: The order of the norm.
+        make_plan: Returns the plan of how parts add up; takes the group, or None.
+    """
+
+    parameters: list[Tensor]
+    norm_type: float
+    make_plan: Callable[[Group | None], NormPlan]
+    plan: NormPlan | None = None
+    norms: Tensor | None = None
+    total: Tensor | None = None
+
+    def measure(self, group: Group | None, device: torch.device) -> None:
+        """Take the norm of each local gradient."""
+        self.plan = self.make_plan(group)
+        self.norms = norms_of(self.parameters, self.norm_type, device)
+
+    def local_total(self) -> Tensor:
+        """Return the norm of what this rank holds: 0-d float32."""
+        assert self.plan is not None
+        assert self.norms is not None
+        part = self.plan.part(self.norms, self.norm_type)
+        is_max = self.norm_type == float("inf")
+        return (part if is_max else part.pow(1.0 / self.norm_type)).float()
+
+    def agreed_total(self, group: Group, agreed: Agreed, whole: Tensor, alike: Tensor) -> Tensor:
+        """Return the norm of the whole gradient; find out anew who holds replicas where need be.
+
+        Args:
+            group: The ranks.
+            agreed: What they agree on.
+            whole: 0-d, the norm if replicas are what the plan takes them for.
+            alike: 0-d bool, whether they are.
+        """
+        plan, norms, tables = self.plan, self.norms, agreed.tables
+        assert plan is not None
+        assert norms is not None
+        if tables is None and plan.is_refuted(alike):
+            plan.look_again()
+            tables = gather(group, plan.table(norms))
+        if tables is None:
+            return whole
+        plan.agree(tables, group.rank)
+        row = plan.row(norms, self.norm_type, None)
+        return total_norm(gather_rows(group, row), self.norm_type)[0]
+
+
+def look_and_agree(
+    scaler: DistGradScaler,
+    call: str,
+    subjects: Sequence[Subject],
+    look: Callable[[Subject], Local],
+    *,
+    refused: Exception | None = None,
+    norm: Norm | None = None,
+    by_hooks: bool = True,
+) -> None:
+    """Look at the gradients of optimizers, agree with all ranks, and note the flags.
+
+    Args:
+        scaler: Whose call it is.
+        call: Its name, the same on every rank.
+        subjects: Its optimizers.
+        look: Looks at the gradients of one of them.
+        refused: An error that this rank has found already.
+        norm: The norm that is asked for, filled in.
+        by_hooks: Whether a communication hook's word will do in place of a message.
+    """
+    scale = scaler._scale_tensor()
+    group = scaler._ranks.group_for(scale, scaler._states)
+    flags, scaler._own_flags = scaler._own_flags, []
+    if group is None:
+        _alone(scaler, subjects, look, refused, norm, scale)
+        if flags:
+            scaler._agreed_flags = flags
+        return
+    if flags:
+        scaler._agreed_flags = []
+    items = [*subjects, *flags]
+    most = group.length.capacity
+    for start in range(0, max(len(items), 1), most):
+        part = items[start : start + most]
+        last = start + most >= len(items)
+        _with_ranks(
+            scaler,
+            group,
+            call,
+            [item for item in part if isinstance(item, Subject)],
+            look,
+            flags=[item for item in part if isinstance(item, Tensor)],
+            total=len(items),
+            refused=refused,
+            norm=norm if last else None,
+            by_hooks=by_hooks and not flags,
+        )
+
+
+def _alone(
+    scaler: DistGradScaler,
+    subjects: Sequence[Subject],
+    look: Callable[[Subject], Local],
+    refused: Exception | None,
+    norm: Norm | None,
+    scale: Tensor,
+) -> None:
+    """Each is looked at by itself, so that an error leaves the others as they are."""
+    if refused is not None:
+        raise refused
+    for subject in subjects:
+        local = look(subject)
+        subject.state.set_flag(merged(local.flags, scale.device))
+        _note_largest(scaler, [local])
+    if norm is not None:
+        norm.measure(None, scale.device)
+        norm.total = norm.local_total()
+
+
+def _with_ranks(
+    scaler: DistGradScaler,
+    group: Group,
+    call: str,
+    subjects: Sequence[Subject],
+    look: Callable[[Subject], Local],
+    *,
+    flags: Sequence[Tensor],
+    total: int,
+    refused: Exception | None,
+    norm: Norm | None,
+    by_hooks: bool,
+) -> None:
+    """Look at what one message has room for, and agree."""
+    ranks, hooks = scaler._ranks, scaler._hooks
+    states = [subject.state for subject in subjects]
+    optimizers = [subject.optimizer for subject in subjects]
+    try:
+        if hooks.joined and by_hooks and refused is None:
+            through_hooks = hooks.flags(
+                call,
+                optimizers,
+                ranks.ranks,
+                agreed=all(state.agreed for state in states),
+                measured=norm is not None or scaler._watches_largest(call),
+            )
+            if through_hooks is not None:
+                _by_hooks(scaler, call, subjects, look, through_hooks, norm)
+                return
+        question = _question(scaler, group, call, subjects, look, total, refused, norm)
+        question.flags = flags
+        agreed = ranks.agree(group, question, scaler._states)
+        _note(scaler, group, question, agreed, norm)
+        if hooks.joined:
+            hooks.agreed(optimizers)
+    except Exception as error:
+        flag = flag_of(True, scaler._scale_tensor().device)
+        for state in states:
+            state.close(f"{type(error).__name__}: {error}", flag)
+        raise
+
+
+def _question(
+    scaler: DistGradScaler,
+    group: Group,
+    call: str,
+    subjects: Sequence[Subject],
+    look: Callable[[Subject], Local],
+    total: int,
+    refused: Exception | None,
+    norm: Norm | None,
+) -> Question:
+    """Return what this rank brings to the message; whatever goes wrong on the way is part of it."""
+    scale = scaler._scale_tensor()
+    empty = Local([flag_of(False, "cpu")])
+    locals_ = [empty if refused is not None else looked_at(look, s) for s in subjects]
+    watches = scaler._watches_largest(call)
+    question = Question(
+        call,
+        [subject.optimizer for subject in subjects],
+        [subject.state for subject in subjects],
+        locals_,
+        total,
+        scaler._hooks.in_words(scaler._settings_in_words()),
+        scale,
+        scaler._live_state(),
+        scaler._scale_called,
+        refused,
+        wants_rows=norm is not None or watches,
+        read_live=scaler._read_live_state,
+    )
+    if question.wants_rows and question.error() is None:
+        try:
+            _add_row(group, question, locals_, norm)
+        except Exception as error:
+            question.refused = error
+    return question
+
+
+def _add_row(
+    group: Group,
+    question: Question,
+    locals_: Sequence[Local],
+    norm: Norm | None,
+) -> None:
+    device = question.scale.device
+    seen = [local.largest for local in locals_ if local.largest is not None]
+    largest = torch.stack(seen).max() if seen else None
+    if norm is None:
+        question.row = NormPlan.alone([], device).row(
+            torch.zeros(0, dtype=torch.float64, device=device), 2.0, largest
+        )
+        return
+    norm.measure(group, device)
+    plan, norms = norm.plan, norm.norms
+    assert plan is not None
+    assert norms is not None
+    question.row = plan.row(norms, norm.norm_type, largest)
+    question.norms = plan.key
+    question.table = lambda: plan.table(norms)
+
+
+def _note(
+    scaler: DistGradScaler, group: Group, question: Question, agreed: Agreed, norm: Norm | None
+) -> None:
+    for place, (state, flag) in enumerate(zip(question.states, agreed.flags, strict=False)):
+        state.set_flag(flag, agreed.reply, place)
+    scaler._agreed_flags += agreed.flags[len(question.states) :]
+    if agreed.compared:
+        scaler._rebase()
+    if agreed.rows is None:
+        return
+    order = 2.0 if norm is None else norm.norm_type
+    whole, largest, alike = total_norm(agreed.rows, order)
+    if scaler._watches_largest(question.call):
+        scaler._note_largest(largest.to(question.scale.device))
+    if norm is not None:
+        norm.total = norm.agreed_total(group, agreed, whole, alike).to(question.scale.device)
+
+
+def agree_on_norm(
+    ranks: Ranks,
+    group: Group,
+    states: OptimizerStates,
+    scale: Tensor,
+    norm: Norm,
+    refused: Exception | None,
+) -> None:
+    """Agree on a norm alone, of gradients that are not scaled."""
+    question = Question(
+        "clip_grad_norm_", [], [], [], 0, "", scale, (), True, (), refused, wants_rows=True
+    )
+    if refused is None:
+        try:
+            _add_row(group, question, [], norm)
+        except Exception as error:
+            question.refused = error
+    agreed = ranks.agree(group, question, states)
+    assert agreed.rows is not None
+    whole, _, alike = total_norm(agreed.rows, norm.norm_type)
+    norm.total = norm.agreed_total(group, agreed, whole, alike).to(scale.device)
+
+
+def _by_hooks(
+    scaler: DistGradScaler,
+    call: str,
+    subjects: Sequence[Subject],
+    look: Callable[[Subject], Local],
+    flags: Sequence[Tensor],
+    norm: Norm | None,
+) -> None:
+    """Note what the ranks learned from exchanging gradients."""
+    scale = scaler._scale_tensor()
+    watches = scaler._watches_largest(call)
+    scaler._hooks.count(call, [subject.state for subject in subjects])
+    for subject, flag in zip(subjects, flags, strict=True):
+        # A fused kernel unscales by itself, so then nobody reads the gradients before it.
+        if watches or look != scaler._checked:
+            _note_largest(scaler, [look(subject)])
+        subject.state.set_flag(flag.to(scale.device, non_blocking=True))
+    if norm is not None:
+        norm.measure(None, scale.device)
+        norm.total = norm.local_total()
+
+
+def _note_largest(scaler: DistGradScaler, locals_: Sequence[Local]) -> None:
+    for local in locals_:
+        if local.largest is not None:
+            scaler._note_largest(local.largest)

@@ -1,0 +1,431 @@
+"""The scaler's one message: its words, the collective that sums them, and over which ranks.
+
+One all-reduce over int64 words, whose number depends on the group and on what its ranks have agreed
+on before, so it has the same length on every rank whatever a rank holds or calls. It is a SUM,
+because NCCL has no OR: a rank adds only bits of its own, so the sum is a union.
+
+::
+
+    upper 32 bits of each word   the digest: a number made of what must be the same on every rank
+    lower 32 bits                for each optimizer a bit for each rank: whether it overflowed there
+    rows, where there is room    for each rank three words: its part of a gradient norm and its
+                                 largest gradient as float64, and a check of what counts as replica
+
+The ranks agree if the digests sum up to ``size`` times what this rank sent. It is a hash, so ranks
+that differ may pass as equal, with a chance of about 2**-32. On the host several optimizers share a
+word, because each of the first words costs gloo another round; on a device each has its own, so
+that packing and reading are a few kernels and nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from distamp import host
+from distamp.errors import LockstepError, StageError
+from distamp.gradients import flag_of, merged
+
+__all__ = [
+    "ROW",
+    "Group",
+    "GroupLike",
+    "Reply",
+    "check_group",
+    "exchange",
+    "gather",
+    "gather_rows",
+    "resolve",
+]
+
+#: Words of a row: the part of a norm, the largest gradient, the check.
+ROW = 3
+_HALF = 32
+_LOW = 2**_HALF - 1
+# Messages with room for rows after rows were last sent.
+_ROOM_FOR_ROWS = 8
+
+GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
+
+
+# -- which ranks -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Length:
+    """What decides how long a message over one group is; the same on all its ranks.
+
+    It belongs to the group and not to a scaler, for a rank may make a scaler anew, and it counts
+    only what all ranks took part in.
+
+    Args:
+        capacity: Optimizers that one message has room for.
+        without_rows: Messages since rows were last sent.
+    """
+
+    capacity: int
+    without_rows: int = 0
+
+    def room_for_rows(self) -> bool:
+        """Return whether the next message has room for rows, and count it."""
+        self.without_rows += 1
+        return self.without_rows <= _ROOM_FOR_ROWS
+
+
+# A ProcessGroup has no place for attributes, so this stands beside it, as long as it lives.
+_lengths: weakref.WeakKeyDictionary[ProcessGroup, dict[bool, Length]] = weakref.WeakKeyDictionary()
+
+
+class Group:
+    """A process group, this rank's place in it, and the device its messages lie on.
+
+    Args:
+        process_group: The group every message of the scaler goes through.
+        preferred: The device of the loss scale; used where the group's backend can read it.
+    """
+
+    def __init__(self, process_group: ProcessGroup, preferred: torch.device) -> None:
+        self.process_group = process_group
+        self.preferred = preferred
+        self.size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.global_ranks = dist.get_process_group_ranks(process_group)
+        self.device = _message_device(process_group, preferred)
+        self.on_host = host.is_host(self.device)
+        by_place = _lengths.setdefault(process_group, {})
+        self.length = by_place.setdefault(self.on_host, Length(self.first_capacity()))
+
+    def first_capacity(self) -> int:
+        """Return how many optimizers share the first messages: those of one word, or four."""
+        return max(_HALF // self.size, 4) if self.on_host else 1
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the default group, the one people know it by."""
+        return self.global_ranks[self.rank]
+
+    def layout(self) -> Layout:
+        """Return where things lie in the next message."""
+        shared = self.on_host and self.size <= _HALF
+        return _layout(self.size, self.length.capacity, _HALF // self.size if shared else 1)
+
+
+def check_group(process_group: object) -> None:
+    """Refuse what can never be a group this rank sends through.
+
+    Raises:
+        TypeError: Neither a ProcessGroup, a DeviceMesh, None nor a stand-in for a group.
+        ValueError: A group that this rank is no member of.
+    """
+    if dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group does not contain this rank; give each rank the group it belongs to"
+        )
+    if (
+        process_group is not None
+        and not isinstance(process_group, (ProcessGroup, DeviceMesh))
+        and not _is_stand_in(process_group)
+    ):
+        raise TypeError(
+            "process_group must be a ProcessGroup, a DeviceMesh or None (the default group), not "
+            f"{type(process_group).__name__}"
+        )
+    if isinstance(process_group, DeviceMesh) and process_group.get_coordinate() is None:
+        raise ValueError(
+            f"process_group is {process_group}, which does not contain rank {dist.get_rank()}"
+        )
+
+
+def _is_stand_in(process_group: object) -> bool:
+    """Return whether this is an object as tests make them, with ``rank()`` and ``size()``."""
+    return all(callable(getattr(process_group, name, None)) for name in ("rank", "size"))
+
+
+def resolve(given: GroupLike) -> ProcessGroup | None:
+    """Return the group to send through now; None where there is nobody to agree with.
+
+    A mesh stands for all its dimensions as one group. A mesh as large as the default group is that
+    group; only a smaller mesh of several dimensions needs a group of its own, made by its members.
+
+    Raises:
+        StageError: An explicit group was destroyed.
+    """
+    world = dist.group.WORLD if dist.is_available() else None
+    if given is None:
+        return world
+    if not isinstance(given, (ProcessGroup, DeviceMesh)):
+        return _of_stand_in(given)
+    if world is None:
+        raise StageError(_DESTROYED)
+    if isinstance(given, ProcessGroup):
+        try:
+            dist.get_rank(given)  # unlike get_world_size, refuses a group that is gone
+        except (ValueError, RuntimeError) as error:
+            raise StageError(f"{_DESTROYED} ({error})") from None
+        return given
+    if given.ndim == 1:
+        return given.get_group()
+    if given.size() == dist.get_world_size():
+        return dist.group.WORLD
+    ranks = sorted(int(rank) for rank in given.mesh.flatten())
+    group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group
+
+
+_DESTROYED = (
+    "the process group of this scaler was destroyed; set scaler.process_group to the new one "
+    "(or to None for the default group)"
+)
+
+
+def _of_stand_in(given: Any) -> None:
+    if given.size() == 1:
+        return
+    raise StageError(
+        f"process_group is a {type(given).__name__} of {given.size()} ranks, through which nothing "
+        "can be sent; give a ProcessGroup, a DeviceMesh or None"
+    )
+
+
+def _message_device(process_group: ProcessGroup, preferred: torch.device) -> torch.device:
+    config = dist.get_backend_config(process_group)
+    backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
+    if preferred.type in backends or not backends:
+        return preferred
+    if "cpu" in backends:
+        return torch.device("cpu")
+    device_type = next(iter(backends))
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+# -- the words -------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """Where flags lie in a message.
+
+    Args:
+        size: Ranks.
+        capacity: Optimizers there is room for.
+        in_a_word: Optimizers whose flags share a word; 1 where those of one fill it.
+        for_one: Words that the flags of one optimizer take.
+        words: All words before the rows.
+    """
+
+    size: int
+    capacity: int
+    in_a_word: int
+    for_one: int
+    words: int
+
+    def bit(self, optimizer: int, rank: int) -> tuple[int, int]:
+        """Return the word and the bit of an optimizer's flag on a rank."""
+        if self.for_one > 1:
+            return optimizer * self.for_one + rank // _HALF, rank % _HALF
+        return optimizer // self.in_a_word, optimizer % self.in_a_word * self.size + rank
+
+    def ranks(self, words: Sequence[int], optimizer: int) -> list[int]:
+        """Return the ranks of the group that set an optimizer's flag, the lowest first."""
+        found = []
+        for rank in range(self.size):
+            word, bit = self.bit(optimizer, rank)
+            if words[word] >> bit & 1:
+                found.append(rank)
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(size: int, capacity: int, in_a_word: int) -> Layout:
+    for_one = -(-size // _HALF)
+    words = capacity * for_one if for_one > 1 else -(-capacity // in_a_word)
+    return Layout(size, capacity, in_a_word, for_one, words)
+
+
+class Reply:
+    """What all ranks sent, summed; read on the host only when somebody asks.
+
+    Args:
+        summed: The reduced words.
+        digest: What this rank sent in the upper half of each.
+        group: The ranks.
+        layout: Of the message.
+        optimizers: How many it was about.
+    """
+
+    def __init__(
+        self, summed: Tensor, digest: int, group: Group, layout: Layout, optimizers: int
+    ) -> None:
+        self._summed = summed
+        self._layout = layout
+        self._optimizers = optimizers
+        self._expected = digest * group.size & _LOW
+        self._words: list[int] | None = None
+        self._on_host: host.HostCopy | None = None
+        self.global_ranks = group.global_ranks
+        if group.on_host:
+            self._words = summed.tolist()
+        else:
+            words = layout.words
+            self._on_host = host.HostCopy(summed if summed.numel() == words else summed[:words])
+
+    @property
+    def known(self) -> bool:
+        """Whether the host has the words already."""
+        return self._words is not None
+
+    def _read(self) -> list[int]:
+        if self._words is None:
+            assert self._on_host is not None
+            self._words = [int(word) for word in self._on_host.values()]
+        return self._words
+
+    @property
+    def in_agreement(self) -> bool:
+        """Whether all ranks sent the same digest; may wait."""
+        return self._read()[0] >> _HALF & _LOW == self._expected
+
+    def overflowed(self, optimizer: int) -> list[int]:
+        """Return the ranks, by their global numbers, on which an optimizer overflowed; may wait."""
+        return [self.global_ranks[r] for r in self._layout.ranks(self._read(), optimizer)]
+
+    def flags(self, device: torch.device) -> list[Tensor]:
+        """Return a 0-d float32 flag for each optimizer, exactly 0 or 1, without waiting.
+
+        Where the host has not read the words, a digest that differs sets all flags.
+        """
+        layout = self._layout
+        if self._words is not None:
+            return [_flag(layout.ranks(self._words, i), device) for i in range(self._optimizers)]
+        words = (
+            self._summed if self._summed.numel() == layout.words else self._summed[: layout.words]
+        )
+        differs = words.ne(_signed(self._expected << _HALF))
+        if layout.for_one > 1:
+            differs = differs.view(layout.capacity, layout.for_one).any(1)
+        flags = differs.to(device=device, dtype=torch.float32, non_blocking=True)
+        return list(flags.unbind())[: self._optimizers]
+
+    def rows(self) -> Tensor:
+        """Return every rank's row, int64 of shape (ranks, 3), without waiting."""
+        return self._summed[self._layout.words :].view(self._layout.size, ROW)
+
+
+def _flag(ranks: list[int], device: torch.device) -> Tensor:
+    return flag_of(bool(ranks), device)
+
+
+# -- the collective --------------------------------------------------------------------------------
+
+_SUM = dist.AllreduceOptions()
+_SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+def exchange(
+    group: Group,
+    digest: int,
+    flags: Sequence[Sequence[Tensor]],
+    row: Tensor | None,
+    *,
+    room: bool,
+) -> Reply:
+    """Send this rank's words and return what all ranks sent.
+
+    Args:
+        group: The ranks to agree with.
+        digest: 32 bits that all ranks must send alike.
+        flags: For each optimizer its local flags, one for each device that holds gradients.
+        row: int64 of shape (3,), this rank's part of a norm.
+        room: Whether the message has room for rows; the same on all ranks.
+
+    Raises:
+        LockstepError: A peer died, or did not call within the group's timeout.
+    """
+    layout = group.layout()
+    words = _host_words if group.on_host else _device_words
+    packed = words(group, layout, digest, flags)
+    if room:
+        rows = torch.zeros(group.size, ROW, dtype=torch.int64, device=group.device)
+        if row is not None:
+            rows[group.rank] = row.to(group.device, non_blocking=True)
+        packed = torch.cat((packed, rows.view(-1)))
+    _sum(group, packed)
+    return Reply(packed, digest, group, layout, len(flags))
+
+
+def _host_words(
+    group: Group, layout: Layout, digest: int, flags: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    words = [digest << _HALF] * layout.words
+    for optimizer, of_devices in enumerate(flags):
+        if any(flag.item() for flag in of_devices):
+            word, bit = layout.bit(optimizer, group.rank)
+            words[word] |= 1 << bit
+    return torch.tensor([_signed(word) for word in words], dtype=torch.int64, device="cpu")
+
+
+def _device_words(
+    group: Group, layout: Layout, digest: int, flags: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    found = [merged(of_devices, group.device) for of_devices in flags]
+    found += [_zero(group.device)] * (layout.capacity - len(found))
+    bits = torch.stack(found).to(torch.int64)
+    if layout.for_one > 1:
+        bits = (bits.unsqueeze(1) * _bits_of_rank(layout, group.rank, group.device)).view(-1)
+    else:
+        bits = bits.mul_(1 << group.rank)
+    return bits.add_(_signed(digest << _HALF))
+
+
+@functools.lru_cache(maxsize=8)
+def _zero(device: torch.device) -> Tensor:
+    return flag_of(False, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _bits_of_rank(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    bits = [0] * layout.for_one
+    bits[rank // _HALF] = 1 << rank % _HALF
+    return torch.tensor(bits, dtype=torch.int64, device=device)
+
+
+def _sum(group: Group, packed: Tensor) -> None:
+    try:
+        work = group.process_group.allreduce([packed], _SUM)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise LockstepError(
+            f"rank {group.global_rank} lost its peers while agreeing on found_inf: a rank died, "
+            "its scaler is not enabled, or it did not make the same scaler call within the group's "
+            f"timeout ({error})"
+        ) from error
+
+
+def gather_rows(group: Group, row: Tensor) -> Tensor:
+    """Return every rank's row in a collective of their own, where a message had no room."""
+    mine = row.to(group.device)
+    everyone = torch.empty(group.size * ROW, dtype=torch.int64, device=group.device)
+    dist.all_gather_into_tensor(everyone, mine, group=group.process_group)
+    return everyone.view(group.size, ROW)
+
+
+def gather(group: Group, value: Any) -> list[Any]:
+    """Return every rank's ``value``, by rank of the group; used off the fast path only."""
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+def _signed(word: int) -> int:
+    """Return the lower 64 bits as int64 has them."""
+    word &= 2**64 - 1
+    return word - 2**64 if word >> 63 else word

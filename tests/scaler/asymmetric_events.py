@@ -1,0 +1,493 @@
+"""What each event of an asymmetric program does on this rank."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distamp import DistGradScaler
+from distamp.scaler import MasterParameters
+from tests.ranks import subgroup
+from tests.scaler.asymmetric_programs import WORLD, Event
+from tests.scaler.asymmetric_reference import INIT_SCALE, gradient_of
+from tests.scaler.asymmetric_scalers import SCALERS, TORCH_SCALERS
+from tests.scaler.wrappers import Slotted, TakesScaler
+
+if TYPE_CHECKING:
+    from tests.scaler.asymmetric_runner import Runner
+
+__all__ = ["BROKEN", "GO_ON", "NO_MEMORY", "run"]
+
+INF = float("inf")
+NO_MEMORY = "no memory is left on this device"
+BROKEN = "this optimizer is broken"
+# Errors after which all ranks go on, with update() and the next batch.
+GO_ON = ("out of memory", "optimizer raises")
+
+
+def run(runner: Runner, event: Event) -> None:
+    """Have one iteration with this event in it."""
+    _EVENTS[event.what](runner, event)
+
+
+def _plain(runner: Runner, event: Event) -> None:
+    runner.plain(event)
+
+
+def _chosen(runner: Runner, event: Event) -> int:
+    return event.optimizer % len(runner.slots)
+
+
+# -- what is in the gradients ----------------------------------------------------------------------
+
+
+def _inf(runner: Runner, event: Event) -> None:
+    for index in runner.every():
+        here = runner.rank == event.rank and index == _chosen(runner, event)
+        runner.backward(index, INF if here else 1.0)
+    runner.step(runner.every(), event)
+    runner.scaler.update()
+
+
+def _thrown_away(runner: Runner, event: Event) -> None:
+    for index in runner.every():
+        runner.backward(index)
+    for slot in runner.slots:
+        slot.inner.zero_grad(set_to_none=bool(event.flavour % 2))
+    runner.plain(event)
+
+
+def _late(runner: Runner, event: Event) -> None:
+    for index in runner.every():
+        runner.backward(index)
+    for slot in runner.slots:
+        runner.scaler.unscale_(slot.inner)
+    if event.what == "late everywhere" or runner.rank == event.rank:
+        for index in runner.every():
+            runner.backward(index)
+    for slot in runner.slots:
+        runner.scaler.step(slot.inner)
+    runner.scaler.update()
+
+
+def _across(runner: Runner, event: Event) -> None:
+    for index in runner.every():
+        runner.backward(index)
+    runner.scaler.update(runner.scaler.get_scale() / 2)
+    if event.flavour % 2 and runner.rank != event.rank:
+        runner.zero_grad()
+    runner.plain(event)
+
+
+def _between(runner: Runner, event: Event) -> None:
+    for index in runner.every():
+        here = index == 0 and event.flavour % 2 == 0 and runner.rank == event.rank
+        runner.backward(index, INF if here else 1.0)
+    runner.scaler.step(runner.slots[0].inner)
+    runner.scaler.update()
+    runner.step(runner.every()[1:], event)
+    runner.scaler.update()
+
+
+# -- who calls what --------------------------------------------------------------------------------
+
+
+def _log(runner: Runner, event: Event) -> None:
+    for index in runner.every():
+        runner.backward(index)
+    for index in runner.every():
+        if runner.rank == event.rank and (event.flavour % 2 or index == 0):
+            runner.scaler.unscale_(runner.slots[index].inner)
+        runner.scaler.step(runner.through(index, event))
+    runner.scaler.update()
+
+
+def _some(runner: Runner, event: Event) -> None:
+    moving = runner.every()[: 1 + event.optimizer % (len(runner.slots) - 1)]
+    for index in runner.every():
+        runner.backward(index)
+    runner.scaler.step_all([runner.through(index, event) for index in moving])
+    runner.scaler.update()
+
+
+def _mistake(runner: Runner, event: Event) -> None:
+    slot = runner.slots[_chosen(runner, event)]
+    for index in runner.every():
+        runner.backward(index)
+    due = event.flavour % 2 == 0
+    if not due:
+        runner.scaler.unscale_(*[each.inner for each in runner.slots])
+    if runner.rank == event.rank:
+        what = event.flavour // 2 % 3
+        if what == 0 and not due:
+            runner.scaler.unscale_(slot.inner)
+        elif what == 1:
+            runner.scaler.clip_grad_norm_(slot.inner, -1.0)
+        else:
+            runner.scaler.step(object())
+    for each in runner.slots:
+        runner.scaler.step(each.inner)
+    runner.scaler.update()
+
+
+class _RaiseAt(TorchDispatchMode):
+    """Raises where a device would: at an op of one of these names."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names, self.raised = names, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.raised and any(name in func.name() for name in self.names):
+            self.raised = True
+            raise torch.OutOfMemoryError(NO_MEMORY)
+        return func(*args, **(kwargs or {}))
+
+
+# The pass over gradients, whoever writes it, and the norm of a clip.
+_PASS = ("_amp_foreach_non_finite_check_and_unscale_", "_foreach_norm", "aminmax")
+
+
+def _out_of_memory(runner: Runner, event: Event) -> None:
+    for index in runner.every():
+        runner.backward(index)
+    if runner.rank != event.rank:
+        runner.step(runner.every(), event)
+        return
+    names = _PASS[1:] if event.how.startswith("clip") and event.flavour % 2 else _PASS
+    with _RaiseAt(names) as mode:
+        try:
+            runner.step(runner.every(), event)
+        finally:
+            if not mode.raised:
+                runner.seen.wrong.append("nothing ran out of memory: the test missed")
+
+
+def _optimizer_raises(runner: Runner, event: Event) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError(BROKEN)
+
+    for index in runner.every():
+        runner.backward(index)
+    handle = runner.slots[0].inner.register_step_pre_hook(broken)
+    try:
+        runner.step(runner.every(), event)
+    finally:
+        handle.remove()
+
+
+# -- optimizers and parameters that come and go ----------------------------------------------------
+
+
+def _replace(runner: Runner, event: Event) -> None:
+    runner.plain(event)
+    slot = runner.slots[_chosen(runner, event)]
+    old = slot.parameters[0]
+    values = [torch.ones(1) for _ in range(50)]
+    new = nn.Parameter(old.detach().clone())
+    address = id(old)
+    (place,) = (i for i, p in enumerate(slot.inner.param_groups[0]["params"]) if p is old)
+    slot.inner.param_groups[0]["params"][place] = slot.parameters[0] = new
+    slot.inner.state.clear()
+    del old
+    made = [nn.Parameter(value) for value in values]
+    runner.kept.append(made)
+    at_address = [p for p in made if id(p) == address]
+    parameter = at_address[0] if at_address else made[0]
+    from tests.scaler.asymmetric_runner import Slot
+
+    runner.slots.append(Slot(runner.setting, [parameter]))
+
+
+def _beside(runner: Runner, event: Event, optimizer: Any, parameter: Tensor) -> None:
+    """A whole iteration with one more optimizer, over a parameter that is 1."""
+    for index in runner.every():
+        runner.backward(index)
+    runner.backward_of(parameter, 0.25)
+    runner.step(runner.every(), event)
+    runner.scaler.step(optimizer)
+    runner.scaler.update()
+    if parameter.item() != 0.75:
+        runner.seen.wrong.append(f"the optimizer beside moved to {parameter.item()}, not 0.75")
+
+
+def _born(runner: Runner, event: Event) -> None:
+    dtype = torch.float16 if runner.setting.masters else torch.float32
+    parameter = nn.Parameter(torch.ones(1, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    if runner.setting.masters:
+        runner.kept.append(MasterParameters(optimizer))
+    _beside(runner, event, optimizer, parameter)
+
+
+def _slotted(runner: Runner, event: Event) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    _beside(runner, event, Slotted([parameter]), parameter)
+
+
+def _takes_scaler(runner: Runner, event: Event) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = TakesScaler([parameter])
+    for index in runner.every():
+        runner.backward(index)
+    runner.backward_of(parameter, 0.25)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner.scaler.step(optimizer)
+    if FutureWarning not in [warning.category for warning in caught]:
+        runner.seen.wrong.append("no FutureWarning for an optimizer that takes the scaler")
+    if not (len(optimizer.given) == 1 and optimizer.given[0] is runner.scaler):
+        runner.seen.wrong.append(f"an optimizer that takes the scaler got {optimizer.given}")
+    runner.step(runner.every(), event)
+    runner.scaler.update()
+
+
+def _overlap(runner: Runner, event: Event) -> None:
+    index = _chosen(runner, event)
+    slot = runner.slots[index]
+    own = slot.parameters[-1 if runner.rank == 1 else 0]
+    some = torch.optim.SGD([own], lr=1.0)
+    for each in runner.every():
+        runner.backward(each)
+    runner.step(runner.every(), event)
+    slot.inner.zero_grad()
+    runner.backward_of(own, gradient_of(runner.number, index))
+    if event.flavour % 2:
+        runner.scaler.unscale_(some)
+    runner.scaler.step(some)
+    runner.scaler.update()
+
+
+# -- beside the training ---------------------------------------------------------------------------
+
+
+def _probe(runner: Runner, event: Event) -> None:
+    if runner.rank == event.rank:
+        _run_probe(runner, event)
+    runner.plain(event)
+
+
+def _run_probe(runner: Runner, event: Event) -> None:
+    like = runner.slots[_chosen(runner, event)].parameters[0]
+    parameter = nn.Parameter(torch.full_like(like, 3.0, dtype=torch.float32))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    runner.kept.append(optimizer)
+    kind = event.flavour % 3
+    if kind == 0:
+        return  # only made
+    # On a machine without CUDA the second is disabled as well; elsewhere it is not asked for.
+    device = "cuda" if kind == 2 and not torch.cuda.is_available() else "cpu"
+    scaler = DistGradScaler(device, enabled=device == "cuda")
+    scaler.scale(parameter.sum() * 0.25).backward()
+    given: Any = [parameter] if event.flavour // 3 % 2 else optimizer
+    scaler.clip_grad_norm_(given, 1e6)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.stepped(optimizer)
+    if parameter.flatten()[0].item() != 2.75:
+        runner.seen.wrong.append(f"the probe moved to {parameter.flatten()[0].item()}, not 2.75")
+
+
+class _Other:
+    """Another trainer of this process: a float16 model, masters and a scaler of its own."""
+
+    def __init__(self) -> None:
+        groups = [subgroup([rank]) for rank in range(WORLD)]
+        self.parameter = nn.Parameter(torch.full((4,), 1.0, dtype=torch.float16))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
+        self.masters = MasterParameters(self.optimizer)
+        group = groups[dist.get_rank()]
+        self.scaler = DistGradScaler("cpu", fp16_grads="master", process_group=group)
+
+    def iterate(self) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale((self.parameter.float() * 0.125).sum()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class _InTheMiddle(TorchDispatchMode):
+    """Runs ``what`` to its end in another thread, just before some op of this one."""
+
+    def __init__(self, what: Callable[[], None], at: Callable[[int, str], bool]) -> None:
+        super().__init__()
+        self.what, self.at, self.ops, self.done = what, at, 0, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.ops += 1
+        if not self.done and self.at(self.ops, func.name()):
+            self.done = True
+            thread = threading.Thread(target=self.what)
+            thread.start()
+            thread.join()
+        return func(*args, **(kwargs or {}))
+
+
+def _thread(runner: Runner, event: Event) -> None:
+    other = _Other()
+    other.iterate()
+    names = ("_foreach_copy_", "_amp_foreach_non_finite_check_and_unscale_", "sub_", "_sgd")
+    wanted = names[event.flavour % 6] if event.flavour % 6 < len(names) else None
+
+    def at(op: int, name: str) -> bool:
+        return wanted in name if wanted is not None else op == 1 + event.flavour * 3
+
+    with _InTheMiddle(other.iterate, at) as middle:
+        runner.plain(event)
+    expected = 1.0 - 0.125 * (1 + middle.done)
+    if other.parameter[0].item() != expected:
+        runner.seen.wrong.append(
+            f"the other trainer moved to {other.parameter[0].item()}, not {expected}"
+        )
+
+
+# -- groups, states, copies ------------------------------------------------------------------------
+
+
+def _alone(runner: Runner, event: Event) -> None:
+    """A scaler of each rank by itself, of some class, beside torch's of the same."""
+    names = [name for name in SCALERS if name != "ours"]
+    name = names[event.flavour % len(names)]
+    group = [subgroup([rank]) for rank in range(WORLD)][runner.rank]
+    fused = bool(event.flavour // 3 % 2)
+    gradients = (0.25, 0.25) if name == "no flags" else (0.25, INF, 0.25)
+    results = []
+    for kind, settings in ((SCALERS[name], {"process_group": group}), (TORCH_SCALERS[name], {})):
+        scaler = kind("cpu", init_scale=INIT_SCALE, **settings)
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+        for gradient in gradients:
+            optimizer.zero_grad()
+            scaler.scale((parameter * gradient).sum()).backward()
+            if event.flavour // 6 % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((parameter.item(), scaler.get_scale(), getattr(scaler, "calls", None)))
+    if results[0] != results[1]:
+        runner.seen.wrong.append(f"{name} by itself: {results[0]}, over torch's {results[1]}")
+    runner.plain(event)
+
+
+def _regroup(runner: Runner, event: Event) -> None:
+    state = runner.scaler.state_dict()
+    old, runner.group = runner.group, runner.new_group()
+    dist.destroy_process_group(old)
+    if event.what == "restart" and runner.rank == event.rank:
+        runner.scaler = runner.new_scaler()
+        runner.scaler.load_state_dict(state)
+        runner.slots = [
+            runner.new_slot(index, runner.in_order(slot)) for index, slot in enumerate(runner.slots)
+        ]
+        runner.seen.restarted = True
+    else:
+        runner.scaler.process_group = runner.group
+    runner.plain(event)
+
+
+def _reload(runner: Runner, event: Event) -> None:
+    runner.plain(event)
+    scaler = runner.scaler
+    kind = event.flavour % 4
+    state = scaler.state_dict()
+    if kind == 1:
+        state = json.loads(json.dumps(state))
+    if kind >= 2:
+        theirs = torch.amp.GradScaler("cpu")
+        theirs.load_state_dict(state)
+        state = theirs.state_dict()
+    if kind == 3:
+        with tempfile.TemporaryDirectory() as folder:
+            dcp.save({"scaler": state}, checkpoint_id=folder, no_dist=True)
+            loaded = {"scaler": scaler.state_dict()}
+            dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+        state = loaded["scaler"]
+    scaler.load_state_dict(state)
+
+
+def _copy(runner: Runner, event: Event) -> None:
+    runner.plain(event)
+    if event.flavour % 2:
+        runner.scaler = pickle.loads(pickle.dumps(runner.scaler))
+        runner.scaler.process_group = runner.group
+    else:
+        runner.scaler = copy.deepcopy(runner.scaler)
+    runner.compiled = None
+    runner.seen.restarted = True
+
+
+# -- uneven inputs ---------------------------------------------------------------------------------
+
+
+class _Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def _join(runner: Runner, event: Event) -> None:
+    model = DistributedDataParallel(_Line(), process_group=runner.group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = DistGradScaler("cpu", init_scale=INIT_SCALE, process_group=runner.group)
+    batches = 1 if runner.rank == event.rank else 2 + event.flavour % 2
+    with Join([model, scaler]):
+        for _ in range(batches):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(1)) * 0.25).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    # DDP divides by the ranks that there were at first.
+    expected = 1.0 - 0.25 - 0.125 * (1 + event.flavour % 2)
+    if model.module.weight.item() != expected:
+        runner.seen.wrong.append(f"uneven inputs end at {model.module.weight.item()}")
+    runner.plain(event)
+
+
+_EVENTS: dict[str, Callable[[Runner, Event], None]] = {
+    "plain": _plain,
+    "inf": _inf,
+    "thrown away": _thrown_away,
+    "late": _late,
+    "late everywhere": _late,
+    "across": _across,
+    "between": _between,
+    "log": _log,
+    "some": _some,
+    "mistake": _mistake,
+    "out of memory": _out_of_memory,
+    "optimizer raises": _optimizer_raises,
+    "replace": _replace,
+    "born": _born,
+    "slotted": _slotted,
+    "takes scaler": _takes_scaler,
+    "overlap": _overlap,
+    "probe": _probe,
+    "thread": _thread,
+    "regroup": _regroup,
+    "restart": _regroup,
+    "reload": _reload,
+    "copy": _copy,
+    "join": _join,
+    "alone": _alone,
+}

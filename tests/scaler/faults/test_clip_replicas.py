@@ -1,0 +1,242 @@
+"""The norm of the whole model counts each parameter once, whichever ranks hold a copy of it.
+
+What is a copy and what a part is known for each parameter, not for each rank. The references are
+square roots that can be taken by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distamp import DistGradScaler
+from tests.ranks import RankPool
+from tests.scaler.faults.tools import error_of
+
+SCALE = 1024.0
+
+
+def _filled(size: int, gradient: float, value: float = 1.0) -> nn.Parameter:
+    """A parameter of these values, whose gradient is of norm ``gradient``, times the scale."""
+    parameter = nn.Parameter(torch.full((size,), value))
+    parameter.grad = torch.full((size,), SCALE * gradient / math.sqrt(size))
+    return parameter
+
+
+def _clip(
+    parameters: Sequence[Tensor],
+    *,
+    by_parameters: bool = False,
+    two: bool = False,
+    max_norm: float = 1.0,
+    norm_type: float = 2.0,
+    **declared: Callable[[Tensor], bool],
+) -> tuple[float, float]:
+    """The norm, and that of this rank's own gradients afterwards."""
+    scaler = DistGradScaler("cpu", init_scale=SCALE)
+    scaler.scale(torch.ones(()))
+    cut = len(parameters) // 2 if two else len(parameters)
+    parts = [part for part in (parameters[:cut], parameters[cut:]) if part]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    if by_parameters:
+        scaler.unscale_(*optimizers)
+    given: Any = list(parameters) if by_parameters else optimizers[0]
+    norm = scaler.clip_grad_norm_(given, max_norm, norm_type, **declared)
+    left = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+    return norm.item(), left.item()
+
+
+def _tied_across_stages(by_parameters: bool) -> Any:
+    """Pipeline stages: both hold the embedding, the second a head of its own as well."""
+    embedding = _filled(6, 10.0)
+    layer = _filled(4, 10.0, value=2.0)
+    return _clip(
+        [embedding] if dist.get_rank() == 0 else [layer, embedding], by_parameters=by_parameters
+    )
+
+
+@pytest.mark.parametrize("by_parameters", [False, True], ids=["optimizer", "parameters"])
+def test_an_embedding_tied_across_pipeline_stages_counts_once(
+    ranks2: RankPool, by_parameters: bool
+) -> None:
+    expected = math.hypot(10.0, 10.0)
+    norms = ranks2.run(_tied_across_stages, by_parameters)
+    assert [norm for norm, _ in norms] == pytest.approx([expected] * 2, rel=1e-6)
+    assert [left for _, left in norms] == pytest.approx([10 / expected, 1.0], rel=1e-4)
+
+
+def _beside_a_shard(norm_type: float = 2.0, **declared: Any) -> Any:
+    """Plain tensor parallel: each rank holds a part of a layer, and all of a LayerNorm."""
+    rank = dist.get_rank()
+    shard = _filled(4, 4.0 + rank, value=1.0 + rank)
+    layer_norm = _filled(8, 2.0, value=3.0)
+    return _clip([shard, layer_norm], norm_type=norm_type, **declared)[0]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_a_replicated_layer_norm_beside_a_plain_shard_counts_once(
+    ranks4: RankPool, norm_type: float
+) -> None:
+    gradients = [torch.full((4,), (4.0 + rank) / 2.0) for rank in range(4)]
+    gradients.append(torch.full((8,), 2.0 / math.sqrt(8)))
+    expected = torch.linalg.vector_norm(torch.cat(gradients).double(), norm_type).item()
+    assert ranks4.run(_beside_a_shard, norm_type) == pytest.approx([expected] * 4, rel=1e-6)
+
+
+def _equal_biases(**declared: Any) -> Any:
+    """Two stages whose biases began alike and whose gradients have the same norm."""
+    return _clip([_filled(4, 3.0), _filled(8, 1.0 + dist.get_rank(), value=2.0)], **declared)[0]
+
+
+def _is_bias(parameter: Tensor) -> bool:
+    return parameter.numel() == 4
+
+
+def _declared(kind: str) -> Any:
+    return _equal_biases(**{kind: _is_bias})
+
+
+def test_a_tensor_that_agrees_to_the_bit_is_a_replica_unless_it_is_declared_a_part(
+    ranks2: RankPool,
+) -> None:
+    once, twice = math.sqrt(9 + 1 + 4), math.sqrt(9 + 9 + 1 + 4)
+    assert ranks2.run(_equal_biases) == pytest.approx([once] * 2, rel=1e-6)
+    assert ranks2.run(_declared, "replicated") == pytest.approx([once] * 2, rel=1e-6)
+    assert ranks2.run(_declared, "sharded") == pytest.approx([twice] * 2, rel=1e-6)
+
+
+def _last_bit_differs(**declared: Any) -> Any:
+    """A replica whose gradient a kernel summed in another order on rank 1."""
+    replica = _filled(4, 3.0)
+    assert replica.grad is not None
+    if dist.get_rank() == 1:
+        replica.grad = torch.nextafter(replica.grad, torch.tensor(math.inf))
+    return _clip([replica, _filled(8, 1.0 + dist.get_rank(), value=2.0)], **declared)[0]
+
+
+def _last_bit_differs_declared() -> Any:
+    return _last_bit_differs(replicated=_is_bias)
+
+
+def test_a_declared_replica_counts_once_though_its_last_bits_differ(ranks2: RankPool) -> None:
+    once = math.sqrt(9 + 1 + 4)
+    assert ranks2.run(_last_bit_differs_declared) == pytest.approx([once] * 2, rel=1e-5)
+
+
+def _marked_by_megatron(name: str, on: Sequence[int]) -> Any:
+    parameter = _filled(4, 3.0)
+    assert parameter.grad is not None
+    if name == "shared" and dist.get_rank() == 1:
+        parameter.grad = torch.nextafter(parameter.grad, torch.tensor(math.inf))
+    if dist.get_rank() in on:
+        setattr(parameter, name, True)
+    return _clip([parameter, _filled(8, 1.0 + dist.get_rank(), value=2.0)])[0]
+
+
+def test_megatrons_marks_are_read(ranks2: RankPool) -> None:
+    once, twice = math.sqrt(9 + 1 + 4), math.sqrt(9 + 9 + 1 + 4)
+    part = ranks2.run(_marked_by_megatron, "tensor_model_parallel", [0, 1])
+    assert part == pytest.approx([twice] * 2, rel=1e-6)
+    # On all stages but one the tied embedding is marked as a copy of another stage's.
+    copy = ranks2.run(_marked_by_megatron, "shared", [1])
+    assert copy == pytest.approx([once] * 2, rel=1e-5)
+
+
+def _both_declared() -> Any:
+    parameter = _filled(4, 3.0)
+    return error_of(
+        _clip, [parameter], replicated=lambda p: True, sharded=lambda p: dist.get_rank() == 1
+    )
+
+
+def test_a_tensor_declared_both_is_refused_on_every_rank(pair: RankPool) -> None:
+    for error in pair.run(_both_declared):
+        assert error is not None
+        assert error[0] == "SettingError"
+        assert "replicated" in error[1]
+
+
+def _predicate_fails() -> Any:
+    def sharded(parameter: Tensor) -> bool:
+        if dist.get_rank() == 1:
+            raise KeyError("no such layer")
+        return True
+
+    return error_of(_clip, [_filled(4, 3.0)], sharded=sharded)
+
+
+def test_a_predicate_that_raises_on_one_rank_stops_every_rank(pair: RankPool) -> None:
+    for error in pair.run(_predicate_fails):
+        assert error is not None
+        assert "no such layer" in error[1]
+
+
+def _alone(**declared: Any) -> Any:
+    return _clip([_filled(4, 3.0), _filled(9, 4.0)], **declared)[0]
+
+
+def test_declarations_change_nothing_where_there_is_one_rank() -> None:
+    assert _alone(sharded=lambda p: True) == pytest.approx(5.0)
+    assert _alone(replicated=lambda p: True) == pytest.approx(5.0)
+
+
+def _no_gradient_on_one() -> Any:
+    """A replica that got no gradient on rank 1, as where an expert had no tokens."""
+    replica, part = _filled(4, 3.0), _filled(8, 4.0, value=5.0 + dist.get_rank())
+    if dist.get_rank() == 1:
+        replica.grad = None
+    return _clip([replica, part])[0]
+
+
+def test_a_missing_gradient_is_a_zero(ranks2: RankPool) -> None:
+    expected = math.sqrt(9 + 16 + 16)
+    assert ranks2.run(_no_gradient_on_one) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def _several_layouts_in_one() -> Any:
+    """A DTensor shard, a DTensor replica, a plain replica and a plain part in one optimizer."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from tests.ranks import mesh
+
+    over = mesh((2,), ("all",))
+    rank = dist.get_rank()
+
+    def spread(size: int, norm: float, placement: Any) -> nn.Parameter:
+        local = torch.full((size,), norm / math.sqrt(size))
+        parameter = nn.Parameter(DTensor.from_local(torch.ones(size), over, [placement]))
+        parameter.grad = DTensor.from_local(local * SCALE, over, [placement])
+        return parameter
+
+    parameters = [
+        spread(4, 1.0 + rank, Shard(0)),
+        spread(4, 2.0, Replicate()),
+        _filled(8, 3.0),
+        _filled(2, 4.0 + rank, value=7.0 + rank),
+    ]
+    return _clip(parameters)[0]
+
+
+def test_each_parameter_of_a_mixture_counts_by_its_own_layout(ranks2: RankPool) -> None:
+    expected = math.sqrt((1 + 4) + 4 + 9 + (16 + 25))
+    assert ranks2.run(_several_layouts_in_one) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def _twins(on_second_rank: int) -> Any:
+    """Two biases that began at zero and have the same gradient are two parameters."""
+    count = on_second_rank if dist.get_rank() else 2
+    return _clip([_filled(4, 3.0, value=0.0) for _ in range(count)])[0]
+
+
+@pytest.mark.parametrize("on_second_rank", [1, 2])
+def test_two_parameters_of_one_rank_are_no_replicas_of_each_other(
+    ranks2: RankPool, on_second_rank: int
+) -> None:
+    expected = math.sqrt(9 + 9)
+    assert ranks2.run(_twins, on_second_rank) == pytest.approx([expected] * 2, rel=1e-6)

@@ -1,0 +1,189 @@
+"""What can be counted of the cost: modules that an import loads, ops and messages of a step."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distamp import DistGradScaler
+from tests.ranks import RankPool
+
+# Costly, and of no use to who trains plain tensors in one process.
+HEAVY = (
+    "sympy",
+    "mpmath",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx.experimental.symbolic_shapes",
+    "fairscale",
+)
+
+
+def _run(program: str, folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def _loaded(what: str, folder: Path) -> list[str]:
+    """The modules that this loads beyond those of ``import torch``."""
+    program = (
+        "import sys, torch; before = set(sys.modules)\n"
+        f"{what}\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    return _run(program, folder).split()
+
+
+def _is_heavy(module: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in HEAVY)
+
+
+TRAIN = (
+    "import distamp\n"
+    "p = torch.nn.Parameter(torch.ones(1)); o = torch.optim.SGD([p], lr=1.0)\n"
+    "s = distamp.DistGradScaler('cpu')\n"
+    "s.scale((p * 0.25).sum()).backward(); s.clip_grad_norm_(o, 1.0); s.step(o); s.update()\n"
+    "assert p.item() == 0.75"
+)
+
+
+@pytest.mark.parametrize("what", ["import distamp", TRAIN], ids=["import", "train"])
+def test_plain_training_loads_nothing_heavy(what: str, tmp_path: Path) -> None:
+    loaded = _loaded(what, tmp_path)
+    assert [module for module in loaded if _is_heavy(module)][:5] == []
+    foreign = [module for module in loaded if not module.startswith("distamp")]
+    assert len(foreign) <= 40, foreign
+
+
+PARTS = ("distamp.autocast", "distamp.scaler", "distamp.initialize", "distamp.comm_hooks")
+NAMES = ("autocast", "initialize", "DistGradScaler", "Precision")
+# Each case in a process of its own, forked once torch is there, which takes most of the time.
+IN_A_FORK = """
+import importlib, inspect, os, sys, torch
+def check():
+    import distamp
+    for name in distamp.__all__: getattr(distamp, name)
+    assert inspect.isclass(distamp.autocast), distamp.autocast
+    assert callable(distamp.initialize) and not inspect.ismodule(distamp.initialize)
+    import distamp.autocast, distamp.initialize
+    from distamp import autocast, initialize, DistGradScaler
+    assert inspect.isclass(autocast), autocast
+    assert not inspect.ismodule(initialize), initialize
+    with distamp.autocast('cpu'): pass
+    from distamp.scaler import DistGradScaler as inner
+    assert inner is DistGradScaler is distamp.DistGradScaler is distamp.GradScaler
+def case(text):
+    parts = text.split()
+    if parts[0] != '-':
+        import distamp
+        before = getattr(distamp, parts[0])
+    for part in parts[1:]: importlib.import_module(part)
+    if parts[0] != '-':
+        assert getattr(distamp, parts[0]) is before, (parts, getattr(distamp, parts[0]))
+    check()
+for text in sys.argv[1:]:
+    if not (child := os.fork()):
+        try: case(text)
+        except BaseException as error: print(text, ':', type(error).__name__, error, flush=True)
+        finally: os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def _wrong_cases(cases: list[str], folder: Path) -> str:
+    return _run(IN_A_FORK, folder, *cases)
+
+
+def test_every_order_of_import_gives_the_same_names(tmp_path: Path) -> None:
+    # distamp.autocast is a class and a package: loading the package late must not rebind it.
+    orders = [" ".join(("-", *order)) for order in itertools.permutations(PARTS)]
+    assert _wrong_cases(orders, tmp_path) == ""
+
+
+def test_a_name_that_was_used_is_not_rebound_by_an_import(tmp_path: Path) -> None:
+    cases = [f"{name} {part}" for name in NAMES for part in PARTS]
+    assert _wrong_cases(cases, tmp_path) == ""
+
+
+# -- ops of one message ----------------------------------------------------------------------------
+
+
+class _Ops(TorchDispatchMode):
+    """Counts aten ops, but for those of the optimizer's own step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# The local pass is the same however many ranks there are, so what is more there is the message.
+def _ops(device: str, process_group_of: str) -> Counter[str]:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    parameter = nn.Parameter(torch.ones(4, device=device))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+    scaler = DistGradScaler(
+        device, init_scale=1024.0, process_group=group if process_group_of == "self" else None
+    )
+    for number in range(6):
+        optimizer.zero_grad()
+        scaler.scale((parameter * 0.25).sum()).backward()
+        with _Ops() as ops:
+            scaler.step(optimizer)
+        scaler.update()
+        assert number < 5 or ops.seen
+    return ops.seen
+
+
+def _message_on(device: str) -> dict[str, int]:
+    together, alone = _ops(device, "all"), _ops(device, "self")
+    return dict(together - alone)
+
+
+def _accelerator() -> str | None:
+    """A device that is no host: a real one, or the tests' simulated one where it is loaded."""
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    return None
+
+
+def _message_on_accelerator() -> dict[str, int] | None:
+    device = _accelerator()
+    return None if device is None else _message_on(device)
+
+
+MOST_OPS = 8
+
+
+def test_one_message_on_an_accelerator_is_few_ops(pair: RankPool) -> None:
+    counted = pair.run(_message_on_accelerator)
+    if counted[0] is None:
+        pytest.skip("no accelerator here; the simulated one runs this from its own pools")
+    for ops in counted:
+        assert sum(ops.values()) <= MOST_OPS, ops

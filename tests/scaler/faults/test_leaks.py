@@ -1,0 +1,274 @@
+"""What is gone is gone: no model, optimizer or group stays alive, or leaves anything, in a scaler.
+
+Objects are counted, never time.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distamp import DistGradScaler
+from distamp.scaler import MasterParameters
+from tests.ranks import RankPool
+from tests.scaler.faults.tools import error_of
+from tests.scaler.steps import INF, backward, cpu_scaler, leaf
+
+
+def _blocks() -> int:
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+# -- dead models and optimizers --------------------------------------------------------------------
+
+
+def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _clip_by_optimizer(scaler: DistGradScaler, model: nn.Module, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def _clip_by_parameters(scaler: DistGradScaler, model: nn.Module, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _no_clip(scaler: DistGradScaler, model: nn.Module, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("how", [_clip_by_optimizer, _clip_by_parameters, _no_clip])
+@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
+def test_a_scaler_keeps_no_dead_model_alive(how: Callable[..., None], masters: bool) -> None:
+    scaler = DistGradScaler("cpu", fp16_grads="master") if masters else cpu_scaler()
+    models: list[weakref.ref[Any]] = []
+    optimizers: list[weakref.ref[Any]] = []
+
+    def train_one() -> None:
+        model, optimizer = _model_and_optimizer()
+        if masters:
+            model.half()
+            MasterParameters(optimizer)
+        x = torch.ones(2, 4, dtype=torch.float16 if masters else torch.float32)
+        scaler.scale(model(x).float().sum()).backward()
+        how(scaler, model, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        models.extend(map(weakref.ref, model.parameters()))
+        optimizers.append(weakref.ref(optimizer))
+
+    for _ in range(200):
+        train_one()
+    gc.collect()
+    assert sum(reference() is not None for reference in models) == 0
+    assert sum(reference() is not None for reference in optimizers) == 0
+
+
+def test_a_model_skipped_and_asked_about_is_not_kept_alive_either() -> None:
+    scaler = cpu_scaler(max_consecutive_skips=10_000)
+    references = []
+    for _ in range(20):
+        model, optimizer = _model_and_optimizer()
+        scaler.scale(model(torch.ones(2, 4)).sum() * INF).backward()
+        scaler.step(optimizer)
+        scaler.overflow_report(model)
+        scaler.overflow_rank(optimizer)
+        scaler.update()
+        references += [weakref.ref(optimizer), *map(weakref.ref, model.parameters())]
+        del model, optimizer
+    gc.collect()
+    assert [r for r in references if r() is not None] == []
+
+
+# -- ten thousand optimizers, born and gone --------------------------------------------------------
+
+# Few enough for every run; as many as a long training makes, where there is time.
+BORN, ALL_BORN, WARM_UP = 1_500, 10_000, 300
+
+
+def _growth(one: Callable[[], None], born: int) -> int:
+    """How many more blocks of memory there are after so many than after a few hundred."""
+    for _ in range(WARM_UP):
+        one()
+    before = _blocks()
+    for _ in range(born):
+        one()
+    return _blocks() - before
+
+
+def _over_its_own(scaler: DistGradScaler) -> Callable[[], None]:
+    def one() -> None:
+        parameter = leaf(1.0)
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        backward(scaler, parameter, 0.25)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return one
+
+
+def _over_a_shared_one(scaler: DistGradScaler) -> Callable[[], None]:
+    """Each holds the parameter that a long-lived optimizer holds, too."""
+    parameter = leaf(1.0)
+    lasting = torch.optim.SGD([parameter], lr=0.0)
+    backward(scaler, parameter, 0.25)
+    scaler.step(lasting)
+    scaler.update()
+
+    def one() -> None:
+        lasting.zero_grad()
+        optimizer = torch.optim.SGD([parameter], lr=0.0)
+        backward(scaler, parameter, 0.25)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return one
+
+
+def _clipped(scaler: DistGradScaler) -> Callable[[], None]:
+    def one() -> None:
+        parameter = leaf(1.0)
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        backward(scaler, parameter, 0.25)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return one
+
+
+def _replaced_parameters(scaler: DistGradScaler) -> Callable[[], None]:
+    optimizer = torch.optim.SGD([leaf(1.0)], lr=1.0)
+
+    def one() -> None:
+        parameter = optimizer.param_groups[0]["params"][0] = leaf(1.0)
+        optimizer.state.clear()
+        backward(scaler, parameter, 0.25)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return one
+
+
+KINDS = [_over_its_own, _over_a_shared_one, _clipped, _replaced_parameters]
+MANY = pytest.param(ALL_BORN, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("born", [BORN, MANY])
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_flat_over_optimizers_and_parameters_born_and_gone(kind: Any, born: int) -> None:
+    # A block for every fifth would be a leak already; dictionaries that grew do not count.
+    assert _growth(kind(cpu_scaler()), born) < born // 5
+
+
+def _born_on_ranks(count: int) -> Any:
+    scaler = cpu_scaler()
+    one = _clipped(scaler)
+    for _ in range(50):
+        one()
+    before = _blocks()
+    for _ in range(count):
+        one()
+    return _blocks() - before
+
+
+@pytest.mark.timeout(120)
+def test_memory_is_flat_where_ranks_agree(pair: RankPool) -> None:
+    count = 300
+    assert all(growth < count // 5 for growth in pair.run(_born_on_ranks, count))
+
+
+# -- naming an optimizer ---------------------------------------------------------------------------
+
+
+def _walks() -> int:
+    """How often the heap is walked while ten optimizers are stepped for the first time."""
+    walks = 0
+    walk = gc.get_objects
+
+    def counted(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal walks
+        walks += 1
+        return walk(*args, **kwargs)
+
+    gc.get_objects = counted
+    try:
+        scaler = cpu_scaler()
+        one = _clipped(scaler)
+        for _ in range(10):
+            one()
+        refused = leaf(*[1.0] * (1 + dist.get_rank()))
+        optimizer = torch.optim.SGD([refused], lr=1.0)
+        backward(scaler, refused, [0.25] * refused.numel())
+        error_of(scaler.step, optimizer)
+    finally:
+        gc.get_objects = walk
+    return walks
+
+
+def test_naming_optimizers_walks_no_heap(pair: RankPool) -> None:
+    assert pair.run(_walks) == [0, 0]
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def _asked_after_the_group_is_gone(own_group: bool) -> Any:
+    group = dist.new_group([0, 1]) if own_group else None
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler(process_group=group)
+    backward(scaler, parameter, INF if dist.get_rank() == 1 else 0.25)
+    scaler.step(optimizer)
+    scaler.update()
+    if own_group:
+        dist.destroy_process_group(group)
+    else:
+        dist.destroy_process_group()
+    counts = scaler.step_counts(optimizer)
+    return scaler.overflow_rank(optimizer), scaler.stepped(optimizer), counts.skipped
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["default", "own"])
+def test_who_overflowed_is_known_after_the_group_was_destroyed(
+    pair: RankPool, own_group: bool
+) -> None:
+    assert pair.run(_asked_after_the_group_is_gone, own_group) == [(1, False, 1)] * 2
+
+
+def _group_is_kept() -> Any:
+    """A scaler that is gone leaves its group to whoever made it."""
+    group = dist.new_group([0, 1])
+    scaler = cpu_scaler(process_group=group)
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    backward(scaler, parameter, 0.25)
+    scaler.step(optimizer)
+    del scaler
+    gc.collect()
+    before = len(gc.get_referrers(group))
+    for _ in range(20):
+        scaler = cpu_scaler(process_group=group)
+        backward(scaler, parameter, 0.25)
+        scaler.step(optimizer)
+        scaler.update()
+        del scaler
+    gc.collect()
+    return len(gc.get_referrers(group)) - before
+
+
+def test_scalers_that_are_gone_hold_on_to_no_group(pair: RankPool) -> None:
+    assert pair.run(_group_is_kept) == [0, 0]

@@ -1,0 +1,264 @@
+"""Each optimizer is unscaled by the scale that its gradients were made with, compiled or not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distamp import DistGradScaler
+from distamp.errors import StageError
+from distamp.scaler import MasterParameters
+from tests.ranks import RankPool
+from tests.scaler.faults.tools import error_of
+from tests.scaler.steps import INF, backward, cpu_scaler, leaf
+
+
+def _pair_of_optimizers(fused: bool = False) -> tuple[list[nn.Parameter], list[torch.optim.SGD]]:
+    parameters = [leaf(1.0), leaf(1.0)]
+    return parameters, [torch.optim.SGD([p], lr=1.0, fused=fused) for p in parameters]
+
+
+def _moves_in_between(
+    scaler: DistGradScaler, how: str, first: float, fused: bool
+) -> tuple[Any, ...]:
+    """Manual optimisation: both backward, then step and update of each in turn."""
+    (p, q), (a, b) = _pair_of_optimizers(fused)
+    backward(scaler, p, first)
+    backward(scaler, q, 0.25)
+    scaler.step(a)
+    scaler.update()
+    left = None
+    if how == "unscale":
+        scaler.unscale_(b)
+        left = q.grad.item()
+    elif how == "clip":
+        left = scaler.clip_grad_norm_(b, 100.0).item()
+    scaler.step(b)
+    scaler.update()
+    return left, q.item(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
+@pytest.mark.parametrize("first", [INF, 0.25], ids=["backs off", "grows"])
+def test_an_optimizer_stepped_after_update_is_unscaled_by_its_own_scale(
+    how: str, first: float, fused: bool
+) -> None:
+    left, value, scale = _moves_in_between(cpu_scaler(growth_interval=1), how, first, fused)
+    assert value == 0.75
+    assert left is None if how == "step" else left == 0.25
+    assert scale == (1024.0 if first == INF else 4096.0)
+
+
+def _on_ranks(how: str) -> Any:
+    first = INF if dist.get_rank() == 1 else 0.25
+    return _moves_in_between(cpu_scaler(growth_interval=1), how, first, False)[1:]
+
+
+@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
+def test_the_same_where_ranks_agree(pair: RankPool, how: str) -> None:
+    assert pair.run(_on_ranks, how) == [(0.75, 1024.0)] * 2
+
+
+def test_a_new_scale_by_hand_counts_too() -> None:
+    (p, q), (a, b) = _pair_of_optimizers()
+    scaler = cpu_scaler()
+    backward(scaler, p, 0.25)
+    backward(scaler, q, 0.25)
+    scaler.step(a)
+    scaler.update(16.0)
+    scaler.step(b)
+    assert q.item() == 0.75
+
+
+def test_so_does_a_state_that_is_loaded_between_backward_and_step() -> None:
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 0.25)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
+    error = error_of(scaler.step, optimizer)
+    # Refused or right; never 1 - 0.25 * 1024 / 16 in silence.
+    assert parameter.item() == (0.75 if error is None else 1.0)
+
+
+def test_masters_are_unscaled_by_their_own_scale() -> None:
+    p, q = leaf(1.0), leaf(1.0, dtype=torch.float16)
+    a, b = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    MasterParameters(b)
+    scaler = cpu_scaler(fp16_grads="master")
+    backward(scaler, p, INF)
+    backward(scaler, q, 0.25)
+    scaler.step(a)
+    scaler.update()
+    scaler.step(b)
+    scaler.update()
+    assert q.item() == 0.75
+
+
+# -- accumulation over a change of scale -----------------------------------------------------------
+
+
+def _accumulates(first: float, growth_interval: int, zeroed: str) -> tuple[Any, ...]:
+    """Gradients of b are made, the scale moves (or not), and more are added or replace them."""
+    (p, q), (a, b) = _pair_of_optimizers()
+    scaler = cpu_scaler(growth_interval=growth_interval)
+    backward(scaler, p, first)
+    backward(scaler, q, 0.25)
+    scaler.step(a)
+    scaler.update()
+    if zeroed == "to None":
+        b.zero_grad()
+    elif zeroed == "in place":
+        b.zero_grad(set_to_none=False)
+    elif zeroed == "by hand":
+        q.grad = torch.zeros_like(q)
+    backward(scaler, q, 0.125)
+    error = error_of(scaler.step, b)
+    return error, q.item()
+
+
+@pytest.mark.parametrize(("first", "growth_interval"), [(INF, 2000), (0.25, 1)])
+def test_gradients_of_two_scales_in_one_sum_are_refused_in_one_line(
+    first: float, growth_interval: int
+) -> None:
+    error, value = _accumulates(first, growth_interval, "never")
+    assert error is not None
+    assert error[0] in ("StageError", "GradientError")
+    assert "scale" in error[1]
+    assert "\n" not in error[1]
+    assert value == 1.0
+
+
+def test_accumulation_over_an_update_that_left_the_scale_alone_is_a_sum() -> None:
+    assert _accumulates(0.25, 2000, "never") == (None, 1.0 - 0.375)
+
+
+@pytest.mark.parametrize("zeroed", ["to None", "in place", "by hand"])
+@pytest.mark.parametrize(("first", "growth_interval"), [(INF, 2000), (0.25, 1)])
+def test_gradients_that_were_zeroed_are_of_the_new_scale(
+    first: float, growth_interval: int, zeroed: str
+) -> None:
+    assert _accumulates(first, growth_interval, zeroed) == (None, 0.875)
+
+
+def _accumulates_on_ranks() -> Any:
+    (p, q), (a, b) = _pair_of_optimizers()
+    scaler = cpu_scaler()
+    backward(scaler, p, INF)
+    backward(scaler, q, 0.25)
+    scaler.step(a)
+    scaler.update()
+    if dist.get_rank() == 0:
+        b.zero_grad()  # the other rank forgets it
+    backward(scaler, q, 0.125)
+    return error_of(scaler.step, b), q.item()
+
+
+def test_it_is_refused_on_every_rank_where_one_rank_has_such_a_sum(pair: RankPool) -> None:
+    for error, value in pair.run(_accumulates_on_ranks):
+        assert error is not None
+        assert "scale" in error[1]
+        assert value == 1.0
+
+
+def test_accumulation_within_one_iteration_goes_on_after_a_skipped_one() -> None:
+    """The loop of torch's documentation: zero_grad once per effective batch."""
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler()
+    for gradients in ((0.125, INF), (0.125, 0.125), (0.25, 0.25)):
+        for gradient in gradients:
+            backward(scaler, parameter, gradient)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert (parameter.item(), scaler.get_scale()) == (0.25, 512.0)
+
+
+# -- scale() inside torch.compile ------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, backend="eager")
+
+
+def _scaled_loss(scaler: Any, compiled: bool) -> Callable[[Tensor, float], Tensor]:
+    def loss_of(parameter: Tensor, gradient: float) -> Tensor:
+        return scaler.scale((parameter.float() * gradient).sum())
+
+    return _compiled(loss_of) if compiled else loss_of
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_backward_after_unscale_is_seen(compiled: bool) -> None:
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler()
+    scaled = _scaled_loss(scaler, compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaled(parameter, 0.25).backward()
+        scaler.unscale_(optimizer)
+        scaled(parameter, 0.25).backward()
+    with pytest.raises(StageError, match="after unscale_"):
+        scaler.step(optimizer)
+    assert parameter.item() == 1.0
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_masters_see_zero_grad(compiled: bool) -> None:
+    parameter = leaf(4.0, dtype=torch.float16)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    MasterParameters(optimizer)
+    scaler = cpu_scaler(fp16_grads="master")
+    scaled = _scaled_loss(scaler, compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaled(parameter, 2.0).backward()
+        optimizer.zero_grad()  # thrown away without a step
+        scaled(parameter, 2.0).backward()
+        scaler.step(optimizer)
+    assert parameter.item() == 2.0
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_whole_iterations_train(compiled: bool) -> None:
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler(growth_interval=1)
+    scaled = _scaled_loss(scaler, compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for gradient in (0.25, INF, 0.25):
+            optimizer.zero_grad()
+            scaled(parameter, gradient).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert (parameter.item(), scaler.get_scale()) == (0.5, 2048.0)
+
+
+def test_the_scale_that_compiled_code_used_is_the_one_gradients_are_divided_by() -> None:
+    (p, q), (a, b) = _pair_of_optimizers()
+    scaler = cpu_scaler()
+    scaled = _scaled_loss(scaler, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaled(p, INF).backward()
+        scaled(q, 0.25).backward()
+        scaler.step(a)
+        scaler.update()
+        scaler.step(b)
+    assert q.item() == 0.75

@@ -1,0 +1,357 @@
+"""Frameworks subclass the scaler: their overrides are called where torch's class calls them.
+
+torch.amp.GradScaler is the reference throughout: one class is written over both bases.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from distamp import DistGradScaler
+from tests.ranks import RankPool
+from tests.scaler.steps import INF, backward, leaf
+
+BASES = {"torch": torch.amp.GradScaler, "distamp": DistGradScaler}
+WATCHED = (
+    "scale",
+    "unscale_",
+    "_unscale_grads_",
+    "_check_inf_per_device",
+    "_maybe_opt_step",
+    "step",
+    "update",
+    "get_scale",
+    "state_dict",
+)
+
+
+def _logged(base: type[Any], log: list[str]) -> Any:
+    """A subclass of ``base`` that overrides every watched method and says when it is called."""
+
+    def override(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            log.append(f"{name}(")
+            try:
+                return getattr(base, name)(self, *args, **kwargs)
+            finally:
+                log.append(f"){name}")
+
+        return method
+
+    return type(f"Logged{base.__name__}", (base,), {name: override(name) for name in WATCHED})
+
+
+def _calls(base: type[Any], fused: bool, how: str, gradients: tuple[float, ...]) -> list[Any]:
+    log: list[Any] = []
+    scaler = _logged(base, log)("cpu", init_scale=1024.0)
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    for gradient in gradients:
+        optimizer.zero_grad()
+        backward(scaler, parameter, gradient)
+        if how == "unscale":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        log.append(parameter.item())
+    log.append(scaler.get_scale())
+    log.append(scaler.state_dict())
+    return log
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("how", ["step", "unscale"])
+@pytest.mark.parametrize("gradients", [(0.25, 0.25), (0.25, INF, 0.25)], ids=["clean", "overflow"])
+def test_every_override_is_called_where_torch_calls_it(
+    fused: bool, how: str, gradients: tuple[float, ...]
+) -> None:
+    ours = _calls(DistGradScaler, fused, how, gradients)
+    assert ours == _calls(torch.amp.GradScaler, fused, how, gradients)
+
+
+def _calls_on_a_rank(base: str, fused: bool) -> list[Any]:
+    return _calls(BASES[base], fused, "step", (0.25, INF, 0.25))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_the_same_where_ranks_agree(pair: RankPool, fused: bool) -> None:
+    assert pair.run(_calls_on_a_rank, "distamp", fused) == pair.run(
+        _calls_on_a_rank, "torch", fused
+    )
+
+
+# -- what an override does counts ------------------------------------------------------------------
+
+
+def _takes_step_itself(base: type[Any]) -> Any:
+    class Stepping(base):  # type: ignore[misc]
+        """As torch_xla's: the step is taken in another way, which returns something."""
+
+        def _maybe_opt_step(
+            self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            assert optimizer_state["stage"] is OptState.UNSCALED
+            if sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):
+                return "skipped"
+            optimizer.step(*args, **kwargs)
+            return "stepped"
+
+    return Stepping("cpu", init_scale=1024.0)
+
+
+def _sees_more(base: type[Any]) -> Any:
+    class Strict(base):  # type: ignore[misc]
+        """Counts a gradient above a bound as an overflow, too."""
+
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, *rest: Any) -> Any:
+            found = super()._unscale_grads_(optimizer, inv_scale, *rest)
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and p.grad.abs().max() > 0.5:
+                        found[p.grad.device] = torch.ones(())
+            return found
+
+    return Strict("cpu", init_scale=1024.0)
+
+
+def _unscales_by_itself(base: type[Any]) -> Any:
+    class Own(base):  # type: ignore[misc]
+        """Does the whole of ``unscale_``, as ShardedGradScaler does."""
+
+        def unscale_(self, optimizer: Any) -> None:
+            if not self._enabled:
+                return
+            self._check_scale_growth_tracker("unscale_")
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.UNSCALED:
+                raise RuntimeError("unscale_() has already been called")
+            inv_scale = self._scale.double().reciprocal().float()
+            found_inf = torch.full((1,), 0.0, device=self._scale.device)
+            state["found_inf_per_device"] = self._unscale_grads_(
+                optimizer, inv_scale, found_inf, True
+            )
+            state["stage"] = OptState.UNSCALED
+
+    return Own("cpu", init_scale=1024.0)
+
+
+def _updates_as_sharded(base: type[Any]) -> Any:
+    class Sharded(base):  # type: ignore[misc]
+        """Ends ``update`` as ShardedGradScaler's and torch's own do."""
+
+        def update(self, new_scale: Any = None) -> None:
+            if not self._enabled:
+                return
+            scale, tracker = self._check_scale_growth_tracker("update")
+            found = [
+                found_inf.to(device=scale.device, non_blocking=True)
+                for state in self._per_optimizer_states.values()
+                for found_inf in state["found_inf_per_device"].values()
+            ]
+            assert len(found) > 0, "No inf checks were recorded prior to update."
+            combined = found[0].clone()
+            for each in found[1:]:
+                combined += each
+            torch._amp_update_scale_(
+                scale,
+                tracker,
+                combined,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+            )
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Sharded("cpu", init_scale=1024.0, growth_interval=2)
+
+
+def _history(scaler: Any, fused: bool = False, unscale: bool = False) -> list[Any]:
+    parameters = [leaf(1.0), leaf(2.0)]
+    optimizers = [torch.optim.SGD([p], lr=1.0, fused=fused) for p in parameters]
+    history: list[Any] = []
+    for gradients in ((0.25, 0.25), (0.75, 0.25), (INF, 0.25), (0.25, 0.125), (0.25, 0.125)):
+        returned = []
+        for parameter, optimizer, gradient in zip(parameters, optimizers, gradients, strict=True):
+            optimizer.zero_grad()
+            backward(scaler, parameter, gradient)
+            if unscale:
+                scaler.unscale_(optimizer)
+            returned.append(scaler.step(optimizer))
+        scaler.update()
+        history += [returned, [p.item() for p in parameters], scaler.get_scale()]
+    return history
+
+
+MADE = [_takes_step_itself, _sees_more, _unscales_by_itself, _updates_as_sharded]
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_subclass_trains_as_it_does_over_torchs_class(
+    made: Any, unscale: bool, fused: bool
+) -> None:
+    theirs = made(torch.amp.GradScaler)
+    if fused and made is _unscales_by_itself and unscale:
+        pytest.skip("torch's fused optimizers refuse a flag of shape (1,)")
+    expected = _history(theirs, fused, unscale)
+    assert _history(made(DistGradScaler), fused, unscale) == expected
+
+
+def _subclass_on_ranks(number: int, overflow_on: int) -> Any:
+    scaler = MADE[number](DistGradScaler)
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        overflows = step == 1 and dist.get_rank() == overflow_on
+        backward(scaler, parameter, INF if overflows else 0.25)
+        scaler.step(optimizer)
+        scaler.update()
+    return parameter.item(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("number", range(len(MADE)), ids=lambda n: MADE[n].__name__)
+@pytest.mark.parametrize("overflow_on", [0, 1])
+def test_ranks_agree_whatever_a_subclass_overrides(
+    pair: RankPool, number: int, overflow_on: int
+) -> None:
+    assert pair.run(_subclass_on_ranks, number, overflow_on) == [(0.5, 512.0)] * 2
+
+
+# -- _unscale_grads_ that has nothing to say -------------------------------------------------------
+
+
+class _NothingToSay(DistGradScaler):
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        super()._unscale_grads_(*args, **kwargs)
+        return {}
+
+
+def _nothing_to_say() -> Any:
+    scaler = _NothingToSay("cpu", init_scale=1024.0)
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for unscale in (False, True):
+        optimizer.zero_grad()
+        backward(scaler, parameter, 0.25)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return parameter.item(), scaler.get_scale()
+
+
+def test_unscale_grads_may_return_no_flags() -> None:
+    assert _nothing_to_say() == (0.5, 1024.0)
+
+
+def test_unscale_grads_may_return_no_flags_on_ranks(pair: RankPool) -> None:
+    assert pair.run(_nothing_to_say) == [(0.5, 1024.0)] * 2
+
+
+# -- optimizers whose step takes the scaler --------------------------------------------------------
+
+
+class _Scaling(torch.optim.SGD):
+    """What `_step_supports_amp_scaling` promised before there was ``grad_scale``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1.0)
+        self._step_supports_amp_scaling = True
+        self.seen: list[Any] = []
+
+
+class _WithDefault(_Scaling):
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        return self.seen.append((grad_scaler, hasattr(self, "grad_scale")))
+
+
+class _WithoutDefault(_Scaling):
+    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
+        return self.seen.append((grad_scaler, hasattr(self, "found_inf")))
+
+
+class _ByItself(_Scaling):
+    """Checks and unscales through the scaler it is given, as Apex's fused optimizers do."""
+
+    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
+        grad_scaler._check_inf_per_device(self)
+        scale = grad_scaler._get_scale_async()
+        found = sum(f.item() for f in grad_scaler._found_inf_per_device(self).values())
+        for p in self.param_groups[0]["params"]:
+            p.grad.div_(scale)
+        if not found:
+            super().step()
+        self.seen.append((grad_scaler, False))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", [_WithDefault, _WithoutDefault, _ByItself])
+def test_an_optimizer_that_takes_the_scaler_is_given_it_with_torchs_warning(
+    base: str, kind: type[_Scaling]
+) -> None:
+    assert "grad_scaler" in inspect.signature(kind.step).parameters
+    scaler = BASES[base]("cpu", init_scale=2.0)
+    parameter = leaf(1.0)
+    optimizer, other = kind([parameter]), torch.optim.SGD([leaf(1.0)], lr=1.0, fused=True)
+    backward(scaler, parameter, 0.25)
+    backward(scaler, other.param_groups[0]["params"][0], 0.25)
+    with pytest.warns(FutureWarning, match="stop passing itself as a keyword argument"):
+        scaler.step(optimizer)
+    assert optimizer.seen == [(scaler, False)]
+    scaler.step(other)
+    scaler.update()
+    assert other.param_groups[0]["params"][0].item() == 0.75
+    if kind is _ByItself:
+        assert parameter.item() == 0.75
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
+def test_an_optimizer_that_checks_by_the_scaler_skips_an_overflow(base: str) -> None:
+    scaler = BASES[base]("cpu", init_scale=2.0)
+    parameter = leaf(1.0)
+    optimizer = _ByItself([parameter])
+    backward(scaler, parameter, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.item(), scaler.get_scale()) == (1.0, 1.0)
+
+
+def test_torchs_own_test_of_both_protocols() -> None:
+    """As test_grad_scaler_pass_itself of torch/test/test_torch.py asks it."""
+
+    class PlaceHolder(torch.optim.Optimizer):
+        def __init__(self, params: Any, defaults: Any = None) -> None:
+            super().__init__(params, defaults if defaults is not None else {})
+            self._step_supports_amp_scaling = True
+
+    seen: list[Any] = []
+
+    class TakesScaler(PlaceHolder):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            seen.append(isinstance(grad_scaler, torch.amp.GradScaler))
+            seen.append(hasattr(self, "grad_scale") or hasattr(self, "found_inf"))
+
+    class TakesTensors(PlaceHolder):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(isinstance(self.grad_scale, Tensor) and isinstance(self.found_inf, Tensor))
+
+    model = torch.nn.Linear(4, 1)
+    first, second = TakesScaler(model.parameters()), TakesTensors(model.parameters())
+    scaler = DistGradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.randn(4, 4)).mean()).backward()
+    with pytest.warns(FutureWarning):
+        scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert seen == [True, False, True]

@@ -1,0 +1,163 @@
+"""Layouts in which parameters or activations live on a mesh of their own: experts, sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+
+from tests.ranks import mesh, subgroup
+from tests.scaler.layouts_base import LAYERS, WORLD, DDPExperts, World, _ExpertNet
+from tests.scaler.reference import BATCH, Kind, Net, Reference
+
+__all__ = ["MESH_LAYOUTS"]
+
+# Ranks 0 and 2 hold one expert between them, ranks 1 and 3 another.
+EXPERTS = 2
+
+
+class _ExpertReference(Reference):
+    """The gradient of an expert is the mean over the ranks that hold it, as FSDP2 leaves it."""
+
+    def backward(self, iteration: int, micro: int, last: float = 1.0) -> Tensor:
+        total = super().backward(iteration, micro, last)
+        for name, parameter in self.parameters.items():
+            if "@" in name and parameter.grad is not None:
+                parameter.grad *= EXPERTS / WORLD
+        return total
+
+
+class MeshExperts(DDPExperts):
+    """FSDP2 over all ranks for what is shared; each expert over the ranks that hold it.
+
+    One optimizer holds DTensors of two meshes, and of the smaller one every rank sees a part alone.
+    """
+
+    clips = True
+
+    def make_net(self) -> nn.Module:
+        return _ExpertNet(*self.widths, used=True)
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        over = mesh((WORLD // EXPERTS, EXPERTS), ("expert_shard", "expert"))
+        experts = {name: v for name, v in self.initial.items() if name.startswith("expert.")}
+        for name, value in experts.items():
+            del self.initial[name]
+            for expert in range(EXPERTS):
+                self.initial[f"{name}@{expert}"] = value + 0.01 * expert
+        with torch.no_grad():
+            for parameter in net.expert.parameters():
+                parameter += 0.01 * (self.rank % EXPERTS)
+        fully_shard(net.expert, mesh=over["expert_shard"])
+        for name in LAYERS:
+            fully_shard(getattr(net, name), mesh=mesh((WORLD,), ("shard",)))
+        return fully_shard(net, mesh=mesh((WORLD,), ("shard",)))
+
+    def accumulating(self) -> Any:
+        return World.accumulating(self)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return {
+            f"{name}@{self.rank % EXPERTS}" if name.startswith("expert.") else name: value
+            for name, value in World.full_parameters(self).items()
+        }
+
+    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
+        mine = {
+            name.split("@")[0]: value
+            for name, value in parameters.items()
+            if "@" not in name or name.endswith(f"@{shard % EXPERTS}")
+        }
+        return functional_call(_ExpertNet(*self.widths, used=True).to("meta"), mine, (x,))
+
+    def reference(self, kind: Kind, optimizers: int) -> Reference:
+        parts = self.part_names()
+        if optimizers == 1:
+            parts = [[name for part in parts for name in part]]
+        return _ExpertReference(self.initial, parts, self.forward64, kind, self.shards)
+
+
+# -- context parallel ------------------------------------------------------------------------------
+
+SEQUENCE_RANKS = 2
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank's rows, in order; backward adds up what all ranks' outputs make of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.rank = group, dist.get_rank(group)
+        ctx.rows = len(rows)
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient = gradients[0].contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[ctx.rank * ctx.rows : (ctx.rank + 1) * ctx.rows], None
+
+
+class _AttentionNet(Net):
+    """Net in which the rows of a batch are one sequence, and attend to all of it.
+
+    Args:
+        widths: of ``head`` and ``tail``.
+        group: The ranks that hold a part of the sequence each; None where this one holds all.
+    """
+
+    def __init__(self, *widths: int, group: Any = None) -> None:
+        super().__init__(*widths)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        everyone = x if self.group is None else _Gather.apply(x, self.group)
+        weights = torch.softmax(x @ everyone.T / x.shape[-1] ** 0.5, dim=-1)
+        return self.tail(torch.tanh(self.head(x + weights @ everyone)))
+
+
+class ContextParallel(World):
+    """Each sequence is cut in two; parameters are sharded over sequences and their parts at once.
+
+    Ranks 0 and 1 hold one sequence, ranks 2 and 3 another.
+    """
+
+    shards: ClassVar[int] = WORLD // SEQUENCE_RANKS
+
+    def make_net(self) -> nn.Module:
+        groups = [
+            subgroup(list(range(first, first + SEQUENCE_RANKS)))
+            for first in range(0, WORLD, SEQUENCE_RANKS)
+        ]
+        return _AttentionNet(*self.widths, group=groups[self.rank // SEQUENCE_RANKS])
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        for name in LAYERS:
+            fully_shard(getattr(net, name), mesh=mesh((WORLD,), ("shard",)))
+        return fully_shard(net, mesh=mesh((WORLD,), ("shard",)))
+
+    def shard_of(self, rank: int) -> int:
+        return rank // SEQUENCE_RANKS
+
+    def inputs(self, x: Tensor) -> Tensor:
+        rows = BATCH // SEQUENCE_RANKS
+        part = self.rank % SEQUENCE_RANKS
+        return x[part * rows : (part + 1) * rows].float()
+
+    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
+        net = _AttentionNet(*self.widths).to("meta")
+        return functional_call(net, dict(parameters), (x,))
+
+
+MESH_LAYOUTS: dict[str, Any] = {
+    "FSDP2, experts on their own mesh": MeshExperts,
+    "FSDP2, context parallel": ContextParallel,
+}

@@ -1,0 +1,277 @@
+"""install: which names change, when, and what a script written for torch then gets."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import pickle
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import sharded_grad_scaler
+from torch.utils.checkpoint import checkpoint
+
+import distamp
+from distamp import DistGradScaler, autocast
+from distamp.autocast import OpLists
+
+PLACES = [
+    ("torch", "GradScaler"),
+    ("torch.amp", "GradScaler"),
+    ("torch.amp.grad_scaler", "GradScaler"),
+    ("torch.cuda.amp", "GradScaler"),
+    ("torch.cuda.amp.grad_scaler", "GradScaler"),
+    ("torch.cpu.amp", "GradScaler"),
+    ("torch.cpu.amp.grad_scaler", "GradScaler"),
+    ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
+]
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[distamp.installation.Installation]:
+    """``with distamp.install()``, whatever trainers this process has imported before."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*came too late.*")
+        installation = distamp.install()
+    with installation:
+        yield installation
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    before = [at(place) for place in PLACES]
+    yield
+    assert [at(place) for place in PLACES] == before
+
+
+def at(place: tuple[str, str]) -> type:
+    return getattr(importlib.import_module(place[0]), place[1])
+
+
+@pytest.mark.parametrize("place", PLACES, ids="/".join)
+def test_a_name_is_torchs_then_ours_then_torchs(place):
+    theirs = at(place)
+    assert not issubclass(theirs, DistGradScaler)
+    with installed():
+        assert issubclass(at(place), DistGradScaler)
+    assert at(place) is theirs
+
+
+def test_torchs_first_name_is_distamps_class_itself():
+    with installed():
+        assert torch.amp.GradScaler is torch.GradScaler is DistGradScaler
+
+
+def test_importing_distamp_changes_nothing():
+    code = "import torch; a = torch.amp.GradScaler; import distamp; print(a is torch.GradScaler)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_old_names_keep_their_own_first_argument():
+    with installed():
+        assert torch.cpu.amp.GradScaler(4.0).get_scale() == 4.0
+        with pytest.warns(UserWarning, match="not available") as seen:
+            scaler = torch.cuda.amp.GradScaler(4.0)
+        if torch.cuda.is_available():
+            assert scaler.get_scale() == 4.0
+    assert len(seen) == 1
+
+
+def test_the_sharded_name_takes_backoff_before_growth():
+    theirs = sharded_grad_scaler.ShardedGradScaler("cpu", 4.0, 0.25, 8.0, 3)
+    with installed():
+        ours = sharded_grad_scaler.ShardedGradScaler("cpu", 4.0, 0.25, 8.0, 3)
+    assert ours.state_dict() == theirs.state_dict()
+
+
+def test_a_scaler_outlives_the_installation_and_can_be_copied():
+    with installed():
+        made = [
+            torch.amp.GradScaler("cpu", init_scale=8.0),
+            torch.cpu.amp.GradScaler(8.0),
+            sharded_grad_scaler.ShardedGradScaler("cpu", 8.0),
+        ]
+    for scaler in made:
+        for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+            assert type(other) is type(scaler)
+            assert other.get_scale() == 8.0
+
+
+def test_a_subclass_that_is_made_afterwards_is_distamps():
+    with installed():
+
+        class Mine(torch.amp.GradScaler):
+            pass
+
+    assert issubclass(Mine, DistGradScaler)
+
+
+def test_the_end_of_an_inner_installation_leaves_the_outer():
+    with installed():
+        with distamp.install() as inner:
+            assert not inner.first
+        assert torch.amp.GradScaler is DistGradScaler
+
+
+def test_an_exception_inside_takes_it_back_too():
+    theirs = torch.amp.GradScaler
+    with pytest.raises(KeyError), installed():
+        raise KeyError
+    assert torch.amp.GradScaler is theirs
+
+
+def test_uninstall_without_install_does_nothing():
+    theirs = torch.amp.GradScaler
+    distamp.uninstall()
+    assert torch.amp.GradScaler is theirs
+
+
+def test_it_says_which_module_took_torchs_class_before(monkeypatch):
+    early = types.ModuleType("early_trainer")
+    early.Scaler = torch.amp.GradScaler
+    monkeypatch.setitem(sys.modules, "early_trainer", early)
+    with pytest.warns(RuntimeWarning, match="came too late"):
+        done = distamp.install()
+    with done:
+        assert "early_trainer.Scaler" in done.late
+        assert early.Scaler is not DistGradScaler
+
+
+def test_it_says_which_class_was_derived_from_torchs_before():
+    class Early(torch.amp.GradScaler):
+        pass
+
+    with pytest.warns(RuntimeWarning, match="came too late"):
+        done = distamp.install()
+    with done:
+        assert f"{__name__}.{Early.__qualname__}" in done.late
+
+
+def test_it_is_silent_where_it_came_in_time():
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import torch, torch.distributed.fsdp, distamp\n"
+        "print(distamp.install().late)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "()"
+
+
+def test_what_another_put_over_a_name_stays():
+    theirs = torch.amp.GradScaler
+    installed_now = installed()
+    installed_now.__enter__()
+    other = types.SimpleNamespace()
+    torch.amp.GradScaler = other
+    with pytest.warns(RuntimeWarning, match=r"left torch\.amp\.GradScaler alone"):
+        distamp.uninstall()
+    assert torch.amp.GradScaler is other
+    assert theirs is torch.GradScaler
+    torch.amp.GradScaler = theirs
+
+
+# -- checkpointing ------------------------------------------------------------------------------
+
+
+class Softplus(nn.Module):
+    """Notes the dtype in which its linear layer is computed, each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        self.seen.append(hidden.dtype)
+        return nn.functional.softplus(hidden)
+
+
+def _reentrant(net: Softplus, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(net, x, use_reentrant=True)
+
+
+def _without_reentrance(net: Softplus, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(net, x, use_reentrant=False, determinism_check="none")
+
+
+def _wrapped(net: Softplus, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint_wrapper(net, determinism_check="none")(x)
+
+
+def _composed(net: Softplus, x: torch.Tensor) -> torch.Tensor:
+    return composable_checkpoint(net, determinism_check="none")(x)
+
+
+WAYS = [_reentrant, _without_reentrance, _wrapped, _composed]
+
+
+def computed_in(way: Callable[..., torch.Tensor]) -> list[torch.dtype]:
+    """The dtypes of the forward pass and of its recomputation."""
+    net, x = Softplus(), torch.randn(2, 4, requires_grad=True)
+    with autocast("cpu", dtype=torch.bfloat16, ops=OpLists(fp32={"linear"})):
+        out = way(net, x)
+    out.float().sum().backward()
+    return net.seen
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_checkpointing_recomputes_under_the_op_lists_of_the_forward_pass(way):
+    with contextlib.suppress(RuntimeError):  # torch may refuse the other dtype's gradients
+        assert computed_in(way)[1:] != [torch.float32], "torch does it by itself: drop this"
+    with installed():
+        assert computed_in(way) == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_checkpointing_without_op_lists_gives_torchs_gradients(way):
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net, x = Softplus(), torch.randn(2, 4, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = way(net, x)
+        out.float().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    theirs = gradients()
+    with installed():
+        ours = gradients()
+    assert all(map(torch.equal, ours, theirs))
+
+
+# -- a script written for torch, on two ranks ------------------------------------------------------
+
+
+def script(with_distamp: bool) -> tuple[float, float]:
+    """Train as code that knows nothing of distamp does; rank 1 overflows once."""
+    with installed() if with_distamp else contextlib.nullcontext():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    net = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(net(torch.ones(2, 4)).square().mean()).backward()
+        if step == 1 and dist.get_rank() == 1:
+            net.module.weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    return net.module.weight.sum().item(), scaler.get_scale()
+
+
+def test_a_script_for_torch_keeps_its_ranks_together_once_installed(ranks2):
+    one, other = ranks2.run(script, False)
+    assert one != other, "torch's scaler does it by itself: drop this"
+    one, other = ranks2.run(script, True)
+    assert one == other
+    assert one[1] == 2.0**9

@@ -1,0 +1,156 @@
+"""The two scripts of docs/moving_from_apex.md: both run, and learn the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+PAGE = Path(__file__).parents[1] / "docs" / "moving_from_apex.md"
+EPOCHS = 3
+LEVELS = ["O0", "O1", "O2"]
+
+
+def script(half: str) -> str:
+    """One of the two scripts, for a machine without a GPU."""
+    (code,) = re.findall(rf"<!-- run: {half} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = code.replace("        torch.cuda.set_device(args.local_rank)\n", "")
+    return code.replace(".cuda()", "").replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+
+
+@contextlib.contextmanager
+def apex() -> Iterator[None]:
+    """Apex's names, doing in fp32 what Apex does at O0 with a constant loss scale."""
+    amp, parallel = types.ModuleType("apex.amp"), types.ModuleType("apex.parallel")
+
+    def initialize(model: Any, optimizer: Any, **_: Any) -> tuple[Any, Any]:
+        return model, optimizer
+
+    @contextlib.contextmanager
+    def scale_loss(loss: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        yield loss * 128
+        for parameter in amp.master_params(optimizer):
+            parameter.grad /= 128
+
+    amp.initialize, amp.scale_loss = initialize, scale_loss
+    amp.master_params = lambda optimizer: [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    amp.state_dict = lambda: {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
+    amp.load_state_dict = lambda state: None
+    parallel.DistributedDataParallel = lambda model, delay_allreduce: DistributedDataParallel(model)
+    parallel.convert_syncbn_model = lambda model: model
+    package = types.ModuleType("apex")
+    package.amp, package.parallel = amp, parallel
+    names = {"apex": package, "apex.amp": amp, "apex.parallel": parallel}
+    before = {name: sys.modules.get(name) for name in names}
+    sys.modules.update(names)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def build_model(arch: str) -> nn.Module:
+    torch.manual_seed(0)
+    features = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+def build_loader(args: Any) -> list[tuple[Tensor, Tensor]]:
+    """Images whose class is the corner that is bright."""
+    generator = torch.Generator().manual_seed(args.local_rank)
+    target = torch.randint(4, (64,), generator=generator)
+    images = torch.randn(64, 3, 8, 8, generator=generator) * 0.1
+    for image, label in zip(images, target, strict=True):
+        image[label % 3, : 4 + int(label) :] += 1.0
+    return list(zip(images.split(8), target.split(8), strict=True))
+
+
+def run(half: str, level: str, folder: str, **changed: Any) -> float:
+    """The loss that a script ends with."""
+    args = types.SimpleNamespace(
+        distributed=False,
+        local_rank=0,
+        arch="small",
+        sync_bn=False,
+        lr=0.1,
+        momentum=0.9,
+        max_norm=5.0,
+        opt_level=level,
+        keep_batchnorm_fp32=None,
+        loss_scale=None,
+        epochs=EPOCHS,
+        resume="",
+        save=f"{folder}/{half}.pt",
+    )
+    vars(args).update(changed)
+    namespace: dict[str, Any] = {"build_model": build_model, "build_loader": build_loader}
+    with apex():
+        exec(compile(script(half), f"{PAGE}:{half}", "exec"), namespace)
+        return namespace["main"](args)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_both_scripts_learn_the_same(tmp_path, level):
+    before = run("before", level, str(tmp_path))
+    after = run("after", level, str(tmp_path))
+    assert before < 0.9, "it learns: chance is 1.39"
+    assert after == pytest.approx(before, rel=0.05)
+
+
+def test_the_flags_of_apexs_examples_work(tmp_path):
+    flags = {"keep_batchnorm_fp32": "True", "loss_scale": "128.0"}
+    assert run("after", "O2", str(tmp_path), **flags) < 0.9
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, level):
+    whole = run("after", level, str(tmp_path))
+    run("after", level, str(tmp_path), epochs=2)
+    resumed = run("after", level, str(tmp_path), resume=str(tmp_path / "after.pt"))
+    assert resumed == whole
+
+
+def test_a_checkpoint_of_the_first_script_goes_on_in_the_second(tmp_path):
+    run("before", "O1", str(tmp_path), epochs=2)
+    whole = run("after", "O1", str(tmp_path))
+    resumed = run("after", "O1", str(tmp_path), resume=str(tmp_path / "before.pt"))
+    assert resumed == pytest.approx(whole, rel=0.05)
+
+
+def on_ranks(half: str, level: str, folder: str, port: int) -> float:
+    """A script as torchrun starts it: it makes the process group itself."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    warnings.simplefilter("ignore")
+    changed = {"distributed": True, "local_rank": int(os.environ["RANK"])}
+    try:
+        return run(half, level, folder, **changed)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("half", ["before", "after"])
+def test_each_script_trains_on_two_ranks(new_ranks, tmp_path, half):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    losses = new_ranks(2).run(on_ranks, half, "O1", str(tmp_path), port, group="none")
+    assert sum(losses) / 2 < 0.9

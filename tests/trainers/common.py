@@ -1,0 +1,104 @@
+"""What the tests of trainers share: a small model and data, and an inf planted on one rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+__all__ = ["FAULT", "data", "digest", "faulty", "model", "needs", "plant_inf", "quiet"]
+
+# The step, counted from 0, in which rank 1 alone overflows.
+FAULT = 2
+
+
+def needs(*packages: str) -> None:
+    """Skip a module of tests without these packages, and import none of them to know."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: make test-trainers", allow_module_level=True)
+
+
+def quiet() -> None:
+    """Let a trainer warn as it likes: its warnings are not what is tested."""
+    warnings.simplefilter("ignore")
+    for name in (
+        "lightning",
+        "lightning.pytorch",
+        "pytorch_lightning",
+        "accelerate",
+        "transformers",
+    ):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if dist.is_initialized():
+        # Asked for, though the group is there already.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+
+
+def rank() -> int:
+    """This process's rank; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def model() -> nn.Module:
+    """Two linear layers, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def data(samples: int = 32) -> TensorDataset:
+    """Inputs, and targets that can be learnt from them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def plant_inf(parameters: Iterable[nn.Parameter], step: int, at: int = FAULT) -> None:
+    """Give rank 1 alone an inf in its first gradient, in one step."""
+    if step != at or rank() != 1:
+        return
+    gradient = next(p.grad for p in parameters if p.grad is not None)
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local.view(-1)[0] = float("inf")
+
+
+def faulty(net: nn.Module, at: int = FAULT) -> nn.Module:
+    """Let rank 1 alone overflow at the end of one backward pass, whoever runs the loop.
+
+    The inf comes after wrappers have reduced the gradients, so it stays on its rank.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    passes = 0
+
+    def plant() -> None:
+        plant_inf(net.parameters(), at, at)
+
+    def backward_of(gradient: Tensor) -> None:
+        nonlocal passes
+        if passes == at:
+            # Callbacks that callbacks make are called last: after the wrapper's own.
+            engine.queue_callback(lambda: engine.queue_callback(plant))
+        passes += 1
+
+    def watch(module: nn.Module, inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(backward_of)
+
+    first = next(each for each in net.modules() if list(each.parameters(recurse=False)))
+    first.register_forward_hook(watch)
+    return net
+
+
+def digest(parameters: Iterable[Tensor]) -> float:
+    """One number for the values of parameters."""
+    return sum(p.detach().double().abs().sum().item() for p in parameters)

@@ -1,0 +1,289 @@
+"""Accelerate with distamp's scaler, beside the same loop with torch's."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import distamp
+from distamp import DistGradScaler
+from tests.trainers.common import FAULT, data, digest, model, needs, plant_inf, quiet, rank
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
+needs("accelerate")
+
+SCALE = 2.0**10
+STEPS = 6
+
+
+@dataclass
+class Run:
+    """What a loop left on one rank."""
+
+    weights: float = 0.0
+    scale: float = 0.0
+    skipped: list[bool] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    hooked: bool = False
+
+
+def accelerator_with(ours: str | None, parts: int = 1, precision: str = "fp16") -> Any:
+    """An Accelerator on the CPU; with torch's scaler where it is not ours."""
+    quiet()
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    made = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=parts)
+    if ours is None and precision == "fp16":
+        made.scaler, made.native_amp = torch.amp.GradScaler("cpu", init_scale=SCALE), True
+    return made
+
+
+def train(
+    ours: str | None = "before",
+    fault: bool = True,
+    clip: float | None = None,
+    parts: int = 1,
+    comm_hook: str | None = None,
+    in_loss: bool = False,
+    load: str | None = None,
+    save: str | None = None,
+    steps: int = STEPS,
+    settings: dict[str, Any] | None = None,
+    optimizers: int = 1,
+) -> Run:
+    """A loop as Accelerate's documentation writes it."""
+    accelerator = accelerator_with(ours, parts)
+    from distamp.integrations.accelerate import prepare
+
+    run = Run()
+    net = model()
+    net[0].register_forward_hook(lambda module, inputs, out: run.dtypes.add(out.dtype))
+    pieces = [net[::2]] if optimizers == 1 else list(net[::2])
+    made = [
+        torch.optim.AdamW(each.parameters(), **({"lr": 0.01} | (settings or {}))) for each in pieces
+    ]
+    schedule = torch.optim.lr_scheduler.LambdaLR(made[0], lambda n: 1 / (n + 1))
+    loader = DataLoader(data(), batch_size=2)
+    if ours == "before":
+        prepare(accelerator, comm_hook=comm_hook, init_scale=SCALE)
+    net, loader, schedule, *made = accelerator.prepare(net, loader, schedule, *made)
+    if ours == "after":
+        prepare(accelerator, net, comm_hook=comm_hook, init_scale=SCALE)
+    if load is not None:
+        accelerator.load_state(load)
+    backwards = 0
+    for number, (inputs, targets) in enumerate(loader):
+        if number == steps * parts:
+            break
+        with accelerator.accumulate(net):
+            loss = (net(inputs) - targets).square().mean()
+            if in_loss and number == FAULT and rank() == 1:
+                loss = loss * float("inf")
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                if fault:
+                    plant_inf(net.parameters(), backwards)
+                backwards += 1
+                if clip:
+                    accelerator.clip_grad_norm_(net.parameters(), clip)
+            for each in made:
+                each.step()
+            schedule.step()
+            for each in made:
+                each.zero_grad()
+        if accelerator.sync_gradients:
+            run.skipped.append(accelerator.optimizer_step_was_skipped)
+            run.rates.append(made[0].param_groups[0]["lr"])
+    if save is not None:
+        accelerator.save_state(save)
+    run.weights = digest(net.parameters())
+    run.scale = accelerator.scaler.get_scale()
+    if isinstance(net, DistributedDataParallel):
+        run.hooked = net._get_ddp_logging_data().get("comm_hook") is not None
+    return run
+
+
+def together(runs: list[Run]) -> bool:
+    return (runs[0].weights, runs[0].scale) == (runs[1].weights, runs[1].scale)
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_stay_together_where_torchs_scaler_parts_them(ranks2, when):
+    assert not together(ranks2.run(train, None))
+    runs = ranks2.run(train, when)
+    assert together(runs)
+    for run in runs:
+        assert run.scale == SCALE / 2
+        assert run.skipped == [step == FAULT for step in range(STEPS)]
+        assert run.dtypes == {torch.float16}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skip_is_reported_and_holds_the_schedule_for_any_optimizer(ranks2, fused):
+    (run, _) = ranks2.run(train, settings={"fused": fused})
+    assert run.skipped == [step == FAULT for step in range(STEPS)]
+    # Accelerate moves a schedule once for each process.
+    taken = [1, 2, 2, 3, 4, 5]
+    assert run.rates == pytest.approx([0.01 / (2 * n + 1) for n in taken])
+
+
+def test_accelerate_itself_does_not_see_a_fused_optimizer_skip(ranks2):
+    runs = ranks2.run(train, None, settings={"fused": True})
+    assert not any(any(run.skipped) for run in runs), "it does now: drop the wrapper for it"
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"parts": 2, "clip": 0.1}])
+def test_without_an_overflow_the_run_is_accelerates_to_the_bit(ranks2, options):
+    ours = ranks2.run(train, fault=False, **options)
+    theirs = ranks2.run(train, None, fault=False, **options)
+    assert [run.weights for run in ours] == [run.weights for run in theirs]
+    assert [run.rates for run in ours] == [run.rates for run in theirs]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_compresses_and_brings_the_news(ranks2, when):
+    runs = ranks2.run(train, when, comm_hook="fp16", in_loss=True, fault=False)
+    assert together(runs)
+    assert all(run.hooked for run in runs)
+    assert runs[0].skipped == [step == FAULT for step in range(STEPS)]
+
+
+def test_two_optimizers_are_each_unscaled_by_their_own_scale(ranks2):
+    runs = ranks2.run(train, optimizers=2)
+    assert together(runs)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("before", None), (None, "before"), ("after", "after")]
+)
+def test_a_checkpoint_of_either_goes_on_in_the_other(tmp_path: Path, first: Any, then: Any):
+    train(first, fault=False, save=str(tmp_path))
+    state = torch.load(tmp_path / "scaler.pt")
+    assert state["_growth_tracker"] == STEPS
+    one = train(then, fault=False, load=str(tmp_path))
+    other = train("before", fault=False, load=str(tmp_path))
+    assert one.weights == other.weights
+
+
+# -- what is refused, and kept ---------------------------------------------------------------------
+
+
+def test_settings_of_the_handler_and_the_scale_it_had_are_kept():
+    quiet()
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import GradScalerKwargs
+
+    from distamp.integrations.accelerate import prepare
+
+    AcceleratorState._reset_state(True)
+    kwargs = GradScalerKwargs(growth_interval=7)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[kwargs])
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    scaler = prepare(accelerator)
+    assert scaler.get_growth_interval() == 7
+    assert scaler.get_scale() == 32.0
+    assert accelerator.scaler is scaler
+
+
+def test_another_precision_needs_no_scaler_and_says_so():
+    from distamp.integrations.accelerate import prepare
+
+    with pytest.raises(ValueError, match="mixed_precision is 'bf16'"):
+        prepare(accelerator_with(None, precision="bf16"))
+    with pytest.raises(ValueError, match="so init_scale cannot be set"):
+        prepare(accelerator_with(None, precision="no"), init_scale=2.0)
+    assert prepare(accelerator_with(None, precision="bf16"), comm_hook="fp16") is None
+
+
+def test_torchs_scaler_is_refused():
+    from distamp.integrations.accelerate import prepare
+
+    with pytest.raises(TypeError, match=r"must be a distamp\.DistGradScaler"):
+        prepare(accelerator_with(None), scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_no_step_was_skipped_before_the_first():
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with(None)
+    prepare(accelerator)
+    accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    assert accelerator.optimizer_step_was_skipped is False
+
+
+def test_a_scaler_that_install_made_is_taken_over():
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with(None)
+    with distamp.install():
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    assert isinstance(accelerator.scaler, DistGradScaler)
+    assert prepare(accelerator) is accelerator.scaler
+
+
+def test_installed_accelerates_own_factories_make_our_scaler():
+    quiet()
+    from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
+    from accelerate.utils.modeling import DistributedType, get_grad_scaler
+
+    with distamp.install():
+        assert isinstance(get_fsdp2_grad_scaler(device="cpu"), DistGradScaler)
+        assert isinstance(get_grad_scaler(DistributedType.FSDP), DistGradScaler)
+        assert isinstance(get_grad_scaler(), DistGradScaler)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_unwrapped_model_computes_in_float32_again(when):
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with("ours")
+    if when == "before":
+        prepare(accelerator)
+    net = accelerator.prepare(nn.Linear(2, 1))
+    if when == "after":
+        prepare(accelerator)
+    net(torch.ones(1, 2))
+    plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
+    assert torch.equal(plain(torch.ones(1, 2)), nn.Linear.forward(plain, torch.ones(1, 2)))
+
+
+def test_an_optimizer_that_was_prepared_can_be_pickled():
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with("ours")
+    prepare(accelerator, init_scale=4.0)
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert type(other) is type(optimizer)
+    assert other.scaler.get_scale() == 4.0
+    assert other.step_was_skipped is False
+
+
+def test_the_last_prepare_counts():
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with("ours")
+    first = prepare(accelerator, init_scale=4.0)
+    assert prepare(accelerator) is first
+    second = prepare(accelerator, init_scale=2.0)
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    assert optimizer.scaler is accelerator.scaler is second

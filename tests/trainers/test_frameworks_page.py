@@ -1,0 +1,336 @@
+"""The code of docs/frameworks.md, run as it stands, on two ranks of which one overflows."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import socket
+import tempfile
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import distamp
+from tests.trainers import common, titan
+from tests.trainers.common import FAULT, data, digest, faulty, needs, quiet, rank
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+STEPS = 6
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def snippets() -> dict[str, str]:
+    """Name and code of each piece of code on the page."""
+    pattern = r"<!-- run: (\w+) -->\n```python\n(.*?)```"
+    return dict(re.findall(pattern, PAGE.read_text(), flags=re.DOTALL))
+
+
+def on_cpu(code: str) -> str:
+    return code.replace('"cuda"', '"cpu"').replace('accelerator="gpu"', 'accelerator="cpu"')
+
+
+# -- what the code is given -----------------------------------------------------------------------
+
+
+def half_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.float() - targets).square().mean()
+
+
+def small(samples: int) -> TensorDataset:
+    """Data whose gradients float16 holds at the first loss scale of 2^16."""
+    return TensorDataset(*(each * 0.01 for each in data(samples).tensors))
+
+
+def plain(wrap: bool = True) -> dict[str, Any]:
+    """A model, an optimizer and batches, as a loop of one's own has them."""
+    net = faulty(common.model())
+    model: nn.Module = DistributedDataParallel(net) if wrap else net
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+    mine = slice(rank(), 2 * 2 * STEPS, 2)
+    inputs, targets = (each[mine].split(2) for each in small(2 * 2 * STEPS).tensors)
+    return {
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "batches": list(zip(inputs, targets, strict=True)),
+        "loss_fn": half_loss,
+    }
+
+
+def given_unwrapped() -> dict[str, Any]:
+    return plain(wrap=False)
+
+
+def given_accelerate() -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    return plain(wrap=False)
+
+
+def given_lightning() -> dict[str, Any]:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = faulty(common.model())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return half_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    loader = torch.utils.data.DataLoader(small(2 * 2 * STEPS), batch_size=2)
+    return {"module": Module(), "batches": loader}
+
+
+def given_transformers() -> dict[str, Any]:
+    from tests.trainers import test_transformers as hugging_face
+
+    given = given_accelerate()
+    given["model"] = faulty(hugging_face.net())
+    given["tokenizer"] = hugging_face.tokenizer()
+    given["rows"] = [
+        {"input_ids": ids, "labels": ids}
+        for ids in hugging_face.tokenizer()(hugging_face.texts(96))["input_ids"]
+    ]
+    if importlib.util.find_spec("datasets"):
+        from datasets import Dataset
+
+        given["texts"] = Dataset.from_dict({"text": hugging_face.texts(96)})
+    return given
+
+
+def given_mmengine() -> dict[str, Any]:
+    from mmengine.optim import AmpOptimWrapper
+    from mmengine.optim.optimizer import amp_optimizer_wrapper
+
+    given = plain()
+    amp_optimizer_wrapper.is_cuda_available = lambda: True  # else it refuses to be made
+    given["wrapper"] = AmpOptimWrapper(
+        optimizer=given["optimizer"], clip_grad={"max_norm": 1.0}, dtype="bfloat16"
+    )
+    return given
+
+
+def given_ultralytics() -> dict[str, Any]:
+    from ultralytics.engine.trainer import BaseTrainer
+
+    given = plain()
+    trainer = object.__new__(BaseTrainer)  # made from a data set's file otherwise
+    trainer.__dict__.update(
+        model=given["model"], optimizer=given["optimizer"], ema=None, device=torch.device("cpu")
+    )
+    given["trainer"] = trainer
+    return given
+
+
+def given_torchtitan_loop() -> dict[str, Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+
+    given = plain(wrap=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
+    model = given["model"]
+    for part in model[::2]:
+        fully_shard(part, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    config = default_adamw(lr=0.01)
+    config.implementation = "foreach"
+    optimizers = OptimizersContainer(config, model_parts=[model])
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)) for o in optimizers]
+    step_all = types.SimpleNamespace(step=lambda: [each.step() for each in schedules])
+    return given | {"optimizers": optimizers, "schedulers": step_all}
+
+
+def given_torchtitan() -> dict[str, Any]:
+    titan.on_cpu()
+    return {"debug_model": titan.config_for("runs", FAULT + 2)}
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization around SGD: climbs, evaluates again, and descends from there."""
+
+    def __init__(self, params: Any, rho: float, lr: float) -> None:
+        super().__init__(params, {"rho": rho, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        (group,) = self.param_groups
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"]])
+        steps = [p.grad * (group["rho"] / norm) for p in group["params"]]
+        torch._foreach_add_(group["params"], steps)
+        closure()
+        torch._foreach_sub_(group["params"], steps)
+        for parameter in group["params"]:
+            parameter.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+def given_sam() -> dict[str, Any]:
+    given = plain()
+    return given | {"optimizer": SAM(given["model"].parameters(), rho=0.05, lr=0.01)}
+
+
+def given_torchao() -> dict[str, Any]:
+    torch.compiler.set_stance("force_eager")  # it compiles its steps, which takes minutes
+    return plain()
+
+
+GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "lightning": ("lightning", given_lightning),
+    "fabric": ("lightning", given_unwrapped),
+    "accelerate": ("accelerate", given_accelerate),
+    "transformers": ("transformers", given_transformers),
+    "trl": ("trl", given_transformers),
+    "install": ("timm", plain),
+    "mmengine": ("mmengine", given_mmengine),
+    "ultralytics": ("ultralytics", given_ultralytics),
+    "torchtitan": ("torchtitan", given_torchtitan),
+    "torchtitan_loop": ("torchtitan", given_torchtitan_loop),
+    "schedule_free": ("schedulefree", plain),
+    "sam": ("torch", given_sam),
+    "muon": ("torch", plain),
+    "torchao": ("torchao", given_torchao),
+    "bitsandbytes": ("bitsandbytes", plain),
+}
+GROUPS = {
+    "lightning": "lightning",
+    "fabric": "lightning",
+    "accelerate": "hugging_face",
+    "transformers": "hugging_face",
+    "trl": "hugging_face",
+}
+
+
+# -- running it -----------------------------------------------------------------------------------
+
+
+def scaler_in(namespace: dict[str, Any]) -> Any:
+    """The scaler that the code made, wherever its trainer keeps it."""
+    places: list[Callable[[], Any]] = [
+        lambda: namespace["scaler"],
+        lambda: namespace["trainer"].precision_plugin.scaler,
+        lambda: namespace["fabric"].strategy.precision.scaler,
+        lambda: namespace["accelerator"].scaler,
+        lambda: namespace["trainer"].accelerator.scaler,
+        lambda: namespace["trainer"].scaler,
+        lambda: namespace["loss_scaler"]._scaler,
+        lambda: namespace["wrapper"].loss_scaler,
+    ]
+    for place in places:
+        with contextlib.suppress(KeyError, AttributeError):
+            return place()
+    raise AssertionError("the code left no scaler")
+
+
+def run(name: str, torchs: bool = False) -> tuple[float, float, str]:
+    """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
+    quiet()
+    code = on_cpu(snippets()[name])
+    if torchs:
+        code = code.replace("from distamp import DistGradScaler", "").replace(
+            "DistGradScaler(", "torch.amp.GradScaler("
+        )
+        code = code.replace("distamp.install()", "")
+    namespace = GIVEN[name][1]()
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.chdir(folder)
+        try:
+            exec(compile(code, str(PAGE), "exec"), namespace)
+        finally:
+            os.chdir(before)
+            distamp.uninstall()
+    scaler = scaler_in(namespace)
+    net = namespace.get("model", namespace.get("module"))
+    if net is None:
+        (net,) = namespace["trainer"].model_parts
+    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    return digest(parameters), scaler.get_scale() / scaler._init_scale, type(scaler).__module__
+
+
+def run_alone(name: str, port: int) -> tuple[float, float, str]:
+    """As `run`, where the code makes the process group."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        return run(name)
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_every_piece_of_code_is_run():
+    assert set(snippets()) == set(GIVEN)
+    assert PAGE.read_text().count("```python") == len(GIVEN)
+
+
+@pytest.mark.timeout(600)  # minutes go by on a busy machine while a package is imported
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.xdist_group(GROUPS.get(n, "beside"))) for n in GIVEN],
+)
+def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
+    needs(GIVEN[name][0])
+    if name == "torchtitan":  # makes its own process group
+        one, other = new_ranks(2, timeout=550).run(run_alone, name, free_port(), group="none")
+    else:
+        one, other = ranks2.run(run, name)
+    assert one == other
+    assert one[1] == 0.5, "the overflow of one rank halves the scale of both, once"
+    assert one[2].startswith("distamp.")
+
+
+PARTED = ["install", "mmengine", "ultralytics", "schedule_free", "bitsandbytes"]
+
+
+@pytest.mark.parametrize("name", PARTED)
+@pytest.mark.xdist_group("beside")
+def test_with_torchs_scaler_the_same_code_parts_them(ranks2, name):
+    needs(GIVEN[name][0])
+    one, other = ranks2.run(run, name, torchs=True)
+    assert one != other
+
+
+def test_the_fault_is_one_ranks_own(ranks2):
+    """What the tests above stand on: rank 1 alone overflows, in one backward pass."""
+    found = ranks2.run(overflows)
+    assert found == [[], [FAULT]]
+
+
+def overflows() -> list[int]:
+    given = plain()
+    seen = []
+    for step, (inputs, targets) in enumerate(given["batches"]):
+        given["optimizer"].zero_grad()
+        half_loss(given["model"](inputs), targets).backward()
+        gradients = [p.grad for p in given["model"].parameters()]
+        if not all(g.isfinite().all() for g in gradients):
+            seen.append(step)
+    return seen

@@ -1,0 +1,429 @@
+"""Lightning's Trainer with distamp's plugins and callbacks, beside the same run with its own."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import distamp
+from distamp import DistGradScaler
+from tests.trainers.common import FAULT, data, digest, model, needs, plant_inf, quiet
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("lightning"),
+]
+needs("lightning")
+
+STEPS = 6
+SCALE = 2.0**10
+
+
+@dataclass
+class Run:
+    """What a run left on one rank."""
+
+    weights: float
+    scale: float
+    rates: list[float] = field(default_factory=list)
+    global_steps: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    hook: str = ""
+
+
+@functools.cache
+def classes() -> Any:
+    """The modules that are trained, made where Lightning is wanted."""
+    import lightning.pytorch as pl
+
+    class Net(pl.LightningModule):
+        """Trains by automatic optimization; rank 1 overflows in step FAULT."""
+
+        def __init__(self, options: dict[str, Any]) -> None:
+            super().__init__()
+            self.net = model()
+            self.options = options
+            self.backwards = 0
+            self.run = Run(0.0, 0.0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            inputs, targets = batch
+            loss = (self.net(inputs).float() - targets).square().mean()
+            self.run.losses.append(loss.item())
+            poisoned = self.options.get("in_loss") and batch_idx == FAULT and self.global_rank == 1
+            return loss * float("inf") if poisoned else loss
+
+        def on_after_backward(self) -> None:
+            if self.options.get("fault", True):
+                plant_inf(self.parameters(), self.backwards)
+            self.backwards += 1
+
+        def on_train_batch_end(self, *_: object) -> None:
+            optimizers = self.trainer.optimizers
+            self.run.rates.append(optimizers[0].param_groups[0]["lr"])
+            self.run.global_steps.append(self.trainer.global_step)
+
+        def configure_optimizers(self) -> Any:
+            kind = self.options.get("optimizer", "AdamW")
+            settings = self.options.get("settings", {"lr": 0.01})
+            optimizer = getattr(torch.optim, kind)(self.parameters(), **settings)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    class Manual(Net):
+        """Two optimizers by hand: both backward passes, then both steps, as GANs do."""
+
+        def __init__(self, options: dict[str, Any]) -> None:
+            super().__init__(options)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            inputs, targets = batch
+            first, second = self.optimizers()
+            first.zero_grad()
+            second.zero_grad()
+            loss = (self.net(inputs).float() - targets).square().mean()
+            self.manual_backward(loss)
+            for each in (first, second):
+                if self.options.get("clip"):
+                    self.clip_gradients(each, self.options["clip"], "norm")
+                each.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in self.net[::2]]
+
+    class Flat(Net):
+        """Wrapped in FSDP1 by itself, as Lightning does not tell it to be on the CPU."""
+
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            if not isinstance(self.net, FullyShardedDataParallel):
+                cpu = torch.device("cpu")
+                wrapped = [
+                    FullyShardedDataParallel(p, device_id=cpu) if len(list(p.parameters())) else p
+                    for p in self.net
+                ]
+                self.net = FullyShardedDataParallel(nn.Sequential(*wrapped), device_id=cpu)
+
+    class Sharded(Net):
+        """Sharded by FSDP2, in ModelParallelStrategy."""
+
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import fully_shard
+
+            for part in self.net[::2]:
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    return {"Net": Net, "Manual": Manual, "Sharded": Sharded, "Flat": Flat}
+
+
+@functools.cache
+def strategies() -> Any:
+    """Lightning's strategies, those for GPUs alone made to run on a CPU."""
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+    class Fsdp(FSDPStrategy):
+        """Lightning refuses the class itself without a GPU, and no subclass."""
+
+    return {
+        "ddp": lambda: "ddp",
+        "fsdp": lambda: Fsdp(process_group_backend="gloo"),
+        "model_parallel": lambda: ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False
+        ),
+    }
+
+
+def plugin(ours: bool, kind: str, **settings: Any) -> Any:
+    """A precision plugin, distamp's or Lightning's own."""
+    from lightning.pytorch.plugins import MixedPrecision as Theirs
+
+    from distamp.integrations.lightning import FSDPPrecision, MixedPrecision
+
+    if kind == "fsdp":
+        return FSDPPrecision("16-mixed", init_scale=SCALE, **settings)
+    if ours:
+        return MixedPrecision("16-mixed", "cpu", init_scale=SCALE, **settings)
+    return Theirs("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+
+
+def fit(
+    ours: bool = True,
+    devices: int = 2,
+    kind: str = "ddp",
+    module: str = "Net",
+    wire: str | None = None,
+    trainer: dict[str, Any] | None = None,
+    checkpoint: str | None = None,
+    save: str | None = None,
+    scaler: dict[str, Any] | None = None,
+    skipped_steps: bool | None = None,
+    **options: Any,
+) -> Run:
+    """Train for STEPS batches in the Trainer."""
+    quiet()
+    import lightning.pytorch as pl
+
+    from distamp.integrations.lightning import CommHook, SkippedSteps
+
+    skipped_steps = ours if skipped_steps is None else skipped_steps
+    precision = plugin(ours, kind, **(scaler or {}))
+    callbacks: list[Any] = [SkippedSteps()] if skipped_steps else []
+    hook = CommHook(wire) if wire else None
+    if hook is not None:
+        callbacks.append(hook)
+    net = classes()[module](options)
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": STEPS} | (trainer or {})
+    runner = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategies()[kind]() if devices > 1 else "auto",
+        plugins=precision,
+        callbacks=callbacks,
+        logger=False,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    runner.fit(net, DataLoader(data(), batch_size=2), ckpt_path=checkpoint, weights_only=False)
+    if save is not None:
+        runner.save_checkpoint(save)
+    run: Run = net.run
+    run.scale = precision.scaler.get_scale()
+    run.weights = _digest(net)
+    run.logged = {k: float(v) for k, v in runner.progress_bar_metrics.items()}
+    run.hook = "" if hook is None else str(hook.state.stats())
+    return run
+
+
+def _digest(net: nn.Module) -> float:
+    """One number for the whole weights, wherever their parts are."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(each, FullyShardedDataParallel) for each in net.modules()):
+        with FullyShardedDataParallel.summon_full_params(net):
+            return digest(net.parameters())
+    return digest(p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters())
+
+
+def together(runs: list[Run]) -> bool:
+    return runs[0].weights == runs[1].weights and runs[0].scale == runs[1].scale
+
+
+# -- ranks ------------------------------------------------------------------------------------
+
+
+def test_ranks_stay_together_where_lightnings_own_part(ranks2):
+    assert not together(ranks2.run(fit, ours=False))
+    runs = ranks2.run(fit)
+    assert together(runs)
+    assert runs[0].scale == SCALE / 2
+
+
+def test_without_an_overflow_the_run_is_lightnings_to_the_bit(ranks2):
+    ours = ranks2.run(fit, fault=False)
+    theirs = ranks2.run(fit, ours=False, fault=False)
+    assert [run.weights for run in ours] == [run.weights for run in theirs]
+    assert [run.rates for run in ours] == [run.rates for run in theirs]
+
+
+def test_schedules_and_global_step_stay_on_a_skipped_step(ranks2):
+    for run in ranks2.run(fit):
+        assert run.global_steps == [1, 2, 2, 3, 4, 5]
+        assert run.rates == pytest.approx([0.01 / (n + 1) for n in run.global_steps])
+
+
+def test_without_the_callback_they_move_as_lightnings_do(ranks2):
+    for run in ranks2.run(fit, skipped_steps=False):
+        assert run.global_steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_max_steps_are_steps_that_were_taken(ranks2):
+    for run in ranks2.run(fit, trainer={"max_steps": 3, "limit_train_batches": STEPS}):
+        assert len(run.losses) == 4
+
+
+def test_fsdp_clips_by_the_norm_and_keeps_ranks_together(ranks2):
+    sharded = ranks2.run(
+        fit, kind="fsdp", module="Flat", trainer={"gradient_clip_val": 0.1}, group="fresh"
+    )
+    plain = ranks2.run(fit, trainer={"gradient_clip_val": 0.1})
+    assert together(sharded)
+    assert sharded[0].scale == plain[0].scale == SCALE / 2
+    assert sharded[0].weights == pytest.approx(plain[0].weights, rel=1e-3)
+
+
+def test_model_parallel_keeps_ranks_together(ranks2):
+    options = {"kind": "model_parallel", "module": "Sharded"}
+    runs = ranks2.run(fit, **options, trainer={"gradient_clip_val": 0.1})
+    plain = ranks2.run(fit, trainer={"gradient_clip_val": 0.1})
+    assert together(runs)
+    assert runs[0].global_steps == [1, 2, 2, 3, 4, 5]
+    assert runs[0].weights == pytest.approx(plain[0].weights, rel=1e-3)
+
+
+def test_two_optimizers_by_hand_keep_ranks_together(ranks2):
+    assert not together(ranks2.run(fit, ours=False, module="Manual"))
+    runs = ranks2.run(fit, module="Manual")
+    assert together(runs)
+
+
+def test_a_hook_compresses_and_brings_the_news(ranks2):
+    runs = ranks2.run(fit, wire="fp16", fault=False, in_loss=True)
+    assert together(runs)
+    assert runs[0].scale == SCALE / 2
+    assert "exchanges sent" in runs[0].hook
+    assert runs[0].global_steps == [1, 2, 2, 3, 4, 5]
+
+
+# -- where Lightning refuses ---------------------------------------------------------------------
+
+
+def test_a_fused_optimizer_is_clipped_as_one_that_is_not(ranks2):
+    fused = {"settings": {"lr": 0.01, "fused": True}}
+    clip = {"gradient_clip_val": 0.1}
+    with pytest.raises(Exception, match="does not allow for gradient clipping"):
+        fit(ours=False, devices=1, trainer=clip, **fused)
+    runs = ranks2.run(fit, trainer=clip, **fused)
+    plain = ranks2.run(fit, trainer=clip)
+    assert together(runs)
+    assert runs[0].weights == pytest.approx(plain[0].weights, rel=1e-5)
+
+
+def test_clipping_by_value_is_lightnings(ranks2):
+    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ours = ranks2.run(fit, trainer=clip, fault=False)
+    theirs = ranks2.run(fit, ours=False, trainer=clip, fault=False)
+    assert ours[0].weights == theirs[0].weights
+
+
+def test_lbfgs_learns_and_keeps_ranks_together(ranks2):
+    lbfgs = {"optimizer": "LBFGS", "settings": {"lr": 0.1, "max_iter": 4}}
+    with pytest.raises(Exception, match="LBFGS"):
+        fit(ours=False, devices=1, **lbfgs)
+    runs = ranks2.run(fit, **lbfgs)
+    assert together(runs)
+    assert runs[0].scale == SCALE / 2
+    # The last step evaluated its batch four times, one after another downhill.
+    assert runs[0].losses[-4:] == sorted(runs[0].losses[-4:], reverse=True)
+
+
+def test_lbfgs_with_clipping_is_refused():
+    with pytest.raises(ValueError, match="does not go with LBFGS"):
+        fit(devices=1, optimizer="LBFGS", settings={"lr": 0.1}, trainer={"gradient_clip_val": 1.0})
+
+
+def test_clipping_by_hand_clips_unscaled_gradients():
+    options = {"module": "Manual", "fault": False, "devices": 1, "clip": 0.01}
+    ours, high = fit(**options), fit(**options, scaler={"growth_factor": 4.0})
+    assert ours.weights == high.weights
+    before = digest(model().parameters())
+    # Two optimizers with learning rate 0.01 move by at most 0.01 * 0.01 a step, in norm.
+    assert abs(ours.weights - before) < 2 * STEPS * 0.01 * 0.01 * (8 * 16 + 33) ** 0.5
+
+
+def test_accumulating_is_the_whole_batch():
+    parts = fit(devices=1, fault=False, trainer={"accumulate_grad_batches": 2})
+    assert parts.global_steps == [0, 1, 1, 2, 2, 3]
+    theirs = fit(ours=False, devices=1, fault=False, trainer={"accumulate_grad_batches": 2})
+    assert parts.weights == theirs.weights
+
+
+# -- what is seen, and kept ------------------------------------------------------------------------
+
+
+def test_loss_scale_and_skips_are_in_the_progress_bar(ranks2):
+    for run in ranks2.run(fit):
+        assert run.logged["loss_scale"] == SCALE / 2
+        assert run.logged["skipped_steps"] == 1.0
+
+
+@pytest.mark.parametrize(("first", "then"), [(True, False), (False, True), (True, True)])
+def test_a_checkpoint_of_either_goes_on_in_the_other(tmp_path: Path, first: bool, then: bool):
+    half = {"max_epochs": 1, "limit_train_batches": STEPS}
+    whole = fit(ours=first, devices=1, fault=False, trainer=half | {"max_epochs": 2})
+    path = str(tmp_path / "last.ckpt")
+    fit(ours=first, devices=1, fault=False, trainer=half, save=path)
+    assert torch.load(path, weights_only=False)["MixedPrecision"]["scale"] == SCALE
+    resumed = fit(
+        ours=then, devices=1, fault=False, trainer=half | {"max_epochs": 2}, checkpoint=path
+    )
+    assert resumed.weights == whole.weights
+    assert resumed.global_steps == whole.global_steps[STEPS:]
+
+
+def test_the_module_is_as_it_was_after_training():
+    quiet()
+    import lightning.pytorch as pl
+
+    from distamp.integrations.lightning import SkippedSteps
+
+    net = classes()["Net"]({"fault": False})
+    runner = pl.Trainer(
+        accelerator="cpu",
+        plugins=plugin(True, "ddp"),
+        callbacks=[SkippedSteps()],
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    runner.fit(net, DataLoader(data(), batch_size=2))
+    assert "lr_scheduler_step" not in vars(net)
+
+
+def test_bf16_has_no_scaler_and_refuses_its_settings():
+    from distamp.integrations.lightning import FSDPPrecision, MixedPrecision
+
+    assert MixedPrecision("bf16-mixed", "cpu").scaler is None
+    assert FSDPPrecision("bf16-true").scaler is None
+    for make in (lambda **kw: MixedPrecision("bf16-mixed", "cpu", **kw), FSDPPrecision):
+        settings: dict[str, Any] = {"init_scale": 2.0}
+        if make is FSDPPrecision:
+            settings["precision"] = "32-true"
+        with pytest.raises(ValueError, match="does not scale losses"):
+            make(**settings)
+
+
+def test_torchs_scaler_is_refused():
+    from distamp.integrations.lightning import MixedPrecision
+
+    with pytest.raises(TypeError, match=r"must be a distamp\.DistGradScaler"):
+        MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+def test_the_callback_says_so_where_the_scaler_is_torchs():
+    with pytest.raises(ValueError, match="says nothing of skipped steps"):
+        fit(ours=False, devices=1, skipped_steps=True)
+
+
+def test_fsdps_plugin_takes_a_scaler():
+    from lightning.pytorch.plugins import FSDPPrecision as Theirs
+
+    from distamp.integrations.lightning import FSDPPrecision
+
+    scaler = DistGradScaler("cpu")
+    with pytest.raises((AttributeError, ValueError)):
+        Theirs("16-mixed", scaler)
+    assert FSDPPrecision("16-mixed", scaler).scaler is scaler
+
+
+def test_installed_lightnings_own_plugin_makes_our_scaler():
+    quiet()
+    from lightning.pytorch.plugins import MixedPrecision as Theirs
+
+    with distamp.install():
+        assert isinstance(Theirs("16-mixed", "cpu").scaler, DistGradScaler)
