@@ -103,7 +103,7 @@ def watch_shards(
 def alone(
     values: Tensor, out: Tensor | None, divisor: float, before: ReduceResult | None
 ) -> ReduceResult:
-    """Do as `engine.Engine.staged` where there is one rank: nothing is sent, and nothing rounded."""
+    """Do as `Engine.staged` where there is one rank: nothing is sent, and nothing rounded."""
     target = values if out is None else out
     with torch.no_grad():
         target.copy_(values / divisor)
