@@ -47,7 +47,6 @@ def counts(path: str, mine: bool) -> Any:
     net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
     model, optimizer, scaler = _made(path, net, implementation, how, mine)
     x = torch.ones(4, 16, device=device, dtype=next(net.parameters()).dtype)
-    found: dict[str, int] = {}
     for _ in range(STEPS):
         with counted() as found:
             _step(model, optimizer, scaler, x, how)
