@@ -19,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from benchmarks.common import environment, markdown, ratio
-from distamp import autocast
-from distamp.autocast import OpLists, op_lists
+from distamp import OpLists, autocast
+from distamp.autocast import op_lists
 
 CALLS = 300
 
@@ -222,7 +222,9 @@ def main() -> None:
     unlisted_ops(rounds)
     models(rounds)
     lists = OpLists(fp32={"softmax"})
-    pair = interleave({"push": repeat(lambda: op_lists.pop(op_lists.push(lists, "cpu")))}, rounds)
+    pair = interleave(
+        {"push": repeat(lambda: op_lists.restore(op_lists.push(lists, "cpu")))}, rounds
+    )
     print(f"\nTaking lists up and putting them down: {microseconds(pair['push'])} us")
 
 

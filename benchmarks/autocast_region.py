@@ -1,27 +1,24 @@
-"""What a region, a carried state and the step cache cost and gain, beside torch.autocast.
+"""What regions, regions with op lists and carried states cost beside torch.autocast.
 
 Each comparison runs both sides in turn, many times, in this one process; what is printed is the
 median of the paired ratios and their quartiles. Times are the thread's own processor time, so that
 what else the machine does widens the spread and does not move the ratio. Run with:
-OMP_NUM_THREADS=1 python benchmarks/autocast_region.py
+OMP_NUM_THREADS=1 python -m benchmarks.autocast_region
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import platform
 import statistics
 import time
-import timeit
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from distamp import autocast
-from distamp.autocast import AutocastState, clear_cast_cache
+from distamp import AutocastState, OpLists, autocast
 
 Run = Callable[[], Any]
 
@@ -80,6 +77,17 @@ def regions(rounds: int) -> None:
         with torch.autocast("cpu", dtype=low), torch.autocast("cpu", enabled=False):
             pass
 
+    lists = OpLists(fp32={"softmax"})
+    kept_with_lists = autocast("cpu", dtype=low, ops=lists)
+
+    def lists_new() -> None:
+        with autocast("cpu", dtype=low, ops=lists):
+            pass
+
+    def lists_kept() -> None:
+        with kept_with_lists:
+            pass
+
     decorated_ours, decorated_theirs = mine(int), peer(int)
     n = 2000
     show("enter and leave, a new object each time", new_ours, new_theirs, number=n, rounds=rounds)
@@ -87,6 +95,10 @@ def regions(rounds: int) -> None:
     show("one kept (ours), one new (torch)", kept_ours, new_theirs, number=n, rounds=rounds)
     show("a disabled region inside a region", nested_ours, nested_theirs, number=n, rounds=rounds)
     show("a decorated function", decorated_ours, decorated_theirs, number=n, rounds=rounds)
+    show("with op lists, beside ours without, new", lists_new, new_ours, number=n, rounds=rounds)
+    show("with op lists, beside ours without, kept", lists_kept, kept_ours, number=n, rounds=rounds)
+    show("with op lists, beside torch's without, new", lists_new, new_theirs, number=n,
+         rounds=rounds)  # fmt: skip
 
 
 def states(rounds: int) -> None:
@@ -116,29 +128,6 @@ def states(rounds: int) -> None:
     show("apply and restore", apply, theirs, number=n, rounds=rounds)
     show("capture, apply, restore: the same state", all_three, theirs, number=n, rounds=rounds)
     show("capture, apply, restore: another state", to_new_state, theirs, number=n, rounds=rounds)
-
-
-def least_of_states(runs: int) -> None:
-    """The least of many runs shorter than a time slice: what other processes add is left out."""
-    with autocast("cpu", dtype=torch.float16):
-        state = AutocastState.capture()
-    names = {"autocast": torch.autocast, "low": torch.bfloat16, "state": state,
-             "capture": AutocastState.capture}  # fmt: skip
-    statements = {
-        "one region of torch's, a new object": "with autocast('cpu', dtype=low): pass",
-        "capture": "capture()",
-        "apply and restore": "with state.apply(): pass",
-        "capture, apply, restore: the same state": "with capture().apply(): pass",
-        "capture, apply, restore: another state": "capture()\nwith state.apply(): pass",
-    }
-    timers = {name: timeit.Timer(each, globals=names) for name, each in statements.items()}
-    least = dict.fromkeys(timers, math.inf)
-    for _ in range(runs):
-        for name, timer in timers.items():
-            least[name] = min(least[name], timer.timeit(60) / 60 * 1e6)
-    region = next(iter(least.values()))
-    for name, time_ in least.items():
-        print(f"{name:<55} {time_:6.2f} us {time_ / region:6.2f}")
 
 
 class Block(nn.Module):
@@ -189,7 +178,6 @@ def models(rounds: int) -> None:
     torch.manual_seed(0)
     made = autocast("cpu", dtype=torch.bfloat16)
     peer = torch.autocast("cpu", dtype=torch.bfloat16)
-    step = autocast("cpu", dtype=torch.bfloat16, cache_enabled="step")
     off = autocast("cpu", enabled=False)
     for name, model, x in (
         ("transformer block, width 512", Block(512), torch.randn(8, 64, 512)),
@@ -198,44 +186,20 @@ def models(rounds: int) -> None:
         for label, region, against, micro in (
             ("fp32 over torch bf16", off, peer, 1),
             ("bf16 over torch bf16", made, peer, 1),
-            ("step cache over torch bf16, 4 microbatches", step, peer, 4),
+            ("bf16 over torch bf16, 4 microbatches", made, peer, 4),
         ):
             ours = optimizer_step(model, x, region, micro)
             theirs = optimizer_step(model, x, against, micro)
             show(f"{name}: {label}", ours, theirs, number=1, rounds=rounds, unit=1e3)
-    mlp = nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(1024, 1024), nn.ReLU())])
-    x = torch.randn(32, 1024)
-    ours = optimizer_step(mlp, x, step, 4)
-    theirs = optimizer_step(mlp, x, peer, 4)
-    name = "4-layer MLP, width 1024: step cache, 4 microbatches"
-    show(name, ours, theirs, number=1, rounds=rounds, unit=1e3)
-    ours, theirs = forward_passes(mlp, x, step, 4), forward_passes(mlp, x, peer, 4)
-    show(name + ", forward", ours, theirs, number=1, rounds=rounds, unit=1e3)
-
-
-def forward_passes(model: nn.Module, x: torch.Tensor, region: Any, microbatches: int) -> Run:
-    """The forward passes of a step's microbatches, weights cast anew for each step."""
-
-    def run() -> None:
-        clear_cast_cache()
-        for part in x.chunk(microbatches):
-            with region:
-                model(part)
-
-    return run
 
 
 def main() -> None:
     torch.set_num_threads(1)  # processor time of one thread is all there is
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=41, help="paired rounds of each comparison")
-    parser.add_argument("--states", action="store_true", help="the cost of a carried state alone")
     options = parser.parse_args()
     rounds = options.rounds
     print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} thread(s)")
-    if options.states:
-        least_of_states(3000)
-        return
     print(f"{'':<68} {'ours':>8} {'torch':>8}      ratio [quartiles]")
     regions(rounds)
     states(rounds)

@@ -6,6 +6,7 @@ Every contender has its own copy of the model under DDP; steps are taken in turn
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,11 @@ def model_of(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
 
 
 def step_of(
-    contender: str, width: int = WIDTH, layers: int = LAYERS, rows: int = 1
+    contender: str,
+    width: int = WIDTH,
+    layers: int = LAYERS,
+    rows: int = 1,
+    device: str = "cpu",
 ) -> tuple[Callable[[], None], Any]:
     """Return one forward and backward pass under DDP with a hook, and the hook's state.
 
@@ -42,14 +47,15 @@ def step_of(
         width: Of the layers.
         layers: Their number.
         rows: Of the batch on each rank; few, so that the step is communication.
+        device: Where this rank computes.
     """
-    model = DistributedDataParallel(model_of(width, layers))
+    model = DistributedDataParallel(model_of(width, layers).to(device))
     state: Any = None
     if contender == TORCH:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif contender != NONE:
         state = comm_hooks.register(model, contender)
-    batch = torch.randn(rows, width)
+    batch = torch.randn(rows, width, device=device)
 
     def step() -> None:
         model.zero_grad()
@@ -59,17 +65,21 @@ def step_of(
 
 
 def time_steps(
-    contenders: Sequence[str], rounds: int, width: int = WIDTH, layers: int = LAYERS
+    contenders: Sequence[str],
+    rounds: int,
+    width: int = WIDTH,
+    layers: int = LAYERS,
+    device: str = "cpu",
 ) -> tuple[Timings, dict[str, float], list[str]]:
     """Time steps of all contenders in turn.
 
     Returns:
         Seconds and bytes of one step, on this rank, and what ``"auto"`` chose.
     """
-    steps = {name: step_of(name, width, layers) for name in contenders}
+    steps = {name: step_of(name, width, layers, device=device) for name in contenders}
     warmup = 2
     timings = interleave(
-        {name: step for name, (step, _) in steps.items()},
+        {name: _waited_for(step, device) for name, (step, _) in steps.items()},
         rounds,
         warmup=warmup,
         before=dist.barrier,
@@ -81,6 +91,18 @@ def time_steps(
     }
     choices = [str(state.stats().choice) for name, (_, state) in steps.items() if name == "auto"]
     return timings, sent, choices
+
+
+def _waited_for(step: Callable[[], None], device: str) -> Callable[[], None]:
+    """Return a step that ends when its device is done."""
+    if device == "cpu":
+        return step
+
+    def whole() -> None:
+        step()
+        torch.accelerator.synchronize()
+
+    return whole
 
 
 def bytes_of_a_step(contender: str, numel: int, state: Any, steps: int) -> float:
@@ -95,6 +117,41 @@ def _rank(contenders: Sequence[str], rounds: int, width: int, layers: int) -> An
     return time_steps(contenders, rounds, width, layers)
 
 
+def _report(size: int, contenders: Sequence[str], rounds: int, ranks: Any) -> None:
+    """Print the table of one number of ranks."""
+    times = slowest([timings for timings, *_ in ranks])
+    _, sent, choices = ranks[0]
+    rows = [
+        [
+            name,
+            f"{sorted(times[name])[rounds // 2] * 1e3:.0f}",
+            str(ratio(times[name], times[TORCH])),
+            str(ratio(times[name], times[NONE])),
+            f"{sent[name] / 1e6:.1f}",
+            f"{sent[name] / sent[NONE]:.3f}",
+        ]
+        for name in contenders
+    ]
+    print(f"\n{size} ranks {rounds} rounds in turn\n")
+    head = ["", "ms", "beside torch's", "beside none", "MB a rank", "of fp32's bytes"]
+    print(markdown(head, rows))
+    for choice in choices:
+        print(f"\n{choice}")
+
+
+def _on_devices(contenders: Sequence[str], given: argparse.Namespace) -> None:
+    """Time steps on the ranks that torchrun has started, each on an accelerator of its own."""
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    found = time_steps(contenders, given.rounds, given.width, given.layers, given.device)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        print(environment())
+        _report(dist.get_world_size(), contenders, given.rounds, everyone)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     from tests.ranks import RankPool
 
@@ -104,30 +161,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--wires", nargs="+", default=["fp16", "bf16", "int16", "int8", "auto"])
+    parser.add_argument("--device", default="cpu", help="cuda: a rank on each GPU, by torchrun")
     given = parser.parse_args()
     contenders = [NONE, TORCH, *given.wires]
+    if given.device != "cpu":
+        _on_devices(contenders, given)
+        return
     print(environment())
     for size in given.ranks:
         with RankPool(size, timeout=1800) as pool:
             ranks = pool.run(_rank, contenders, given.rounds, given.width, given.layers)
-        times = slowest([timings for timings, *_ in ranks])
-        _, sent, choices = ranks[0]
-        rows = [
-            [
-                name,
-                f"{sorted(times[name])[given.rounds // 2] * 1e3:.0f}",
-                str(ratio(times[name], times[TORCH])),
-                str(ratio(times[name], times[NONE])),
-                f"{sent[name] / 1e6:.1f}",
-                f"{sent[name] / sent[NONE]:.3f}",
-            ]
-            for name in contenders
-        ]
-        print(f"\n{size} ranks over loopback, {given.rounds} rounds in turn\n")
-        head = ["", "ms", "beside torch's", "beside none", "MB a rank", "of fp32's bytes"]
-        print(markdown(head, rows))
-        for choice in choices:
-            print(f"\n{choice}")
+        _report(size, contenders, given.rounds, ranks)
 
 
 if __name__ == "__main__":

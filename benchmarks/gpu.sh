@@ -58,6 +58,9 @@ part() {
 }
 
 part tests "$tests_limit" "$python" -m pytest -m gpu -n 0 -q -p no:cacheprovider
+part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
+    "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
+    -m benchmarks.comm_hooks_step --device cuda
 part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1
 part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused
 for path in benchmarks/*.py; do

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.common import environment, markdown
 from benchmarks.shaped import headers, link_speed, measured_in_turn, mib, run_on_hosts, slowest
-from distamp.comm_hooks.channel import by_turns
+from distamp.comm_hooks.channel import staggered_all_to_all
 
 STEP = "step"
 
@@ -124,7 +124,7 @@ def _in_turn(room: torch.Tensor, data: torch.Tensor) -> None:
 def _answered(room: torch.Tensor, data: torch.Tensor) -> None:
     """As distamp's hooks do it: the next row is sent when the last one was received."""
     world = dist.get_world_size()
-    by_turns(
+    staggered_all_to_all(
         room.view(world, -1),
         data.view(world, -1),
         dist.get_rank(),

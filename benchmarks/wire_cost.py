@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Timings, environment, interleave, markdown, ratio
+from distamp.comm_hooks.arithmetic import arithmetic_for
+from distamp.comm_hooks.rows import one_row
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 
 HALF, FLOAT, COPY = ".half()", ".float()", "copy"
@@ -66,7 +68,7 @@ def _on_cpu(elements: int, rounds: int) -> str:
                 _micros(timings, add, elements),
             ]
         )
-    header = ["", "encode, us", f"of {HALF}", "decode, us", f"of {FLOAT}", "decode and add, us"]
+    header = ["", "encode, us", f"of {HALF}", "decode, us", f"of {FLOAT}", "decode and add two, us"]
     return f"\nMicroseconds per million elements:\n\n{markdown(header, rows)}"
 
 
@@ -85,11 +87,11 @@ def _processor_times(contenders: dict[str, Callable[[], object]], rounds: int) -
 
 def _of_format(wire: WireFormat, values: Tensor) -> dict[str, Callable[[], object]]:
     sent = wire.encode(values, divisor=8)
-    out = torch.empty_like(values)
+    out, pair = torch.empty_like(values), torch.stack([sent, sent])
     return {
         f"{wire.name} encode": lambda: wire.encode(values, sent, divisor=8),
         f"{wire.name} decode": lambda: wire.decode(sent, out.numel(), out),
-        f"{wire.name} add": lambda: wire.add_decoded(sent, out),
+        f"{wire.name} add": lambda: wire.sum_decoded(pair, out.numel()),
     }
 
 
@@ -103,7 +105,7 @@ def _on_gpu(elements: int, rounds: int) -> str:
     contenders: dict[str, Callable[[], object]] = {COPY: lambda: other.copy_(values)}
     moved = {COPY: 8 * elements}
     for wire in WIRE_FORMATS.values():
-        contenders |= _compiled(wire, values, other)
+        contenders |= _kernels(wire, values, other)
         for what in ("encode", "decode"):
             moved[f"{wire.name} {what}"] = 4 * elements + wire.nbytes(elements)
     timings = interleave(contenders, rounds, warmup=5)
@@ -115,19 +117,14 @@ def _on_gpu(elements: int, rounds: int) -> str:
     return f"\n{markdown(['', 'GB/s', 'of copy'], rows)}"
 
 
-def _compiled(wire: WireFormat, values: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    sent = wire.encode(values)
-
-    def encode(given: Tensor, to: Tensor) -> None:
-        wire.encode(given, to, divisor=8)
-
-    def decode(given: Tensor, to: Tensor) -> None:
-        wire.decode(given, to.numel(), to)
-
-    fused = [torch.compile(each, fullgraph=True) for each in (encode, decode)]
+def _kernels(wire: WireFormat, values: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
+    """Return what an exchange launches on a device: Triton's kernels, where there is Triton."""
+    how, _ = arithmetic_for(values.device)
+    rows = one_row(values.numel(), values.device)
+    sent = wire.encode(values).view(1, -1)
     return {
-        f"{wire.name} encode": lambda: fused[0](values, sent),
-        f"{wire.name} decode": lambda: fused[1](sent, out),
+        f"{wire.name} encode": lambda: how.encode_rows(wire, values, sent, rows, divisor=8.0),
+        f"{wire.name} decode": lambda: how.decode_rows(wire, sent, out, rows),
     }
 
 

@@ -9,8 +9,8 @@ nowhere. One process goes through what the ranks would do: for ours, each rank's
 sum, and the wire of the mean; for torch's hook, the cast, the division in fp16 and fp16 additions
 in the order of gloo's ring. Two ranks send whole wires to each other, so they round once.
 
-The last table gives one-byte formats what they need: error feedback, in which each exchange is
-owed what rounding took from the last. Its error is that of the sum of all gradients so far, of all
+The last table gives one-byte formats what they need: error feedback, in which each exchange gets
+back what rounding took from the last. Its error is that of the sum of all gradients so far, of all
 elements and of small tensors (64 elements, a hundredth of the size) that lie between large ones
 and share their blocks, as biases do.
 """
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, markdown
+from distamp.comm_hooks.error_feedback import compensate, new_residual
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
-from distamp.comm_hooks.wire_feedback import compensate, new_residual
 
 LAYERS = 24
 SCALES = (1.0, 2.0**16, 2.0**24)
@@ -64,10 +64,8 @@ def through(wire: WireFormat, contributions: list[Tensor]) -> Tensor:
     """Average fp32 contributions as ``distamp.comm_hooks`` does, in one process."""
     world, numel = len(contributions), contributions[0].numel()
     wires = torch.stack([wire.encode(each, divisor=world) for each in contributions])
-    if world > 2:
-        return wire.decode(wire.sum_encoded(wires, numel), numel)
-    total = wire.decode(wires[0], numel)
-    return wire.add_decoded(wires[1], total)
+    total = wire.sum_decoded(wires, numel)
+    return wire.decode(wire.encode(total), numel) if world > 2 else total
 
 
 def torchs_hook(contributions: list[Tensor]) -> Tensor:
@@ -133,8 +131,10 @@ def _summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tupl
     world, scale = 4, 2.0**10
     sizes = torch.cat([torch.ones(elements), torch.full((64,), 0.01)]).repeat(LAYERS // 2)
     numel = sizes.numel()
-    owed_mine = [torch.zeros(numel) for _ in range(world)]
-    owed_sum = torch.zeros(numel)
+    # Where the small ones begin and end, as an exchange of parameters knows it.
+    edges = [0, *(sizes.diff().nonzero().flatten() + 1).tolist()]
+    of_mine: list[Tensor | None] = [None] * world
+    of_sum: Tensor | None = None
     mine, exact = torch.zeros(2, numel, dtype=torch.float64)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -146,18 +146,16 @@ def _summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tupl
         exact += torch.stack(contributions).double().mean(0)
         wires = []
         for rank, each in enumerate(contributions):
-            owed = compensate(each, owed_mine[rank], scale)
-            wires.append(wire.encode(owed, divisor=world))
+            given = compensate(each, of_mine[rank], scale)
+            wires.append(wire.encode(given, divisor=world, boundaries=edges))
             if feedback:
-                arrived = wire.decode(wires[-1], numel).mul_(world)
-                owed_mine[rank] = new_residual(owed, arrived, scale)
-        total = torch.zeros(numel)
-        for each in wires:
-            wire.add_decoded(each, total)
-        owed = compensate(total, owed_sum, scale)
-        mean = wire.decode(wire.encode(owed), numel)
+                arrived = wire.decode(wires[-1], numel, boundaries=edges).mul_(world)
+                of_mine[rank] = new_residual(given, arrived, scale)
+        total = wire.sum_decoded(torch.stack(wires), numel, boundaries=edges)
+        given = compensate(total, of_sum, scale)
+        mean = wire.decode(wire.encode(given, boundaries=edges), numel, boundaries=edges)
         if feedback:
-            owed_sum = new_residual(owed, mean, scale)
+            of_sum = new_residual(given, mean, scale)
         mine += mean
     small = sizes < 1
     return _error(mine, exact), _error(mine[small], exact[small])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_finite",
+    "flag_of",
     "is_dtensor",
     "largest_magnitude",
     "local_gradients",
@@ -159,7 +160,7 @@ def unscale(gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> li
     for device, group in groups:
         if device not in flags:
             same = device == found_inf.device
-            flags[device] = found_inf if same else torch.zeros((), device=device)
+            flags[device] = found_inf if same else flag_of(False, device)
             scales[device] = inv_scale if same else inv_scale.to(device, non_blocking=True)
         torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], scales[device])
     return list(flags.values()) or [found_inf]
@@ -179,13 +180,13 @@ def check_finite(gradients: list[Tensor], found_inf: Tensor) -> list[Tensor]:
     for device, group in _grouped(gradients):
         if device not in flags:
             same = device == found_inf.device
-            flags[device] = found_inf if same else torch.zeros((), device=device)
+            flags[device] = found_inf if same else flag_of(False, device)
         flag = flags[device]
         if host.is_host(device):
             # The 2-norm runs at memory speed here and the inf-norm seven times slower. A norm that
             # is not finite may be squares overflowing, so then the exact pass decides.
             if not torch.stack(torch._foreach_norm(group, 2)).isfinite().all():
-                one = torch.ones((), device=device)
+                one = flag_of(True, device)
                 torch._amp_foreach_non_finite_check_and_unscale_(group, flag, one)
         else:
             largest = torch.stack(torch._foreach_norm(_nonempty(group), float("inf")))
@@ -199,7 +200,7 @@ def largest_magnitude(gradients: list[Tensor], device: torch.device) -> Tensor:
     One read of the gradients. On the host the minimum and the maximum are taken, because
     ``torch._foreach_norm`` with ord inf is five times slower there.
     """
-    largest = torch.zeros((), device=device)
+    largest = flag_of(False, device)
     for there, group in _grouped(gradients):
         group = _nonempty(group)
         if host.is_host(there):
@@ -209,6 +210,11 @@ def largest_magnitude(gradients: list[Tensor], device: torch.device) -> Tensor:
             found = torch.stack(torch._foreach_norm(group, float("inf"))).max().float()
         largest = torch.maximum(largest, found.to(device, non_blocking=True))
     return largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def flag_of(value: bool, device: torch.device | str) -> Tensor:
+    """Return a 0-d float32 flag, whatever torch's default dtype and device are."""
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 def merged(flags: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -221,7 +227,7 @@ def merged(flags: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _nonempty(group: list[Tensor]) -> list[Tensor]:
-    return [g for g in group if g.numel()] or [torch.zeros(1, device=group[0].device)]
+    return [g for g in group if g.numel()] or [torch.zeros_like(group[0].new_empty(1))]
 
 
 def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:

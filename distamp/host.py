@@ -22,7 +22,9 @@ class HostCopy:
 
     def __init__(self, source: Tensor) -> None:
         on_device = source.device.type != "cpu"
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_device)
+        self._host = torch.empty(
+            source.shape, dtype=source.dtype, device="cpu", pin_memory=on_device
+        )
         self._host.copy_(source, non_blocking=True)
         self._event = torch.Event(source.device) if on_device else None
         if self._event is not None:

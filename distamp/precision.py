@@ -103,6 +103,11 @@ class Precision:
 
     def _check_fp32_model(self) -> None:
         batchnorm, masters = self.keep_batchnorm_fp32, self.master_weights
+        for name, value in (("keep_batchnorm_fp32", batchnorm), ("master_weights", masters)):
+            if value is not None and not isinstance(value, bool):
+                raise SettingError(
+                    f"{name} must be True, False or None at {self.level}, not {value!r}"
+                )
         if self.autocasts and batchnorm is not None:
             raise SettingError(
                 f"keep_batchnorm_fp32={batchnorm} contradicts {self.level}: autocast leaves the "

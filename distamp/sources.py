@@ -69,9 +69,7 @@ class GradientSource:
     def unscale(self, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> list[Tensor]:
         """Multiply the gradients by ``inv_scale``; return one flag for each device of theirs."""
         with torch.no_grad():
-            gradients = local_gradients(
-                self.filled(), allow_fp16=allow_fp16, owner=self._holds
-            )
+            gradients = local_gradients(self.filled(), allow_fp16=allow_fp16, owner=self._holds)
             return unscale(gradients, inv_scale, found_inf)
 
     def before_backward(self) -> None:

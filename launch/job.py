@@ -24,11 +24,11 @@ from launch.folder import Origin, check_shared, check_space, claim, find_origin
 from launch.levels import amp_for, trial
 from launch.memory import ModelSize, Needs, check_memory, largest_peak, needs
 from launch.models import Recipe, count_parameters, init_model, recipe_for, sketch_model
-from launch.owed import give_back, owed, places
 from launch.parallel import ParallelContext, units
 from launch.profiling import Trace
 from launch.ranks import Ranks
 from launch.reporting import Reporter, check_trackers
+from launch.residuals import give_back, places, residuals
 from launch.sketch import Sketch
 from launch.state import RunState, random_state, restore_random_state
 from launch.steps import Due, StepCount, due
@@ -131,16 +131,16 @@ class Job:
         """
         if self.config.keep_checkpoints == 0:
             return
-        residuals = owed(self.run.amp, self.ranks)
+        left = residuals(self.run.amp, self.ranks)
         about = {
             "model": self.recipe.shape,
             "settings": settings(self.config, self.ranks, self.device),
             "data": {"name": self.data.name, "digest": self.data.digest},
-            "owed": [name.split(".", 2)[2] for name in residuals],
+            "residuals": [name.split(".", 2)[2] for name in left],
             **self.run.values(),
         }
         random = _random_tensors(self.ranks, self.device)
-        tensors = {**self.run.tensors_to_save(), **random, **residuals}
+        tensors = {**self.run.tensors_to_save(), **random, **left}
         folder = self.config.folder / checkpoint.FOLDER
         self.report.flush()
         try:

@@ -472,6 +472,8 @@ def strict_warnings() -> None:
         r".*deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"(torch|fairscale)\b.*")
+    # torch's DataParallel says this where it adds by copies.
+    warnings.filterwarnings("ignore", message="PyTorch is not compiled with NCCL support")
     # FSDP1 keeps these nodes from one step to the next.
     warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
     # torch 2.11 says this of any sparse tensor, to whoever makes it.

@@ -23,6 +23,7 @@ SCALER_EXAMPLES = [
     "lbfgs",
     "several_optimizers",
 ]
+HOOK_EXAMPLES = ["hook_on_a_slow_link"]
 PATIENCE_S = 240.0
 ONE_CALL_EXAMPLES = [
     "load_apex_checkpoint",
@@ -53,7 +54,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return load
 
 
-@pytest.mark.parametrize("name", SCALER_EXAMPLES + ONE_CALL_EXAMPLES)
+@pytest.mark.parametrize("name", SCALER_EXAMPLES + ONE_CALL_EXAMPLES + HOOK_EXAMPLES)
 def test_an_example_runs_and_prints_a_loss_that_fell(example, capsys, monkeypatch, name):
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     example(name).main()

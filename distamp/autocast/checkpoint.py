@@ -26,8 +26,7 @@ def checkpoint(
     Args:
         function: What to run, as for torch's.
         args: Its arguments, as for torch's.
-        use_reentrant: Which of torch's two implementations; torch wants it said, and recommends
-            False.
+        use_reentrant: Which of torch's two implementations; to be given, and better False.
         settings: As for torch's: ``preserve_rng_state``, ``context_fn``, ``determinism_check`` and
             ``debug``, and keyword arguments of ``function`` where ``use_reentrant`` is False.
 

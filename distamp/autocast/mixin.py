@@ -6,7 +6,6 @@ with it, weights and all; and not forward hooks, which a KeyboardInterrupt passe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,8 @@ class Mixin:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class before does, by its own methods, and put the mixin on again."""
         cls = type(self)
-        function, args, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, args, *rest = reduced
         args = tuple(cls._before if each is cls else each for each in args)
         return (_remake, (cls._mixin, cls._value, function, args), *rest)
 
@@ -41,13 +41,19 @@ def _remake(
     return module
 
 
-@functools.cache
+_subclasses: dict[tuple[Any, Any, Any], Any] = {}
+
+
 def _subclass(mixin: Any, value: Any, before: Any) -> Any:
-    body = {"_before": before, "_mixin": mixin, "_value": value, mixin._attribute: value}
-    body["__doc__"] = before.__doc__
-    made = type(before.__name__, (mixin, before), body)
-    made.__module__, made.__qualname__ = before.__module__, before.__qualname__
-    return made
+    """The one class for these, so that modules of it are of one type, before and after pickling."""
+    key = mixin, value, before
+    if key not in _subclasses:
+        body = {"_before": before, "_mixin": mixin, "_value": value, mixin._attribute: value}
+        body["__doc__"] = before.__doc__
+        made = type(before.__name__, (mixin, before), body)
+        made.__module__, made.__qualname__ = before.__module__, before.__qualname__
+        return _subclasses.setdefault(key, made)
+    return _subclasses[key]
 
 
 def add(module: nn.Module, mixin: type[Mixin], value: Any = None) -> None:

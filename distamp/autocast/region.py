@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from sys import _getframe
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch import (
@@ -30,6 +30,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distamp.autocast.compiler import never_compiled
+from distamp.autocast.devices import is_here
 from distamp.autocast.op_lists import OpLists, push, restore
 from distamp.autocast.threads.suspension import (
     ENTER_CONTEXT,
@@ -94,11 +95,20 @@ class autocast(torch.autocast):
     _enabled: bool
     _caches: bool
 
-    def __new__(cls, *args: Any, ops: OpLists | None = None, **kwargs: Any) -> Self:
+    def __new__(
+        cls,
+        device_type: str = "",
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        ops: OpLists | None = None,
+    ) -> Self:
         """Make a region; in a compiled function, one of torch's."""
         # torch.compile knows torch's own class by identity, and can break a graph inside it.
         if is_dynamo_compiling() and cls is autocast and ops is None:
-            return torch.autocast(*args, **kwargs)  # type: ignore[return-value]
+            made: Any = torch.autocast(device_type, dtype, enabled, cache_enabled)
+            return made  # type: ignore[no-any-return]
         return object.__new__(cls)
 
     def __init__(
@@ -147,7 +157,9 @@ class autocast(torch.autocast):
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel_of_caller())
         renameable = torch._C._get_privateuse1_backend_name()
-        if not caught and isinstance(enabled, bool) and device_type != renameable:
+        # A device that preflight simulates is accepted while it does.
+        lasting = device_type != renameable and is_here(device_type)
+        if not caught and isinstance(enabled, bool) and lasting:
             _accepted.add((device_type, self.fast_dtype, enabled))
         _drop_casts_after_optimizer_steps()
 
@@ -202,10 +214,13 @@ class autocast(torch.autocast):
         if is_dynamo_compiling():
             return self._exit_traced()
         thread = local.state
-        regions = thread.regions
-        if not regions or regions[-1][0] is not self:
+        try:
+            region, enabled, dtype, cache_enabled, lists = entered = thread.regions.pop()
+        except IndexError:
             self._refuse_to_leave()
-        _, enabled, dtype, cache_enabled, lists = regions.pop()
+        if region is not self:
+            thread.regions.append(entered)
+            self._refuse_to_leave()
         device = self.device
         if autocast_decrement_nesting() == 0 or dtype is not self.fast_dtype:
             clear_autocast_cache()
@@ -218,7 +233,7 @@ class autocast(torch.autocast):
             _tell_export(_exit_autocast, ())
         return False
 
-    def _refuse_to_leave(self) -> None:
+    def _refuse_to_leave(self) -> NoReturn:
         regions = [entered[0] for entered in local.state.regions]
         if self not in regions:
             raise RegionError(

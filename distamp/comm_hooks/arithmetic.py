@@ -52,6 +52,15 @@ class Arithmetic(Protocol):
         """Add up several wires of the same row, and write the wire of the sum."""
 
 
-def arithmetic_for(device: torch.device) -> Arithmetic:
-    """Return the arithmetic for tensors of a device."""
-    return reference
+WITHOUT_TRITON = "torch ops, as Triton is not installed"
+
+
+def arithmetic_for(device: torch.device) -> tuple[Arithmetic, str]:
+    """Return the arithmetic for tensors of a device, and its name for `HookStats`."""
+    if device.type != "cuda":
+        return reference, reference.NAME
+    try:
+        from distamp.comm_hooks import kernels
+    except ImportError:
+        return reference, WITHOUT_TRITON
+    return kernels, kernels.NAME

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXPONENT_BIAS",
+    "EXPONENT_BITS",
     "FP32_MAX",
     "exponent_of",
+    "least_unit",
     "on_host",
     "read_blocks",
     "read_lanes",
@@ -37,7 +39,7 @@ def on_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
-def _least_unit(divisor: float) -> int:
+def least_unit(divisor: float) -> int:
     """Return the exponent field of the least unit: ``1 / (divisor * unit)`` must be finite."""
     return 1 + max(0, math.ceil(math.log2(1 / divisor)))
 
@@ -100,7 +102,7 @@ def unit_of(wire: WireFormat, amax: Tensor, inverse: float) -> Tensor:
 
     Neither it nor ``inverse / unit`` is ever subnormal or inf, whatever the block holds.
     """
-    lowest = _least_unit(1 / inverse) << EXPONENT_BITS
+    lowest = least_unit(1 / inverse) << EXPONENT_BITS
     if wire.is_integer:
         bits = amax.mul_(1 / wire.top).view(torch.int32)
         # Upwards, so that no payload is above top.

@@ -74,8 +74,8 @@ class Engine:
         self.wire = wire
         self.channel = channel
         self.account = account
-        self.arithmetic: Arithmetic = arithmetic_for(channel.device)
-        account.arithmetic = self.arithmetic.NAME
+        self.arithmetic: Arithmetic
+        self.arithmetic, account.arithmetic = arithmetic_for(channel.device)
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._next_slot = 0
         self._count = 0

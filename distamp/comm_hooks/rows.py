@@ -32,6 +32,7 @@ class Splits:
         length: int64 (splits,), how many of its 256 elements there are.
         local: uint8 (splits, 256), which of its blocks each element is in.
         first: int64 (splits,), the number of its first block, counted over all splits.
+        parts: int64 (splits,), how many blocks it is.
         header_row: int64 (blocks,), the row of each block's header.
         header: int64 (blocks,), the place of each block's header in that row.
         table: int32 (rows * blocks a row,): which split it is, -1 for whole blocks.
@@ -43,6 +44,7 @@ class Splits:
     length: Tensor
     local: Tensor
     first: Tensor
+    parts: Tensor
     header_row: Tensor
     header: Tensor
     table: Tensor
@@ -131,8 +133,8 @@ def _cuts(rows: Rows, row: int, boundaries: Sequence[int]) -> _Cuts:
 
 
 def _splits(rows: Rows, found: list[_Cuts], device: torch.device) -> Splits:
-    numbers: list[list[int]] = [[] for _ in range(7)]
-    row, column, position, lengths, first, header_row, header = numbers
+    numbers: list[list[int]] = [[] for _ in range(8)]
+    row, column, position, lengths, first, parts, header_row, header = numbers
     local = bytearray()
     table = torch.full((rows.count * rows.blocks,), -1, dtype=torch.int32)
     for number, cuts_of_row in enumerate(found):
@@ -144,12 +146,13 @@ def _splits(rows: Rows, found: list[_Cuts], device: torch.device) -> Splits:
             position.append(rows.start + number * rows.stride + at)
             lengths.append(length)
             first.append(len(header))
+            parts.append(len(cuts) + 1)
             header += [at // BLOCK, *range(extra, extra + len(cuts))]
             header_row += [number] * (len(cuts) + 1)
             extra += len(cuts)
             edges = [0, *cuts, BLOCK]
             for block, (begin, end) in enumerate(pairwise(edges)):
                 local += bytes([block]) * (end - begin)
-    a, b, c, d, e, f, g = (torch.tensor(each, dtype=torch.int64).to(device) for each in numbers)
+    a, b, c, d, e, f, g, h = (torch.tensor(each, dtype=torch.int64).to(device) for each in numbers)
     which = torch.frombuffer(local, dtype=torch.uint8).view(-1, BLOCK).to(device)
-    return Splits(a, b, c, d, which, e, f, g, table.to(device))
+    return Splits(a, b, c, d, which, e, f, g, h, table.to(device))

@@ -27,7 +27,8 @@ class HookStats:
             gradients that are still scaled; None before the first exchange.
         nonfinite: Exchanges in which some gradient was inf or NaN.
         fallbacks: How many buckets went another way than the format's own, by reason.
-        arithmetic: What writes and reads wires: ``"torch ops"``, or ``"Triton kernels"``.
+        arithmetic: What writes and reads wires: ``"torch ops"``, or ``"Triton kernels"``; on a GPU
+            without Triton it says so, where every bucket then costs many launches.
         choice: What ``register(model, "auto")`` chose and why; None where the format was given.
     """
 

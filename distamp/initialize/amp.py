@@ -20,7 +20,7 @@ from distamp.initialize.wrappers import Wrapping, no_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler, MasterParameters, masters_of
-
+from distamp.scaler.clipping import clip_unscaled
 
 __all__ = ["Amp", "StepResult"]
 
@@ -250,11 +250,12 @@ class Amp:
             The norm before clipping: 0-d float32, the same on every rank.
         """
         self._require_optimizers()
-        given = self._to_step()
+        given = self.optimizers
         if not self.scaler.is_enabled():
-            self._take_gradients()
+            self._unscaled = True
+            return clip_unscaled(self.scaler, given, max_norm, norm_type)
         if self._losses is not None and not self._unscaled:
-            self._losses.tell()
+            self._losses.send()
         one = len(given) == 1
         if not one and not self._unscaled and (self._losses is not None or not self._seen):
             # The scaler tells whose gradients it is given by the optimizers it has seen.
@@ -274,28 +275,18 @@ class Amp:
         """
         self._require_optimizers()
         if self._losses is not None and not self._unscaled:
-            self._losses.tell()
+            self._losses.send()
         try:
-            self.scaler.step_all(self._to_step())
+            self.scaler.step_all(self.optimizers)
         finally:
             self._unscaled = False
         self._seen = True
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         if self._losses is not None:
-            told = [self.scaler.found_inf(teller) for teller in self._losses.tellers]
-            self._losses.update(anyone, told)
+            self._losses.update(anyone)
         self.scaler.update()
         return StepResult(anyone == 0, tuple(flag == 0 for flag in found))
-
-    def _take_gradients(self) -> None:
-        # Where no scaler unscales them on the way to their masters.
-        for masters in self.masters:
-            masters.take_gradients()
-
-    def _to_step(self) -> list[torch.optim.Optimizer]:
-        tellers = [] if self._losses is None else self._losses.tellers
-        return [*self.optimizers, *tellers]
 
     def _require_optimizers(self) -> None:
         if not self.optimizers:

@@ -21,7 +21,7 @@ def saved(
     losses: LossScales | None,
     masters: Sequence[MasterParameters],
 ) -> dict[str, Any]:
-    """Return the level's name, for each loss what torch's scaler would save, and the masters."""
+    """Return level, what torch's scaler would save of each loss, schedule and masters."""
     if losses is not None:
         scalers = losses.state_dict()
     else:
@@ -30,6 +30,7 @@ def saved(
         "version": _VERSION,
         "opt_level": precision.level,
         "loss_scalers": scalers,
+        "schedule": {} if losses is not None else scaler.schedule_state_dict(),
         "masters": [each.state_dict() for each in masters],
     }
 
@@ -65,6 +66,8 @@ def load(
     if losses is not None:
         losses.load_state_dict(scalers)
     elif len(scalers) == 1:
+        if state.get("schedule"):
+            scaler.load_schedule_state_dict(state["schedule"])
         scaler.load_state_dict(scalers[0])
     else:
         raise SettingError(

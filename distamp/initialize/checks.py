@@ -14,8 +14,8 @@ from distamp.initialize.wrappers import (
     batchnorms_cast_by_wrapper,
     gathers_for_region,
 )
-from distamp.precision import Precision
 from distamp.optimizers import parameters_of
+from distamp.precision import Precision
 
 __all__ = ["check_comm_hook", "check_model", "check_optimizers"]
 
@@ -128,10 +128,14 @@ def check_optimizers(
         SettingError: See the text.
     """
     known = {id(p) for model in models for p in model.parameters()}
+    held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    left_out = [p for m in models for p in m.parameters() if p.requires_grad and id(p) not in held]
     for number, optimizer in enumerate(optimizers):
         parameters = parameters_of(optimizer)
         strange = sum(id(p) not in known for p in parameters)
-        if strange:
+        # One beside the model is welcome, a learnable temperature for example; but not one in the
+        # place of a parameter that no optimizer steps.
+        if strange and (left_out or strange == len(parameters)):
             raise SettingError(
                 f"{strange} of the {len(parameters)} parameters of optimizer {number} "
                 f"({type(optimizer).__name__}) are none of the model's; a wrapper that shards "

@@ -17,6 +17,7 @@ from distamp.initialize.casting import cast_as, cast_model
 from distamp.initialize.checks import check_comm_hook, check_model, check_optimizers
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, recognise
+from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import (
     DistGradScaler,
@@ -26,7 +27,6 @@ from distamp.scaler import (
     StaticSchedule,
     masters_of,
 )
-from distamp.optimizers import parameters_of
 from distamp.scaler.message import GroupLike
 
 __all__ = ["Overrides", "initialize"]

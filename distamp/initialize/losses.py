@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from distamp.errors import SettingError
 from distamp.gradients import local_gradients, merged, unscale
 from distamp.scaler import DistGradScaler
+from distamp.scaler.checkpoint import read_state
 from distamp.scaler.schedule import ScaleState, Schedule
 from distamp.sources import source_of
-from distamp.scaler.checkpoint import read_state
 
 __all__ = ["LossScales"]
 
@@ -28,8 +28,7 @@ class LossScales:
 
     A loss is to blame for an overflow that was not there before its backward pass. In an iteration
     with an overflow the other losses cannot be judged, and their scales wait. Whose fault it was
-    travels in the scaler's one message: each loss has a parameter of one element whose gradient is
-    inf or 0, in an optimizer of its own.
+    travels in the scaler's one message, as a flag for each loss.
 
     Args:
         count: How many losses.
@@ -61,10 +60,7 @@ class LossScales:
         ]
         self._scale = scaler._scale_on(device)
         self._optimizers = list(optimizers)
-        # Values of their own tell them apart where ranks compare optimizers.
-        weights = [torch.full((1,), float(number), device=device) for number in range(count)]
-        self._told = [torch.nn.Parameter(weight) for weight in weights]
-        self.tellers = [torch.optim.SGD([weight], lr=0.0) for weight in self._told]
+        self._scaler = scaler
         self._begin()
 
     def _begin(self) -> None:
@@ -98,18 +94,17 @@ class LossScales:
             flags = unscale(gradients, ratio, found)
         return merged(flags, self._scale.device)
 
-    def tell(self) -> None:
-        """Write down who overflowed, for the scaler's message."""
-        for told, found in zip(self._told, self._found, strict=True):
-            told.grad = torch.zeros_like(told).masked_fill_(found > 0, torch.inf)
+    def send(self) -> None:
+        """Let the scaler's next message say whose loss overflowed."""
+        self._scaler.send_flags([(found > 0).float() for found in self._found])
 
-    def update(self, found_inf: Tensor, told: Sequence[Tensor]) -> None:
+    def update(self, found_inf: Tensor) -> None:
         """Move each scale by its own flag, which all ranks agree on.
 
         Args:
             found_inf: 0-d float32, whether any gradient overflowed in the end.
-            told: For each of ``tellers`` its flag.
         """
+        told = self._scaler.agreed_flags()
         anyone = torch.stack([flag.to(found_inf.device) for flag in told]).max()
         for loss_id in set(self._order):
             # What nobody was blamed for came with the last backward pass.

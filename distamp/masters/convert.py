@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distamp import host
-from distamp.gradients import is_dtensor, local_of, local_part
+from distamp.gradients import flag_of, is_dtensor, local_of, local_part
 
 __all__ = ["Transfer", "convert"]
 
@@ -77,7 +77,7 @@ def convert(
         device = written[0].device
         if device not in flags:
             same = device == found_inf.device
-            flags[device] = found_inf if same else torch.zeros((), device=device)
+            flags[device] = found_inf if same else flag_of(False, device)
             scales[device] = inv_scale.to(device, non_blocking=True)
         torch._amp_foreach_non_finite_check_and_unscale_(written, flags[device], scales[device])
 

@@ -57,7 +57,7 @@ class _Placeholder(Tensor):
 def _filled(value: Any) -> Any:
     """Return arguments with zeros in the place of placeholders."""
     if isinstance(value, _Placeholder):
-        return torch.zeros(value.shape, device=value.device)
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     if isinstance(value, (list, tuple)):
         return type(value)(map(_filled, value))
     return value
@@ -176,7 +176,11 @@ def _placed(local: Tensor, like: Tensor) -> Tensor:
     if not is_dtensor(like):
         return local
     placed: Tensor = type(like).from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape,
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
         stride=like.stride(),
     )
     return placed

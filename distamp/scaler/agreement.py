@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distamp.errors import GradientError, LockstepError, SettingError, StageError
-from distamp.gradients import is_dtensor, local_of
+from distamp.gradients import flag_of, is_dtensor, local_of
 from distamp.optimizers import describe, parameters_of
 from distamp.scaler import message
 from distamp.scaler.look import Local
@@ -49,6 +49,7 @@ class Question:
         live: Scale, growth tracker and what else a schedule remembers, where the host can read it
             without a wait; else what all of it follows from.
         scaled: Whether this rank has ever called ``scale()``.
+        flags: 0-d float32 flags of the caller's own, beside those of the optimizers.
         refused: An error that was found before gradients were looked at.
         wants_rows: Whether a norm or the largest gradient is asked for.
         row: This rank's words of them, int64 (3,); None where it has an error.
@@ -66,6 +67,7 @@ class Question:
     scale: Tensor
     live: tuple[Any, ...]
     scaled: bool
+    flags: Sequence[Tensor] = ()
     refused: Exception | None = None
     wants_rows: bool = False
     row: Tensor | None = None
@@ -84,7 +86,8 @@ class Agreed(NamedTuple):
     """What all ranks agree on.
 
     Args:
-        flags: For each optimizer 0-d float32, exactly 0 or 1.
+        flags: For each optimizer, and then for each flag of the caller's own, 0-d float32,
+            exactly 0 or 1.
         reply: Who overflowed.
         rows: The rows of all ranks, int64 (ranks, 3), if asked for.
         tables: What all ranks hold, where their norm plans differ.
@@ -121,7 +124,7 @@ class Statement:
     @property
     def shown(self) -> dict[str, Any]:
         """What is shown to people."""
-        scale, tracker, *more = (*self.live, None, None)[:2]
+        scale, tracker = (*self.live, None, None)[:2]
         shown = {
             "call": self.call,
             "iteration": self.iteration,
@@ -231,7 +234,7 @@ class Ranks:
         error = question.error()
         scaled = question.scaled or self._scaled
         plain = error is None and self._unsent is None and scaled
-        flags = [local.flags for local in question.locals]
+        flags = [*(local.flags for local in question.locals), *([f] for f in question.flags)]
         digest = self._digest(question, plain, error is not None, scaled)
         row, room = question.row, group.length.room_for_rows()
         reply = message.exchange(group, digest, flags, row, room=room)
@@ -249,7 +252,7 @@ class Ranks:
             rows = reply.rows() if room else message.gather_rows(group, _row(row))
         agreed = reply.flags(device)
         if not plain and not pending.checked:
-            agreed = [torch.ones((), device=device) for _ in agreed]
+            agreed = [flag_of(True, device) for _ in agreed]
         return Agreed(agreed, reply, rows, pending.tables, pending.compared)
 
     def drain(self) -> None:
@@ -277,7 +280,7 @@ class Ranks:
 
 
 def _row(row: Tensor | None) -> Tensor:
-    return torch.zeros(message.ROW, dtype=torch.int64) if row is None else row
+    return torch.zeros(message.ROW, dtype=torch.int64, device="cpu") if row is None else row
 
 
 @functools.lru_cache(maxsize=64)

@@ -71,9 +71,7 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
     return replace(read, scale=_scale(state, read.schedule), tracker=tracker)
 
 
-def written_schedule(
-    schedule: Schedule, hysteresis: int, memory: Sequence[int]
-) -> dict[str, Any]:
+def written_schedule(schedule: Schedule, hysteresis: int, memory: Sequence[int]) -> dict[str, Any]:
     """Return what torch's five keys cannot hold: the kind of schedule, its bounds and memory."""
     return {
         "version": _VERSION,

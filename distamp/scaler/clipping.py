@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from distamp.errors import SettingError, StageError
-from distamp.gradients import local_gradients
+from distamp.gradients import flag_of, local_gradients
 from distamp.optimizers import parameters_of, unwrapped
-from distamp.scaler.flow import Norm, Subject, look_and_agree, subject_of
+from distamp.scaler.flow import Norm, Subject, agree_on_norm, look_and_agree, subject_of
 from distamp.scaler.message import Group
 from distamp.scaler.norms import Declared, NormPlan, kinds_of, scale_by
 from distamp.scaler.optimizer_state import OptimizerStates, OptState
@@ -20,9 +20,7 @@ from distamp.sources import source_of
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
-__all__ = ["clip", "clip_disabled"]
-
-Given = "torch.optim.Optimizer | Iterable[Tensor] | Tensor"
+__all__ = ["clip", "clip_disabled", "clip_unscaled"]
 
 
 def clip(
@@ -94,6 +92,60 @@ def clip_disabled(given: Any, states: OptimizerStates, max_norm: float, norm_typ
             source.receive()
             parameters = source.in_place_of(parameters)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def clip_unscaled(
+    scaler: DistGradScaler,
+    optimizers: Sequence[torch.optim.Optimizer],
+    max_norm: float,
+    norm_type: float,
+) -> Tensor:
+    """Clip the whole gradient over the scaler's ranks, where its gradients need no scale.
+
+    For `distamp.initialize`, which is collective at every level; a disabled scaler is not.
+    """
+    refused: Exception | None = None
+    measured: list[Tensor] = []
+    clipped: list[Tensor] = []
+    kinds: list[tuple[str, float]] = []
+    ranks = scaler._ranks
+    size = 1 if ranks.alone else ranks.size
+    try:
+        _check_numbers(max_norm, norm_type)
+        for optimizer in optimizers:
+            source = source_of(optimizer)
+            source.receive()
+            share = source.share()
+            mine = source.stepped() if share is None else share
+            own = share is not None
+            models = [_model_parameter([source], p) for p in mine]
+            kinds += kinds_of(models, size, own=own, replicated=None, sharded=None)
+            measured += mine
+            clipped += source.stepped() if share is None else parameters_of(optimizer)
+    except Exception as error:
+        refused = error
+    device = measured[0].device if measured else torch.device("cpu")
+    one = flag_of(True, device)
+    group = ranks.group_for(one, scaler._states)
+    if group is None and refused is not None:
+        raise refused
+    norm = Norm(
+        measured,
+        norm_type,
+        lambda group: (
+            NormPlan.alone(measured, device)
+            if group is None
+            else scaler._plans.of(measured, tuple(kinds), size, group.rank, device)
+        ),
+    )
+    if group is None:
+        norm.measure(None, device)
+        norm.total = norm.local_total()
+    else:
+        agree_on_norm(ranks, group, scaler._states, one, norm, refused)
+    assert norm.total is not None
+    scale_by(local_gradients(clipped, allow_fp16=True), norm.total, max_norm)
+    return norm.total
 
 
 def _check_numbers(max_norm: float, norm_type: float) -> None:

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distamp.gradients import merged
+from distamp.gradients import flag_of, merged
 from distamp.optimizers import unwrapped
-from distamp.scaler.agreement import Agreed, Question
+from distamp.scaler.agreement import Agreed, Question, Ranks
 from distamp.scaler.guard import take_over_shared
 from distamp.scaler.look import Local, looked_at
 from distamp.scaler.message import Group, gather, gather_rows
 from distamp.scaler.norms import NormPlan, norms_of, total_norm
-from distamp.scaler.optimizer_state import OptimizerState
+from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
 from distamp.sources import GradientSource, source_of
 
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
-__all__ = ["Norm", "Subject", "look_and_agree", "subject_of"]
+__all__ = ["Norm", "Subject", "agree_on_norm", "look_and_agree", "subject_of"]
 
 
 class Subject(NamedTuple):
@@ -87,6 +87,27 @@ class Norm:
         is_max = self.norm_type == float("inf")
         return (part if is_max else part.pow(1.0 / self.norm_type)).float()
 
+    def agreed_total(self, group: Group, agreed: Agreed, whole: Tensor, alike: Tensor) -> Tensor:
+        """Return the norm of the whole gradient; find out anew who holds replicas where need be.
+
+        Args:
+            group: The ranks.
+            agreed: What they agree on.
+            whole: 0-d, the norm if replicas are what the plan takes them for.
+            alike: 0-d bool, whether they are.
+        """
+        plan, norms, tables = self.plan, self.norms, agreed.tables
+        assert plan is not None
+        assert norms is not None
+        if tables is None and plan.is_refuted(alike):
+            plan.look_again()
+            tables = gather(group, plan.table(norms))
+        if tables is None:
+            return whole
+        plan.agree(tables, group.rank)
+        row = plan.row(norms, self.norm_type, None)
+        return total_norm(gather_rows(group, row), self.norm_type)[0]
+
 
 def look_and_agree(
     scaler: DistGradScaler,
@@ -111,23 +132,30 @@ def look_and_agree(
     """
     scale = scaler._scale_tensor()
     group = scaler._ranks.group_for(scale, scaler._states)
+    flags, scaler._own_flags = scaler._own_flags, []
     if group is None:
         _alone(scaler, subjects, look, refused, norm, scale)
+        if flags:
+            scaler._agreed_flags = flags
         return
+    if flags:
+        scaler._agreed_flags = []
+    items = [*subjects, *flags]
     most = group.length.capacity
-    for start in range(0, max(len(subjects), 1), most):
-        part = subjects[start : start + most]
-        last = start + most >= len(subjects)
+    for start in range(0, max(len(items), 1), most):
+        part = items[start : start + most]
+        last = start + most >= len(items)
         _with_ranks(
             scaler,
             group,
             call,
-            part,
+            [item for item in part if isinstance(item, Subject)],
             look,
-            total=len(subjects),
+            flags=[item for item in part if isinstance(item, Tensor)],
+            total=len(items),
             refused=refused,
             norm=norm if last else None,
-            by_hooks=by_hooks,
+            by_hooks=by_hooks and not flags,
         )
 
 
@@ -158,6 +186,7 @@ def _with_ranks(
     subjects: Sequence[Subject],
     look: Callable[[Subject], Local],
     *,
+    flags: Sequence[Tensor],
     total: int,
     refused: Exception | None,
     norm: Norm | None,
@@ -169,23 +198,24 @@ def _with_ranks(
     optimizers = [subject.optimizer for subject in subjects]
     try:
         if hooks.joined and by_hooks and refused is None:
-            flags = hooks.flags(
+            through_hooks = hooks.flags(
                 call,
                 optimizers,
                 ranks.ranks,
                 agreed=all(state.agreed for state in states),
                 measured=norm is not None or scaler._watches_largest(call),
             )
-            if flags is not None:
-                _by_hooks(scaler, call, subjects, look, flags, norm)
+            if through_hooks is not None:
+                _by_hooks(scaler, call, subjects, look, through_hooks, norm)
                 return
         question = _question(scaler, group, call, subjects, look, total, refused, norm)
+        question.flags = flags
         agreed = ranks.agree(group, question, scaler._states)
         _note(scaler, group, question, agreed, norm)
         if hooks.joined:
             hooks.agreed(optimizers)
     except Exception as error:
-        flag = torch.ones((), device=scaler._scale_tensor().device)
+        flag = flag_of(True, scaler._scale_tensor().device)
         for state in states:
             state.close(f"{type(error).__name__}: {error}", flag)
         raise
@@ -203,7 +233,7 @@ def _question(
 ) -> Question:
     """Return what this rank brings to the message; whatever goes wrong on the way is part of it."""
     scale = scaler._scale_tensor()
-    empty = Local([torch.zeros(())])
+    empty = Local([flag_of(False, "cpu")])
     locals_ = [empty if refused is not None else looked_at(look, s) for s in subjects]
     watches = scaler._watches_largest(call)
     question = Question(
@@ -222,14 +252,13 @@ def _question(
     )
     if question.wants_rows and question.error() is None:
         try:
-            _add_row(scaler, group, question, locals_, norm)
+            _add_row(group, question, locals_, norm)
         except Exception as error:
             question.refused = error
     return question
 
 
 def _add_row(
-    scaler: DistGradScaler,
     group: Group,
     question: Question,
     locals_: Sequence[Local],
@@ -239,7 +268,9 @@ def _add_row(
     seen = [local.largest for local in locals_ if local.largest is not None]
     largest = torch.stack(seen).max() if seen else None
     if norm is None:
-        question.row = NormPlan.alone([], device).row(torch.zeros(0, dtype=torch.float64, device=device), 2.0, largest)
+        question.row = NormPlan.alone([], device).row(
+            torch.zeros(0, dtype=torch.float64, device=device), 2.0, largest
+        )
         return
     norm.measure(group, device)
     plan, norms = norm.plan, norm.norms
@@ -253,8 +284,9 @@ def _add_row(
 def _note(
     scaler: DistGradScaler, group: Group, question: Question, agreed: Agreed, norm: Norm | None
 ) -> None:
-    for place, (state, flag) in enumerate(zip(question.states, agreed.flags, strict=True)):
+    for place, (state, flag) in enumerate(zip(question.states, agreed.flags, strict=False)):
         state.set_flag(flag, agreed.reply, place)
+    scaler._agreed_flags += agreed.flags[len(question.states) :]
     if agreed.compared:
         scaler._rebase()
     if agreed.rows is None:
@@ -264,31 +296,30 @@ def _note(
     if scaler._watches_largest(question.call):
         scaler._note_largest(largest.to(question.scale.device))
     if norm is not None:
-        norm.total = _agree_on_norm(scaler, group, question, agreed, norm, whole, alike)
+        norm.total = norm.agreed_total(group, agreed, whole, alike).to(question.scale.device)
 
 
-def _agree_on_norm(
-    scaler: DistGradScaler,
+def agree_on_norm(
+    ranks: Ranks,
     group: Group,
-    question: Question,
-    agreed: Agreed,
+    states: OptimizerStates,
+    scale: Tensor,
     norm: Norm,
-    whole: Tensor,
-    alike: Tensor,
-) -> Tensor:
-    """Return the norm of the whole gradient; find out anew who holds replicas where need be."""
-    plan, norms, tables = norm.plan, norm.norms, agreed.tables
-    assert plan is not None
-    assert norms is not None
-    device = question.scale.device
-    if tables is None and plan.is_refuted(alike):
-        plan.look_again()
-        tables = gather(group, plan.table(norms))
-    if tables is None:
-        return whole.to(device)
-    plan.agree(tables, group.rank)
-    row = plan.row(norms, norm.norm_type, None)
-    return total_norm(gather_rows(group, row), norm.norm_type)[0].to(device)
+    refused: Exception | None,
+) -> None:
+    """Agree on a norm alone, of gradients that are not scaled."""
+    question = Question(
+        "clip_grad_norm_", [], [], [], 0, "", scale, (), True, (), refused, wants_rows=True
+    )
+    if refused is None:
+        try:
+            _add_row(group, question, [], norm)
+        except Exception as error:
+            question.refused = error
+    agreed = ranks.agree(group, question, states)
+    assert agreed.rows is not None
+    whole, _, alike = total_norm(agreed.rows, norm.norm_type)
+    norm.total = norm.agreed_total(group, agreed, whole, alike).to(scale.device)
 
 
 def _by_hooks(

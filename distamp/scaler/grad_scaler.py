@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from distamp import host
 from distamp.errors import LossScaleCollapse, SettingError, StageError
-from distamp.gradients import merged
+from distamp.gradients import flag_of, merged
 from distamp.optimizers import find_closure, unwrapped
 from distamp.scaler import clipping, joining, message, overflow, settings
 from distamp.scaler.agreement import Ranks
@@ -155,7 +155,8 @@ class DistGradScaler(TorchNames, Joinable):
         self._in_words: tuple[Any, ...] = ()
         self._known_live: tuple[Any, ...] = ()
         self._moves = 0
-        self._extra_flags: list[Tensor] = []
+        self._own_flags: list[Tensor] = []
+        self._agreed_flags: list[Tensor] = []
         self._plans = NormPlans()
         self._states = OptimizerStates()
         self._watch = BackwardWatch(self._states)
@@ -252,7 +253,7 @@ class DistGradScaler(TorchNames, Joinable):
         look_and_agree(self, "step", subjects, self._unscaled)
 
     def _unscaled(self, subject: Subject) -> Local:
-        """Look at an optimizer's gradients and unscale them, as an override of torch's name says."""
+        """Look at an optimizer's gradients and unscale them, through torch's own name for it."""
         _, optimizer, state, source = subject
         self._check_masters(optimizer, source)
         scale = self._watch.scale_of(optimizer, state, source, self._scale_tensor())
@@ -279,7 +280,7 @@ class DistGradScaler(TorchNames, Joinable):
         own = self._scale_tensor()
         state.made_with = self._watch.scale_of(optimizer, state, source, own)
         if overrides(self, "_unscale_grads_", DistGradScaler):
-            one, found = torch.ones((), device=own.device), torch.zeros((), device=own.device)
+            one, found = flag_of(True, own.device), flag_of(False, own.device)
             return Local(self._flags_of_override(optimizer, True, one, found) or [found])
         return checked(optimizer, source, own.device, self._schedule.watches_largest)
 
@@ -374,7 +375,7 @@ class DistGradScaler(TorchNames, Joinable):
         subjects = self._enter("step_all", optimizers, OptimizerState.check_step)
         ready = [s for s in subjects if s.state["stage"] is OptState.READY]
         again = [s for s in subjects if s.state["stage"] is OptState.UNSCALED]
-        if ready or self._extra_flags:
+        if ready or self._own_flags:
             look_and_agree(self, "step", ready, self._look_before_step)
         if again and self._recheck:
             look_and_agree(self, "recheck", again, self._rechecked)
@@ -439,7 +440,7 @@ class DistGradScaler(TorchNames, Joinable):
     def _step_with_scaler(
         self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Step by torch's older protocol: the optimizer unscales with the scaler that it is given."""
+        """Step by torch's older protocol: the optimizer unscales with the scaler it is given."""
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the passed "
             "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -543,9 +544,9 @@ class DistGradScaler(TorchNames, Joinable):
             if state is None:
                 if not unscaled_some:
                     return True
-            elif state["stage"] is OptState.READY and state.closed is None:
-                return True
-            elif self._recheck and call != "unscale_" and state["stage"] is OptState.UNSCALED:
+            elif (state["stage"] is OptState.READY and state.closed is None) or (
+                self._recheck and call != "unscale_" and state["stage"] is OptState.UNSCALED
+            ):
                 return True
         return not given and not unscaled_some
 
@@ -685,7 +686,7 @@ class DistGradScaler(TorchNames, Joinable):
             StageError: The optimizer was never checked.
         """
         if not self._enabled:
-            return torch.zeros(())
+            return flag_of(False, "cpu")
         found = self._states.asked("found_inf", optimizer).found_inf
         if found is None:
             raise StageError(
@@ -781,6 +782,18 @@ class DistGradScaler(TorchNames, Joinable):
                 "a skipped step and before zero_grad()"
             )
         return report
+
+    def send_flags(self, flags: Sequence[Tensor]) -> None:
+        """Let flags of the caller's own travel in the next message; the same number on every rank.
+
+        Args:
+            flags: 0-d float32, exactly 0 or 1.
+        """
+        self._own_flags = list(flags)
+
+    def agreed_flags(self) -> list[Tensor]:
+        """Return the flags of the last `send_flags`, set where any rank had set them; 0-d."""
+        return self._agreed_flags
 
     def attach(self, hook_state: object) -> None:
         """Learn of inf and NaN from the communication hook that averages the gradients.
@@ -901,9 +914,10 @@ class DistGradScaler(TorchNames, Joinable):
     def _load_memory(self, memory: tuple[int, ...]) -> None:
         self._largest = None
         if self._memory is not None and self._memory.numel() == len(memory):
-            self._memory.copy_(torch.tensor(memory))
+            self._memory.copy_(torch.tensor(memory, dtype=torch.int64, device="cpu"))
         elif self._scale is not None:  # the loaded schedule is of another kind
-            self._memory = torch.tensor(memory, device=self._scale.device) if memory else None
+            kept = torch.tensor(memory, dtype=torch.int64, device=self._scale.device)
+            self._memory = kept if memory else None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._states.records:

@@ -111,7 +111,7 @@ class BackwardWatch:
         if before is None or (on_host and before == now):
             return
         self._changes += 1
-        old = torch.full((), before) if isinstance(before, float) else before
+        old = before if isinstance(before, Tensor) else _scalar(before)
         self._before = old
         for optimizer, state in self._states.live():
             if state["stage"] is OptState.READY:
@@ -181,6 +181,10 @@ class BackwardWatch:
         alive = [each for each in self._orphans if _is_there(each)]
         state.leftovers += [each for each in alive if id(each.parameter()) in mine]
         self._orphans = [each for each in alive if id(each.parameter()) not in mine]
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device="cpu")
 
 
 def _outside_the_graph(watch: BackwardWatch, scaled: Tensor) -> None:

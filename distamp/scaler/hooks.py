@@ -12,9 +12,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from distamp.gradients import flag_of
 from distamp.optimizers import inner_optimizer
 from distamp.protocols import CommHook, GradientWatch
 from distamp.scaler.optimizer_state import OptimizerState
@@ -46,7 +46,7 @@ class Hooks:
         """Join one more hook."""
         self.joined.append(hook)
         # Its exchanges compare from the first on: a rank whose loss is not scaled is seen, too.
-        hook.scale_changed(torch.ones(()), 1)
+        hook.scale_changed(flag_of(True, "cpu"), 1)
 
     def scale_is(self, scale: Tensor, iteration: int, settings: Callable[[], str]) -> None:
         """Tell the hooks what the coming backward pass is scaled by."""
@@ -95,8 +95,7 @@ class Hooks:
         if not self.joined:
             return settings
         return (
-            f"{settings}, gradients by hook={self._announcing}, "
-            f"calls without message={self._calls}"
+            f"{settings}, gradients by hook={self._announcing}, calls without message={self._calls}"
         )
 
     def agreed(self, optimizers: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Look at the gradients of one optimizer on this rank: a value comes back, and nothing is raised."""
+"""Look at the gradients of one optimizer on this rank: a value comes back, nothing is raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distamp import host
-from distamp.gradients import check_finite, largest_magnitude, local_gradients
+from distamp.gradients import check_finite, flag_of, largest_magnitude, local_gradients
 from distamp.sources import GradientSource
 
 __all__ = ["Local", "checked", "inverse", "local_of_error", "looked_at", "unscaled"]
@@ -45,13 +45,13 @@ def looked_at(look: Callable[..., Local], *args: Any) -> Local:
 
 def local_of_error(error: Exception) -> Local:
     """Return what a rank has to say that found nothing but an error."""
-    return Local(flags=[torch.zeros(())], error=error)
+    return Local(flags=[flag_of(False, "cpu")], error=error)
 
 
 def inverse(scale: Tensor) -> Tensor:
     """Return 1 / scale as torch computes it: in float64, as float32 can be off by one bit."""
     if host.is_host(scale.device) and (value := scale.item()):
-        return torch.full((), 1.0 / value, dtype=torch.float32)
+        return torch.full((), 1.0 / value, dtype=torch.float32, device=scale.device)
     return scale.double().reciprocal().float()
 
 
@@ -69,7 +69,7 @@ def checked(optimizer: Any, source: GradientSource, device: torch.device, watch:
     if watch:  # one pass tells both
         largest = largest_magnitude(gradients, device)
         return Local([largest.isinf().float()], largest)
-    return Local(check_finite(gradients, torch.zeros((), device=device)))
+    return Local(check_finite(gradients, flag_of(False, device)))
 
 
 def unscaled(
@@ -97,6 +97,6 @@ def unscaled(
                 source.filled(), allow_fp16=allow_fp16 or source.has_masters, owner=optimizer
             )
             largest = largest_magnitude(gradients, scale.device)
-    found = torch.zeros((), device=scale.device)
+    found = flag_of(False, scale.device)
     flags = unscale(inverse(scale), found)
     return Local(flags or [found], largest)

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
 from distamp.errors import LockstepError, StageError
-from distamp.gradients import merged
+from distamp.gradients import flag_of, merged
 
 __all__ = [
     "ROW",
@@ -275,9 +275,7 @@ class Reply:
             self._words = summed.tolist()
         else:
             words = layout.words
-            self._on_host = host.HostCopy(
-                summed if summed.numel() == words else summed[:words]
-            )
+            self._on_host = host.HostCopy(summed if summed.numel() == words else summed[:words])
 
     @property
     def known(self) -> bool:
@@ -307,7 +305,9 @@ class Reply:
         layout = self._layout
         if self._words is not None:
             return [_flag(layout.ranks(self._words, i), device) for i in range(self._optimizers)]
-        words = self._summed if self._summed.numel() == layout.words else self._summed[: layout.words]
+        words = (
+            self._summed if self._summed.numel() == layout.words else self._summed[: layout.words]
+        )
         differs = words.ne(_signed(self._expected << _HALF))
         if layout.for_one > 1:
             differs = differs.view(layout.capacity, layout.for_one).any(1)
@@ -320,7 +320,7 @@ class Reply:
 
 
 def _flag(ranks: list[int], device: torch.device) -> Tensor:
-    return torch.ones((), device=device) if ranks else torch.zeros((), device=device)
+    return flag_of(bool(ranks), device)
 
 
 # -- the collective --------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def _host_words(
         if any(flag.item() for flag in of_devices):
             word, bit = layout.bit(optimizer, group.rank)
             words[word] |= 1 << bit
-    return torch.tensor([_signed(word) for word in words], dtype=torch.int64)
+    return torch.tensor([_signed(word) for word in words], dtype=torch.int64, device="cpu")
 
 
 def _device_words(
@@ -387,14 +387,14 @@ def _device_words(
 
 @functools.lru_cache(maxsize=8)
 def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), device=device)
+    return flag_of(False, device)
 
 
 @functools.lru_cache(maxsize=8)
 def _bits_of_rank(layout: Layout, rank: int, device: torch.device) -> Tensor:
     bits = [0] * layout.for_one
     bits[rank // _HALF] = 1 << rank % _HALF
-    return torch.tensor(bits, device=device)
+    return torch.tensor(bits, dtype=torch.int64, device=device)
 
 
 def _sum(group: Group, packed: Tensor) -> None:

@@ -25,7 +25,16 @@ from distamp.errors import SettingError
 from distamp.gradients import is_dtensor, local_of, summed_values
 from distamp.host import HostCopy
 
-__all__ = ["Declared", "NormPlan", "NormPlans", "Table", "kinds_of", "norms_of", "scale_by", "total_norm"]
+__all__ = [
+    "Declared",
+    "NormPlan",
+    "NormPlans",
+    "Table",
+    "kinds_of",
+    "norms_of",
+    "scale_by",
+    "total_norm",
+]
 
 _NEAR = 1e-6
 _ODD = 0x9E3779B97F4A7C15
@@ -104,8 +113,12 @@ class NormPlan:
         for index, (kind, weight) in enumerate(kinds):
             weights.append(weight if kind == PART else 1.0 / size)
             odd = _signed((2 * index + 1) * _ODD)
-            checks.append(_signed((size - 1) * odd if rank == 0 else -odd) if kind == UNKNOWN else 0)
-        alike = [None if kind == PART else (v, kind) for v, (kind, _) in zip(values, kinds, strict=True)]
+            checks.append(
+                _signed((size - 1) * odd if rank == 0 else -odd) if kind == UNKNOWN else 0
+            )
+        alike = [
+            None if kind == PART else (v, kind) for v, (kind, _) in zip(values, kinds, strict=True)
+        ]
         key = _hash([entry for entry in alike if entry is not None])
         return cls(
             list(map(weakref.ref, parameters)),
@@ -379,7 +392,7 @@ def _values_of(parameters: Sequence[Tensor]) -> list[int]:
     for parameter in parameters:
         local = local_of(parameter.detach())
         if local.device.type == "meta":
-            local = torch.zeros(0)
+            local = torch.zeros(0, dtype=torch.float32, device="cpu")
         flat = torch.view_as_real(local) if local.is_complex() else local
         bits = flat.reshape(-1).view(_BITS[flat.element_size()])
         sums.append(torch.stack((bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64))))
@@ -394,7 +407,7 @@ def _values_of(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _place(parameter: Tensor) -> tuple[int, ...]:
-    """Return where a DTensor's part lies in its mesh; ranks with another place hold another part."""
+    """Return where a DTensor's part lies in its mesh; elsewhere lies another part."""
     if not is_dtensor(parameter):
         return ()
     coordinate = parameter.device_mesh.get_coordinate() or []

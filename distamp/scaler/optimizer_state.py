@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from distamp import host
 from distamp.errors import StageError
 from distamp.gradients import merged, refuse_impossible
 from distamp.host import HostCopy
@@ -285,7 +284,7 @@ class OptimizerStates:
         return len(self._by_id)
 
     def by_id(self, key: int) -> OptimizerState:
-        """Return the state at an ``id``, or one that an optimizer may take when it is first seen."""
+        """Return the state at an ``id``, or one for an optimizer that is yet to be seen."""
         state = self._by_id.get(key)
         return OptimizerState(lambda: None, -1) if state is None else state
 
@@ -321,9 +320,10 @@ class OptimizerStates:
         state.index = self._seen
         self._seen += 1
         state.optimizer = _reference(optimizer, _forgets(weakref.ref(self), key))
-        state.wants_scaler = getattr(
-            optimizer, "_step_supports_amp_scaling", False
-        ) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+        state.wants_scaler = (
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and "grad_scaler" in inspect.signature(optimizer.step).parameters
+        )
         self._by_id[key] = state
         return state
 

@@ -18,7 +18,6 @@ from distamp.sources import source_of
 if TYPE_CHECKING:
     from distamp.scaler.flow import Subject
     from distamp.scaler.grad_scaler import DistGradScaler
-    from distamp.scaler.optimizer_state import OptimizerState
 
 __all__ = ["Overflow", "OverflowReport", "SkipLog", "find_overflows", "report"]
 
@@ -130,7 +129,7 @@ class SkipLog:
     """Says on rank 0, at INFO, which steps were skipped and why; never waits for a device."""
 
     def __init__(self) -> None:
-        self._arriving: list[tuple[HostCopy, OptimizerState, str, int]] = []
+        self._arriving: list[tuple[HostCopy, str, int]] = []
 
     def note(
         self, scaler: DistGradScaler, subject: Subject, flag: Tensor, skipped: bool | None
@@ -142,7 +141,7 @@ class SkipLog:
         if skipped is None:
             scale = scaler._scale_tensor().to(flag.device)
             copy = HostCopy(torch.stack((flag, scale)))
-            self._arriving.append((copy, state, describe(optimizer), state.steps))
+            self._arriving.append((copy, describe(optimizer), state.steps))
             return
         where = _where(scaler, subject)
         _say(describe(optimizer), state.steps, scaler.get_scale(), state.overflow_rank(), where)
@@ -153,7 +152,7 @@ class SkipLog:
             return
         kept = []
         for entry in self._arriving:
-            copy, state, name, step = entry
+            copy, name, step = entry
             if not copy.arrived():
                 kept.append(entry)
                 continue

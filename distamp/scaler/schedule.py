@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from distamp.errors import SettingError
 from distamp import host
+from distamp.errors import SettingError
 
 __all__ = ["DynamicSchedule", "HysteresisSchedule", "ScaleState", "Schedule", "StaticSchedule"]
 

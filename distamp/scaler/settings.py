@@ -41,7 +41,7 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
             f"device must be a device type such as 'cuda' or 'cpu', not {device!r}; "
             f"a loss scale is given by keyword: init_scale={device!r}"
         )
-    if isinstance(device, (bytes, Tensor, Iterable)) and not isinstance(device, str):
+    if isinstance(device, (bytes, Tensor, list, tuple, dict, set)):
         raise TypeError(f"device must be a str or None, not {type(device).__name__}")
     if not isinstance(device, (str, torch.device)):
         return device, True  # a stand-in, which torch stores unread as well
@@ -89,9 +89,7 @@ def check_fp16_grads(fp16_grads: object) -> None:
 def check_skips(limit: object) -> None:
     """Refuse a limit on skipped steps that is no integer >= 1."""
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise SettingError(
-            f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}"
-        )
+        raise SettingError(f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}")
 
 
 class Names:

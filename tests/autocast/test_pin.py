@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from distamp import autocast
-from distamp.autocast import bind, pin_precision, unbind
+from distamp import autocast, bind, pin_precision, preflight, unbind
 from distamp.autocast.devices import autocast_without_device
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -200,3 +199,15 @@ def test_a_pin_and_a_binding_of_one_module_are_undone_in_any_order() -> None:
     pin_precision(layer, "bf16")
     unbind(layer)
     assert layer(X).dtype is BF16
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_preflight_shows_a_pin_in_its_own_dtype_and_finds_no_fault_in_it(
+    device_type: str,
+) -> None:
+    net = model()
+    pin_precision(net[1], "bf16")
+    result = preflight(net, X, device_type, FP16, measure=False)
+    assert list(result.findings) == []
+    ran = {row.module: row.outputs for row in result.report.rows if row.op == "addmm"}
+    assert ran == {"0": ("float16",), "1": ("bfloat16",), "2": ("float16",)}

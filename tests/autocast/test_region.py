@@ -128,6 +128,19 @@ def test_nested_regions_of_two_dtypes_may_share_a_weight():
     ]
 
 
+def test_torchs_own_region_of_another_dtype_inside_ours_raises_unless_ours_keeps_no_casts():
+    weight = torch.ones(2, 2, requires_grad=True)
+    with autocast("cpu", dtype=torch.float16):
+        torch.mm(X, weight)
+        inner = torch.autocast("cpu", dtype=torch.bfloat16)
+        with inner, pytest.raises(RuntimeError, match="same dtype"):
+            torch.mm(X, weight)
+    with autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        torch.mm(X, weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.mm(X, weight).dtype is torch.bfloat16
+
+
 def test_leaving_in_another_thread_is_an_error_there_and_changes_nothing_here():
     region = autocast("cpu")
     seen: list[object] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tests.scaler.asymmetric_programs import (
     ENDING,
@@ -47,6 +48,8 @@ def _program(draw: random.Random) -> Program:
     setting = _setting(draw)
     going_on = [what for what in EVENTS if what not in ENDING and allowed(setting, Event(what))]
     events = [_event(draw, draw.choice(going_on)) for _ in range(draw.randint(1, 4))]
+    if setting.scaler == "logged":  # compared where torch has a word alone
+        events.insert(0, replace(_event(draw, "plain"), how=draw.choice(HOWS[:2])))
     if draw.random() < 0.4:
         events.append(_event(draw, draw.choice(ENDING)))
     return Program(setting, tuple(events))

@@ -24,6 +24,7 @@ from distamp.scaler import MasterParameters
 from tests.ranks import subgroup
 from tests.scaler.asymmetric_programs import WORLD, Event
 from tests.scaler.asymmetric_reference import INIT_SCALE, gradient_of
+from tests.scaler.asymmetric_scalers import SCALERS, TORCH_SCALERS
 from tests.scaler.wrappers import Slotted, TakesScaler
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def _late(runner: Runner, event: Event) -> None:
     for slot in runner.slots:
         runner.scaler.unscale_(slot.inner)
     if event.what == "late everywhere" or runner.rank == event.rank:
-        runner.backward(_chosen(runner, event))
+        for index in runner.every():
+            runner.backward(index)
     for slot in runner.slots:
         runner.scaler.step(slot.inner)
     runner.scaler.update()
@@ -360,6 +362,31 @@ def _thread(runner: Runner, event: Event) -> None:
 # -- groups, states, copies ------------------------------------------------------------------------
 
 
+def _alone(runner: Runner, event: Event) -> None:
+    """A scaler of each rank by itself, of some class, beside torch's of the same."""
+    names = [name for name in SCALERS if name != "ours"]
+    name = names[event.flavour % len(names)]
+    group = [subgroup([rank]) for rank in range(WORLD)][runner.rank]
+    fused = bool(event.flavour // 3 % 2)
+    gradients = (0.25, 0.25) if name == "no flags" else (0.25, INF, 0.25)
+    results = []
+    for kind, settings in ((SCALERS[name], {"process_group": group}), (TORCH_SCALERS[name], {})):
+        scaler = kind("cpu", init_scale=INIT_SCALE, **settings)
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+        for gradient in gradients:
+            optimizer.zero_grad()
+            scaler.scale((parameter * gradient).sum()).backward()
+            if event.flavour // 6 % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((parameter.item(), scaler.get_scale(), getattr(scaler, "calls", None)))
+    if results[0] != results[1]:
+        runner.seen.wrong.append(f"{name} by itself: {results[0]}, over torch's {results[1]}")
+    runner.plain(event)
+
+
 def _regroup(runner: Runner, event: Event) -> None:
     state = runner.scaler.state_dict()
     old, runner.group = runner.group, runner.new_group()
@@ -462,4 +489,5 @@ _EVENTS: dict[str, Callable[[Runner, Event], None]] = {
     "reload": _reload,
     "copy": _copy,
     "join": _join,
+    "alone": _alone,
 }

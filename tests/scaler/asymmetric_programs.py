@@ -37,6 +37,7 @@ EVENTS = (
     "reload",
     "copy",
     "join",  # uneven inputs
+    "alone",  # a scaler of a subclass for each rank by itself
     # These end a program: every rank raises.
     "mistake",
     "late",  # gradients after unscale_, on one rank alone

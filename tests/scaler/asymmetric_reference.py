@@ -122,7 +122,9 @@ class Expected:
         """Which overrides torch's class calls in this iteration; None where torch has no word."""
         if event.what not in ("plain", "inf") or event.how not in ("step", "unscale"):
             return None
-        fused = self.setting.kind == "SGD fused" and not self.setting.masters
+        if self.setting.masters:
+            return None
+        fused = self.setting.kind == "SGD fused"
         calls: list[str] = []
         for _ in self.values:
             if event.how == "unscale":

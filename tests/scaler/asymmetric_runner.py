@@ -122,13 +122,10 @@ class Runner:
         self.scaled(parameter, torch.tensor(gradient)).backward()
 
     def scaled(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        def scaled_loss(parameter: Tensor, gradient: Tensor) -> Tensor:
-            return self.scaler.scale((parameter.float() * gradient).sum())
-
         if not self.setting.compiled:
-            return scaled_loss(parameter, gradient)
+            return _scaled_loss(self.scaler)(parameter, gradient)
         if self.compiled is None:
-            self.compiled = torch.compile(scaled_loss, backend="eager")
+            self.compiled = torch.compile(_scaled_loss(self.scaler), backend="eager")
         return self.compiled(parameter, gradient)
 
     def through(self, index: int, event: Event) -> Any:
@@ -246,6 +243,13 @@ class Runner:
         self.slots.clear()
         self.kept.clear()
         gc.collect(0)
+
+
+def _scaled_loss(scaler: Any) -> Any:
+    def scaled_loss(parameter: Tensor, gradient: Tensor) -> Tensor:
+        return scaler.scale((parameter.float() * gradient).sum())
+
+    return scaled_loss
 
 
 def run_on_rank(programs: Sequence[Program]) -> list[list[Seen]]:

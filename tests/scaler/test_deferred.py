@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, host
 from distamp.errors import LockstepError
-from distamp import host
 from tests.ranks import RankPool
 
 _READS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero")

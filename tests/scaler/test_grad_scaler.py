@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from distamp.errors import StageError
 from distamp.scaler import StepCounts
-
 from tests.scaler.reference import KINDS, Kind
 from tests.scaler.steps import (
     INF,

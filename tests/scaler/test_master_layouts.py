@@ -13,8 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.scaler import MasterParameters
 from distamp.optimizers import parameters_of
+from distamp.scaler import MasterParameters
 from tests.scaler.layouts import LAYOUTS, WORLD, Layout
 from tests.scaler.masters import ByHand, local, master_scaler
 from tests.scaler.reference import KINDS, ScaleRule

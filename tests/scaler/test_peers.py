@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-
 from tests.collectives import count_collectives
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, pairs
 

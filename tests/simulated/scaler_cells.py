@@ -22,7 +22,7 @@ LAYOUTS = (*ALL_LAYOUTS, *DEVICE_LAYOUTS)
 # What these are on one device, for the cells that there are.
 _LIKE = {"two devices": "alone", "DDP, two devices": "DDP"}
 # Layouts that cannot be here, and why.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS = {"DDP, sparse": "NCCL, and so this group, has no all_reduce of sparse tensors"}
 
 Cell = tuple[str, str, str, str]
 Programs = Iterable[Program]

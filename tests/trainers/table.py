@@ -32,6 +32,7 @@ NAMED = {
     "mmengine": ("mmengine",),
     "ultralytics": ("ultralytics",),
     "torchtitan": ("torchtitan",),
+    "torchtitan_loop": ("torchtitan",),
     "schedule_free": ("schedulefree",),
     "torchao": ("torchao",),
     "bitsandbytes": ("bitsandbytes",),

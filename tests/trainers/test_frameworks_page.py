@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import socket
 import tempfile
 import types
 import warnings
@@ -15,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import distamp
-from tests.trainers import common
+from tests.trainers import common, titan
 from tests.trainers.common import FAULT, data, digest, faulty, needs, quiet, rank
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
@@ -141,7 +143,7 @@ def given_ultralytics() -> dict[str, Any]:
     return given
 
 
-def given_torchtitan() -> dict[str, Any]:
+def given_torchtitan_loop() -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 
@@ -157,6 +159,11 @@ def given_torchtitan() -> dict[str, Any]:
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)) for o in optimizers]
     step_all = types.SimpleNamespace(step=lambda: [each.step() for each in schedules])
     return given | {"optimizers": optimizers, "schedulers": step_all}
+
+
+def given_torchtitan() -> dict[str, Any]:
+    titan.on_cpu()
+    return {"debug_model": titan.config_for("runs", FAULT + 2)}
 
 
 class SAM(torch.optim.Optimizer):
@@ -200,6 +207,7 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "mmengine": ("mmengine", given_mmengine),
     "ultralytics": ("ultralytics", given_ultralytics),
     "torchtitan": ("torchtitan", given_torchtitan),
+    "torchtitan_loop": ("torchtitan", given_torchtitan_loop),
     "schedule_free": ("schedulefree", plain),
     "sam": ("torch", given_sam),
     "muon": ("torch", plain),
@@ -257,8 +265,25 @@ def run(name: str, torchs: bool = False) -> tuple[float, float, str]:
             distamp.uninstall()
     scaler = scaler_in(namespace)
     net = namespace.get("model", namespace.get("module"))
+    if net is None:
+        (net,) = namespace["trainer"].model_parts
     parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
     return digest(parameters), scaler.get_scale() / scaler._init_scale, type(scaler).__module__
+
+
+def run_alone(name: str, port: int) -> tuple[float, float, str]:
+    """As `run`, where the code makes the process group."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        return run(name)
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def test_every_piece_of_code_is_run():
@@ -266,13 +291,17 @@ def test_every_piece_of_code_is_run():
     assert PAGE.read_text().count("```python") == len(GIVEN)
 
 
+@pytest.mark.timeout(600)  # minutes go by on a busy machine while a package is imported
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.xdist_group(GROUPS.get(n, "beside"))) for n in GIVEN],
 )
-def test_the_code_runs_and_keeps_ranks_together(ranks2, name):
+def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
     needs(GIVEN[name][0])
-    one, other = ranks2.run(run, name)
+    if name == "torchtitan":  # makes its own process group
+        one, other = new_ranks(2, timeout=550).run(run_alone, name, free_port(), group="none")
+    else:
+        one, other = ranks2.run(run, name)
     assert one == other
     assert one[1] == 0.5, "the overflow of one rank halves the scale of both, once"
     assert one[2].startswith("distamp.")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled, set_autocast_dtype, set_autocast_enabled
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from distamp.autocast.compiler import never_compiled
@@ -23,7 +24,6 @@ from distamp.autocast.op_lists.documented import documented_categories
 from distamp.autocast.op_lists.families import RUNS_AS
 from distamp.autocast.op_lists.kernels import (
     Entry,
-    Key,
     entries_of,
     is_registered,
     key_of_lists,
@@ -176,16 +176,19 @@ class ListsInForce:
         lists: The lists by device type.
         rules: What they say of each op, by the number of its kernel.
         entries: The usual cases among these, in the form that kernels read.
+        has_rules: Whether they say anything else than torch's.
         key: The kernels' dispatch key.
-        guarded: The dtypes that show torch.compile these lists; None leaves the second device type
-            disabled.
+        device_type: The device type that is enabled to show torch.compile that there are lists.
+        guarded: The dtypes that show it which; None for the first lists of the process.
     """
 
     lists: tuple[tuple[str, OpLists], ...]
     rules: Mapping[int, tuple[Rule, ...]]
     entries: dict[int, Entry]
-    key: Key
-    guarded: tuple[torch.dtype, torch.dtype | None]
+    has_rules: bool
+    key: DispatchKey
+    device_type: str
+    guarded: tuple[torch.dtype, torch.dtype | None] | None
 
 
 # The dtype of the first device type says which lists of the process are in force, and where that is
@@ -196,6 +199,7 @@ _DTYPES = tuple(
         key=lambda it: (it is not torch.float16, str(it)),
     )
 )
+_NO_ENTRIES: dict[int, Entry] = {}
 _LIMIT = len(_DTYPES) * (len(_DTYPES) + 1)
 
 _Entered = tuple[ListsInForce, bool, Any] | None
@@ -228,10 +232,17 @@ def _add(lists: tuple[tuple[str, OpLists], ...]) -> None:
                     "the lists once and use them again"
                 )
             by_slot = slots_of(rules)
+            key = key_of_lists()
             second, first = divmod(len(_made), len(_DTYPES))
             guarded = _DTYPES[first], _DTYPES[second - 1] if second else None
             _made[lists] = ListsInForce(
-                lists, by_slot, entries_of(by_slot), key_of_lists(), guarded
+                lists,
+                by_slot,
+                entries_of(by_slot),
+                bool(by_slot),
+                key.key,
+                key.guarded[0][0],
+                guarded if _made else None,
             )
             _tag_compile_caches()
 
@@ -332,26 +343,29 @@ def restore(entered: _Entered) -> None:
 
 @never_compiled
 def _follow(thread: ThreadState, lists: ListsInForce | None, was: ListsInForce | None) -> None:
+    """Go from some lists to others; None is torch's own."""
     if thread.weights:
         thread.weights = {}
     if lists is None:
         assert was is not None
-        key = was.key
-        thread.entries = {}
-        set_included(key.key, False)
+        thread.entries = _NO_ENTRIES
+        set_included(was.key, False)
+        set_autocast_enabled(was.device_type, False)
     else:
-        key = lists.key
         thread.entries = lists.entries
-        set_included(key.key, bool(lists.rules))
+        set_included(lists.key, lists.has_rules)
+        set_autocast_enabled(lists.device_type, True)
         if thread.stashed is not lists:
             stash(lists)
             thread.stashed = lists
-    (device, default), (second, second_default) = key.guarded
-    set_autocast_enabled(device, lists is not None)
-    now = (default, None) if lists is None else lists.guarded
-    before = (default, None) if was is None else was.guarded
-    if now[0] is not before[0]:
-        set_autocast_dtype(device, now[0])
-    if now[1] is not before[1]:
-        set_autocast_enabled(second, now[1] is not None)
-        set_autocast_dtype(second, now[1] or second_default)
+    now = None if lists is None else lists.guarded
+    if now is not (None if was is None else was.guarded):
+        _guard(*(now or (None, None)))
+
+
+def _guard(first: torch.dtype | None, second: torch.dtype | None) -> None:
+    """Show torch.compile which lists of several are in force."""
+    (device_type, dtype), (second_device_type, second_dtype) = key_of_lists().guarded
+    set_autocast_dtype(device_type, first or dtype)
+    set_autocast_enabled(second_device_type, second is not None)
+    set_autocast_dtype(second_device_type, second or second_dtype)

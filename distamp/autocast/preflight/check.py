@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distamp.autocast.preflight.device import SIMULATED
 from distamp.autocast.preflight.finding import Finding, in_order
@@ -87,13 +88,12 @@ def preflight(
     Raises:
         TypeError: ``model`` is not a module or a scripted one, or ``dtype`` not a dtype.
         ValueError: ``device_type`` cannot be simulated, ``dtype`` is not a half type, or the model
-            has parameters without a shape (lazy modules) or that are not dense.
+            has parameters without a shape (lazy modules) or that are not plain dense tensors.
         RuntimeError: This build of torch cannot simulate the device.
     """
     optimizers = _optimizers(optimizers)
     _check_arguments(model, device_type, dtype)
     model = _unwrap(model)
-    _check_tensors(model)
     findings = check_model(model, dtype) + check_optimizers(model, optimizers)
     wrapped = policies_of(model)
     own = [] if mixed_precision is None else [("", type(mixed_precision).__name__, mixed_precision)]
@@ -102,6 +102,7 @@ def preflight(
     if wrapped:
         done = Simulation(findings=[_sharded(wrapped[0])])
     else:
+        _check_tensors(model)
         args, kwargs = _arguments(example_inputs)
         job = Job(
             model,
@@ -118,7 +119,9 @@ def preflight(
         done = _look(job, measure)
     findings += done.findings
     if allow_unfinished:
-        findings = [_allowed(finding) for finding in findings]
+        findings = [
+            replace(f, severity="warning") if f.rule == "not-simulated" else f for f in findings
+        ]
     ran, left = _visited(model, done)
     if done.forward:
         findings += _unused(model, left)
@@ -147,11 +150,6 @@ def _look(job: Job, measure: bool) -> Simulation:
     if measure:
         done.findings += probe(kinds, job.device_type, job.dtype, backward=job.backward)
     return done
-
-
-def _allowed(finding: Finding) -> Finding:
-    stops = finding.rule == "not-simulated" and not finding.what.startswith("stops the step")
-    return replace(finding, severity="warning") if stops else finding
 
 
 def _unused(model: nn.Module, names: tuple[str, ...]) -> list[Finding]:
@@ -198,13 +196,20 @@ def _check_arguments(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
 
 
 def _check_tensors(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("preflight takes a Python module, got a scripted one; script it afterwards")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{name or 'the model'} is a scripted module; script it afterwards")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         if is_lazy(tensor):
             raise ValueError(
                 f"{name} has no shape yet: run a lazy model forward once before preflight"
+            )
+        sharded: bool = is_traceable_wrapper_subclass(tensor)
+        if sharded:
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}; give preflight the model before its tensors "
+                "are sharded or quantized"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise ValueError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from distamp.autocast.report.rows import OpRow, collapse
 
-__all__ = ["SEVERITIES", "Finding", "as_lines", "in_order"]
+__all__ = ["SEVERITIES", "Finding", "as_lines", "as_names", "in_order"]
 
 # error: it fails, or the numbers are wrong. warning: it may be. info: good to know.
 SEVERITIES = ("error", "warning", "info")
@@ -45,11 +46,21 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(dict.fromkeys(findings), key=lambda f: SEVERITIES.index(f.severity)))
 
 
+def as_names(modules: Iterable[str], limit: int) -> str:
+    """Names for people, those of modules alike but for an index as one, up to a number of them."""
+    counts = Counter(_collapsed(modules := list(modules))[name] for name in modules)
+    shown = [f"{name or '(model)'}" + (f" x{n}" if n > 1 else "") for name, n in counts.items()]
+    return ", ".join([*shown[:limit], *(["..."] if len(shown) > limit else [])])
+
+
+def _collapsed(modules: Iterable[str]) -> dict[str, str]:
+    return collapse(OpRow(name, "", "", "", "", (), ()) for name in modules)
+
+
 def as_lines(findings: Iterable[Finding]) -> list[str]:
     """Findings for people, those of modules alike but for an index as one."""
     findings = in_order(findings)
-    rows = [OpRow(f.module, "", "", "", "", (), ()) for f in findings]
-    shown = collapse(rows)
+    shown = _collapsed(f.module for f in findings)
     groups: dict[Finding, int] = {}
     for finding in findings:
         group = replace(finding, module=shown[finding.module])

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from distamp.autocast.devices import is_here
 from distamp.autocast.preflight.finding import Finding
 from distamp.autocast.report.recording import Observed
 
-__all__ = ["Kind", "Kinds", "Timing", "device_is_here", "measure", "probe"]
+__all__ = ["Kind", "Kinds", "Timing", "measure", "probe"]
 
 # Slower than float32 by more than this is worth a word; below, it is noise.
 _SLOW = 1.5
@@ -74,14 +75,6 @@ class Kinds:
                 modules.append(call.owner.module)
 
 
-def device_is_here(device_type: str) -> bool:
-    """Whether this machine has the device."""
-    if device_type == "cpu":
-        return True
-    module = getattr(torch, device_type, None)
-    return module is not None and bool(module.is_available())
-
-
 def probe(
     kinds: Kinds,
     device_type: str,
@@ -93,7 +86,7 @@ def probe(
     """Time each kind, float32 beside half precision, and report what is slower or missing."""
     short = str(dtype).removeprefix("torch.")
     both = ", forward and backward" if backward else ""
-    if not device_is_here(device_type):
+    if not is_here(device_type):
         what = f"no {device_type} device here: the speed of {short} was not measured"
         fix = "run preflight on the machine that will train"
         return [Finding("info", "speed", "", device_type, what, fix)]

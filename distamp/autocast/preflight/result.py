@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distamp.autocast.preflight.finding import Finding, as_lines
+from distamp.autocast.preflight.finding import Finding, as_lines, as_names
 from distamp.autocast.report import PrecisionReport
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ class Preflight:
         count = len(self.visited)
         parts.append(f"{count} of {count + len(self.not_visited)} modules visited")
         line = ", ".join(parts)
-        if not self.not_visited:
-            return line
-        more = ", ..." if len(self.not_visited) > _NAMED else ""
-        return f"{line}; not: {', '.join(self.not_visited[:_NAMED])}{more}"
+        return f"{line}; not: {as_names(self.not_visited, _NAMED)}" if self.not_visited else line
 
     def __str__(self) -> str:
         lines = [str(self.report), "", self.summary, "", "findings", *as_lines(self.findings)]

@@ -12,11 +12,11 @@ from distamp.autocast.preflight.finding import Finding
 from distamp.autocast.report.kernels import kernel_of
 from distamp.autocast.report.recording import Observed
 
-__all__ = ["Risks", "inner_length"]
+__all__ = ["FP16_ZERO", "Risks", "inner_length"]
 
 _FP16_MAX = torch.finfo(torch.float16).max
 # Half of the smallest fp16 number: what is below rounds to 0.
-_FP16_ZERO = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps / 2
+FP16_ZERO = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps / 2
 # fp16 counts no further than this in steps of 1: eps is 2**-10.
 _LONG_SUM = 2 / torch.finfo(torch.float16).eps
 _LONG_PRODUCT = 2**15
@@ -75,7 +75,7 @@ class Risks:
     def _norm(self, call: Observed, name: str) -> None:
         at = _NORMS[name]
         eps = call.args[at] if len(call.args) > at else None
-        if isinstance(eps, float) and 0 < eps < _FP16_ZERO:
+        if isinstance(eps, float) and 0 < eps < FP16_ZERO:
             what = (
                 f"eps={eps:g} is 0 in fp16; this kernel keeps its statistics in fp32, a decomposed "
                 "or exported one need not"
@@ -86,7 +86,7 @@ class Risks:
 
     def _scalars(self, call: Observed, name: str) -> None:
         for value in _floats(call.args):
-            if 0 < abs(value) < _FP16_ZERO:
+            if 0 < abs(value) < FP16_ZERO:
                 what = f"{value:g} beside an fp16 tensor is 0: it guards against nothing"
                 fix = f"use {_eps_advice()} or more, or take the input to .float() first"
                 self._note(call, "warning", "fp16-epsilon", name, what, fix)

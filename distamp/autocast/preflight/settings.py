@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from distamp.autocast.preflight.finding import Finding
+from distamp.autocast.preflight.risks import FP16_ZERO
 from distamp.autocast.report.attribution import module_names
 
 __all__ = ["check_model", "check_optimizers", "check_policy", "policies_of"]
 
 _HALF = (torch.float16, torch.bfloat16)
-# Half of the smallest positive fp16 number, 2**-24.
-_FP16_ZERO = 2.0**-25
 
 
 def check_model(model: nn.Module, dtype: torch.dtype) -> list[Finding]:
@@ -56,7 +55,7 @@ def check_optimizers(
             example = names.get(id(fp16[0]), f"group {number}, parameter 0")
             module = example.rpartition(".")[0]
             eps = group.get("eps")
-            if isinstance(eps, float) and 0 < eps < _FP16_ZERO:
+            if isinstance(eps, float) and 0 < eps < FP16_ZERO:
                 what = (
                     f"eps={eps:g} of group {number} is 0 in fp16 ({len(fp16)} fp16 parameters, "
                     f"such as {example}): where a squared gradient underflows it divides by 0"

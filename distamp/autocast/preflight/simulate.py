@@ -8,6 +8,7 @@ import random
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ _NOT_SIMULATED = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+# A loop that ends when the data says so may never end; this many made-up decisions in a module do.
+_MOST_DECISIONS = 5000
 _ARRAYS: frozenset[Any] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
 
 
@@ -96,6 +99,7 @@ class _Step:
         self.recorder = Recorder(job.model, self._observe(observe), self._owners)
         self.values = Values(self._fake_mode, self._stand_ins, self._made_up)
         self._functions = _Functions(self)
+        self._decisions: Counter[str] = Counter()
 
     def run(self) -> None:
         job, done = self.job, self.done
@@ -214,22 +218,28 @@ class _Step:
         what = "the way taken depends on values that were made up, such as which expert is chosen"
         fix = "nothing need be wrong; precision_report on a real step shows the way that data takes"
         module, op = self.recorder.where()
+        self._decisions[module] += 1
+        if self._decisions[module] > _MOST_DECISIONS:
+            raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
         if not any(f.rule == "made-up-values" and f.module == module for f in self.done.findings):
             self._note("made-up-values", module, op, what, fix, severity="info")
 
     def _failure(self, error: Exception) -> Finding:
-        place = _module_of(self.job.model, error), "backward" if self.done.forward else "forward"
+        phase = "forward" if self.values.device is None else "loss_fn"
+        place = _module_of(self.job.model, error), "backward" if self.done.forward else phase
         if self._functions.failed is not None and isinstance(error, RuntimeError | AssertionError):
             place = self._functions.failed
+        rule = "not-simulated"
         fix = "use precision_report on a real step, or allow_unfinished=True to pass without it"
         if isinstance(error, _NOT_SIMULATED[:2]):
             what = f"depends on values that cannot be made up ({_first_line(error)})"
         elif _needs_the_device(error):
             what = "needs the device itself, or has no fake kernel in torch"
         else:
+            rule = "step-fails"
             what = f"stops the step, in float32 too: {type(error).__name__}: {_first_line(error)}"
             fix = "check the example inputs and the devices of tensors the model makes itself"
-        return Finding("error", "not-simulated", *place, f"{what}; what follows was not run", fix)
+        return Finding("error", rule, *place, f"{what}; what follows was not run", fix)
 
 
 class _Functions(TorchFunctionMode):

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -138,6 +139,8 @@ class Values(TorchDispatchMode):
         made_up: Called where values that decide a result were made up.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         fake_mode: FakeTensorMode,
@@ -156,7 +159,7 @@ class Values(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
+        if isinstance(func, HigherOrderOperator) or func.namespace == "prim":
             return func(*args, **kwargs)
         if func is _aten.lift_fresh.default:
             # A constant, such as torch.tensor(3).
@@ -170,19 +173,26 @@ class Values(TorchDispatchMode):
             func, args = _aten.index.Tensor, (source, [mask])
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1]))
-        elif func._schema.name.startswith("aten::_use_"):
+        if func._schema.name.startswith("aten::_use_"):
             # Whether cuDNN or MIOpen can do it: torch's own kernel is of the same dtype.
             return False
-        elif _reads_values(func):
+        # Never run on values: other ranks need not be here.
+        collective = func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+        if _reads_values(func) and not collective and func is not _aten.index.Tensor:
             return self._from_values(func, args, kwargs)
         try:
             out = _KERNELS.get(func, func)(*args, **kwargs)
         except _NO_FAKE_KERNEL:
+            if collective:
+                raise
             # For its shapes: some ops have a kernel for the CPU, but none for fake tensors.
             with suppress(*_FAILURES):
                 return self._from_values(func, args, kwargs)
             raise
-        if not func.is_view:
+        if collective:
+            for tensor in _tensors((args, kwargs)):
+                _remember(tensor, _Memory())
+        elif not func.is_view:
             self._note(func, args, kwargs, out)
         return out
 
@@ -192,11 +202,15 @@ class Values(TorchDispatchMode):
             return tensor
         found = self._replaced.get(id(tensor))
         if found is None:
-            found = self._fake_mode.from_tensor(tensor)
+            # On the meta device stands what would be on the CPU, had it been allocated.
+            at = torch.device("cpu") if tensor.is_meta else None
             if self.device is not None and tensor.dim():
-                found = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
-                )
+                at = self.device
+            if at is None:
+                found = self._fake_mode.from_tensor(tensor)
+            else:
+                place = tensor.shape, tensor.stride()
+                found = torch.empty_strided(*place, dtype=tensor.dtype, device=at)
             self._replaced[id(tensor)] = found
             self._kept.append(tensor)
             self.load(found, tensor)

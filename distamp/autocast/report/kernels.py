@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 
 from distamp.autocast.report.rows import OpRow
 
@@ -41,7 +42,9 @@ class Kernel(NamedTuple):
 
 @cache
 def kernel_of(func: Any) -> Kernel:
-    """The facts about an operator overload."""
+    """The facts about an operator overload, or a higher order operator."""
+    if isinstance(func, HigherOrderOperator):
+        return Kernel(func.name(), False, True, False, False, False)
     name = func._schema.name
     return Kernel(
         name.removeprefix("aten::"),

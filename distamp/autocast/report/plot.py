@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_rows"]
 
-# fp32 warm, half precision cool, everything else grey; told apart by colour-blind readers too.
+# fp32 warm, half precision cool, everything else grey; colour-blind people see them as different.
 _COLOURS = {
     "bf16": "#3a6ea5",
     "fp16": "#2a9d8f",
@@ -85,7 +85,7 @@ def _by_module(rows: tuple[OpRow, ...], limit: int) -> dict[str, list[OpRow]]:
 
 
 def _shares(rows: Sequence[OpRow], phase: str) -> dict[str, float]:
-    """Which part of the elements a module computed, casts apart, has which dtype."""
+    """Which part of the elements a module computed, not counting casts, has which dtype."""
     phases = ("forward", "recompute") if phase == "forward" else (phase,)
     sums: dict[str, float] = {}
     for row in rows:

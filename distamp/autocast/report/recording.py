@@ -198,8 +198,8 @@ class Recorder:
             thread.since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
             thread.foreign = {t.grad_fn for t in tensors_in(inputs) if t.grad_fn is not None}
         if thread.modes is not None:
-            held = (module._parameters, module._buffers, vars(module))
-            tensors = (t for each in held for t in each.values() if isinstance(t, torch.Tensor))
+            attributes = (module._parameters, module._buffers, vars(module))
+            tensors = (t for of in attributes for t in of.values() if isinstance(t, torch.Tensor))
             thread.foreign.update(t.grad_fn for t in tensors if t.grad_fn is not None)
         self._claim(thread)
         thread.frames.append(_Frame(module, name))
@@ -291,7 +291,7 @@ class Recorder:
                 self._count_hits(thread, inputs, counts)
             if weight and cause == "autocast" and torch.is_autocast_cache_enabled():
                 self._keep(thread, casts[0][1])
-        if self._observe is not None:
+        if self._observe is not None and isinstance(func, torch._ops.OpOverload):
             self._observe(Observed(owner, phase, func, args, kwargs, inputs, outputs))
 
     def _where(self, thread: _Thread) -> tuple[Owner, str, str]:
@@ -317,17 +317,17 @@ class Recorder:
     def _keep(self, thread: _Thread, cast: torch.Tensor) -> None:
         """Remember a cast that autocast may hand out again; forget those that are gone."""
         if len(thread.cached) >= thread.cached_limit:
-            alive = {key: held for key, held in thread.cached.items() if held[0]() is not None}
+            alive = {key: cast for key, cast in thread.cached.items() if cast[0]() is not None}
             thread.cached = alive
             thread.cached_limit = max(_CASTS_KEPT, 2 * len(alive))
         thread.cached[id(cast)] = (weakref.ref(cast), [False])
 
     def _count_hits(self, thread: _Thread, inputs: list[torch.Tensor], counts: Counts) -> None:
         for tensor in inputs:
-            held = thread.cached.get(id(tensor))
-            if held is None:
+            cast = thread.cached.get(id(tensor))
+            if cast is None:
                 continue
-            reference, used = held
+            reference, used = cast
             if reference() is not tensor:
                 del thread.cached[id(tensor)]
             elif used[0]:

@@ -1,4 +1,4 @@
-"""How a recorder is told what runs: module hooks, and torch's two stacks of modes.
+"""How a recorder learns what runs: module hooks, and torch's two stacks of modes.
 
 A TorchDispatchMode sees every kernel, below autograd and autocast, casts included. It cannot see
 who asked for a cast; a TorchFunctionMode, above autocast, can: ``Tensor.to`` passes it by name.
@@ -68,6 +68,9 @@ class Watcher(Protocol):
 
 class Kernels(TorchDispatchMode):
     """Shows a recorder every kernel call of this thread."""
+
+    # flex_attention, cond and the like are one kernel; what they run inside is not seen.
+    supports_higher_order_operators = True
 
     def __init__(self, recorder: Watcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from distamp.autocast import op_lists
 from distamp.autocast.compiler import never_compiled
+from distamp.autocast.op_lists.kernels import key_of_lists
 from distamp.autocast.threads import suspension
 from distamp.autocast.threads.thread_state import local
 from distamp.errors import RegionError
@@ -59,14 +60,17 @@ class AutocastState:
     @never_compiled
     def capture(cls) -> AutocastState:
         """Take the calling thread's state."""
+        names = _device_types(torch._C._get_privateuse1_backend_name())
         devices = tuple(
-            (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-            for each in _device_types(torch._C._get_privateuse1_backend_name())
+            [
+                (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+                for each in names
+            ]
         )
         lists = op_lists.current()
         if lists is not None:
             # Two device types only show torch.compile the lists.
-            unused = dict(lists.key.guarded)
+            unused = dict(key_of_lists().guarded)
             devices = tuple(
                 (name, False, unused[name]) if name in unused else (name, enabled, dtype)
                 for name, enabled, dtype in devices
@@ -108,14 +112,11 @@ def _set(now: AutocastState, to: AutocastState) -> bool:
     """Set torch's settings of the calling thread; tell whether a device type's changed."""
     if now.cache_enabled is not to.cache_enabled:
         torch.set_autocast_cache_enabled(to.cache_enabled)
-    if now.devices == to.devices:
-        return False
-    before = {name: (enabled, dtype) for name, enabled, dtype in now.devices}
-    for name, enabled, dtype in to.devices:
-        if before.get(name) != (enabled, dtype):
-            torch.set_autocast_enabled(name, enabled)
-            torch.set_autocast_dtype(name, dtype)
-    return True
+    changes = set(to.devices).difference(now.devices)
+    for name, enabled, dtype in changes:
+        torch.set_autocast_enabled(name, enabled)
+        torch.set_autocast_dtype(name, dtype)
+    return bool(changes)
 
 
 class _Applied:

@@ -59,6 +59,8 @@ class _Suspendable:
     With the attributes of a function, ``inspect`` takes this for what it wraps.
     """
 
+    __qualname__: str
+
     def __init__(self, scope: _Scope, fn: Callable[..., Any], drive: Callable[..., Any]) -> None:
         function: Any = fn
         while isinstance(function, functools.partial):
@@ -68,10 +70,11 @@ class _Suspendable:
             setattr(self, name, getattr(function, name))
         functools.update_wrapper(self, fn)
         self._scope = scope
+        self._fn = fn
         self._drive = drive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._drive(self._scope, self.__wrapped__(*args, **kwargs))
+        return self._drive(self._scope, self._fn(*args, **kwargs))
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)

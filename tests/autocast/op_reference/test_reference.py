@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.op_reference_page import page
 from distamp.autocast import OpReference, op_reference
 from distamp.autocast.op_lists.names import documented, documents, known
 from distamp.autocast.op_reference import NATIVE, observe
 from distamp.autocast.op_reference.samples import SAMPLES, Inputs
-from distamp.autocast.op_reference.table import page
 
 PAGE = Path(__file__).parents[3] / "docs" / "op_reference.md"
 WRITTEN_FOR = "2.13.0"
@@ -37,7 +37,7 @@ def references() -> dict[str, Mapping[str, OpReference]]:
 
 def differences(text: str, device_type: str, document: str) -> dict[str, list[str]]:
     """The rows of one table of the page: op to its cells."""
-    section = text.split(f"\n## {device_type}: document {document} ")[1].split("\n## ")[0]
+    section = text.split(f"\n## {device_type}: the documents of {document}\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
     return {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in rows}
 
@@ -70,7 +70,7 @@ def test_every_documented_op_does_what_the_document_says_or_stands_in_the_page(
 
 @same_torch
 def test_the_page_is_what_its_command_writes() -> None:
-    assert PAGE.read_text() == page(), "run python -m distamp.autocast.op_reference.table"
+    assert PAGE.read_text() == page(), "run python -m benchmarks.op_reference_page"
 
 
 # Counted by hand from torch's page of lists and its header autocast_mode.h.
@@ -133,7 +133,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from distamp.autocast import OpLists, op_lists
 from distamp.autocast.op_lists.names import documented, documents
 from distamp.autocast.op_reference import observe
-from distamp.autocast.op_reference.registered import autocast_without_device
+from distamp.autocast.devices import autocast_without_device
 from distamp.autocast.op_reference.samples import SAMPLES
 
 seen = {}
@@ -151,12 +151,12 @@ with FakeTensorMode(), autocast_without_device("cuda", torch.float16):
     }.items():
         token = op_lists.push(lists, "cuda")
         seen[name] = {name: str(call().dtype) for name, call in calls.items()}
-        op_lists.pop(token)
+        op_lists.restore(token)
 for document in documents():
     if "cuda" in documented(document):
         token = op_lists.push(OpLists.documented(document), "cuda")
         seen[document] = {name: observe(name, "cuda") for name in SAMPLES}
-        op_lists.pop(token)
+        op_lists.restore(token)
 print(json.dumps(seen))
 """
 

@@ -78,7 +78,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from distamp.autocast.op_reference.reference import _LastInputs
-from distamp.autocast.op_reference.registered import autocast_without_device
+from distamp.autocast.devices import autocast_without_device
 
 LISTS = {
     "torch_fp16": torch, "torch_fp32": torch, "torch_need_autocast_promote": torch,

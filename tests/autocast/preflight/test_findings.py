@@ -81,7 +81,7 @@ def test_every_op_that_raises_is_found():
 
 def test_what_fails_in_float32_too_is_not_blamed_on_precision():
     (found,) = findings(inside(lambda x: x @ torch.ones(3, 3, device=x.device)))
-    assert (found.rule, found.module, found.op) == ("not-simulated", "1", "matmul")
+    assert (found.rule, found.module, found.op) == ("step-fails", "1", "matmul")
     assert "in float32 too" in found.what
 
 

@@ -276,6 +276,31 @@ def test_an_output_without_a_gradient_is_an_error_where_parameters_wait_for_one(
     assert (frozen.backward, frozen.finished, frozen.errors) == (None, True, ())
 
 
+def test_modules_alike_that_took_no_part_are_named_as_one():
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(9))})
+    model.forward = lambda x: model["layers"][0](x)
+    result = preflight(model, torch.randn(4, 8), measure=False)
+    assert result.summary.endswith("2 of 10 modules visited; not: layers.* x8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch chooses the kernel itself")
+def test_flex_attention_is_one_kernel():
+    flex = import_module("torch.nn.attention.flex_attention")
+
+    def attend(x):
+        mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, x.device)
+        return flex.flex_attention(x, x, x, lambda score, b, h, q, k: score + q, mask)
+
+    model = nn.Sequential(nn.Linear(8, 8), Calls(attend))
+    result = preflight(model, torch.randn(2, 2, 16, 8), "cuda", FP16, measure=False)
+    assert result.finished, result.findings
+    ran = {(row.op, row.phase, row.compute) for row in result.report.rows if "flex" in row.op}
+    assert ran == {
+        ("flex_attention", "forward", "float16"),
+        ("flex_attention_backward", "backward", "float16"),
+    }
+
+
 def test_modules_that_took_no_part_are_named():
     class Net(nn.Module):
         def __init__(self):
@@ -418,7 +443,7 @@ def test_nothing_a_model_does_ends_the_process():
     )
     assert done.returncode == 0, done.stderr
     found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert found == {name: ["not-simulated"] if name == "raises" else [] for name in HARMFUL}
+    assert found == {name: ["step-fails"] if name == "raises" else [] for name in HARMFUL}
 
 
 NO_GUARD = pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA builds have a guard")

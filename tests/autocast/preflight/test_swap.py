@@ -10,12 +10,14 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from distamp import preflight
+from distamp import autocast, preflight
 from tests.autocast.report.test_report import mlp
+from tests.ranks import mesh
 
 
 class Twice(nn.Module):
@@ -268,6 +270,51 @@ def test_a_ddp_model_trains_on(ranks2):
     assert ranks2.run(_wrapped_in_ddp) == [(True, ("", "0", "1", "2", "3"), True)] * 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_regions_for_a_device_that_is_not_here_are_off_again():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with autocast("cuda", torch.bfloat16):
+                y = self.l(x)
+            with torch.autocast("cuda", torch.bfloat16):
+                return y + self.l(x)
+
+    rows = preflight(Net(), torch.randn(5, 4), "cuda", torch.float16, measure=False).report.rows
+    assert {row.inputs for row in rows if row.op == "addmm"} == {("bfloat16",)}
+    for region in (autocast, torch.autocast):
+        with pytest.warns(UserWarning, match="CUDA is not available"), region("cuda"):
+            assert not torch.is_autocast_enabled("cuda")
+
+
+class Reduces(nn.Module):
+    """Adds over ranks in forward, and reads the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x):
+        count = torch.tensor([1, 2], device=x.device)
+        torch.distributed.all_reduce(count)
+        return self.l(x) * count.sum().item()
+
+
+def _alone_on_one_rank(device_type):
+    if torch.distributed.get_rank() == 0:
+        result = preflight(Reduces(), torch.randn(4, 4), device_type, measure=False)
+        return result.finished, {finding.rule for finding in result.findings}
+    return True, {"made-up-values"}
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_a_collective_in_forward_waits_for_no_other_rank(ranks2, device_type):
+    assert ranks2.run(_alone_on_one_rank, device_type) == [(True, {"made-up-values"})] * 2
+
+
 @pytest.mark.parametrize("wrap", [DataParallel, torch.compile], ids=["DataParallel", "compile"])
 def test_wrappers_are_looked_through(wrap):
     result = preflight(wrap(mlp()), torch.randn(4, 8), measure=False)
@@ -294,12 +341,23 @@ def test_a_copy_or_pickle_of_the_model_afterwards_is_a_real_one():
 def test_models_that_cannot_be_simulated_are_refused():
     with pytest.raises(ValueError, match=r"weight has no shape yet: run a lazy model"):
         preflight(nn.LazyLinear(3), torch.ones(1, 4))
-    with pytest.raises(TypeError, match="got a scripted one"):
-        preflight(torch.jit.script(nn.Linear(4, 4)), torch.ones(1, 4))
+    with pytest.raises(TypeError, match="0 is a scripted module; script it afterwards"):
+        preflight(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), torch.ones(1, 4))
     sparse = nn.Module()
     sparse.register_buffer("edges", torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match=r"edges is torch.sparse_coo"):
         preflight(sparse, torch.ones(1, 4))
+
+
+def _tensor_parallel():
+    model = nn.Linear(4, 4)
+    parallelize_module(model, mesh((2,), ("tp",)), ColwiseParallel())
+    with pytest.raises(ValueError, match="weight is a DTensor; give preflight the model before"):
+        preflight(model, torch.ones(1, 4))
+
+
+def test_a_tensor_parallel_model_is_refused(ranks2):
+    ranks2.run(_tensor_parallel)
 
 
 def test_a_loss_s_own_weights_are_simulated_and_put_back():

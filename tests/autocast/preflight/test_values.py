@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import nn
@@ -144,6 +146,25 @@ def test_inputs_on_the_meta_device_stand_in_as_ones():
     assert {f.rule for f in result.findings} == {"made-up-values"}
 
 
+def test_what_is_on_the_meta_device_is_where_it_would_be():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l, self.scale = nn.Linear(8, 8), torch.ones(8)
+
+        def forward(self, x):
+            return self.l(x) * self.scale.to(x.device)
+
+    with torch.device("meta"):
+        model, x, labels = Net(), torch.randn(2, 8), torch.ones(2, dtype=torch.int64)
+    result = preflight(model, x, loss_fn=lambda y: F.cross_entropy(y, labels), measure=False)
+    assert result.finished, result.findings
+    assert not result.errors
+    model.forward = lambda x: model.l(x) * model.scale
+    (found,) = preflight(model, x, measure=False).errors
+    assert (found.rule, "cuda:0 and cpu" in found.what) == ("step-fails", True)
+
+
 def test_a_recomputed_forward_goes_the_same_way():
     class Routed(nn.Module):
         def __init__(self):
@@ -164,6 +185,21 @@ def test_a_recomputed_forward_goes_the_same_way():
     result = preflight(Routed(), torch.randn(64, 512, requires_grad=True), measure=False)
     assert result.finished, result.findings
     assert not result.not_visited
+
+
+def test_a_loop_that_only_data_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(import_module("distamp.autocast.preflight.simulate"), "_MOST_DECISIONS", 50)
+
+    def until_it_fails(y):
+        while not torch.isnan(y).any():
+            y = y + 1
+        return y
+
+    model = nn.Sequential(nn.Linear(512, 8, bias=False), Decides(until_it_fails))
+    result = preflight(model, torch.randn(64, 512), measure=False)
+    (found,) = result.errors
+    assert (found.rule, found.module) == ("not-simulated", "1")
+    assert "depends on values" in found.what
 
 
 def test_a_layer_that_is_left_out_at_random_is_kept():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 
@@ -567,3 +568,14 @@ def test_distamps_data_parallel_is_followed_into_its_replicas():
     assert calls["3", "addmm", "forward", ("bfloat16",)] == 2
     assert calls["1", "threshold_backward", "backward", ("bfloat16",)] == 2
     assert calls["0", "mm", "backward", ("bfloat16",)] >= 2
+
+
+def test_higher_order_operators_are_one_kernel():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    x = torch.randn(2, 2, 16, 8)
+    with precision_report() as report, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = flex.flex_attention(x, x, x)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(x, x, x))
+    (row,) = [row for row in report.rows if row.op == "flex_attention"]
+    assert (row.calls, row.compute) == (1, "float32")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import inspect
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -373,3 +376,68 @@ def test_a_decorated_asynchronous_generator_is_in_the_region_only_while_it_runs(
 
     assert asyncio.run(main()) == [torch.bfloat16, torch.float32] * 2
     assert closed == [torch.bfloat16] * 2
+
+
+@pytest.fixture
+def region() -> Iterator[None]:
+    with autocast("cpu", dtype=torch.float16):
+        yield
+
+
+def test_a_yield_fixture_may_hold_a_region_for_the_test(region):
+    assert _product() is torch.float16
+
+
+@autocast("cpu")
+def two(first: int, second: int) -> Iterator[tuple[int, torch.dtype]]:
+    yield first, _product()
+    yield second, _product()
+
+
+@autocast("cpu")
+async def slept(seconds: float) -> torch.dtype:
+    await asyncio.sleep(seconds)
+    return _product()
+
+
+@autocast("cpu")
+async def counted(stop: int) -> AsyncIterator[torch.dtype]:
+    for _ in range(stop):
+        yield _product()
+
+
+@pytest.mark.parametrize("fn", [two, slept, counted])
+def test_a_decorated_function_binds_its_arguments_when_it_is_called(fn):
+    with pytest.raises(TypeError, match="argument"):
+        fn(1, wrong=2)
+
+
+def test_a_decorated_function_is_what_it_was_to_those_who_ask():
+    assert inspect.isgeneratorfunction(two)
+    assert inspect.iscoroutinefunction(slept)
+    assert inspect.isasyncgenfunction(counted)
+    assert list(inspect.signature(two).parameters) == ["first", "second"]
+    assert pickle.loads(pickle.dumps(two)) is two
+    assert copy.deepcopy(two) is two
+    assert _run(lambda: two(1, 2)) == [(1, torch.bfloat16), (2, torch.bfloat16)]
+    assert asyncio.run(slept(0)) is torch.bfloat16
+
+
+def test_a_decorated_generator_method_is_bound_to_its_object():
+    class Loader:
+        size = 2
+
+        @autocast("cpu")
+        def batches(self) -> Iterator[torch.dtype]:
+            for _ in range(self.size):
+                yield _product()
+
+    assert list(Loader().batches()) == [torch.bfloat16] * 2
+
+
+def test_a_decorated_partial_of_a_generator_function():
+    def numbers(stop: int) -> Iterator[torch.dtype]:
+        for _ in range(stop):
+            yield _product()
+
+    assert list(autocast("cpu")(functools.partial(numbers, 2))()) == [torch.bfloat16] * 2

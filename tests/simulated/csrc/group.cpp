@@ -205,8 +205,12 @@ class Group : public Backend {
                  });
   }
   WorkPtr allreduce(Tensors& t, const AllreduceOptions& o) override {
+    if (t.at(0).is_sparse()) return allreduce_sparse(t, o);
     return issue(OpType::ALLREDUCE, call("all_reduce", described(o.reduceOp) + ", " + described(t)), t, t, t,
                  [=, this](Tensors&, Tensors& out) { sumEach(out, o.reduceOp); });
+  }
+  WorkPtr allreduce_sparse(Tensors&, const AllreduceOptions&) override {
+    TORCH_CHECK(false, "NCCL does not support all_reduce with sparse tensors.");
   }
   WorkPtr allreduce_coalesced(Tensors& t, const AllreduceCoalescedOptions& o) override { return allreduce(t, o); }
   WorkPtr reduce(Tensors& t, const ReduceOptions& o) override {

@@ -5,6 +5,7 @@
 //   device.cpp    what torch asks of a device: guard, events, hooks, generators
 //   tensors.cpp   kernels of its own: empty, copy_, views, item, record_stream
 //   fallback.cpp  every other op: shapes from the Meta kernel now, numbers from the CPU kernel later
+//   sparse.cpp    sparse COO tensors
 //   autocast.cpp  torch's autocast lists
 //   group.cpp     a process group whose collectives are delivered late
 //   module.cpp    the Python module

@@ -210,19 +210,6 @@ static void record_stream(Tensor& self, c10::Stream stream) {
   recordStream(self.storage().data_ptr(), stream);
 }
 
-// Duplicate indices summed: how many are left, the host must wait to know.
-static Tensor _coalesce(const Tensor& self) {
-  syncUntil(DATA_DEPENDENT, "coalesce", endOf(currentQueue(self.device().index())));
-  Tensor indices, values;
-  {
-    Neutral neutral;
-    auto here = at::_sparse_coo_tensor_unsafe(hostView(self._indices()), hostView(self._values()), self.sizes()).coalesce();
-    indices = here._indices(), values = here._values();
-  }
-  return at::_sparse_coo_tensor_unsafe(indices.to(self.device(), true), values.to(self.device(), true), self.sizes())
-      ._coalesced_(true);
-}
-
 // The keys are known when the library is loaded, so the registrations are not the static ones.
 static const bool registered = [] {
   static torch::Library aten(torch::Library::IMPL, "aten", denseKey(), __FILE__, __LINE__);
@@ -246,22 +233,6 @@ static const bool registered = [] {
   aten.impl("set_.source_Tensor", set_tensor);
   aten.impl("set_", set_none);
   aten.impl("record_stream", record_stream);
-
-  // Sparse COO tensors: torch's own functions, which ask nothing of the device itself.
-  auto sparse = asCuda() ? c10::DispatchKey::SparseCUDA : c10::DispatchKey::SparsePrivateUse1;
-  static torch::Library coo(torch::Library::IMPL, "aten", sparse, __FILE__, __LINE__);
-  coo.impl("_sparse_coo_tensor_with_dims_and_tensors", at::native::new_with_dims_and_tensor_sparse_symint);
-  coo.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
-  coo.impl("_indices", at::native::_indices_sparse);
-  coo.impl("indices", at::native::indices_sparse);
-  coo.impl("values", at::native::values_sparse);
-  coo.impl("_values", at::native::_values_sparse);
-  coo.impl("sparse_dim", at::native::sparse_dim_sparse);
-  coo.impl("dense_dim", at::native::dense_dim_sparse);
-  coo.impl("_nnz", at::native::_nnz_sparse);
-  coo.impl("is_coalesced", at::native::is_coalesced_sparse);
-  coo.impl("_coalesce", _coalesce);
-  coo.impl("_coalesced_", at::native::_coalesced_sparse_);
   return true;
 }();
 

@@ -1,6 +1,6 @@
 """The page that says where the running torch differs from the documents.
 
-``python -m distamp.autocast.op_reference.table > docs/op_reference.md`` writes it.
+``python -m benchmarks.op_reference_page > docs/op_reference.md`` writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["page"]
 
 _HEAD = """# Op reference: where torch and the documents differ
 
-Written by `python -m distamp.autocast.op_reference.table > docs/op_reference.md`; do not edit. A
+Written by `python -m benchmarks.op_reference_page > docs/op_reference.md`; do not edit. A
 test fails when this page is not what that command writes.
 
 Three sources, for each op: what a document says, what the running torch registered an autocast

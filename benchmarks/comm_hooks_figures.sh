@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Take every figure of docs/comm_hooks_figures.md and docs/wire.md again, in less than 15 minutes.
+#
+#   sudo benchmarks/comm_hooks_figures.sh FOLDER
+#
+# On a quiet machine: two cores that do something else make every ratio worse. Needs root and
+# network namespaces. FOLDER gets a text file for each command, with the command in its first line.
+# PYTHON names another interpreter than .venv/bin/python.
+set -euo pipefail
+
+if [[ $# -ne 1 ]]; then
+    echo "usage: $0 FOLDER" >&2
+    exit 2
+fi
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-.venv/bin/python}
+export OMP_NUM_THREADS=1
+
+# part NAME MODULE ARGUMENTS...
+part() {
+    local name=$1 begun=$SECONDS status=0
+    shift
+    echo "\$ python -m $*" >"$folder/$name.txt"
+    "$python" -m "$@" >>"$folder/$name.txt" 2>&1 || status=$?
+    echo "$name: exit $status after $((SECONDS - begun)) s" | tee -a "$folder/summary.txt"
+}
+
+: >"$folder/summary.txt"
+part link_4 benchmarks.shaped_link --rounds 3 \
+    --only compute fp32 "torch fp16" fp16_plain fp16 bf16 int16 int8 fp8_e4m3 auto
+part link_8 benchmarks.shaped_link --hosts 8 --rounds 3 --only fp32 "torch fp16" fp16
+part link_2 benchmarks.shaped_link --hosts 2 --rounds 3 --only fp32 "torch fp16" fp16
+part link_1gbit benchmarks.shaped_link --rate 1gbit --rounds 7 \
+    --only compute fp32 "torch fp16" fp16 bf16 int16 int8 auto
+part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --rounds 2 --only fp32 fp16
+part loopback benchmarks.comm_hooks_step --rounds 11 --wires fp16 bf16 int16 int8 auto
+part wire_error benchmarks.wire_error
+part wire_cost benchmarks.wire_cost --rounds 20
+part launches benchmarks.comm_hooks_launches

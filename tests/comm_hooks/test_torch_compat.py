@@ -1,0 +1,123 @@
+"""The names that torch keeps to itself are there, and do what hooks need, in this torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp.comm_hooks import torch_compat
+from tests.ranks import mesh, subgroup
+
+
+def _groups() -> dict[str, Any]:
+    group = dist.group.WORLD
+    member = subgroup([0])
+    cpu = torch.device("cpu")
+    backend, store = torch_compat.new_gloo("a test", group)
+    rank, size = group.rank(), group.size()
+    received = torch.zeros(size, dtype=torch.uint8)
+    torch_compat.exchange_rows(backend, received, torch.full((size,), rank, dtype=torch.uint8))
+    gathered = torch.zeros(size, dtype=torch.uint8)
+    torch_compat.gather_rows(backend, gathered, torch.tensor([rank + 1], dtype=torch.uint8))
+    by_group = torch.zeros(size, dtype=torch.uint8)
+    mine = torch.tensor([rank + 2], dtype=torch.uint8)
+    torch_compat.all_gather_rows(by_group, mine, group).wait()
+    part = torch.zeros(1)
+    torch_compat.reduce_scatter(part, torch.arange(float(size)), group)
+    store.set("key", "value")
+    return {
+        "member": torch_compat.is_non_member(member) == (rank != 0),
+        "device": torch_compat.device_of(group) == cpu,
+        "backend": torch_compat.backend_name(group, cpu),
+        "timeout": torch_compat.timeout_of(group) > timedelta(seconds=1),
+        "store": torch_compat.default_store() is not None and store.get("key") == b"value",
+        "rows": (received.tolist(), gathered.tolist(), by_group.tolist(), part.tolist()),
+    }
+
+
+def test_groups(ranks2):
+    for rank, found in enumerate(ranks2.run(_groups)):
+        rows = ([0, 1], [1, 2], [2, 3], [2.0 * rank])
+        expected = {"member": True, "device": True, "backend": "gloo", "timeout": True}
+        assert found == {**expected, "store": True, "rows": rows}
+
+
+def _modules() -> dict[str, Any]:
+    ddp = DistributedDataParallel(nn.Linear(3, 5))
+    before = torch_compat.ddp_hook_name(ddp)
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    inside: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: inside.append(torch_compat.in_backward_pass()))
+    (x * 2).sum().backward()
+    fsdp1 = FullyShardedDataParallel(nn.Linear(3, 5), device_id=torch.device("cpu"))
+    torch_compat.set_fsdp1_hook(fsdp1, None, print)
+    whole = mesh((dist.get_world_size(),), ("shard",))
+    fsdp2 = fully_shard(nn.Linear(3, 5), mesh=whole)
+    (group,) = torch_compat.param_groups(fsdp2)
+    custom = torch_compat.custom_reduce_scatter(group)
+    fsdp2.set_custom_reduce_scatter(print)
+    return {
+        "names": (before, torch_compat.ddp_hook_name(ddp)),
+        "inside": (inside, torch_compat.in_backward_pass()),
+        "kinds": [
+            (torch_compat.is_fsdp1(m), torch_compat.is_fsdp2(m)) for m in (ddp, fsdp1, fsdp2)
+        ],
+        "units": torch_compat.fsdp1_units(fsdp1) == [fsdp1],
+        "hook": torch_compat.take_fsdp1_hook(fsdp1) is print,
+        "numels": sum(torch_compat.numels_in(torch_compat.flat_parameter(fsdp1))),
+        "sizes": [numel for _, numel in torch_compat.sharded_sizes(group)],
+        "custom": (custom, torch_compat.custom_reduce_scatter(group)),
+        "hsdp": torch_compat.is_hsdp(group),
+        "factor": torch_compat.gradient_divide_factor(group),
+    }
+
+
+def test_wrappers(ranks2):
+    for found in ranks2.run(_modules):
+        assert found == {
+            "names": (None, "fp16_compress_hook"),
+            "inside": ([True], False),
+            "fsdp1": [False, True, False],
+            "fsdp2": [False, False, True],
+            "units": True,
+            "hook": True,
+            "numels": 20,
+            # Rows are padded to as many as the ranks divide.
+            "sizes": [9, 3],
+            "custom": (None, "builtin_function_or_method"),
+            "hsdp": False,
+            "factor": None,
+        }
+
+
+@pytest.mark.parametrize("module", ["distamp.comm_hooks"])
+def test_what_takes_a_second_to_import_is_imported_when_used(module):
+    code = (
+        "import sys, torch; before = set(sys.modules); import distamp.comm_hooks.registration;"
+        "import distamp.comm_hooks as hooks; hooks.LowPrecisionState;"
+        "new = set(sys.modules) - before;"
+        "print(*sorted(n for n in new if n.split('.')[0] in ('sympy', 'mpmath', 'triton')"
+        " or n.startswith(('torch.distributed.fsdp', 'torch.distributed.tensor'))))"
+    )
+    # Not by way of distamp's own __init__, whose other rooms are not this one's business.
+    stub = (
+        "import sys, types, importlib.util as u, pathlib;"
+        "spec = u.find_spec('distamp'); package = types.ModuleType('distamp');"
+        "package.__path__ = list(spec.submodule_search_locations);"
+        "sys.modules['distamp'] = package;"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", stub + code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []

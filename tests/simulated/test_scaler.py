@@ -1,0 +1,201 @@
+"""The scaler on simulated devices: a sample of its cells, to the bit as on the CPU, and its parts.
+
+``python -m tests.simulated.long_run`` runs all cells and random programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distamp import DistGradScaler
+from distamp.host import HostCopy
+from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, Pair, program_of, sample
+
+SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
+OFFLOADED = (
+    "distamp.gradients.unscale copies the scale to the CPU without waiting (non_blocking=True) and "
+    "a CPU kernel reads it at once"
+)
+OTHER_DEVICE = (
+    "HostCopy and Arriving record their event on the current device's stream, not on the one of "
+    "the tensor they copy"
+)
+FAULTY = {"FSDP2 offload": OFFLOADED, "DDP, two devices": OTHER_DEVICE}
+
+
+@pytest.fixture
+def pair(sim2, ranks2) -> Pair:
+    return Pair(ranks2, sim2)
+
+
+@pytest.mark.parametrize(
+    "layout", [each for each in LAYOUTS if each not in (*EXCEPTIONS, *FOUR_RANKS, *FAULTY)]
+)
+def test_a_sample_of_cells_is_as_on_the_cpu(pair, layout):
+    programs = [program_of(each, 2) for each in sample(layout, 2)]
+    schedules = [("late", 0), ("random", 7)]
+    wrong = [pair.wrong(p, *s) for p, s in zip(programs, schedules, strict=False)]
+    assert not any(wrong), wrong
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param(
+            ("FSDP2 offload", "Adam for-loop", "clip", "none"),
+            marks=pytest.mark.xfail(strict=True, reason=OFFLOADED),
+        ),
+        pytest.param(
+            ("DDP, two devices", "SGD fused", "clip", "nan"),
+            marks=pytest.mark.xfail(strict=True, reason=OTHER_DEVICE),
+        ),
+    ],
+    ids=lambda each: each[0],
+)
+def test_cells_with_a_known_fault(pair, each):
+    assert pair.wrong(program_of(each, 2), "late") == []
+
+
+# -- parts that the cells take for granted ----------------------------------------------------------
+
+
+def _host_copy(device: int) -> list[float]:
+    return HostCopy(torch.full((3,), 5.0, device=f"sim:{device}")).values()
+
+
+def test_a_host_copy_is_there_when_it_is_read(sim):
+    for schedule, seed in SCHEDULES:
+        assert sim.one(_host_copy, 0, schedule=schedule, seed=seed) == [5.0] * 3
+
+
+@pytest.mark.xfail(strict=True, reason=OTHER_DEVICE)
+def test_a_host_copy_from_another_device_than_the_current_is_there_too(sim):
+    assert sim.one(_host_copy, 2) == [5.0] * 3
+
+
+def _offloaded(device: str) -> list[Tensor]:
+    """One layer on the device and one on the CPU, in one optimizer."""
+    torch.manual_seed(0)
+    here, there = nn.Linear(4, 4).to(device), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*here.parameters(), *there.parameters()], lr=0.1, foreach=False)
+    scaler = DistGradScaler(device, init_scale=4.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = here(torch.ones(2, 4, device=device)) * (float("inf") if step == 1 else 1.0)
+        scaler.scale(there(x.cpu()).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return [p.detach().cpu() for p in (*here.parameters(), *there.parameters())]
+
+
+@pytest.mark.xfail(strict=True, reason=OFFLOADED)
+def test_parameters_on_the_cpu_beside_some_on_the_device(sim):
+    expected = sim.one(_offloaded, "cpu")
+    for schedule, seed in SCHEDULES:
+        found = sim.one(_offloaded, "sim", schedule=schedule, seed=seed)
+        assert all(map(torch.equal, found, expected))
+
+
+def _side_stream(device: str) -> list[Tensor]:
+    """The whole step on a stream of the user's own."""
+    torch.manual_seed(0)
+    if device == "sim":
+        torch.accelerator.set_stream(torch.Stream("sim"))
+    model = nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = DistGradScaler(device, init_scale=1024.0, growth_interval=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4).to(device)).square().mean()
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    values = [p.detach().cpu() for p in model.parameters()]
+    if device == "sim":
+        torch.accelerator.set_stream(torch.sim.default_stream())
+    return [*values, torch.tensor(scaler.get_scale())]
+
+
+def test_a_step_on_a_stream_of_the_user_s_own(sim):
+    expected = sim.one(_side_stream, "cpu")
+    for schedule, seed in SCHEDULES:
+        found = sim.one(_side_stream, "sim", schedule=schedule, seed=seed)
+        assert all(map(torch.equal, found, expected))
+
+
+def _checkpoint(devices: tuple[str, str]) -> Any:
+    """Train, save, go on; and go on from what was saved, on another device."""
+
+    def start(device: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        kind = torch.device(device).type
+        return model, optimizer, DistGradScaler(kind, init_scale=64.0, growth_interval=2)
+
+    def train(model: Any, optimizer: Any, scaler: Any, steps: range) -> None:
+        device = next(model.parameters()).device
+        for step in steps:
+            optimizer.zero_grad()
+            x = torch.full((2, 4), 1.0 + step).to(device)
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    first = start(devices[0])
+    train(*first, range(3))
+    states = [{k: v for k, v in each.state_dict().items()} for each in first]
+    second = start(devices[1])
+    for each, state in zip(second, states, strict=True):
+        each.load_state_dict(state)
+    for each in (first, second):
+        train(*each, range(3, 6))
+    ends = [[p.detach().cpu() for p in each[0].parameters()] for each in (first, second)]
+    return all(map(torch.equal, *ends)), first[2].get_scale() == second[2].get_scale()
+
+
+@pytest.mark.parametrize("devices", [("sim:0", "sim:2"), ("sim:1", "cpu"), ("cpu", "sim:3")])
+def test_a_run_goes_on_from_a_checkpoint_of_another_device(sim, devices):
+    assert sim.one(_checkpoint, devices) == (True, True)
+
+
+def _two_scalers_accumulating(device: str) -> Any:
+    """Two models, a scaler each, gradients of two passes; one overflows once on one rank."""
+    rank = dist.get_rank()
+    where = f"{device}:{rank}" if device == "sim" else device
+    found = []
+    torch.manual_seed(0)
+    parts = []
+    for _ in range(2):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4).to(where))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        parts.append((model, optimizer, DistGradScaler(device, init_scale=256.0)))
+    for step in range(4):
+        for number, (model, optimizer, scaler) in enumerate(parts):
+            for micro in range(2):
+                bad = step == 1 and micro == 1 and rank == 1 and number == 0
+                x = torch.full((2, 4), 1.0 + rank + micro, device=where)
+                loss = model(x).square().mean() * (float("inf") if bad else 1.0)
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for model, optimizer, scaler in parts:
+        found.append([p.detach().cpu() for p in model.parameters()])
+        found.append(scaler.get_scale())
+        found.append(scaler.stepped(optimizer))
+    return found
+
+
+def test_two_scalers_and_accumulation_under_ddp(sim2, ranks2):
+    expected = ranks2.run(_two_scalers_accumulating, "cpu")
+    for schedule, seed in SCHEDULES:
+        found = sim2.run(_two_scalers_accumulating, "sim", schedule=schedule, seed=seed)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
