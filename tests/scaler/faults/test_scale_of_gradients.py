@@ -262,3 +262,27 @@ def test_the_scale_that_compiled_code_used_is_the_one_gradients_are_divided_by()
         scaler.update()
         scaler.step(b)
     assert q.item() == 0.75
+
+
+@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
+@pytest.mark.parametrize("first", [INF, 0.25], ids=["backs off", "grows"])
+def test_an_optimizer_first_seen_after_update_is_unscaled_by_its_own_scale(
+    how: str, first: float
+) -> None:
+    """One optimizer trains alone for a while; another joins, and is stepped after update()."""
+    (p, q), (a, b) = _pair_of_optimizers()
+    scaler = cpu_scaler(growth_interval=1)
+    backward(scaler, p, 0.25)
+    scaler.step(a)
+    scaler.update()
+    a.zero_grad()
+    backward(scaler, p, first)
+    backward(scaler, q, 0.25)
+    scaler.step(a)
+    scaler.update()
+    if how == "unscale":
+        scaler.unscale_(b)
+    elif how == "clip":
+        scaler.clip_grad_norm_(b, 100.0)
+    scaler.step(b)
+    assert q.item() == 0.75
