@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks import CommHookState, ShardedHookState, register
+from distamp.comm_hooks import CommHookState, register
 from distamp.errors import SettingError
 from distamp.integrations.scaling import checked_scaler, first_optimizer, was_skipped
 from distamp.scaler import DistGradScaler
@@ -150,7 +150,7 @@ class _Hooks:
     def __init__(self, wire: str | None, scaler: DistGradScaler | None) -> None:
         self._wire = wire
         self._scaler = scaler
-        self._states: dict[int, tuple[nn.Module, CommHookState | ShardedHookState]] = {}
+        self._states: dict[int, tuple[nn.Module, CommHookState]] = {}
 
     def give(self, model: nn.Module) -> None:
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper

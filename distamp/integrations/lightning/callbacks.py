@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distamp.comm_hooks import CommHookState, ShardedHookState, register
+from distamp.comm_hooks import CommHookState, register
 from distamp.errors import SettingError
 from distamp.integrations.packages import lightning_package
 from distamp.integrations.scaling import skipped_steps, was_skipped
@@ -137,7 +137,7 @@ class CommHook(_Callback):
         ValueError: At the start of training, where the format or the model does not fit.
     """
 
-    state: CommHookState | ShardedHookState | None
+    state: CommHookState | None
 
     def __init__(self, wire: str = "fp16", attach: bool = True) -> None:
         self._wire = wire
