@@ -1,15 +1,32 @@
 #!/usr/bin/env bash
-# Run the GPU tests and every benchmark of one device on a GPU, in less than eight minutes.
+# The first hour on a real GPU: which tests, in which order, and what each figure should be.
 #
-#   benchmarks/gpu.sh FOLDER
+#   benchmarks/gpu.sh FOLDER            the short plan, less than eight minutes
+#   benchmarks/gpu.sh FOLDER hour       all of it, with several GPUs where there are any
 #
 # FOLDER gets environment.txt (device and versions), one text file for each part and summary.txt
-# (exit status and seconds of each). Without a GPU it says so there and runs nothing.
-# PYTHON names another interpreter than .venv/bin/python.
+# (exit status and seconds of each). Send back the folder as it is. Without a GPU it says so there
+# and runs nothing. PYTHON names another interpreter than .venv/bin/python.
+#
+# No part has run on a GPU; docs/accelerators.md tells what has run on a simulated one. In order:
+#
+#   part                      what it answers               what it should be, beside torch's
+#   tests                     is anything wrong at all      every test passes, none is skipped
+#   syncs                     does the host wait            cuda.set_sync_debug_mode("error") is
+#                                                           silent in a fused step (no sync; with a
+#                                                           group one event wait, which it does
+#                                                           not see)
+#   scaler_round[_fused]      cost of scale, step, update   ratio to torch.amp.GradScaler <= 1.05
+#   autocast_*                cost of a region              ratio to torch.autocast <= 1.05
+#   masters                   step of fp32 masters          ratio to the loop by hand <= 1.1
+#   wire_cost                 cost of a wire format         below the time that it saves on the link
+#   ranks (hour, 2+ GPUs)     NCCL: agreement, order,       every run ends with 0, losses of all
+#                             FSDP1, FSDP2, hooks           strategies within 1e-5 of ddp's in fp32
+#   loss (hour)               fp16 and bf16 train as fp32   losses within 1e-2 of fp32's after 200 steps
 set -euo pipefail
 
-if [[ $# -ne 1 ]]; then
-    echo "usage: $0 FOLDER" >&2
+if [[ $# -lt 1 || $# -gt 2 || ${2:-hour} != hour ]]; then
+    echo "usage: $0 FOLDER [hour]" >&2
     exit 2
 fi
 mkdir -p "$1"
@@ -20,8 +37,12 @@ if ! command -v "$python" >/dev/null; then
     python=python3
 fi
 export OMP_NUM_THREADS=1
-readonly tests_limit=200
-readonly whole_limit=460
+readonly plan=${2:-short}
+if [[ $plan == hour ]]; then
+    readonly tests_limit=900 whole_limit=3500
+else
+    readonly tests_limit=200 whole_limit=460
+fi
 
 "$python" -c 'from benchmarks.common import environment; print(environment())' \
     >"$folder/environment.txt"
@@ -61,6 +82,24 @@ part tests "$tests_limit" "$python" -m pytest -m gpu -n 0 -q -p no:cacheprovider
 part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
     "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
     -m benchmarks.comm_hooks_step --device cuda
+part syncs 60 "$python" -c '
+import torch
+from distamp import DistGradScaler, autocast
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+scaler = DistGradScaler("cuda")
+x = torch.ones(8, 64, device="cuda")
+for step in range(6):
+    torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = model(x).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.cuda.set_sync_debug_mode("default")
+print("no sync in a fused step; scale", scaler.get_scale())
+'
 part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1
 part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused
 for path in benchmarks/*.py; do
@@ -77,4 +116,25 @@ for path in benchmarks/*.py; do
     fi
     part "$name" 60 "$python" -m "benchmarks.$name" "${options[@]}"
 done
+if [[ $plan == hour ]]; then
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    train=(launch/train.py --steps 200 --overwrite --seed 1)
+    for precision in fp32 bf16 fp16; do
+        part "loss_$precision" 300 "$python" "${train[@]}" --precision "$precision" \
+            --run-dir "$folder/runs/$precision"
+    done
+    if ((gpus > 1)); then
+        ranks=("$python" -m torch.distributed.run --nproc-per-node "$gpus")
+        for strategy in ddp zero1 fsdp1 fsdp2; do
+            part "ranks_$strategy" 300 "${ranks[@]}" "${train[@]}" --strategy "$strategy" \
+                --precision fp16 --run-dir "$folder/runs/$strategy"
+        done
+        for wire in fp16 bf16 int8 auto; do
+            part "ranks_hook_$wire" 300 "${ranks[@]}" "${train[@]}" --strategy ddp \
+                --precision fp16 --comm-hook "$wire" --run-dir "$folder/runs/hook_$wire"
+        done
+    else
+        echo "ranks: not run, one GPU" | tee -a "$folder/summary.txt"
+    fi
+fi
 exit "$failed"

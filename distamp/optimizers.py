@@ -42,11 +42,14 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
     attributes = getattr(optimizer, "__dict__", None)
     if not attributes:
         return None
-    for name in ("optim", "optimizer", "_optim", "_optimizer"):
-        candidate = attributes.get(name)
+    for name in _INNER.intersection(attributes):
+        candidate = attributes[name]
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate
     return None
+
+
+_INNER = frozenset({"optim", "optimizer", "_optim", "_optimizer"})
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -93,6 +93,8 @@ def set_source(optimizer: torch.optim.Optimizer, source: GradientSource) -> None
 def source_of(optimizer: Any) -> GradientSource:
     """Return where the gradients of an optimizer, or of the one it wraps, come from."""
     found: GradientSource | None = getattr(optimizer, _ATTRIBUTE, None)
-    if found is None and (inner := inner_optimizer(optimizer)) is not None:
-        found = getattr(inner, _ATTRIBUTE, None)
+    if found is not None:
+        return found
+    inner = inner_optimizer(optimizer)
+    found = None if inner is None else getattr(inner, _ATTRIBUTE, None)
     return GradientSource(optimizer) if found is None else found

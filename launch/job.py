@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,14 +14,14 @@ from distamp import cast_model, precision_report
 from launch import checkpoint, strategies
 from launch.batches import Batches
 from launch.blocks import check_blocks, prepare_blocks
-from launch.command_line import differences
 from launch.compare import Record
 from launch.config import Config
 from launch.data import Data, load_data
-from launch.device import check_backend, check_precision, pick_device, slowdown
+from launch.device import check_backend, check_precision, pick_device
 from launch.errors import UsageError
+from launch.facts import changes, facts, settings, warnings
 from launch.folder import Origin, check_shared, check_space, claim, find_origin
-from launch.levels import amp_for, described, eps_for, trial
+from launch.levels import amp_for, trial
 from launch.memory import ModelSize, Needs, check_memory, largest_peak, needs
 from launch.models import Recipe, count_parameters, init_model, recipe_for, sketch_model
 from launch.parallel import ParallelContext, units
@@ -34,7 +33,7 @@ from launch.sketch import Sketch
 from launch.state import RunState, random_state, restore_random_state
 from launch.steps import Due, StepCount, due
 from launch.stopping import Preempted, Stop
-from launch.strategies import Strategy
+from launch.strategy_checks import check_strategy
 
 __all__ = ["Job", "prepare"]
 
@@ -135,7 +134,7 @@ class Job:
         left = residuals(self.run.amp, self.ranks)
         about = {
             "model": self.recipe.shape,
-            "settings": _settings(self.config, self.ranks, self.device),
+            "settings": settings(self.config, self.ranks, self.device),
             "data": {"name": self.data.name, "digest": self.data.digest},
             "residuals": [name.split(".", 2)[2] for name in left],
             **self.run.values(),
@@ -174,14 +173,14 @@ class Job:
 
         Every rank calls this.
         """
-        facts = {"Overflowed": str(self.run.overflows)} if self.run.overflows.counts else {}
+        found = {"Overflowed": str(self.run.overflows)} if self.run.overflows.counts else {}
         if self.ranks.world_size > 1:
-            facts["Gradients"] = self._gradients()
-        facts["Memory"] = largest_peak(self.device, self.ranks)
+            found["Gradients"] = self._gradients()
+        found["Memory"] = largest_peak(self.device, self.ranks)
         if self.parameters:
-            facts["Needed"] = str(self.needed)
-        facts |= {"Precisions": "precision.txt, .json, .png"} if self.reported else {}
-        return facts | self.trace.outcome()
+            found["Needed"] = str(self.needed)
+        found |= {"Precisions": "precision.txt, .json, .png"} if self.reported else {}
+        return found | self.trace.outcome()
 
     def _gradients(self) -> str:
         """Say how many bytes of gradients travel."""
@@ -212,7 +211,7 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         check_backend(config.backend)
         if ranks.is_main:
             check_trackers(config)
-        strategies.check(config, ranks, device)
+        check_strategy(config, ranks, device)
         check_blocks(config, strategies.chosen(config, ranks)[0])
         check_precision(device, config)
         trial(config, device)
@@ -220,9 +219,11 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         data = load_data(config, recipe.kind)
         data.check(config)
         how, strategy = strategies.chosen(config, ranks)
-        sketch = sketch_model(recipe, data, config.seed) if _sketched(recipe, strategy) else None
+        sketched = recipe.meta or strategy.from_meta
+        sketch = sketch_model(recipe, data, config.seed) if sketched else None
         size = _size(sketch, recipe, data)
-        needed = needs(size, config.level, strategies.shares(config, ranks), _gathered_in(config))
+        shares = strategies.shares(config, ranks, sketched=sketch is not None)
+        needed = needs(size, config.level, shares, _gathered_in(config))
         check_memory(size, config, device, ranks, needed, how)
     with ranks.together():
         if len(set(ranks.gather(data.digest))) > 1:
@@ -236,31 +237,16 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
     with ranks.together():
-        if not strategy.from_meta:
-            sketch = None
-        model = init_model(recipe, data, config.seed, device) if sketch is None else sketch.model
-        model = cast_model(model, config.level)
-        prepare_blocks(model, config)
-        context = ParallelContext(config, ranks, device, data.sample, sketch)
-        parallel = strategies.parallelize(model, context)
-        run = RunState(parallel, amp_for(parallel, config))
-        if recipe.check is not None:
-            with run.amp.autocast():
-                recipe.check(parallel.model, data)
+        run = _build(config, ranks, device, data, recipe, sketch if strategy.from_meta else None)
     torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
     if origin is not None:
         restore(run, origin, ranks, device)
     parameters = _count(run, config, ranks)
-    report.start(_facts(config, parameters, data, ranks, device))
-    for line in () if origin is None else (*origin.broken, _changes(origin, config, ranks, device)):
+    report.start(facts(config, parameters, data, ranks, device))
+    for line in () if origin is None else (*origin.broken, changes(origin, config, ranks, device)):
         report.note(line)
-    if ranks.is_main and (slower := slowdown(device, config.level.compute)) > 3:
-        report.note(
-            f"This {device.type} multiplies matrices {slower:.0f} times slower in"
-            f" {config.level_name} than in fp32\n"
-        )
-    if config.eps is None and (eps := eps_for(config)) != 1e-8:
-        report.note(f"AdamW has eps={eps:g}: its state is fp16 at {config.level_flag}\n")
+    for line in warnings(config, device) if ranks.is_main else ():
+        report.note(line)
     trace = Trace(config.folder, ranks, wanted=config.profile)
     stop = stop or Stop(config.max_minutes)
     steps = StepCount(
@@ -277,8 +263,25 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     )
 
 
-def _sketched(recipe: Recipe, strategy: Strategy) -> bool:
-    return recipe.meta or strategy.from_meta
+def _build(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    data: Data,
+    recipe: Recipe,
+    sketch: Sketch | None,
+) -> RunState:
+    """Build what is trained: from a sketch, sharded before it has memory; else whole."""
+    model = init_model(recipe, data, config.seed, device) if sketch is None else sketch.model
+    model = cast_model(model, config.level)
+    prepare_blocks(model, config)
+    context = ParallelContext(config, ranks, device, data.sample, sketch)
+    parallel = strategies.parallelize(model, context)
+    run = RunState(parallel, amp_for(parallel, config))
+    if recipe.check is not None:
+        with run.amp.autocast():
+            recipe.check(parallel.model, data)
+    return run
 
 
 def _size(sketch: Sketch | None, recipe: Recipe, data: Data) -> ModelSize:
@@ -323,21 +326,6 @@ def _random_tensors(ranks: Ranks, device: torch.device) -> dict[str, torch.Tenso
     return {f"random.{kind}.{ranks.rank}": state for kind, state in states.items()}
 
 
-# The settings that decide which numbers a run comes to.
-_NUMBERS = (
-    *("steps", "batch", "accumulate", "lr", "warmup", "final_lr"),
-    *("weight_decay", "clip", "seed", "growth_interval", "schedule", "comm_hook", "eps"),
-    *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
-)
-
-
-def _settings(config: Config, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    settings = {"precision": config.level_name}
-    settings |= {name: getattr(config, name) for name in _NUMBERS}
-    where = {"ranks": ranks.world_size, "strategy": strategies.chosen(config, ranks)[0]}
-    return {**settings, **where, "device": device.type}
-
-
 def _check_same_run(origin: Origin, config: Config, recipe: Recipe, data: Data) -> None:
     """Refuse a checkpoint of another model or other data, or one with nothing left to do."""
     where, saved = f"--resume {origin.run}", origin.manifest
@@ -364,37 +352,3 @@ def _count(run: RunState, config: Config, ranks: Ranks) -> int:
         return sum(p.numel() for p in run.model.parameters())
     # Those of FSDP1 are this rank's parts; the names of its state are the model's.
     return sum(t.numel() for n, t in run.tensors().items() if n.startswith("model."))
-
-
-def _facts(
-    config: Config, parameters: int, data: Data, ranks: Ranks, device: torch.device
-) -> dict[str, str]:
-    """Say in a few rows what is about to be trained."""
-    how = strategies.chosen(config, ranks)[1].says
-    many = how if ranks.world_size == 1 else f"{ranks.world_size} ranks, {how}"
-    train, held_out = data.sizes()
-    examples = "sequences" if data.kind == "text" else "images"
-    return {
-        "Model": f"{config.model}, {parameters / 1e6:.2f} M parameters",
-        data.kind.capitalize(): f"{data.name}, {train} and {held_out} held out",
-        "Device": f"{device.type}, {many}",
-        "Precision": described(config),
-        "Steps": f"{config.steps} of {config.batch} {examples}",
-    }
-
-
-def _changes(origin: Origin, config: Config, ranks: Ranks, device: torch.device) -> str:
-    """Say where a resumed run goes on, and which settings differ from what it was started with."""
-    ours, theirs = _settings(config, ranks, device), origin.manifest["settings"]
-    where = ("ranks", "strategy", "device")
-    if origin.flags is not None:
-        differ = differences(origin.flags, config)
-        differ += _differ({n: theirs.get(n) for n in where}, {n: ours[n] for n in where})
-    else:  # what an older checkpoint does not name was as it is by default: None
-        differ = _differ({name: theirs.get(name) for name in ours}, ours)
-    going_on = f"Going on from {origin.run} at step {origin.step}"
-    return f"{going_on}, with other settings: {', '.join(differ)}" if differ else going_on
-
-
-def _differ(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [f"{name} {before[name]} -> {now[name]}" for name in now if now[name] != before[name]]

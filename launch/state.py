@@ -203,7 +203,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     masters = masters_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if masters is not None:  # they take what lies in the model's gradients, and leave none
-        parameters = [*masters.sources(), *masters.elsewhere()]
+        parameters = [*masters.filled(), *masters.elsewhere()]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:

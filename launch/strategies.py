@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -44,11 +41,11 @@ __all__ = [
     "STRATEGIES",
     "Strategy",
     "adamw_kernel",
-    "check",
     "chosen",
     "data_parallel_size",
     "needs_group",
     "parallelize",
+    "shards_of",
     "shares",
 ]
 
@@ -137,7 +134,7 @@ def fsdp2(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
 
 def hsdp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """fully_shard within groups of ranks, and copies of the model over the groups."""
-    shards = _shards(context.config, context.ranks)
+    shards = shards_of(context.config, context.ranks)
     shape = (context.ranks.world_size // shards, shards)
     mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("replicate", "shard"))
     if context.config.comm_hook is None:
@@ -337,88 +334,30 @@ def data_parallel_size(config: Config, ranks: Ranks) -> int:
     return ranks.world_size
 
 
-def shares(config: Config, ranks: Ranks) -> Shares:
-    """Return over how many ranks the strategy divides what a parameter takes."""
+def shares(config: Config, ranks: Ranks, *, sketched: bool) -> Shares:
+    """Return over how many ranks the strategy divides what a parameter takes.
+
+    Args:
+        config: The run's settings.
+        ranks: Those that train.
+        sketched: Whether the model can be built without its memory.
+    """
     name, strategy = chosen(config, ranks)
-    whole, world = not strategy.from_meta, ranks.world_size
+    whole, world = not (strategy.from_meta and sketched), ranks.world_size
     if name in ("zero1", "oss", "sharded_ddp"):
         return Shares(1, world)
     if name == "hsdp":
-        shards = _shards(config, ranks)
+        shards = shards_of(config, ranks)
         return Shares(shards, shards, whole)
     if strategy.sharded or name in ("fsdp2+tp", "fairscale_fsdp"):
         return Shares(world, world, whole)
     return Shares()
 
 
-def _shards(config: Config, ranks: Ranks) -> int:
+def shards_of(config: Config, ranks: Ranks) -> int:
+    """Return how many ranks share one copy of the model under hsdp."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     return config.shards or (here if 1 < here < ranks.world_size else 2)
-
-
-def check(config: Config, ranks: Ranks, device: torch.device) -> None:
-    """Refuse combinations that cannot be, before anything is built.
-
-    Raises:
-        UsageError: Naming what was given and what is allowed.
-    """
-    name, strategy = chosen(config, ranks)
-    world, flag = ranks.world_size, f"--strategy {name}"
-    alone = strategy.one_too and dist.is_initialized()
-    if strategy.several and world == 1 and not alone:
-        raise UsageError(f"{flag}: it needs several ranks; torchrun --nproc-per-node 2 starts two")
-    if not strategy.several and world > 1:
-        raise UsageError(f"{flag}: it is for one process, and there are {world} ranks; take ddp")
-    if strategy.device is not None and device.type != strategy.device:
-        raise UsageError(f"{flag}: it needs {strategy.device} and this is {device.type}")
-    if strategy.package is not None and find_spec(strategy.package) is None:
-        raise UsageError(f"{flag}: no fairscale here; pip install -e '.[fairscale]' brings it")
-    if config.adamw is not None and config.adamw not in strategy.adamw:
-        raise UsageError(
-            f"--adamw {config.adamw}: {name} has parameters of two meshes in one optimizer, and"
-            f" needs --adamw {strategy.adamw[0]}"
-        )
-    if config.comm_hook is not None and not strategy.hooked:
-        fit = ", ".join(name for name, each in STRATEGIES.items() if each.hooked)
-        raise UsageError(f"--comm-hook {config.comm_hook}: it is for {fit}, and this is {name}")
-    wire = config.wire
-    if wire is not None and wire.needs_error_feedback and strategy.sharded:
-        raise UsageError(
-            f"--comm-hook {wire.name}: it needs error feedback, which sharded gradients have not;"
-            f" it is for ddp and zero1, and this is {name}"
-        )
-    shards = _shards(config, ranks)
-    if name == "hsdp" and (world % shards or shards < 2 or shards == world):
-        raise UsageError(
-            f"--shards {shards}: {world} ranks must be two or more groups of two or more,"
-            f" all of that size{_divisors(world)}"
-        )
-    if name == "fsdp2+tp":
-        _check_tp(config, world)
-    for setting, owner in (("replicas", "dp"), ("shards", "hsdp")):
-        if getattr(config, setting) is not None and name != owner:
-            raise UsageError(f"--{setting}: it is for --strategy {owner}, and this is {name}")
-    config.check_batch(data_parallel_size(config, ranks))
-    if name == "dp" and config.replicas is not None and config.replicas < 1:
-        raise UsageError(f"--replicas {config.replicas}: it must be 1 or more")
-
-
-def _divisors(world: int) -> str:
-    fit = [n for n in range(2, world) if world % n == 0]
-    return f" (say {fit[0]})" if fit else "; this many ranks cannot be; take fsdp2"
-
-
-def _check_tp(config: Config, world: int) -> None:
-    tp, heads = config.tp, config.shape.heads
-    if tp < 2 or world % tp or world == tp:
-        raise UsageError(
-            f"--tp {tp}: {world} ranks must be two or more groups of that many, each of two or"
-            f" more{_divisors(world)}"
-        )
-    if heads % tp:
-        raise UsageError(
-            f"--tp {tp}: it must divide --heads {heads} (say --heads {math.lcm(heads, tp)})"
-        )
 
 
 def parallelize(model: nn.Module, context: ParallelContext) -> ParallelizedModel:

@@ -213,6 +213,7 @@ class Hosts:
                 host = self._start(stack, name, address, names)
                 self._plug(switch, host)
                 self._hosts.append(host)
+            self._switch = switch
             self._stack = stack.pop_all()
         return self
 
@@ -228,6 +229,17 @@ class Hosts:
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
+
+    def cut(self, index: int) -> None:
+        """Cut the link of a host in both directions; neither end is told, as of a pulled cable."""
+        self._port(index, "nomaster")
+
+    def join(self, index: int) -> None:
+        """Put back what `cut` took away."""
+        self._port(index, "master", "bridge")
+
+    def _port(self, index: int, *how: str) -> None:
+        self._switch.run(["ip", "link", "set", f"to-{self[index].name}", *how])
 
     def sent(self) -> list[Traffic]:
         """Return what left each host's interface since it came up."""

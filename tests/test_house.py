@@ -60,7 +60,10 @@ OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy", "triton"}
 # What a module of `integrations` is for, and imports at once.
 TRAINERS = {"accelerate", "lightning", "transformers"}
 # Imported themselves in a function, where the extra is there.
-BEHIND_AN_EXTRA = {"distamp.comm_hooks.kernels": "triton"}
+BEHIND_AN_EXTRA = {
+    "distamp.comm_hooks.kernel_code": "triton",
+    "distamp.comm_hooks.kernels": "triton",
+}
 
 
 def _module_name(path: Path) -> str:

@@ -23,6 +23,7 @@ from distamp.comm_hooks.channel import Channel
 from distamp.comm_hooks.choice import Choice, choose
 from distamp.comm_hooks.engine import Engine
 from distamp.comm_hooks.headers import lockstep_words
+from distamp.comm_hooks.layout import Layout
 from distamp.comm_hooks.residuals import Residuals
 from distamp.comm_hooks.stats import Account
 from distamp.comm_hooks.wire import WireFormat, wire_format
@@ -79,11 +80,11 @@ def timed_choice(
         alone = all(group.size() == 1 for group in groups)
         reason = "there is one rank" if alone else "no format is narrower than the gradients"
         as_they_are = next(iter(trials))
-        return _said(Choice(as_they_are, False, MappingProxyType({}), nbytes, reason), groups)
+        return _logged(Choice(as_they_are, False, MappingProxyType({}), nbytes, reason), groups)
     some = values[: _some(trials, values, groups)]
     rounds = [_round(trials, some, groups, number) for number in range(ROUNDS)]
     seconds = dict(zip(trials, zip(*rounds, strict=True), strict=True))
-    return _said(choose(seconds, some.numel() * some.element_size()), groups)
+    return _logged(choose(seconds, some.numel() * some.element_size()), groups)
 
 
 def _some(trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup]) -> int:
@@ -128,7 +129,7 @@ def _timed(trial: Trial, sent: Tensor, group: ProcessGroup) -> float:
     return time.perf_counter() - start
 
 
-def _said(choice: Choice, groups: Sequence[ProcessGroup]) -> Choice:
+def _logged(choice: Choice, groups: Sequence[ProcessGroup]) -> Choice:
     if all(group.rank() == 0 for group in groups):
         _log.info("%s", choice)
     return choice
@@ -175,10 +176,13 @@ def choose_for_ddp(model: DistributedDataParallel, group: ProcessGroup) -> Choic
 def _averaging(engine: Engine) -> Trial:
     words = lockstep_words(0, None, engine.channel.device)
     residuals: dict[int, Residuals] = {}
+    layouts: dict[int, Layout] = {}
 
     def trial(sent: Tensor) -> None:
         numel = sent.numel()
-        layout = engine.layout("a trial", 0, numel, sent.dtype)
+        if numel not in layouts:
+            layouts[numel] = engine.layout("a trial", 0, numel, sent.dtype)
+        layout = layouts[numel]
         if not engine.wire.needs_error_feedback:
             engine.exchange(sent, layout, words)
             return

@@ -141,5 +141,5 @@ def compare(
     by_text: dict[str, list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
         by_text.setdefault(text(row), []).append(rank)
-    parts = (f"rank {', '.join(map(str, each))}: {said}" for said, each in by_text.items())
+    parts = (f"rank {', '.join(map(str, each))}: {line}" for line, each in by_text.items())
     raise LockstepError(f"the ranks {what}: {'; '.join(parts)}. {fix}")

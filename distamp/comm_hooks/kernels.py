@@ -1,9 +1,7 @@
 """The arithmetic of the wire formats as Triton kernels: each function of `reference` in one launch.
 
-A program writes or reads some blocks of 256 elements. What is split goes the same way as whole
-blocks, in one turn for each of the blocks that 256 elements are split into. Sums are added up in
-the order of the wires, and nothing is contracted to fused multiply-adds, so that results are those
-of `reference` on a host to the bit; Triton's interpreter runs them there
+Sums are added up in the order of the wires, and nothing is contracted to fused multiply-adds, so
+that results are those of `reference` on a host to the bit; Triton's interpreter runs them there
 (``tests/comm_hooks/test_kernels.py``).
 
 Imported where Triton is, and a device to run it: it comes with torch's builds for CUDA.
@@ -15,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from distamp.comm_hooks.blocks import EXPONENT_BITS, FP32_MAX, least_unit
 from distamp.comm_hooks.error_feedback import Feedback
+from distamp.comm_hooks.kernel_code import (
+    decode_kernel,
+    encode_kernel,
+    sum_encode_kernel,
+    sum_kernel,
+)
 from distamp.comm_hooks.rows import BLOCK, Rows
 
 if TYPE_CHECKING:
@@ -32,355 +35,8 @@ NAME = "Triton kernels"
 # Blocks that one program writes or reads.
 BLOCKS = 8
 
-# What payloads are. In the order of use: integers, fp16, fp8_e4m3, and plain bf16 and fp16.
+# KIND of `kernel_code`.
 _INTEGER, _FP16, _FP8, _PLAIN_BF16, _PLAIN_FP16 = range(5)
-
-
-# -- numbers ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def element_at(start, row, stride, column):
-    """Return where an element lies in a flat tensor, which may have more than 2^31."""
-    return start + row.to(tl.int64) * stride + column
-
-
-@triton.jit
-def _bits(values):
-    return values.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _floats(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _nonfinite(values):
-    return (_bits(values) & 0x7F800000) == 0x7F800000
-
-
-@triton.jit
-def _rounded(values):
-    """Round to even; magnitudes are below 2^22."""
-    shift = tl.where(values < 0, -12582912.0, 12582912.0)
-    return (values + shift) - shift
-
-
-@triton.jit
-def _to_bf16(values):
-    """Return bfloat16 as int16; nearest, ties to even."""
-    bits = _bits(values)
-    up = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return tl.where(nan, 0x7FC0, up).to(tl.int16)
-
-
-@triton.jit
-def _from_bf16(bits):
-    return _floats(bits.to(tl.int32) << 16)
-
-
-@triton.jit
-def _to_fp8(values, bad):
-    """Return float8_e4m3fn as int8, and as fp32; magnitudes are up to 256."""
-    magnitude = tl.abs(values)
-    exponent = tl.maximum((_bits(magnitude) >> 23) - 127, -6)
-    eighths = _rounded(magnitude * _floats((127 + 3 - exponent) << 23)).to(tl.int32)
-    code = tl.where(bad, 0x7F, (exponent + 7) * 8 + eighths - 8)
-    code = code | tl.where(_bits(values) < 0, 0x80, 0)
-    return code.to(tl.int8)
-
-
-@triton.jit
-def _from_fp8(code):
-    code = code.to(tl.int32) & 0xFF
-    field = (code >> 3) & 15
-    eighths = tl.where(field > 0, 8 + (code & 7), code & 7)
-    values = eighths.to(tl.float32) * _floats((tl.maximum(field, 1) - 10 + 127) << 23)
-    values = tl.where((code & 0x7F) == 0x7F, float("nan"), values)
-    return tl.where(code >= 0x80, -values, values)
-
-
-@triton.jit
-def _unit(amax, lowest, KIND: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr):
-    """Return units of blocks as fp32, exact in bfloat16; as ``blocks.unit_of``."""
-    if KIND == 0:
-        bits = _bits(amax * (1.0 / TOP))
-        bits = (bits + 0xFFFF) & -65536
-    else:
-        bits = (_bits(amax) & 0x7F800000) - SHIFT
-    return _floats(tl.maximum(bits, lowest))
-
-
-@triton.jit
-def _payload_values(payload, KIND: tl.constexpr):
-    """Return payloads as they are, in fp32."""
-    if KIND == 2:
-        return _from_fp8(payload)
-    if KIND == 3:
-        return _from_bf16(payload)
-    return payload.to(tl.float32)
-
-
-# -- where things are -------------------------------------------------------------------------
-
-
-@triton.jit
-def _place(blocks, length, total, BLOCKS_: tl.constexpr):
-    """Return of this program's blocks: number, row, first column, and elements in each."""
-    number = tl.program_id(0).to(tl.int64) * BLOCKS_ + tl.arange(0, BLOCKS_)
-    row = number // blocks
-    column = (number % blocks) * 256
-    in_row = tl.minimum(tl.maximum(total - row * length, 0), length)
-    elements = tl.minimum(tl.maximum(in_row - column, 0), 256)
-    return number, row, column, elements
-
-
-@triton.jit
-def _split(number, count, table, local, first, parts, SPLIT: tl.constexpr, BLOCKS_: tl.constexpr):
-    """Return of each block: which split it is or -1, its first block there, how many it has."""
-    if SPLIT:
-        which = tl.load(table + number, mask=number < count, other=-1)
-        base = tl.load(first + which, mask=which >= 0, other=0)
-        turns = tl.load(parts + which, mask=which >= 0, other=1).to(tl.int32)
-        lanes = tl.arange(0, 256)[None, :]
-        at = which[:, None].to(tl.int64) * 256 + lanes
-        of = tl.load(local + at, mask=(which >= 0)[:, None], other=0).to(tl.int32)
-    else:
-        which = tl.full([BLOCKS_], -1, tl.int32)
-        base = tl.zeros([BLOCKS_], tl.int64)
-        turns = tl.full([BLOCKS_], 1, tl.int32)
-        of = tl.zeros([BLOCKS_, 256], tl.int32)
-    return which, base, turns, of
-
-
-@triton.jit
-def _header_at(which, base, turn, number, blocks, header, SPLIT: tl.constexpr):
-    """Return where the header of each block's ``turn``-th part lies in its row."""
-    at = number % blocks
-    if SPLIT:
-        given = tl.load(header + base + turn, mask=which >= 0, other=0)
-        at = tl.where(which >= 0, given, at)
-    return at
-
-
-# -- reading ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def _decoded(
-    payload, payload_stride, headers, header_stride, row, column, elements, number, blocks,
-    which, base, turns, of, header, KIND: tl.constexpr, TOP: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Return the values of this program's blocks, fp32."""
-    lanes = tl.arange(0, 256)[None, :]
-    there = lanes < elements[:, None]
-    at = (row.to(tl.int64) * payload_stride + column)[:, None] + lanes
-    given = tl.load(payload + at, mask=there, other=0)
-    values = _payload_values(given, KIND)
-    if KIND < 3:
-        unit = tl.zeros_like(values)
-        for turn in range(tl.max(turns, 0)):
-            place = _header_at(which, base, turn, number, blocks, header, SPLIT)
-            mask = (turn < turns) & (elements > 0)
-            bits = tl.load(headers + row.to(tl.int64) * header_stride + place, mask=mask, other=0)
-            unit = tl.where(of == turn, _from_bf16(bits)[:, None], unit)
-        values = values * tl.abs(unit)
-        if KIND == 0:
-            marked = (unit < 0) & (given.to(tl.int32) == -TOP - 1)
-            values = tl.where(marked, float("nan"), values)
-    return values
-
-
-@triton.jit
-def _decode_kernel(
-    payload, payload_stride, headers, header_stride, values, start, stride, length, total, blocks,
-    count, table, local, first, parts, header,
-    KIND: tl.constexpr, TOP: tl.constexpr, SPLIT: tl.constexpr, BLOCKS_: tl.constexpr,
-):  # fmt: skip
-    number, row, column, elements = _place(blocks, length, total, BLOCKS_)
-    elements = tl.where(number < count, elements, 0)
-    which, base, turns, of = _split(number, count, table, local, first, parts, SPLIT, BLOCKS_)
-    read = _decoded(
-        payload, payload_stride, headers, header_stride, row, column, elements, number, blocks,
-        which, base, turns, of, header, KIND, TOP, SPLIT,
-    )  # fmt: skip
-    lanes = tl.arange(0, 256)[None, :]
-    at = element_at(start, row, stride, column)[:, None] + lanes
-    tl.store(values + at, read.to(values.dtype.element_ty), mask=lanes < elements[:, None])
-
-
-@triton.jit
-def _summed(
-    payload, payload_stride, headers, header_stride, wires, row, column, elements, number, blocks,
-    which, base, turns, of, header, KIND: tl.constexpr, TOP: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of the same blocks of all wires, in their order."""
-    total = _decoded(
-        payload, payload_stride, headers, header_stride, row, column, elements, number, blocks,
-        which, base, turns, of, header, KIND, TOP, SPLIT,
-    )  # fmt: skip
-    for wire in range(1, wires):
-        total += _decoded(
-            payload, payload_stride, headers, header_stride, row + wire, column, elements, number,
-            blocks, which, base, turns, of, header, KIND, TOP, SPLIT,
-        )  # fmt: skip
-    return total
-
-
-@triton.jit
-def _sum_kernel(
-    payload, payload_stride, headers, header_stride, wires, out, length, total, blocks,
-    count, table, local, first, parts, header,
-    KIND: tl.constexpr, TOP: tl.constexpr, SPLIT: tl.constexpr, BLOCKS_: tl.constexpr,
-):  # fmt: skip
-    number, row, column, elements = _place(blocks, length, total, BLOCKS_)
-    elements = tl.where(number < count, elements, 0)
-    row = tl.zeros_like(row)
-    which, base, turns, of = _split(number, count, table, local, first, parts, SPLIT, BLOCKS_)
-    summed = _summed(
-        payload, payload_stride, headers, header_stride, wires, row, column, elements, number,
-        blocks, which, base, turns, of, header, KIND, TOP, SPLIT,
-    )  # fmt: skip
-    lanes = tl.arange(0, 256)[None, :]
-    at = column[:, None] + lanes
-    tl.store(out + at, summed.to(out.dtype.element_ty), mask=lanes < elements[:, None])
-
-
-# -- writing ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def _encode(
-    values, residual, left, scale, inverse, divisor, lowest, head,
-    payload, payload_stride, headers, header_stride, row, column, elements, number, count, blocks,
-    which, base, turns, of, header, position,
-    KIND: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
-    LARGEST: tl.constexpr, SPLIT: tl.constexpr, BEFORE: tl.constexpr, FED_BACK: tl.constexpr,
-    HEAD: tl.constexpr,
-):  # fmt: skip
-    """Write this program's blocks of ``values``, fp32, and what rounding takes from them."""
-    lanes = tl.arange(0, 256)[None, :]
-    there = lanes < elements[:, None]
-    if BEFORE:
-        kept = tl.load(residual + position, mask=there, other=0.0)
-        values = values + kept * tl.load(scale)
-    divided = values * inverse
-    at = (row.to(tl.int64) * payload_stride + column)[:, None] + lanes
-    worst = 0
-    if KIND < 3:
-        bad = _nonfinite(divided) & there
-        magnitude = tl.where(bad | (lanes >= elements[:, None]), 0.0, tl.abs(divided))
-        unit = tl.full(magnitude.shape, 1.0, tl.float32)
-        reciprocal = tl.full(magnitude.shape, 1.0, tl.float32)
-        highest = 0.0
-        for turn in range(tl.max(turns, 0)):
-            inside = of == turn
-            amax = tl.minimum(tl.max(tl.where(inside, magnitude, 0.0), 1), LIMIT)
-            spoilt = tl.max(tl.where(inside & bad, 1, 0), 1)
-            units = _unit(amax, lowest, KIND, TOP, SHIFT)
-            written = (turn < turns) & (number < count)
-            used = written & (elements > 0)
-            place = _header_at(which, base, turn, number, blocks, header, SPLIT)
-            bits = (_bits(units) >> 16) | tl.where(spoilt > 0, 0x8000, 0)
-            bits = tl.where(used, bits, 0).to(tl.int16)
-            to = headers + row.to(tl.int64) * header_stride + place
-            tl.store(to, bits, mask=written)
-            highest = tl.maximum(highest, tl.max(tl.where(used, units, 0.0), 0))
-            worst = tl.maximum(worst, tl.max(tl.where(used, spoilt, 0), 0))
-            unit = tl.where(inside, units[:, None], unit)
-            reciprocal = tl.where(
-                inside, tl.div_rn(tl.zeros_like(units) + 1.0, units)[:, None], reciprocal
-            )
-        top = reciprocal * LIMIT
-        scaled = tl.minimum(tl.maximum(values * (reciprocal * inverse), -top), top)
-        if KIND == 0:
-            whole = tl.where(bad, -TOP - 1.0, _rounded(tl.where(bad, 0.0, scaled)))
-            tl.store(payload + at, whole.to(payload.dtype.element_ty), mask=there)
-            back = tl.where(bad, float("nan"), whole)
-        elif KIND == 1:
-            half = tl.where(bad, divided, scaled).to(tl.float16)
-            tl.store(payload + at, half, mask=there)
-            back = half.to(tl.float32)
-        else:
-            code = _to_fp8(tl.where(bad, 0.0, scaled), bad)
-            tl.store(payload + at, code, mask=there)
-            back = _from_fp8(code)
-        back = back * unit
-        exponent = (_bits(highest * LARGEST) >> 23) - 127
-    else:
-        if KIND == 3:
-            short = _to_bf16(divided)
-            back = _from_bf16(short)
-        else:
-            short = values.to(tl.float16)
-            short = tl.div_rn(short.to(tl.float32), divisor + tl.zeros_like(values)).to(tl.float16)
-            back = short.to(tl.float32)
-        tl.store(payload + at, short, mask=there)
-        bad = _nonfinite(back) & there
-        worst = tl.max(tl.max(tl.where(bad, 1, 0), 1), 0)
-        highest = tl.max(
-            tl.max(tl.where(bad | (lanes >= elements[:, None]), 0.0, tl.abs(back)), 1), 0
-        )
-        exponent = (_bits(highest) >> 23) - 127
-        exponent = tl.where(worst > 0, -127, exponent)
-    if HEAD:
-        tl.atomic_max(head, worst.to(tl.int64))  # type: ignore[attr-defined]  # a tensor
-        tl.atomic_max(head + 1, exponent.to(tl.int64))
-    if FED_BACK:
-        missing = tl.div_rn(values - back * divisor, tl.load(scale) + tl.zeros_like(values))
-        missing = tl.where(_nonfinite(missing), 0.0, missing)
-        tl.store(left + position, missing, mask=there)
-
-
-@triton.jit
-def _encode_kernel(
-    given, start, stride, length, total, blocks, count,
-    residual, left, scale, inverse, divisor, lowest, head,
-    payload, payload_stride, headers, header_stride, table, local, first, parts, header,
-    KIND: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
-    LARGEST: tl.constexpr, SPLIT: tl.constexpr, BEFORE: tl.constexpr, FED_BACK: tl.constexpr,
-    HEAD: tl.constexpr, BLOCKS_: tl.constexpr,
-):  # fmt: skip
-    number, row, column, elements = _place(blocks, length, total, BLOCKS_)
-    elements = tl.where(number < count, elements, 0)
-    which, base, turns, of = _split(number, count, table, local, first, parts, SPLIT, BLOCKS_)
-    lanes = tl.arange(0, 256)[None, :]
-    position = element_at(0, row, stride, column)[:, None] + lanes
-    values = tl.load(given + start + position, mask=lanes < elements[:, None], other=0.0)
-    _encode(
-        values.to(tl.float32), residual, left, scale, inverse, divisor, lowest, head,
-        payload, payload_stride, headers, header_stride, row, column, elements, number, count,
-        blocks, which, base, turns, of, header, position,
-        KIND, TOP, SHIFT, LIMIT, LARGEST, SPLIT, BEFORE, FED_BACK, HEAD,
-    )  # fmt: skip
-
-
-@triton.jit
-def _sum_encode_kernel(
-    given, given_stride, given_headers, given_header_stride, wires, length, total, blocks, count,
-    residual, left, scale, lowest, head,
-    payload, payload_stride, headers, header_stride, table, local, first, parts, header,
-    KIND: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
-    LARGEST: tl.constexpr, SPLIT: tl.constexpr, BEFORE: tl.constexpr, FED_BACK: tl.constexpr,
-    HEAD: tl.constexpr, BLOCKS_: tl.constexpr,
-):  # fmt: skip
-    number, row, column, elements = _place(blocks, length, total, BLOCKS_)
-    elements = tl.where(number < count, elements, 0)
-    row = tl.zeros_like(row)
-    which, base, turns, of = _split(number, count, table, local, first, parts, SPLIT, BLOCKS_)
-    values = _summed(
-        given, given_stride, given_headers, given_header_stride, wires, row, column, elements,
-        number, blocks, which, base, turns, of, header, KIND, TOP, SPLIT,
-    )  # fmt: skip
-    position = column[:, None] + tl.arange(0, 256)[None, :]
-    _encode(
-        values, residual, left, scale, 1.0, 1.0, lowest, head,
-        payload, payload_stride, headers, header_stride, row, column, elements, number, count,
-        blocks, which, base, turns, of, header, position,
-        KIND, TOP, SHIFT, LIMIT, LARGEST, SPLIT, BEFORE, FED_BACK, HEAD,
-    )  # fmt: skip
 
 
 # -- the functions of `reference` -------------------------------------------------------------
@@ -399,7 +55,7 @@ def encode_rows(
     """Do as `reference.encode_rows`, in one launch."""
     left, fed = _fed_back(feedback, rows.total, values)
     _launch(
-        _encode_kernel,
+        encode_kernel,
         rows,
         (values, rows.start, rows.stride, rows.length, rows.total),
         (*fed, 1 / divisor, divisor, least_unit(divisor) << EXPONENT_BITS, *_head(head, values)),
@@ -417,13 +73,13 @@ def decode_rows(wire: WireFormat, wires: Tensor, values: Tensor, rows: Rows) -> 
     """Do as `reference.decode_rows`, in one launch."""
     views = _views(wire, wires, rows)
     place = (values, rows.start, rows.stride, rows.length, rows.total)
-    _launch(_decode_kernel, rows, (*views, *place), (), (), wire)
+    _launch(decode_kernel, rows, (*views, *place), (), (), wire)
 
 
 def sum_rows(wire: WireFormat, wires: Tensor, total: Tensor, rows: Rows) -> None:
     """Do as `reference.sum_rows` on a host, in one launch."""
     views = _views(wire, wires, rows)
-    _launch(_sum_kernel, rows, (*views, len(wires), total, rows.length, rows.total), (), (), wire)
+    _launch(sum_kernel, rows, (*views, len(wires), total, rows.length, rows.total), (), (), wire)
 
 
 def sum_encode_rows(
@@ -438,7 +94,7 @@ def sum_encode_rows(
     """Do as `reference.sum_encode_rows` on a host, in one launch."""
     left, fed = _fed_back(feedback, rows.total, wires)
     _launch(
-        _sum_encode_kernel,
+        sum_encode_kernel,
         rows,
         (*_views(wire, wires, rows), len(wires), rows.length, rows.total),
         (*fed, least_unit(1.0) << EXPONENT_BITS, *_head(head, wires)),

@@ -9,10 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from distamp.comm_hooks.arriving import any_of
+from distamp.comm_hooks.blocks import EXPONENT_BIAS
 from distamp.comm_hooks.buckets import Buckets
+from distamp.comm_hooks.headers import ReduceResult
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
 
-__all__ = ["ShardedGroup", "ShardedWatch", "check_format", "check_width", "watch_shards"]
+__all__ = [
+    "ShardedGroup",
+    "ShardedWatch",
+    "alone",
+    "check_format",
+    "check_width",
+    "watch_shards",
+]
 
 # Gradients of these dtypes hold whatever an fp32 sum can be.
 _WIDE = (torch.float32, torch.float64, torch.bfloat16)
@@ -89,6 +98,21 @@ def watch_shards(
     if not all(set(ranks) <= set(group.agreeing()) for group in groups):
         return None
     return ShardedWatch(buckets, groups)
+
+
+def alone(
+    values: Tensor, out: Tensor | None, divisor: float, before: ReduceResult | None
+) -> ReduceResult:
+    """Do as `Engine.staged` where there is one rank: nothing is sent, and nothing rounded."""
+    target = values if out is None else out
+    with torch.no_grad():
+        target.copy_(values / divisor)
+        nonfinite = ~values.isfinite().all()
+        mismatched = torch.zeros_like(nonfinite)
+        if before is not None:
+            nonfinite, mismatched = nonfinite | before.nonfinite, before.mismatched
+        largest = torch.full_like(nonfinite, -EXPONENT_BIAS, dtype=torch.int64)
+    return ReduceResult(nonfinite, largest, mismatched, torch.zeros_like(nonfinite))
 
 
 def check_format(wire: WireFormat) -> None:

@@ -25,7 +25,7 @@ from distamp.comm_hooks.headers import ReduceResult, lockstep_words
 from distamp.comm_hooks.layout import Layout, Route
 from distamp.comm_hooks.order import Staged, through
 from distamp.comm_hooks.residuals import Residuals
-from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, watch_shards
+from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, alone, watch_shards
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WireFormat, wire_format
 from distamp.errors import LockstepError
@@ -152,9 +152,9 @@ class CommHookState:
         residuals = self._residuals(bucket, engine, layout, parameters)
         # Nothing where a rank without more inputs sends zeros in the others' backward passes.
         scale = self._scale if torch_compat.in_backward_pass() else None
-        said = [] if self._scale is None else [self._scale]
+        scales = [] if self._scale is None else [self._scale]
         job = partial(self._average, engine, layout, values, scale, bucket, residuals)
-        return runner.submit(job, uses=[values, *said])
+        return runner.submit(job, uses=[values, *scales])
 
     def _average(
         self,
@@ -224,6 +224,8 @@ class CommHookState:
             RuntimeError: An exchange failed, on whichever rank.
         """
         self._check_reports()
+        if group.size() == 1:
+            return alone(values, out, divisor, before)
         engine = self._engines.engine(group, values.dtype, values.device)
         how = layout(engine)
         if self._scale is not None and self._scale.device.type != "cpu":

@@ -9,7 +9,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as
-from distamp.initialize.wrappers import Wrapping, batchnorms_cast_by_wrapper
+from distamp.initialize.wrappers import (
+    Wrapping,
+    batchnorms_cast_by_wrapper,
+    gathers_for_region,
+)
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 
@@ -40,7 +44,7 @@ def _check_casting_wrapper(
     model: nn.Module, wrapping: Wrapping, precision: Precision, dtypes: set[torch.dtype]
 ) -> None:
     name, dtype = wrapping.name, wrapping.computes_in
-    if precision.autocasts and dtype is precision.compute:
+    if precision.autocasts and gathers_for_region(model, precision):
         if any(d in _HALF for d in dtypes):
             raise SettingError(
                 f"{precision.level} trains float32 parameters and the model has some in {dtype}; "

@@ -13,7 +13,16 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-__all__ = ["Wrapping", "batchnorms_cast_by_wrapper", "no_sync", "outermost_wrapper", "recognise"]
+from distamp.precision import Precision
+
+__all__ = [
+    "Wrapping",
+    "batchnorms_cast_by_wrapper",
+    "gathers_for_region",
+    "no_sync",
+    "outermost_wrapper",
+    "recognise",
+]
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,19 @@ def recognise(model: nn.Module) -> Wrapping:
 def outermost_wrapper(model: nn.Module) -> str | None:
     """Return the name of what stands around ``model`` or a part of it; None for a plain one."""
     return recognise(model).name
+
+
+def gathers_for_region(model: nn.Module, precision: Precision) -> bool:
+    """Return whether ``fully_shard`` gathers weights in the dtype of the autocast region.
+
+    And reduces gradients in the level's, as it does without a policy.
+    """
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    policies = [part._get_fsdp_state()._mp_policy for part in parts]
+    casting = [policy for policy in policies if policy.param_dtype is not None]
+    return bool(casting) and all(
+        (p.param_dtype, p.reduce_dtype) == (precision.compute, precision.reduce) for p in casting
+    )
 
 
 def batchnorms_cast_by_wrapper(model: nn.Module) -> list[str]:

@@ -55,6 +55,7 @@ class Question:
         row: This rank's words of them, int64 (3,); None where it has an error.
         norms: The number of the norm plan; 0 where no norm is asked for.
         table: What the other ranks need to know to make a plan; asked for where plans differ.
+        tail: Words for ranks that have no more inputs, inside ``Join``.
         read_live: Reads scale, tracker and memory; waits where they lie on a device.
     """
 
@@ -73,6 +74,7 @@ class Question:
     row: Tensor | None = None
     norms: int = 0
     table: Callable[[], list[Entry]] | None = None
+    tail: Sequence[int] = ()
     read_live: Callable[[], tuple[Any, ...]] = tuple
 
     def error(self) -> Exception | None:
@@ -236,13 +238,14 @@ class Ranks:
         plain = error is None and self._unsent is None and scaled
         flags = [*(local.flags for local in question.locals), *([f] for f in question.flags)]
         digest = self._digest(question, plain, error is not None, scaled)
-        row, room = question.row, group.length.room_for_rows()
-        reply = message.exchange(group, digest, flags, row, room=room)
+        row, tail = question.row, question.tail
+        room = bool(tail) or group.length.room_for_rows()
+        reply = message.exchange(group, digest, flags, row, room=room, tail=tail)
         pending = _Pending(self, group, reply, question, states, plain, error)
         pending.unsent, self._unsent = self._unsent, None
         # Whether to wait is decided by what is the same on all ranks.
         now = question.wants_rows and not room
-        if reply.known or now or not all(state.agreed for state in question.states):
+        if reply.known or now or tail or not all(state.agreed for state in question.states):
             pending.check()
         else:
             self._pending.append(pending)
@@ -313,6 +316,11 @@ class _Pending:
         """Raise on every rank what any rank's message demands."""
         self.checked = True
         if not (self.plain and self.reply.in_agreement):
+            if self.reply.present < self.group.size:
+                raise self.error or LockstepError(
+                    "the ranks that still have inputs are not in lockstep, or one of them raised "
+                    "an error; inside Join they cannot compare more than that"
+                )
             self._compare()
         length = self.group.length
         length.capacity = max(length.capacity, self.question.total)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distamp.gradients import flag_of, merged
 from distamp.optimizers import unwrapped
+from distamp.scaler import joining
 from distamp.scaler.agreement import Agreed, Question, Ranks
 from distamp.scaler.guard import take_over_shared
 from distamp.scaler.look import Local, looked_at
@@ -132,14 +133,12 @@ def look_and_agree(
     """
     scale = scaler._scale_tensor()
     group = scaler._ranks.group_for(scale, scaler._states)
-    flags, scaler._own_flags = scaler._own_flags, []
+    flags = scaler._own_flags
+    if flags:
+        scaler._own_flags, scaler._agreed_flags = [], flags if group is None else []
     if group is None:
         _alone(scaler, subjects, look, refused, norm, scale)
-        if flags:
-            scaler._agreed_flags = flags
         return
-    if flags:
-        scaler._agreed_flags = []
     items = [*subjects, *flags]
     most = group.length.capacity
     for start in range(0, max(len(items), 1), most):
@@ -172,8 +171,10 @@ def _alone(
         raise refused
     for subject in subjects:
         local = look(subject)
-        subject.state.set_flag(merged(local.flags, scale.device))
-        _note_largest(scaler, [local])
+        flags = local.flags
+        subject.state.set_flag(flags[0] if len(flags) == 1 else merged(flags, scale.device))
+        if local.largest is not None:
+            scaler._note_largest(local.largest)
     if norm is not None:
         norm.measure(None, scale.device)
         norm.total = norm.local_total()
@@ -210,6 +211,7 @@ def _with_ranks(
                 return
         question = _question(scaler, group, call, subjects, look, total, refused, norm)
         question.flags = flags
+        question.tail = joining.tail_of(scaler, total)
         agreed = ranks.agree(group, question, scaler._states)
         _note(scaler, group, question, agreed, norm)
         if hooks.joined:

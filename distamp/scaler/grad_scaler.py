@@ -125,7 +125,7 @@ class DistGradScaler(TorchNames, Joinable):
         if enabled and not available:
             warnings.warn(
                 f"DistGradScaler is enabled, but {self._device} is not available.  Disabling.",
-                stacklevel=2,
+                stacklevel=settings.stacklevel_of_caller(),
             )
         self._schedule = settings.schedule_of(
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
@@ -150,6 +150,7 @@ class DistGradScaler(TorchNames, Joinable):
         self._hysteresis_tracker: Tensor | None = None
         self._memory: Tensor | None = None
         self._largest: Tensor | None = None
+        self._state: ScaleState | None = None
         self._scale_called = False
         self._warned_seed = False
         self._in_words: tuple[Any, ...] = ()
@@ -157,6 +158,7 @@ class DistGradScaler(TorchNames, Joinable):
         self._moves = 0
         self._own_flags: list[Tensor] = []
         self._agreed_flags: list[Tensor] = []
+        self._notified_join = False
         self._plans = NormPlans()
         self._states = OptimizerStates()
         self._watch = BackwardWatch(self._states)
@@ -258,10 +260,9 @@ class DistGradScaler(TorchNames, Joinable):
         self._check_masters(optimizer, source)
         scale = self._watch.scale_of(optimizer, state, source, self._scale_tensor())
         allow_fp16 = self._fp16_grads == "inplace"
-        if source.has_masters:
-            unscale: Callable[..., Sequence[Tensor]] = partial(source.unscale, allow_fp16=False)
-        else:
-            unscale = partial(self._flags_of_override, optimizer, allow_fp16)
+        unscale: Callable[..., Sequence[Tensor]] = source.unscale
+        if not source.has_masters and overrides(self, "_unscale_grads_", DistGradScaler):
+            unscale = partial(self._flags_of_override, optimizer)
         watches = self._schedule.watches_largest
         local = unscaled(optimizer, source, scale, unscale, watches, allow_fp16)
         state["stage"] = OptState.UNSCALED
@@ -269,7 +270,7 @@ class DistGradScaler(TorchNames, Joinable):
         return local
 
     def _flags_of_override(
-        self, optimizer: Any, allow_fp16: bool, inv_scale: Tensor, found_inf: Tensor
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Sequence[Tensor]:
         return list(self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values())
 
@@ -281,7 +282,7 @@ class DistGradScaler(TorchNames, Joinable):
         state.made_with = self._watch.scale_of(optimizer, state, source, own)
         if overrides(self, "_unscale_grads_", DistGradScaler):
             one, found = flag_of(True, own.device), flag_of(False, own.device)
-            return Local(self._flags_of_override(optimizer, True, one, found) or [found])
+            return Local(self._flags_of_override(optimizer, one, found, True) or [found])
         return checked(optimizer, source, own.device, self._schedule.watches_largest)
 
     def _rechecked(self, subject: Subject) -> Local:
@@ -339,7 +340,7 @@ class DistGradScaler(TorchNames, Joinable):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure = find_closure(args, kwargs)
+        closure = find_closure(args, kwargs) if args or kwargs else None
         if closure is not None:
             return self._step_with_closure(optimizer, closure, args, kwargs)
         (subject,) = self._enter("step", (optimizer,), OptimizerState.check_step)
@@ -349,8 +350,10 @@ class DistGradScaler(TorchNames, Joinable):
                 look_and_agree(self, "step", [subject], self._checked)
             elif self._only_checks(subject):
                 self._check_inf_per_device(optimizer)
-            else:
+            elif overrides(self, "unscale_", DistGradScaler):
                 self.unscale_(optimizer)
+            else:
+                look_and_agree(self, "step", (subject,), self._unscaled)
             self._agree_on_flags_of_others(subject)
         elif self._recheck:
             look_and_agree(self, "recheck", [subject], self._rechecked)
@@ -518,10 +521,12 @@ class DistGradScaler(TorchNames, Joinable):
         subjects: list[Subject] = []
         try:
             if needs_scale:
-                self._require_scale(call.replace("step_all", "step"))
-            _check_given(call, given)
+                self._require_scale("step" if call == "step_all" else call)
+            if len(given) != 1:
+                _check_given(call, given)
             for optimizer in given:
                 subject = subject_of(self, optimizer)
+                joining.check(self, subject.optimizer)
                 check(subject.state)
                 subjects.append(subject)
         except Exception as error:
@@ -637,7 +642,8 @@ class DistGradScaler(TorchNames, Joinable):
             flags = [flag for state in records if (flag := state.flag()) is not None]
             if not flags:
                 raise StageError("No inf checks were recorded prior to update.")
-            self._move_scale(merged(flags, scale.device))
+            only = len(flags) == 1 and flags[0].device == scale.device
+            self._move_scale(flags[0] if only else merged(flags, scale.device))
         self._begin_iteration()
 
     def _move_scale(self, found_inf: Tensor) -> None:
@@ -647,12 +653,16 @@ class DistGradScaler(TorchNames, Joinable):
         assert hysteresis is not None
         largest, self._largest = self._largest, None
         self._moves += 1
-        state = ScaleState(scale, tracker, hysteresis, self._memory)
+        state = self._state
+        if state is None or state.scale is not scale or state.growth_tracker is not tracker:
+            state = self._state = ScaleState(scale, tracker, hysteresis, self._memory)
         self._schedule.advance_(state, found_inf, largest)
 
     def _begin_iteration(self, records: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         if self._scale is not None:
             self._watch.scale_is(self._scale)
+        if self._join_config.enable:
+            joining.end_iteration(self)
         self._ranks.iteration += 1
         if self._hooks.joined:
             self._hooks.iteration_ended()
@@ -918,6 +928,7 @@ class DistGradScaler(TorchNames, Joinable):
         elif self._scale is not None:  # the loaded schedule is of another kind
             kept = torch.tensor(memory, dtype=torch.int64, device=self._scale.device)
             self._memory = kept if memory else None
+        self._state = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._states.records:
@@ -938,6 +949,7 @@ class DistGradScaler(TorchNames, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        Joinable.__init__(self)
         state = dict(state)
         was_default = state.pop("group_was_default")
         self.__dict__.update(state)

@@ -37,6 +37,7 @@ class BackwardWatch:
         self._states = states
         # How often the scale has changed, and what it was before and is since.
         self._changes = 0
+        self._hook = partial(self._begins, 0, ())
         self._before: Tensor | None = None
         self._now: float | Tensor | None = None
         # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.
@@ -51,15 +52,17 @@ class BackwardWatch:
         if torch.compiler.is_compiling():
             _outside_the_graph(self, scaled)
             return
+        if self._states.any:
+            node.register_prehook(self._hook)
+            return
         # What the pass goes on to, and not the node itself, which holds this very hook.
-        following = () if len(self._states) else node.next_functions
-        node.register_prehook(partial(self._begins, self._changes, following))
+        node.register_prehook(partial(self._begins, self._changes, node.next_functions))
 
     # -- a pass ----------------------------------------------------------------------------------
 
     def _begins(self, changes: int, following: Sequence[tuple[Any, int]], _: Any) -> None:
         states = self._states
-        if following and not len(states):
+        if following and not states.any:
             self._note_leaves(following)
         ended: list[Callable[[], None]] = []
         for state in states.records.values():
@@ -67,9 +70,9 @@ class BackwardWatch:
             if stage is OptState.UNSCALED or (stage is OptState.STEPPED and state.in_place):
                 ended.append(_watching(state))
         current = changes == self._changes
-        leftovers = list(self._leftovers())
-        if leftovers:
-            ended += [_adding(each, current) for each in leftovers if _is_there(each)]
+        if self._changes:
+            leftovers = [each for each in self._leftovers() if _is_there(each)]
+            ended += [_adding(each, current) for each in leftovers]
         if not current and self._before is not None:
             ended += [self._late_pass(state, self._before) for _, state in states.live()]
         if ended:
@@ -111,6 +114,7 @@ class BackwardWatch:
         if before is None or (on_host and before == now):
             return
         self._changes += 1
+        self._hook = partial(self._begins, self._changes, ())
         old = before if isinstance(before, Tensor) else _scalar(before)
         self._before = old
         for optimizer, state in self._states.live():

@@ -1,23 +1,128 @@
-"""Uneven inputs: what a rank without more of them does for the scaler inside ``Join``."""
+"""Uneven inputs: what ranks with and without more of them send inside ``Join``.
+
+A rank that has no more inputs takes part in every message with nothing to say, until one says that
+the iteration has ended, and how the scale stands. So inside ``Join`` messages have a tail, and
+``update`` sends one more.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.algorithms.join import JoinHook
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from distamp.errors import StageError
+from distamp.optimizers import inner_optimizer
+from distamp.scaler.message import Group, exchange, exchange_nothing
 
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
-__all__ = ["ShadowScaler"]
+__all__ = ["ShadowScaler", "check", "end_iteration", "tail_of"]
+
+# Ranks that have inputs; whether the iteration ends; optimizers of the whole call; then the state.
+_PRESENT, _ENDS, _TOTAL, _STATE = 0, 1, 2, 3
+
+
+def check(scaler: DistGradScaler, optimizer: Any) -> None:
+    """Refuse what cannot work inside ``Join``, as far as it can be seen.
+
+    Raises:
+        StageError: An optimizer with collectives of its own, or one that is joined without the
+            scaler.
+    """
+    own = getattr(optimizer, "_join_config", None)
+    joins = own is not None and own.enable
+    if joins or (scaler._join_config.enable and inner_optimizer(optimizer) is not None):
+        raise StageError(
+            f"{type(optimizer).__name__} inside Join steps by itself on ranks without inputs, also "
+            "where the others skip; use an optimizer without collectives of its own and "
+            "Join([model, scaler])"
+        )
+
+
+def tail_of(scaler: DistGradScaler, total: int) -> Sequence[int]:
+    """Return the tail of a message; empty outside of ``Join``."""
+    if not scaler._join_config.enable:
+        return ()
+    if not scaler._notified_join:
+        scaler._notified_join = True
+        work = Join.notify_join_context(scaler)
+        if work is not None:
+            work.wait()
+    return (1, 0, total, *([0] * len(_state(scaler))))
+
+
+def end_iteration(scaler: DistGradScaler) -> None:
+    """Tell ranks without inputs that the iteration has ended, and how the scale stands."""
+    scaler._notified_join = False
+    group = scaler._ranks.group_for(scaler._scale_tensor(), scaler._states)
+    if group is not None:
+        exchange(group, 0, [], None, room=True, tail=(1, 1, 0, *_state(scaler)))
+
+
+def _state(scaler: DistGradScaler) -> list[int]:
+    """Return scale, tracker, hysteresis and memory as integers."""
+    scale, tracker = scaler._scale_tensor(), scaler._growth_tracker
+    hysteresis, memory = scaler._hysteresis_tracker, scaler._memory
+    assert tracker is not None
+    assert hysteresis is not None
+    bits = int(scale.cpu().view(torch.int32).item())
+    state = [bits, int(tracker.item()), int(hysteresis.item())]
+    return state if memory is None else [*state, *map(int, memory.tolist())]
 
 
 class ShadowScaler(JoinHook):
     """Stands in for a scaler on a rank that has no more inputs.
 
     Args:
-        scaler: The rank's own, which goes on with the others'.
+        scaler: The rank's own, which goes on as the others' do.
     """
 
     def __init__(self, scaler: DistGradScaler) -> None:
         self._scaler = scaler
+
+    def main_hook(self) -> None:
+        """Take part in the messages of one iteration of the others."""
+        scaler = self._scaler
+        group = self._group()
+        if group is None:
+            return
+        scaler._ranks.drain()
+        words = _STATE + len(_state(scaler))
+        while True:
+            tail = exchange_nothing(group, words)
+            present = max(tail[_PRESENT], 1)
+            if tail[_ENDS]:
+                break
+            length = group.length
+            length.capacity = max(length.capacity, tail[_TOTAL] // present)
+        self._take_over([word // present for word in tail[_STATE:]])
+        scaler._ranks.iteration += 1
+
+    def _group(self) -> Group | None:
+        scaler = self._scaler
+        if not scaler.is_enabled():
+            return None
+        return scaler._ranks.group_for(scaler._scale_tensor(), scaler._states)
+
+    def _take_over(self, state: list[int]) -> None:
+        scaler = self._scaler
+        bits, tracker, hysteresis, *memory = state
+        scale = torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32)
+        pairs = (
+            (scaler._scale, scale),
+            (scaler._growth_tracker, tracker),
+            (scaler._hysteresis_tracker, hysteresis),
+            (scaler._memory, torch.tensor(memory, dtype=torch.int64, device="cpu")),
+        )
+        for held, value in pairs:
+            if held is not None:
+                held.copy_(torch.as_tensor(value))
+        scaler._rebase()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Compare optimizers anew: a rank may have seen fewer of them than the others."""
+        self._scaler._states.forget_agreements()

@@ -76,7 +76,7 @@ def unscaled(
     optimizer: Any,
     source: GradientSource,
     scale: Tensor,
-    unscale: Callable[[Tensor, Tensor], Sequence[Tensor]],
+    unscale: Callable[[Tensor, Tensor, bool], Sequence[Tensor]],
     watch: bool,
     allow_fp16: bool,
 ) -> Local:
@@ -86,7 +86,8 @@ def unscaled(
         optimizer: Names the parameters in errors.
         source: Of its gradients.
         scale: 0-d float32, what they were made with.
-        unscale: Takes 1 / scale and a flag to set, and returns a flag for each device.
+        unscale: Takes 1 / scale, a flag to set and whether float16 gradients may be unscaled in
+            place, and returns a flag for each device.
         watch: Whether the largest magnitude is asked for.
         allow_fp16: Whether float16 gradients may be read for it.
     """
@@ -98,5 +99,5 @@ def unscaled(
             )
             largest = largest_magnitude(gradients, scale.device)
     found = flag_of(False, scale.device)
-    flags = unscale(inverse(scale), found)
+    flags = unscale(inverse(scale), found, allow_fp16)
     return Local(flags or [found], largest)

@@ -42,6 +42,7 @@ __all__ = [
     "Reply",
     "check_group",
     "exchange",
+    "exchange_nothing",
     "gather",
     "gather_rows",
     "resolve",
@@ -259,15 +260,23 @@ class Reply:
         group: The ranks.
         layout: Of the message.
         optimizers: How many it was about.
+        tail: Words at its end, of which the first counts the ranks that sent something.
     """
 
     def __init__(
-        self, summed: Tensor, digest: int, group: Group, layout: Layout, optimizers: int
+        self,
+        summed: Tensor,
+        digest: int,
+        group: Group,
+        layout: Layout,
+        optimizers: int,
+        tail: int = 0,
     ) -> None:
         self._summed = summed
         self._layout = layout
         self._optimizers = optimizers
-        self._expected = digest * group.size & _LOW
+        self.present = int(summed[-tail].item()) if tail else group.size
+        self._expected = digest * self.present & _LOW
         self._words: list[int] | None = None
         self._on_host: host.HostCopy | None = None
         self.global_ranks = group.global_ranks
@@ -316,7 +325,8 @@ class Reply:
 
     def rows(self) -> Tensor:
         """Return every rank's row, int64 of shape (ranks, 3), without waiting."""
-        return self._summed[self._layout.words :].view(self._layout.size, ROW)
+        start, size = self._layout.words, self._layout.size
+        return self._summed[start : start + size * ROW].view(size, ROW)
 
 
 def _flag(ranks: list[int], device: torch.device) -> Tensor:
@@ -336,6 +346,7 @@ def exchange(
     row: Tensor | None,
     *,
     room: bool,
+    tail: Sequence[int] = (),
 ) -> Reply:
     """Send this rank's words and return what all ranks sent.
 
@@ -345,6 +356,7 @@ def exchange(
         flags: For each optimizer its local flags, one for each device that holds gradients.
         row: int64 of shape (3,), this rank's part of a norm.
         room: Whether the message has room for rows; the same on all ranks.
+        tail: Words for ranks that have no more inputs; the same number on all ranks.
 
     Raises:
         LockstepError: A peer died, or did not call within the group's timeout.
@@ -357,8 +369,19 @@ def exchange(
         if row is not None:
             rows[group.rank] = row.to(group.device, non_blocking=True)
         packed = torch.cat((packed, rows.view(-1)))
+    if tail:
+        words = torch.tensor(tail, dtype=torch.int64, device="cpu")
+        packed = torch.cat((packed, words.to(group.device)))
     _sum(group, packed)
-    return Reply(packed, digest, group, layout, len(flags))
+    return Reply(packed, digest, group, layout, len(flags), len(tail))
+
+
+def exchange_nothing(group: Group, tail: int) -> list[int]:
+    """Take part in a message with nothing to say; return the sum of its last ``tail`` words."""
+    length = group.layout().words + group.size * ROW + tail
+    packed = torch.zeros(length, dtype=torch.int64, device=group.device)
+    _sum(group, packed)
+    return [int(word) for word in packed[-tail:].tolist()]
 
 
 def _host_words(

@@ -280,8 +280,10 @@ class OptimizerStates:
         self._seen = 0
         self.records = Records(self)
 
-    def __len__(self) -> int:
-        return len(self._by_id)
+    @property
+    def any(self) -> bool:
+        """Whether an optimizer has been seen that may still be there."""
+        return bool(self._by_id)
 
     def by_id(self, key: int) -> OptimizerState:
         """Return the state at an ``id``, or one for an optimizer that is yet to be seen."""

@@ -18,7 +18,10 @@ __all__ = ["TorchNames", "overrides"]
 
 def overrides(scaler: object, name: str, base: type) -> bool:
     """Return whether a subclass, or the object itself, has another method of this name."""
-    return getattr(type(scaler), name) is not getattr(base, name) or name in vars(scaler)
+    kind = type(scaler)
+    if kind is base:
+        return name in scaler.__dict__
+    return getattr(kind, name) is not getattr(base, name) or name in scaler.__dict__
 
 
 class TorchNames(torch.amp.GradScaler):

@@ -130,7 +130,8 @@ class RunReporter(Reporter):
             shown += f"  {record[self.measure.name]:.3f} {self.measure.unit}"
         if self.scales:
             shown += f"  scale {power_of_two(record['loss_scale'])}  skipped {record['skipped']}"
-        shown += f"  {self.rate / 1000:.1f}k {self.measure.short}/s"
+        speed_shown = f"{self.rate / 1000:.1f}k" if self.rate >= 1000 else f"{self.rate:.0f}"
+        shown += f"  {speed_shown} {self.measure.short}/s"
         step = record["step"]
         if self.bar is not None:
             self.bar.update(self.task, completed=step, shown=shown)

@@ -28,7 +28,7 @@ from distamp.comm_hooks import fsdp2, torch_compat
 from distamp.comm_hooks.auto import as_it_is, choose_for_ddp, timed_choice
 from distamp.errors import LockstepError
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
-from tests.ranks import mesh
+from tests.ranks import mesh, subgroup
 
 WIDTHS = (31, 97, 64, 5)
 
@@ -146,6 +146,25 @@ def _uncompressed_replicas(factor: float | None) -> float:
 @pytest.mark.parametrize("factor", [None, 8.0])
 def test_replicas_are_averaged_where_no_format_was_chosen(ranks4, factor):
     assert max(ranks4.run(_uncompressed_replicas, factor)) < 1e-6
+
+
+def _again() -> list[dict[str, float]]:
+    """The times by which hooks over four ranks, over two and over four again were chosen."""
+    groups = [None, subgroup([0, 1]), subgroup([2, 3])]
+    found = []
+    for group in (None, groups[1 + dist.get_rank() // 2], None):
+        model = DistributedDataParallel(mlp(*WIDTHS), process_group=group)
+        choice = comm_hooks.register(model, "auto").stats().choice
+        assert choice is not None
+        found.append(dict(choice.seconds))
+    return found
+
+
+def test_other_ranks_and_the_same_again_are_measured_anew(ranks4):
+    for first, fewer, again in ranks4.run(_again):
+        assert all(len(times) == 3 for times in (first, fewer, again))
+        assert first != fewer
+        assert first != again, "nothing is kept of the first"
 
 
 def _slow_on(ranks: list[int], ways: list[str]) -> str:

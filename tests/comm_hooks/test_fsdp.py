@@ -485,6 +485,21 @@ def test_fsdp1_takes_every_format_without_feedback(ranks2, name):
         assert sent > 0
 
 
+def test_one_rank_sends_and_rounds_nothing(ranks1):
+    found, sent = ranks1.run(_register1_alone)[0]
+    assert max(found) < 1e-6
+    assert sent == 0
+
+
+def _register1_alone() -> tuple[list[float], int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that it does not shard
+        model = wrapped(net())
+    state = register_fsdp1(model, wire_format("fp16"))
+    loss_of(model(batch(0))).backward()
+    return errors1(model, expected(1)), state.stats().total_bytes
+
+
 def _refused1(case: str) -> str:
     wire = wire_format("int8" if case == "int8" else "fp16")
     settings: dict[str, Any] = {}

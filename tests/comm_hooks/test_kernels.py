@@ -17,11 +17,11 @@ from distamp.comm_hooks.wire import WireFormat
 
 triton = pytest.importorskip("triton", reason="needs the package triton, of the test extra")
 
-from distamp.comm_hooks import kernels  # noqa: E402
+from distamp.comm_hooks import kernel_code, kernels  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(
-        type(kernels._decode_kernel).__name__ != "InterpretedFunction",
+        type(kernels.decode_kernel).__name__ != "InterpretedFunction",
         reason="Triton was imported before TRITON_INTERPRET=1 was set",
     ),
     # Of numpy, of which the interpreter is made: that inf and NaN come of what they should.
@@ -214,4 +214,4 @@ def test_places_beyond_two_to_the_31():
     assert out.tolist() == expected
 
 
-kernels_element_at: Any = kernels.element_at
+kernels_element_at: Any = kernel_code.element_at

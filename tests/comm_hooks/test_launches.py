@@ -113,7 +113,7 @@ def with_kernels(on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from distamp.comm_hooks import kernels
 
     launch: Callable[..., None] = kernels._launch
-    if type(kernels._decode_kernel).__name__ != "InterpretedFunction":
+    if type(kernels.decode_kernel).__name__ != "InterpretedFunction":
         pytest.skip("Triton was imported before TRITON_INTERPRET=1 was set")
 
     def counted(*args: Any, **kwargs: Any) -> None:

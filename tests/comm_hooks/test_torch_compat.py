@@ -70,9 +70,8 @@ def _modules() -> dict[str, Any]:
     return {
         "names": (before, torch_compat.ddp_hook_name(ddp)),
         "inside": (inside, torch_compat.in_backward_pass()),
-        "kinds": [
-            (torch_compat.is_fsdp1(m), torch_compat.is_fsdp2(m)) for m in (ddp, fsdp1, fsdp2)
-        ],
+        "fsdp1": [torch_compat.is_fsdp1(each) for each in (ddp, fsdp1, fsdp2)],
+        "fsdp2": [torch_compat.is_fsdp2(each) for each in (ddp, fsdp1, fsdp2)],
         "units": torch_compat.fsdp1_units(fsdp1) == [fsdp1],
         "hook": torch_compat.take_fsdp1_hook(fsdp1) is print,
         "numels": sum(torch_compat.numels_in(torch_compat.flat_parameter(fsdp1))),

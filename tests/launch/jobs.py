@@ -120,6 +120,14 @@ def without_speed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
 
 
+def wait_for_text(log: Path, text: str, seconds: float = TIMEOUT_S) -> None:
+    """Wait until a log has a text in it."""
+    end = time.monotonic() + seconds
+    while text not in log.read_text():
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+
+
 def wait_for_step(folder: Path, step: int, seconds: float = TIMEOUT_S) -> None:
     """Wait until a run has written a record of this step."""
     end = time.monotonic() + seconds

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +129,27 @@ def test_a_folder_that_is_not_shared_is_refused_on_both(hosts, text, tmp_path):
     assert said.count("checkpoints need a folder that all machines share") == 1, said
 
 
-# srun starts a command on every node of the job, with the environment of the job's script.
+# srun starts a command on every node of the job, with the environment of the job's script, and
+# passes SIGTERM on to every process of it.
 SRUN = """#!{python}
-import json, subprocess, sys
+import json, signal, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("-"):
     command.pop(0)
 entries = json.loads({entries!r})
 started = [subprocess.Popen([*entry, *command]) for entry in entries]
-sys.exit(max(process.wait() for process in started))
+def pass_on(number, frame):
+    for entry in entries:
+        subprocess.run([*entry, "sh", "-c", "kill -TERM $(pgrep -f launch/train.py)"])
+signal.signal(signal.SIGTERM, pass_on)
+sys.exit(max(abs(process.wait()) for process in started))
+"""
+# scontrol knows the nodes of a job, and writes down what else it is asked to do.
+SCONTROL = """#!/bin/sh
+case "$1" in
+    show) [ "$3" = "host[0-1]" ] && printf '{names}\\n' ;;
+    *) echo "$@" >> {log} ;;
+esac
 """
 
 
@@ -144,9 +158,17 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_slurm_script_trains_on_all_nodes_and_goes_on_when_requeued(
-    hosts, one_host, text, tmp_path
-):
+@dataclass
+class Slurm:
+    """A job of two nodes, whose programs are stand-ins."""
+
+    repository: Path
+    environment: dict[str, str]
+    script: list[str]
+    log: Path
+
+
+def slurm_job(hosts: netns.Hosts, text: Path, tmp_path: Path) -> Slurm:
     programs, repository = tmp_path / "bin", tmp_path / "repository"
     programs.mkdir()
     repository.mkdir()
@@ -155,7 +177,8 @@ def test_slurm_script_trains_on_all_nodes_and_goes_on_when_requeued(
     entries = json.dumps([[*host.enter(["env", f"--chdir={repository}"])] for host in hosts])
     write_program(programs / "srun", SRUN.format(python=sys.executable, entries=entries))
     names = "\\n".join(host.name for host in hosts)
-    write_program(programs / "scontrol", f'#!/bin/sh\n[ "$3" = "host[0-1]" ] && echo "{names}"\n')
+    log = tmp_path / "scontrol.log"
+    write_program(programs / "scontrol", SCONTROL.format(names=names, log=log))
     job = {
         **ENVIRONMENT,
         "PATH": f"{programs}:{ENVIRONMENT['PATH']}",
@@ -164,8 +187,41 @@ def test_slurm_script_trains_on_all_nodes_and_goes_on_when_requeued(
         "SLURM_JOB_ID": "4321",
         "SLURM_JOB_NODELIST": "host[0-1]",
         "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "6",
     }
     script = ["bash", str(ROOT / "launch" / "slurm.sh"), "--data", str(text), *map(str, RUN)]
+    return Slurm(repository, job, script, log)
+
+
+def test_slurm_script_puts_a_job_whose_time_is_over_back_and_it_goes_on(
+    hosts, one_host, text, tmp_path
+):
+    job = slurm_job(hosts, text, tmp_path)
+    run = job.repository / "runs" / "4321"
+    with (tmp_path / "first.log").open("wb") as log:
+        first = subprocess.Popen(
+            job.script, env=job.environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        jobs.wait_for_step(run, 3, seconds=300)
+        first.send_signal(signal.SIGUSR1)
+        assert first.wait(timeout=300) != 0
+    said = (tmp_path / "first.log").read_text()
+    assert "Stopped as asked after step " in said, said
+    assert job.log.read_text() == "requeue 4321\n"
+    again = subprocess.run(
+        job.script, env=job.environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert "Going on from" in again.stdout
+    assert job.log.read_text() == "requeue 4321\n"
+    assert jobs.without_speed(jobs.records(run)) == one_host
+
+
+def test_slurm_script_trains_on_all_nodes_and_goes_on_when_requeued(
+    hosts, one_host, text, tmp_path
+):
+    slurm = slurm_job(hosts, text, tmp_path)
+    repository, job, script = slurm.repository, slurm.environment, slurm.script
 
     first = subprocess.Popen(script, env=job, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     jobs.wait_for_step(repository / "runs" / "4321", 6, seconds=300)
@@ -189,5 +245,99 @@ def test_slurm_script_is_bash_and_asks_for_what_it_uses():
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     options = [line.split()[1] for line in script.read_text().splitlines() if "#SBATCH" in line]
     assert "--ntasks-per-node=1" in options, "one torchrun on each node"
-    assert "--signal=TERM@120" in options
+    assert "--signal=B:USR1@120" in options
     assert "--requeue" in options
+    assert "export SRUN_CPUS_PER_TASK=" in script.read_text()
+
+
+# -- a host that vanishes -------------------------------------------------------------------------
+
+# Four ranks of two hosts, or two of one. Where torchrun shares its store, a host that joins later
+# waits for the address of the first rank, which is written down once, before the first round.
+ELASTIC_ENVIRONMENT = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ELASTIC = (*TINY, "--steps", "40", "--evaluate-every", "40", "--checkpoint-every", "5")
+ELASTIC = (*ELASTIC, "--timeout", "20")
+
+
+def elastic(nodes: str, restarts: int, port: int) -> list[str]:
+    start = ["torchrun", "--nnodes", nodes, "--nproc-per-node", "2"]
+    start += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-id", f"run-{port}"]
+    start += ["--rdzv-conf", "join_timeout=300,last_call_timeout=3"]
+    return [*start, "--rdzv-endpoint", f"host0:{port}", str(ROOT / "launch" / "train.py")]
+
+
+@contextlib.contextmanager
+def on_hosts(
+    hosts: netns.Hosts, command: list[str], folder: Path
+) -> Iterator[tuple[list[subprocess.Popen[Any]], list[Path]]]:
+    """Start a command on every host, with a log for each; end what is left of it."""
+    logs = [folder / f"{host.name}.log" for host in hosts]
+    started = []
+    with contextlib.ExitStack() as stack:
+        for host, log in zip(hosts, logs, strict=True):
+            output = stack.enter_context(log.open("wb"))
+            where = {"cwd": folder, "env": ELASTIC_ENVIRONMENT}
+            options = {**where, "stdout": output, "stderr": output}
+            started.append(host.popen(command, **options))
+        try:
+            yield started, logs
+        finally:
+            for host in hosts:
+                for process in host.processes():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+            for each in started:
+                each.wait(timeout=60)
+
+
+def test_ranks_of_a_host_whose_link_is_cut_are_named_within_the_timeout(text, tmp_path):
+    with netns.Hosts(2, rate="1gbit") as hosts:
+        folder = tmp_path / "run"
+        command = [*elastic("2", 0, 29601), "--data", str(text), "--run-dir", str(folder), *ELASTIC]
+        with on_hosts(hosts, command, tmp_path) as (started, logs):
+            jobs.wait_for_step(folder, 7, seconds=300)
+            hosts.cut(1)
+            assert started[0].wait(timeout=300) != 0
+            said = logs[0].read_text()
+            lost = [line for line in said.splitlines() if line.startswith("error:")]
+            assert len(lost) == 1, said
+            assert "did not answer (on host1)" in lost[0]
+            assert f"go on with --resume {folder}" in lost[0]
+
+
+def test_the_others_go_on_without_a_host_that_is_gone_and_with_one_that_comes_back(text, tmp_path):
+    with netns.Hosts(2, rate="1gbit") as hosts:
+        folder = tmp_path / "run"
+        run = ("--data", text, *ELASTIC, "--steps", 3000, "--evaluate-every", 3000)
+        run = (*run, "--checkpoint-every", 5, "--keep-checkpoints", 9999)
+        command = [*elastic("1:2", 5, 29602), *map(str, (*run, "--run-dir", folder))]
+        with on_hosts(hosts, command, tmp_path) as (started, logs):
+            jobs.wait_for_step(folder, 7, seconds=300)
+            hosts.cut(1)
+            jobs.wait_for_text(logs[0], "with other settings: ranks 4 -> 2", seconds=300)
+            assert "did not answer (on host1)" in logs[0].read_text()
+            for process in hosts[1].processes():  # the host is switched off, and on again
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            started[1].wait(timeout=60)
+            hosts.join(1)
+            with (tmp_path / "again.log").open("wb") as log:
+                where = {"cwd": tmp_path, "env": ELASTIC_ENVIRONMENT}
+                options = {**where, "stdout": log, "stderr": log}
+                again = hosts[1].popen(command, **options)
+                assert started[0].wait(timeout=900) == 0, logs[0].read_text()
+                assert again.wait(timeout=60) == 0
+            said = logs[0].read_text()
+            assert "with other settings: ranks 2 -> 4" in said
+        rows = jobs.without_speed(jobs.records(folder))
+        assert [row["step"] for row in rows if "loss" in row] == [*range(1, 3001)]
+        # Each part has the losses of a run that was resumed by hand, on as many ranks of one host.
+        first, second = [int(s) for s in re.findall(r"Going on from .* at step (\d+)", said)]
+        for step, end, ranks in ((first, second, 2), (second, 3000, 4)):
+            checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+            by_hand = tmp_path / str(step)
+            done = jobs.run(ranks, "--resume", checkpoint, "--run-dir", by_hand)
+            assert done.returncode == 0, done.stderr
+            expected = jobs.without_speed(jobs.records(by_hand))
+            part = [row for row in rows if "loss" in row and step < row["step"] <= end]
+            assert part == [r for r in expected if "loss" in r and step < r["step"] <= end]

@@ -88,7 +88,9 @@ class FSDP2(World):
 
 
 class FSDP2Offload(FSDP2):
-    policy: ClassVar[dict[str, Any]] = {"offload_policy": CPUOffloadPolicy(pin_memory=device_type() != "cpu")}
+    policy: ClassVar[dict[str, Any]] = {
+        "offload_policy": CPUOffloadPolicy(pin_memory=device_type() != "cpu")
+    }
 
 
 class HSDP(FSDP2):
@@ -225,9 +227,7 @@ class Pipeline(World):
     def wrap(self, net: nn.Module) -> nn.Module:
         rank = self.rank
         self.layer = getattr(net, LAYERS[rank])
-        self.stage = PipelineStage(
-            _Stage(self.layer, rank == WORLD - 1), rank, WORLD, here()
-        )
+        self.stage = PipelineStage(_Stage(self.layer, rank == WORLD - 1), rank, WORLD, here())
         return net
 
     def parts(self) -> list[list[nn.Parameter]]:

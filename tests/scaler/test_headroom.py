@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.errors import SettingError
-from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule
-from distamp.scaler import look
 from distamp.gradients import largest_magnitude
+from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule, look
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, iteration, sgd, torch_scaler

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
 from distamp.errors import LockstepError
+from tests.ranks import mesh
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 1), ("random", 2)]
 # Relative L2 error of a whole gradient, and how many values of the loss scale are tried.
@@ -49,7 +49,6 @@ def _exact(steps: int) -> list[Tensor]:
 
 
 def _wrapped(wrapper: str) -> tuple[nn.Module, dict[str, Any]]:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         FullyShardedDataParallel,
         MixedPrecisionPolicy,
@@ -68,12 +67,12 @@ def _wrapped(wrapper: str) -> tuple[nn.Module, dict[str, Any]]:
         net = net.to(torch.bfloat16)
         settings["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     if wrapper in ("HSDP", "replicas"):
-        mesh = init_device_mesh("sim", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        settings["mesh"] = mesh if wrapper == "HSDP" else mesh["shard"]
+        whole = mesh((2, size // 2), ("replicate", "shard"), device="sim")
+        settings["mesh"] = whole if wrapper == "HSDP" else whole["shard"]
         if wrapper == "replicas":
-            options["replicas"] = mesh["replicate"].get_group()
+            options["replicas"] = whole["replicate"].get_group()
     else:
-        settings["mesh"] = init_device_mesh("sim", (size,), mesh_dim_names=("shard",))
+        settings["mesh"] = mesh((size,), ("shard",), device="sim")
     for layer in net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **settings)
@@ -137,7 +136,9 @@ def test_shards_are_reduced_under_every_schedule(sim2, wrapper):
 )
 def test_four_ranks(sim_ranks, wrapper, wire):
     for schedule, seed in (("late", 0), ("random", 3)):
-        for errors, _ in sim_ranks(4).run(_errors, wrapper, wire, True, schedule=schedule, seed=seed):
+        for errors, _ in sim_ranks(4).run(
+            _errors, wrapper, wire, True, schedule=schedule, seed=seed
+        ):
             assert max(errors) < 1.5 * BOUNDS[wire]
 
 
@@ -206,8 +207,8 @@ def test_a_mismatch_steps_nothing_and_raises_at_the_next_call(sim2, wrapper):
         assert right, said
 
 
-def _several_devices() -> float:
-    """One model on two devices of one process: flags of several devices in one step."""
+def _several_devices() -> list[float]:
+    """What a watch over one model on two devices of one process found, in three iterations."""
     first, second = torch.device("sim", 0), torch.device("sim", 1)
     if dist.get_rank() == 1:
         first, second = torch.device("sim", 2), torch.device("sim", 3)
@@ -224,20 +225,21 @@ def _several_devices() -> float:
 
     model = DistributedDataParallel(Two())
     hook = comm_hooks.register(model, "fp16")
-    scaler = DistGradScaler("sim", init_scale=4.0)
-    scaler.attach(hook)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
     for step in range(3):
-        sgd.zero_grad()
+        model.zero_grad()
+        bad = step == 1 and dist.get_rank() == 1
         loss = model(_inputs(step, dist.get_rank()).to(first)).square().sum()
-        scaler.scale(loss).backward()
-        scaler.step(sgd)
-        assert scaler.stepped(sgd)
-        scaler.update()
-    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()]).sum().item()
+        (loss * (float("inf") if bad else 1.0)).backward()
+        watch = hook.watch(list(model.parameters()), [0, 1])
+        assert watch is not None
+        assert watch.exchanged()
+        found.append(watch.found_inf().item())
+        assert not hook.ranks_mismatched()
+        hook.iteration_ended()
+    return found
 
 
-def test_parameters_on_several_devices_of_one_process(sim2):
-    with warnings.catch_warnings():
-        first, second = sim2.run(_several_devices)
-    assert first == second
+def test_flags_of_several_devices_of_one_process(sim2):
+    for schedule in ("late", "late_others"):
+        assert sim2.run(_several_devices, schedule=schedule) == [[0.0, 1.0, 0.0]] * 2

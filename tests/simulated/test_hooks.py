@@ -77,7 +77,7 @@ def test_a_hooked_run_is_as_on_the_cpu(sim2, ranks2, how, wire):
         assert found[0][1] == found[1][1] == [True, True, False, True, True, True]
 
 
-# -- what a hook copies to the host -----------------------------------------------------------------
+# -- what a hook copies to the host ---------------------------------------------------------------
 
 
 def _arriving(device: int) -> Any:

@@ -119,7 +119,7 @@ def _in_threads() -> Any:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            return seen, [p.detach().cpu() for p in model.parameters()]
+            return str(seen), [p.detach().cpu() for p in model.parameters()]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         together = list(pool.map(work, range(4)))

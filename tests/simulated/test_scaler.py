@@ -61,7 +61,7 @@ def test_cells_with_a_known_fault(pair, each):
     assert pair.wrong(program_of(each, 2), "late") == []
 
 
-# -- parts that the cells take for granted ----------------------------------------------------------
+# -- parts that the cells take for granted --------------------------------------------------------
 
 
 def _host_copy(device: int) -> list[float]:
@@ -151,7 +151,7 @@ def _checkpoint(devices: tuple[str, str]) -> Any:
 
     first = start(devices[0])
     train(*first, range(3))
-    states = [{k: v for k, v in each.state_dict().items()} for each in first]
+    states = [each.state_dict() for each in first]
     second = start(devices[1])
     for each, state in zip(second, states, strict=True):
         each.load_state_dict(state)
