@@ -399,7 +399,8 @@ def _device_words(
     group: Group, layout: Layout, digest: int, flags: Sequence[Sequence[Tensor]]
 ) -> Tensor:
     found = [merged(of_devices, group.device) for of_devices in flags]
-    found += [_zero(group.device)] * (layout.capacity - len(found))
+    if len(found) < layout.capacity:
+        found += [_zero(group.device)] * (layout.capacity - len(found))
     bits = torch.stack(found).to(torch.int64)
     if layout.for_one > 1:
         bits = (bits.unsqueeze(1) * _bits_of_rank(layout, group.rank, group.device)).view(-1)

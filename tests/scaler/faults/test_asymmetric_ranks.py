@@ -520,11 +520,12 @@ def test_join_with_an_optimizer_that_joins_too_is_right_or_refused_on_every_rank
         assert all(error is not None and "Join" in error[1] for error in errors), errors
 
 
-def test_join_without_the_scaler_is_refused_and_aborts_nobody(pair: RankPool) -> None:
-    results = pair.run(_uneven, (1, 3), None, False, False)
+def test_join_without_the_scaler_is_refused_where_it_can_be_seen(pair: RankPool) -> None:
+    """An optimizer says that it is joined; a model does not lead from its loss to itself."""
+    results = pair.run(_uneven, (1, 3), None, True, False)
     texts = [error[1] for error, *_ in results if error is not None]
-    assert texts, "the scaler's message cannot be shadowed"
-    assert any("Join([" in text for text in texts), texts
+    assert len(texts) == 2, "the scaler's message cannot be shadowed"
+    assert all("Join([" in text for text in texts), texts
 
 
 # -- the number of messages ------------------------------------------------------------------------
