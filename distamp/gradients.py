@@ -161,7 +161,7 @@ def unscale(gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> li
         if device not in flags:
             same = device == found_inf.device
             flags[device] = found_inf if same else flag_of(False, device)
-            scales[device] = inv_scale if same else inv_scale.to(device, non_blocking=True)
+            scales[device] = inv_scale if same else host.moved(inv_scale, device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], scales[device])
     return list(flags.values()) or [found_inf]
 
@@ -208,7 +208,7 @@ def largest_magnitude(gradients: list[Tensor], device: torch.device) -> Tensor:
             found = torch.stack(ends).abs_().max().float()
         else:
             found = torch.stack(torch._foreach_norm(group, float("inf"))).max().float()
-        largest = torch.maximum(largest, found.to(device, non_blocking=True))
+        largest = torch.maximum(largest, host.moved(found, device))
     return largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
@@ -220,9 +220,9 @@ def flag_of(value: bool, device: torch.device | str) -> Tensor:
 def merged(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return one 0-d flag on ``device`` for the flags of several devices."""
     first, *others = flags
-    total = first if first.device == device else first.to(device, non_blocking=True)
+    total = first if first.device == device else host.moved(first, device)
     for flag in others:
-        total = torch.maximum(total, flag.to(device, non_blocking=True))
+        total = torch.maximum(total, host.moved(flag, device))
     return total if total.dim() == 0 else total.max()
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "is_host"]
+__all__ = ["HostCopy", "is_host", "moved"]
 
 
 def is_host(device: torch.device) -> bool:
     """Return whether reading a tensor on ``device`` costs no wait."""
     return device.type == "cpu"
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``tensor`` on ``device`` without waiting for what the host does not read.
+
+    A copy to the host is waited for: the kernels there would read it before it has arrived.
+    """
+    return tensor.to(device=device, dtype=dtype, non_blocking=not is_host(device))
 
 
 class HostCopy:
@@ -28,7 +36,8 @@ class HostCopy:
         self._host.copy_(source, non_blocking=True)
         self._event = torch.Event(source.device) if on_device else None
         if self._event is not None:
-            self._event.record()
+            # Of the source's device, which need not be the current one.
+            self._event.record(torch.accelerator.current_stream(source.device))
 
     def arrived(self) -> bool:
         """Return whether `values` would not wait."""

@@ -42,7 +42,8 @@ class Arriving:
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         self._event = torch.Event(values.device)
-        self._event.record()
+        # Of the values' device, which need not be the current one.
+        self._event.record(torch.accelerator.current_stream(values.device))
 
     def arrived(self) -> bool:
         """Return whether it is there; does not wait."""

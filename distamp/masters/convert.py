@@ -78,7 +78,7 @@ def convert(
         if device not in flags:
             same = device == found_inf.device
             flags[device] = found_inf if same else flag_of(False, device)
-            scales[device] = inv_scale.to(device, non_blocking=True)
+            scales[device] = host.moved(inv_scale, device)
         torch._amp_foreach_non_finite_check_and_unscale_(written, flags[device], scales[device])
 
     for block in _blocks(transfers):

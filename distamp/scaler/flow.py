@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distamp import host
 from distamp.gradients import flag_of, merged
 from distamp.optimizers import unwrapped
 from distamp.scaler import joining
@@ -340,7 +341,7 @@ def _by_hooks(
         # A fused kernel unscales by itself, so then nobody reads the gradients before it.
         if watches or look != scaler._checked:
             _note_largest(scaler, [look(subject)])
-        subject.state.set_flag(flag.to(scale.device, non_blocking=True))
+        subject.state.set_flag(host.moved(flag, scale.device))
     if norm is not None:
         norm.measure(None, scale.device)
         norm.total = norm.local_total()

@@ -186,7 +186,7 @@ class DistGradScaler(TorchNames, Joinable):
             scale = self._scale_on(outputs.device)
             self._begin_scaling(scale)
             if scale.device != outputs.device:
-                scale = scale.to(device=outputs.device, non_blocking=True)
+                scale = host.moved(scale, outputs.device)
             return self._scaled(outputs, scale)
         copies: list[PerDevice] = []
 

@@ -320,7 +320,7 @@ class Reply:
         differs = words.ne(_signed(self._expected << _HALF))
         if layout.for_one > 1:
             differs = differs.view(layout.capacity, layout.for_one).any(1)
-        flags = differs.to(device=device, dtype=torch.float32, non_blocking=True)
+        flags = host.moved(differs, device, torch.float32)
         return list(flags.unbind())[: self._optimizers]
 
     def rows(self) -> Tensor:
@@ -367,7 +367,7 @@ def exchange(
     if room:
         rows = torch.zeros(group.size, ROW, dtype=torch.int64, device=group.device)
         if row is not None:
-            rows[group.rank] = row.to(group.device, non_blocking=True)
+            rows[group.rank] = host.moved(row, group.device)
         packed = torch.cat((packed, rows.view(-1)))
     if tail:
         words = torch.tensor(tail, dtype=torch.int64, device="cpu")

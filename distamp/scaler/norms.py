@@ -379,7 +379,7 @@ def scale_by(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, group in by_device.items():
-        torch._foreach_mul_(group, coefficient.to(device, non_blocking=True))
+        torch._foreach_mul_(group, host.moved(coefficient, device))
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

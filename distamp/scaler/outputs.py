@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distamp import host
+
 __all__ = ["PerDevice", "map_tensors", "scaled"]
 
 
@@ -23,7 +25,7 @@ class PerDevice:
         """Return the copy on ``device``; the source itself where it already lies there."""
         found = self._copies.get(device)
         if found is None:
-            found = self._source.to(device=device, non_blocking=True)
+            found = host.moved(self._source, device)
             self._copies[device] = found
         return found
 

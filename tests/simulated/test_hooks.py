@@ -17,9 +17,6 @@ from tests.ranks import mesh
 
 SCHEDULES = [("late", 0), ("random", 5)]
 WRAPPERS = ["DDP", "FSDP1", "FSDP2", "HSDP"]
-OTHER_DEVICE = (
-    "Arriving records its event on the current device's stream, not on the one of what it copies"
-)
 
 
 def _wrapped(how: str, net: nn.Module, device: torch.device) -> nn.Module:
@@ -92,7 +89,6 @@ def test_a_value_is_waited_for_before_it_is_read(sim):
         assert sim.one(_arriving, 0, schedule=schedule, seed=seed) == (False, [2, 3, 4])
 
 
-@pytest.mark.xfail(strict=True, reason=OTHER_DEVICE)
 def test_a_value_of_another_device_than_the_current_is_waited_for_too(sim):
     assert sim.one(_arriving, 2) == (False, [2, 3, 4])
 
