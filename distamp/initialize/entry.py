@@ -27,7 +27,7 @@ from distamp.scaler import (
     StaticSchedule,
     masters_of,
 )
-from distamp.scaler.message import GroupLike
+from distamp.scaler.groups import GroupLike
 
 __all__ = ["Overrides", "initialize"]
 

@@ -144,6 +144,8 @@ class LossScales:
             )
         read = [read_state(state, self._schedule) for state in states]
         for state, saved in zip(self._states, read, strict=True):
+            assert saved.scale is not None
+            assert saved.tracker is not None
             state.scale.fill_(saved.scale)
             state.growth_tracker.fill_(saved.tracker)
         self._schedule = read[0].schedule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from distamp.errors import StageError
 from distamp.gradients import local_gradients, local_of, unscale
 from distamp.masters.checkpoint_view import CheckpointView
 from distamp.masters.convert import Transfer, convert
+from distamp.masters.mark import mark, refuse_second_master
 from distamp.masters.pair import Pair, write_back
 from distamp.masters.state import move_state, read_masters, refuse_without_masters
 from distamp.masters.zeroing import ZeroGradWitness
@@ -389,7 +390,7 @@ class MasterParameters(GradientSource):
             if not found:
                 continue
             for index, parameter in found:
-                _refuse_second_master(parameter, group["params"][:index])
+                refuse_second_master(parameter, group["params"][:index])
             if self._wrapped:
                 # Wrappers keep this very dict to look up which rank has which parameter.
                 group = inner.param_groups[number] = {**group, "params": list(group["params"])}
@@ -399,7 +400,7 @@ class MasterParameters(GradientSource):
     def _make(self, parameter: Tensor, inner: torch.optim.Optimizer) -> Tensor:
         pair = Pair.of(parameter)
         self._pairs[id(parameter)] = self._of_master[id(pair.master)] = pair
-        parameter._distamp_master = _Mark(self)  # type: ignore[attr-defined]
+        mark(parameter, self)
         move_state(inner, parameter, pair.master)
         return pair.master
 
@@ -431,22 +432,6 @@ class MasterParameters(GradientSource):
             self._free(pair.parameter)
 
 
-class _Mark:
-    """Stands on a parameter that has a master; a copy of the parameter has none."""
-
-    def __init__(self, masters: MasterParameters | None = None) -> None:
-        self._masters = None if masters is None else weakref.ref(masters)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the master and its optimizer are still there."""
-        masters = None if self._masters is None else self._masters()
-        return masters is not None and masters.optimizer is not None
-
-    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
-        return _Mark, ()
-
-
 def _drop_gradients(masters: MasterParameters | None) -> None:
     if masters is not None:
         masters.drop()
@@ -455,12 +440,3 @@ def _drop_gradients(masters: MasterParameters | None) -> None:
 def _before_backward(masters: MasterParameters | None) -> None:
     if masters is not None:
         masters.before_backward()
-
-
-def _refuse_second_master(parameter: Tensor, before: Sequence[Tensor]) -> None:
-    mark = getattr(parameter, "_distamp_master", None)
-    if any(parameter is other for other in before) or (mark is not None and mark.is_live):
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has a master already, in this "
-            "optimizer or another: two would drift apart, so let one optimizer hold it, once"
-        )

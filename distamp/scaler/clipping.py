@@ -12,7 +12,7 @@ from distamp.errors import SettingError, StageError
 from distamp.gradients import flag_of, local_gradients
 from distamp.optimizers import parameters_of, unwrapped
 from distamp.scaler.flow import Norm, Subject, agree_on_norm, look_and_agree, subject_of
-from distamp.scaler.message import Group
+from distamp.scaler.groups import Group
 from distamp.scaler.norms import Declared, NormPlan, kinds_of, scale_by
 from distamp.scaler.optimizer_state import OptimizerStates, OptState
 from distamp.sources import source_of

@@ -14,9 +14,10 @@ from distamp.gradients import flag_of, merged
 from distamp.optimizers import unwrapped
 from distamp.scaler import joining
 from distamp.scaler.agreement import Agreed, Question, Ranks
+from distamp.scaler.groups import Group
 from distamp.scaler.guard import take_over_shared
 from distamp.scaler.look import Local, looked_at
-from distamp.scaler.message import Group, gather, gather_rows
+from distamp.scaler.message import gather, gather_rows
 from distamp.scaler.norms import NormPlan, norms_of, total_norm
 from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
 from distamp.sources import GradientSource, source_of
@@ -249,7 +250,7 @@ def _question(
         scale,
         scaler._live_state(),
         scaler._scale_called,
-        refused,
+        refused=refused,
         wants_rows=norm is not None or watches,
         read_live=scaler._read_live_state,
     )
@@ -312,7 +313,7 @@ def agree_on_norm(
 ) -> None:
     """Agree on a norm alone, of gradients that are not scaled."""
     question = Question(
-        "clip_grad_norm_", [], [], [], 0, "", scale, (), True, (), refused, wants_rows=True
+        "clip_grad_norm_", [], [], [], 0, "", scale, (), True, refused=refused, wants_rows=True
     )
     if refused is None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,25 +12,23 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from distamp import host
-from distamp.errors import LossScaleCollapse, SettingError, StageError
+from distamp.errors import SettingError, StageError
 from distamp.gradients import flag_of, merged
-from distamp.optimizers import find_closure, unwrapped
-from distamp.scaler import clipping, joining, message, overflow, settings
+from distamp.optimizers import find_closure
+from distamp.scaler import clipping, groups, joining, overflow, settings, stepping
 from distamp.scaler.agreement import Ranks
-from distamp.scaler.checkpoint import Saved, read_schedule, read_state, written_schedule
-from distamp.scaler.closure import step_or_restore
-from distamp.scaler.flow import Subject, look_and_agree, subject_of
+from distamp.scaler.calls import check_closure, enter
+from distamp.scaler.flow import Subject, look_and_agree
+from distamp.scaler.groups import GroupLike
 from distamp.scaler.guard import BackwardWatch
 from distamp.scaler.hooks import Hooks, checked_hook
 from distamp.scaler.look import Local, checked, unscaled
-from distamp.scaler.message import GroupLike
 from distamp.scaler.norms import Declared, NormPlans
 from distamp.scaler.optimizer_state import (
     OptimizerState,
     OptimizerStates,
     OptState,
     StepCounts,
-    leaves_garbage,
 )
 from distamp.scaler.outputs import PerDevice, map_tensors, scaled
 from distamp.scaler.overflow import OverflowReport, SkipLog
@@ -44,7 +41,7 @@ __all__ = ["DistGradScaler"]
 _FP16_MAX = 65504.0
 
 
-class DistGradScaler(TorchNames, Joinable):
+class DistGradScaler(TorchNames):
     """A ``torch.amp.GradScaler`` whose ranks always take, or skip, a step together.
 
     Differs from ``torch.amp.GradScaler`` in that found-inf is reduced over ``process_group`` in one
@@ -132,7 +129,7 @@ class DistGradScaler(TorchNames, Joinable):
         )
         settings.check_fp16_grads(fp16_grads)
         settings.check_skips(max_consecutive_skips)
-        message.check_group(process_group)
+        groups.check_group(process_group)
         self._fp16_grads = fp16_grads
         self._recheck = recheck
         self._max_consecutive_skips = max_consecutive_skips
@@ -251,7 +248,7 @@ class DistGradScaler(TorchNames, Joinable):
         """
         if not self._enabled:
             return
-        subjects = self._enter("unscale_", optimizers, OptimizerState.check_unscale)
+        subjects = enter(self, "unscale_", optimizers, OptimizerState.check_unscale)
         look_and_agree(self, "step", subjects, self._unscaled)
 
     def _unscaled(self, subject: Subject) -> Local:
@@ -293,7 +290,7 @@ class DistGradScaler(TorchNames, Joinable):
         return Local([*local.flags, *([] if before is None else [before])])
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        subjects = self._enter("_check_inf_per_device", (optimizer,), lambda state: None)
+        subjects = enter(self, "_check_inf_per_device", (optimizer,), lambda state: None)
         look_and_agree(self, "step", subjects, self._checked)
         found: dict[Any, Tensor] = subjects[0].state["found_inf_per_device"]
         return found
@@ -342,8 +339,9 @@ class DistGradScaler(TorchNames, Joinable):
             return optimizer.step(*args, **kwargs)
         closure = find_closure(args, kwargs) if args or kwargs else None
         if closure is not None:
-            return self._step_with_closure(optimizer, closure, args, kwargs)
-        (subject,) = self._enter("step", (optimizer,), OptimizerState.check_step)
+            (subject,) = enter(self, "step", (optimizer,), check_closure, needs_scale=False)
+            return stepping.step_with_closure(self, subject, closure, args, kwargs)
+        (subject,) = enter(self, "step", (optimizer,), OptimizerState.check_step)
         state = subject.state
         if state["stage"] is OptState.READY:
             if state.wants_scaler:
@@ -354,12 +352,12 @@ class DistGradScaler(TorchNames, Joinable):
                 self.unscale_(optimizer)
             else:
                 look_and_agree(self, "step", (subject,), self._unscaled)
-            self._agree_on_flags_of_others(subject)
+            stepping.agree_on_flags_of_others(self, subject)
         elif self._recheck:
             look_and_agree(self, "recheck", [subject], self._rechecked)
         else:
-            self._agree_on_flags_of_others(subject)
-        return self._apply(subject, args, kwargs)
+            stepping.agree_on_flags_of_others(self, subject)
+        return stepping.apply(self, subject, args, kwargs)
 
     def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
         """Step several optimizers with one message for all of them.
@@ -375,14 +373,14 @@ class DistGradScaler(TorchNames, Joinable):
         names = ("step", "unscale_", "_check_inf_per_device")
         if any(overrides(self, name, DistGradScaler) for name in names):
             return [self.step(optimizer) for optimizer in optimizers]
-        subjects = self._enter("step_all", optimizers, OptimizerState.check_step)
+        subjects = enter(self, "step_all", optimizers, OptimizerState.check_step)
         ready = [s for s in subjects if s.state["stage"] is OptState.READY]
         again = [s for s in subjects if s.state["stage"] is OptState.UNSCALED]
         if ready or self._own_flags:
             look_and_agree(self, "step", ready, self._look_before_step)
         if again and self._recheck:
             look_and_agree(self, "recheck", again, self._rechecked)
-        return [self._apply(subject, (), {}) for subject in subjects]
+        return [stepping.apply(self, subject, (), {}) for subject in subjects]
 
     def _only_checks(self, subject: Subject) -> bool:
         """Return whether the optimizer's own kernel unscales."""
@@ -392,168 +390,7 @@ class DistGradScaler(TorchNames, Joinable):
         only_checks = subject.state.wants_scaler or self._only_checks(subject)
         return self._checked(subject) if only_checks else self._unscaled(subject)
 
-    def _agree_on_flags_of_others(self, subject: Subject) -> None:
-        """Agree on flags that an override, or a framework itself, has written down."""
-        state = subject.state
-        if state.flag_agreed or not state["found_inf_per_device"] or self._ranks.alone:
-            return
-        flags = list(state["found_inf_per_device"].values())
-        look_and_agree(self, "step", [subject], lambda _: Local(flags), by_hooks=False)
-
-    def _apply(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step by the flag, or skip."""
-        given, optimizer, state, _ = subject
-        flag = state.flag()
-        if flag is None:
-            raise StageError("No inf checks were recorded for this optimizer.")
-        on_host = host.is_host(flag.device)
-        skipped = bool(flag.item()) if on_host else None
-        result = None
-        if state.wants_scaler:
-            result = self._step_with_scaler(subject, args, kwargs)
-        elif state.takes_flags(optimizer):
-            deferred = not on_host and not leaves_garbage(optimizer)
-            if deferred or not (flag.item() if skipped is None else skipped):
-                result = self._step_with_flags(subject, flag, args, kwargs)
-        else:
-            # Where the host must wait for the flag, it learns first of what the ranks differ in.
-            self._ranks.drain()
-            result = self._maybe_opt_step(given, state, *args, **kwargs)
-        self._finish(subject, flag, skipped)
-        return result
-
-    def _step_with_flags(
-        self, subject: Subject, flag: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Step by torch's protocol: the kernel divides by the scale, or does nothing."""
-        given, optimizer, state, _ = subject
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        if state["stage"] is not OptState.UNSCALED:
-            scale = self._scale_tensor() if state.made_with is None else state.made_with
-            grad_scale = scale if grad_scale is None else scale * grad_scale
-        try:
-            optimizer.grad_scale = grad_scale
-            optimizer.found_inf = flag
-            return given.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale
-            del optimizer.found_inf
-            state.in_place = True
-
-    def _step_with_scaler(
-        self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Step by torch's older protocol: the optimizer unscales with the scaler it is given."""
-        warnings.warn(
-            "GradScaler is going to stop passing itself as a keyword argument to the passed "
-            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
-            FutureWarning,
-            stacklevel=settings.stacklevel_of_caller(),
-        )
-        flag = subject.state.flag()
-        if flag is not None and flag.item():
-            return None
-        return subject.given.step(*args, **{**kwargs, "grad_scaler": self})
-
-    def _step_with_closure(
-        self,
-        given: Any,
-        closure: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        (subject,) = self._enter("step", (given,), _check_closure, needs_scale=False)
-        state = subject.state
-
-        def overflowed(error: Exception | None) -> bool:
-            if error is None:
-                self._require_scale("step")
-            look_and_agree(
-                self, "closure", [subject], self._unscaled, refused=error, by_hooks=False
-            )
-            state["stage"] = OptState.READY
-            flag = state.flag()
-            assert flag is not None
-            is_set = bool(flag.item())
-            self._ranks.drain()
-            return is_set
-
-        try:
-            result = step_or_restore(given, subject.optimizer, closure, overflowed, args, kwargs)
-        finally:
-            subject.source.write_back()
-        flag = state.flag()
-        if flag is None:
-            raise StageError("step() was given a closure that the optimizer never called")
-        skipped = bool(flag.item()) if host.is_host(flag.device) else None
-        self._finish(subject, flag, skipped)
-        return result
-
-    def _finish(self, subject: Subject, flag: Tensor, skipped: bool | None) -> None:
-        _, optimizer, state, source = subject
-        state.end_step()
-        state.count(flag, skipped=skipped)
-        if self._hooks.joined:
-            self._hooks.step_ended(optimizer, flag)
-        source.finish_step()
-        self._skips.note(self, subject, flag, skipped)
-        limit = self._max_consecutive_skips
-        if limit is not None and state.reaches_skips(limit, flag, skipped=skipped):
-            report = overflow.report(self, None)
-            raise LossScaleCollapse(
-                f"{limit} steps in a row were skipped; the loss scale is "
-                f"{self.get_scale():g}\n{report}",
-                report,
-            )
-
     # -- what each call begins with --------------------------------------------------------------
-
-    def _enter(
-        self,
-        call: str,
-        given: Sequence[Any],
-        check: Callable[[OptimizerState], None],
-        *,
-        needs_scale: bool = True,
-    ) -> list[Subject]:
-        """Return what a call is about; an error reaches every rank in this message or the next."""
-        subjects: list[Subject] = []
-        try:
-            if needs_scale:
-                self._require_scale("step" if call == "step_all" else call)
-            if len(given) != 1:
-                _check_given(call, given)
-            for optimizer in given:
-                subject = subject_of(self, optimizer)
-                joining.check(self, subject.optimizer)
-                check(subject.state)
-                subjects.append(subject)
-        except Exception as error:
-            if self._ranks.alone:
-                raise
-            if self._is_due(call, given):
-                look_and_agree(self, "step", subjects, self._checked, refused=error)
-            told = _with_peers(error, given) if call.startswith("step") else error
-            self._ranks.raise_later_elsewhere(told)
-            raise told from error
-        return subjects
-
-    def _is_due(self, call: str, given: Sequence[Any]) -> bool:
-        """Return whether the other ranks send a message in the call that is refused here."""
-        unscaled_some = any(
-            state["stage"] is OptState.UNSCALED for state in self._states.records.values()
-        )
-        for optimizer in given:
-            state = self._states.get(optimizer)
-            if state is None:
-                if not unscaled_some:
-                    return True
-            elif (state["stage"] is OptState.READY and state.closed is None) or (
-                self._recheck and call != "unscale_" and state["stage"] is OptState.UNSCALED
-            ):
-                return True
-        return not given and not unscaled_some
 
     def _require_scale(self, call: str) -> None:
         # Where ranks agree, another rank may hold the loss (the last stage of a pipeline): there
@@ -574,38 +411,6 @@ class DistGradScaler(TorchNames, Joinable):
             return self._scale
         device = self._device if isinstance(self._device, (str, torch.device)) else "cpu"
         return self._scale_on(torch.device(device))
-
-    # -- what all ranks must have alike ----------------------------------------------------------
-
-    def _live_state(self) -> tuple[Any, ...]:
-        """Return scale, tracker and memory, or what they follow from where reading would wait."""
-        if self._scale is not None and host.is_host(self._scale.device):
-            return self._read_live_state()
-        return (*self._known_live, self._moves)
-
-    def _read_live_state(self) -> tuple[Any, ...]:
-        scale, tracker = self._scale_tensor(), self._growth_tracker
-        assert tracker is not None
-        live: tuple[Any, ...] = (scale.item(), tracker.item())
-        if self._schedule.initial_hysteresis > 1 and self._hysteresis_tracker is not None:
-            live = (*live, self._hysteresis_tracker.item())
-        if self._memory is not None:
-            live = (*live, *self._memory.tolist())
-        return live
-
-    def _rebase(self) -> None:
-        """Note that the scale is as it is on all ranks, from where they move it alike."""
-        if self._scale is not None and not host.is_host(self._scale.device):
-            self._known_live, self._moves = self._read_live_state(), 0
-
-    def _settings_in_words(self) -> str:
-        """Return what must be the same on every rank; a collapse gathers from all, so its limit."""
-        known = self._in_words
-        if not known or known[0] is not self._schedule:
-            words = f"{self._schedule}, recheck={self._recheck}"
-            words = f"{words}, max_consecutive_skips={self._max_consecutive_skips}"
-            known = self._in_words = (self._schedule, words)
-        return str(known[1])
 
     def _watches_largest(self, call: str) -> bool:
         # Gradients that are checked again are unscaled already.
@@ -822,159 +627,6 @@ class DistGradScaler(TorchNames, Joinable):
         """
         self._hooks.add(checked_hook(hook_state))
 
-    # -- settings and state ----------------------------------------------------------------------
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor that the scale grows by; > 1, else SettingError."""
-        self._growth_factor = new_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor that an overflow multiplies the scale by; in (0, 1), else SettingError."""
-        self._backoff_factor = new_factor
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the clean iterations before the scale grows; >= 1, else SettingError."""
-        self._growth_interval = new_interval
-
-    @property
-    def process_group(self) -> GroupLike:
-        """The group as given; assign to it after unpickling or after a group was made anew."""
-        return self._ranks.process_group
-
-    @process_group.setter
-    def process_group(self, process_group: GroupLike) -> None:
-        message.check_group(process_group)
-        self._ranks = Ranks(process_group)
-        self._states.forget_agreements()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's five keys, whatever the schedule; empty when disabled.
-
-        ``torch.amp.GradScaler`` and this class load each other's. What a schedule remembers beyond
-        them is in `schedule_state_dict`.
-        """
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self.get_scale(),
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._get_growth_tracker(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, of this class in any version, of torch's, or Apex's.
-
-        A disabled scaler loads nothing, as in torch.
-
-        Raises:
-            StageError: The dict is empty (torch raises RuntimeError).
-            SettingError: A value is outside its range; nothing is changed then.
-        """
-        if self._enabled:
-            self._load(read_state(state_dict, self._schedule))
-
-    def schedule_state_dict(self) -> dict[str, Any]:
-        """Return what the schedule is and remembers beyond torch's five keys; empty when disabled.
-
-        Numbers, strings and lists of them, to be saved beside ``state_dict()``.
-        """
-        if not self._enabled:
-            return {}
-        left = self._hysteresis_tracker
-        hysteresis = self._init_hysteresis if left is None else int(left.item())
-        return written_schedule(self._schedule, hysteresis, self._current_memory())
-
-    def load_schedule_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `schedule_state_dict` returned; best before ``load_state_dict``.
-
-        Sets the kind of schedule, its bounds and what it remembers, and leaves the scale, which
-        is moved into the bounds.
-
-        Raises:
-            SettingError: A value is missing or outside its range; nothing is changed then.
-        """
-        if self._enabled:
-            self._load(read_schedule(state_dict, self._schedule))
-
-    def _load(self, saved: Saved) -> None:
-        schedule = self._schedule = saved.schedule
-        if saved.scale is not None and saved.tracker is not None:
-            self._init_scale, self._init_growth_tracker = saved.scale, saved.tracker
-            if self._scale is not None:
-                self._scale.fill_(saved.scale)
-            if self._growth_tracker is not None:
-                self._growth_tracker.fill_(saved.tracker)
-        if saved.hysteresis is not None and saved.memory is not None:
-            self._init_hysteresis, self._init_memory = saved.hysteresis, saved.memory
-            if self._hysteresis_tracker is not None:
-                self._hysteresis_tracker.fill_(saved.hysteresis)
-            self._load_memory(saved.memory)
-        self._init_scale = min(max(self._init_scale, schedule.min_scale), schedule.max_scale)
-        if self._scale is not None:
-            self._scale.clamp_(schedule.min_scale, schedule.max_scale)
-            self._watch.scale_is(self._scale)
-        self._rebase()
-        self._ranks.iteration = 0
-
-    def _current_memory(self) -> tuple[int, ...]:
-        return self._init_memory if self._memory is None else tuple(self._memory.tolist())
-
-    def _load_memory(self, memory: tuple[int, ...]) -> None:
-        self._largest = None
-        if self._memory is not None and self._memory.numel() == len(memory):
-            self._memory.copy_(torch.tensor(memory, dtype=torch.int64, device="cpu"))
-        elif self._scale is not None:  # the loaded schedule is of another kind
-            kept = torch.tensor(memory, dtype=torch.int64, device=self._scale.device)
-            self._memory = kept if memory else None
-        self._state = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and self._states.records:
-            raise StageError(
-                "A GradScaler instance may only be pickled at the beginning "
-                "of an iteration, or at the end after scaler.update()."
-            )
-        # What a subclass added goes along, as with torch's class.
-        left_out = {"_names", *self._fresh()}
-        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        if self._enabled:
-            state["_init_scale"] = self.get_scale()
-        state["_init_growth_tracker"] = self._get_growth_tracker()
-        left = self._hysteresis_tracker
-        state["_init_hysteresis"] = self._init_hysteresis if left is None else int(left.item())
-        state["_init_memory"] = self._current_memory()
-        state["group_was_default"] = self._ranks.process_group is None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Joinable.__init__(self)
-        state = dict(state)
-        was_default = state.pop("group_was_default")
-        self.__dict__.update(state)
-        self._names = settings.Names()
-        self._start(None)
-        if not was_default:
-            self._ranks.lost_group = (
-                "this scaler was pickled with a process group of its own, which a pickle cannot "
-                "carry; set scaler.process_group (None is the default group) before using it"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistGradScaler:
-        # As a pickle, but in the same process: the group is the same one, and is no part of it.
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._ranks = Ranks(self._ranks.process_group)
-        twin._ranks.lost_group = self._ranks.lost_group
-        return twin
-
-    def _fresh(self) -> dict[str, Any]:
-        fresh = object.__new__(DistGradScaler)
-        fresh._start(None)
-        return fresh.__dict__
-
     # -- uneven inputs ---------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -993,35 +645,6 @@ class DistGradScaler(TorchNames, Joinable):
     def join_process_group(self) -> Any:
         """The group that the scaler agrees over, as ``Join`` asks for it."""
         return self._ranks.join_group()
-
-
-def _check_given(call: str, given: Sequence[Any]) -> None:
-    if not given and call == "unscale_":
-        raise TypeError("unscale_() needs at least one optimizer")
-    if len(given) > 1 and len(set(map(id, map(unwrapped, given)))) != len(given):
-        raise StageError(
-            f"{call}() was given one optimizer twice; each is unscaled and stepped once"
-        )
-
-
-def _check_closure(state: OptimizerState) -> None:
-    state.check_step()
-    if state["stage"] is OptState.UNSCALED:
-        raise StageError(
-            "step() was given a closure after unscale_(); a closure computes its own gradients "
-            "and each of its evaluations is unscaled, so leave unscale_() out"
-        )
-
-
-def _with_peers(error: Exception, given: Sequence[Any]) -> Exception:
-    """Return an error of a step as one rank alone raises it: the others may have taken the step."""
-    names = ", ".join(type(unwrapped(optimizer)).__name__ for optimizer in given)
-    if not isinstance(error, StageError):
-        return error
-    return StageError(
-        f"{error} (ranks that did not raise this may be one step ahead, by {names}; all raise at "
-        "their next message)"
-    )
 
 
 def _one_number(value: float | Tensor) -> float:

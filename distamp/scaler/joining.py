@@ -15,7 +15,8 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from distamp.errors import StageError
 from distamp.optimizers import inner_optimizer
-from distamp.scaler.message import Group, exchange, exchange_nothing
+from distamp.scaler.groups import Group
+from distamp.scaler.message import exchange, exchange_nothing
 
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler

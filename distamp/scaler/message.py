@@ -20,235 +20,31 @@ that packing and reading are a few kernels and nothing is uploaded.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
-from distamp.errors import LockstepError, StageError
+from distamp.errors import LockstepError
 from distamp.gradients import flag_of, merged
+from distamp.scaler.groups import Group, Layout
 
 __all__ = [
     "ROW",
-    "Group",
-    "GroupLike",
     "Reply",
-    "check_group",
     "exchange",
     "exchange_nothing",
     "gather",
     "gather_rows",
-    "resolve",
 ]
 
 #: Words of a row: the part of a norm, the largest gradient, the check.
 ROW = 3
 _HALF = 32
 _LOW = 2**_HALF - 1
-# Messages with room for rows after rows were last sent.
-_ROOM_FOR_ROWS = 8
-
-GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
-
-
-# -- which ranks -----------------------------------------------------------------------------------
-
-
-@dataclass
-class Length:
-    """What decides how long a message over one group is; the same on all its ranks.
-
-    It belongs to the group and not to a scaler, for a rank may make a scaler anew, and it counts
-    only what all ranks took part in.
-
-    Args:
-        capacity: Optimizers that one message has room for.
-        without_rows: Messages since rows were last sent.
-    """
-
-    capacity: int
-    without_rows: int = 0
-
-    def room_for_rows(self) -> bool:
-        """Return whether the next message has room for rows, and count it."""
-        self.without_rows += 1
-        return self.without_rows <= _ROOM_FOR_ROWS
-
-
-# A ProcessGroup has no place for attributes, so this stands beside it, as long as it lives.
-_lengths: weakref.WeakKeyDictionary[ProcessGroup, dict[bool, Length]] = weakref.WeakKeyDictionary()
-
-
-class Group:
-    """A process group, this rank's place in it, and the device its messages lie on.
-
-    Args:
-        process_group: The group every message of the scaler goes through.
-        preferred: The device of the loss scale; used where the group's backend can read it.
-    """
-
-    def __init__(self, process_group: ProcessGroup, preferred: torch.device) -> None:
-        self.process_group = process_group
-        self.preferred = preferred
-        self.size = dist.get_world_size(process_group)
-        self.rank = dist.get_rank(process_group)
-        self.global_ranks = dist.get_process_group_ranks(process_group)
-        self.device = _message_device(process_group, preferred)
-        self.on_host = host.is_host(self.device)
-        by_place = _lengths.setdefault(process_group, {})
-        self.length = by_place.setdefault(self.on_host, Length(self.first_capacity()))
-
-    def first_capacity(self) -> int:
-        """Return how many optimizers share the first messages: those of one word, or four."""
-        return max(_HALF // self.size, 4) if self.on_host else 1
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number in the default group, the one people know it by."""
-        return self.global_ranks[self.rank]
-
-    def layout(self) -> Layout:
-        """Return where things lie in the next message."""
-        shared = self.on_host and self.size <= _HALF
-        return _layout(self.size, self.length.capacity, _HALF // self.size if shared else 1)
-
-
-def check_group(process_group: object) -> None:
-    """Refuse what can never be a group this rank sends through.
-
-    Raises:
-        TypeError: Neither a ProcessGroup, a DeviceMesh, None nor a stand-in for a group.
-        ValueError: A group that this rank is no member of.
-    """
-    if dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "process_group does not contain this rank; give each rank the group it belongs to"
-        )
-    if (
-        process_group is not None
-        and not isinstance(process_group, (ProcessGroup, DeviceMesh))
-        and not _is_stand_in(process_group)
-    ):
-        raise TypeError(
-            "process_group must be a ProcessGroup, a DeviceMesh or None (the default group), not "
-            f"{type(process_group).__name__}"
-        )
-    if isinstance(process_group, DeviceMesh) and process_group.get_coordinate() is None:
-        raise ValueError(
-            f"process_group is {process_group}, which does not contain rank {dist.get_rank()}"
-        )
-
-
-def _is_stand_in(process_group: object) -> bool:
-    """Return whether this is an object as tests make them, with ``rank()`` and ``size()``."""
-    return all(callable(getattr(process_group, name, None)) for name in ("rank", "size"))
-
-
-def resolve(given: GroupLike) -> ProcessGroup | None:
-    """Return the group to send through now; None where there is nobody to agree with.
-
-    A mesh stands for all its dimensions as one group. A mesh as large as the default group is that
-    group; only a smaller mesh of several dimensions needs a group of its own, made by its members.
-
-    Raises:
-        StageError: An explicit group was destroyed.
-    """
-    world = dist.group.WORLD if dist.is_available() else None
-    if given is None:
-        return world
-    if not isinstance(given, (ProcessGroup, DeviceMesh)):
-        return _of_stand_in(given)
-    if world is None:
-        raise StageError(_DESTROYED)
-    if isinstance(given, ProcessGroup):
-        try:
-            dist.get_rank(given)  # unlike get_world_size, refuses a group that is gone
-        except (ValueError, RuntimeError) as error:
-            raise StageError(f"{_DESTROYED} ({error})") from None
-        return given
-    if given.ndim == 1:
-        return given.get_group()
-    if given.size() == dist.get_world_size():
-        return dist.group.WORLD
-    ranks = sorted(int(rank) for rank in given.mesh.flatten())
-    group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
-
-
-_DESTROYED = (
-    "the process group of this scaler was destroyed; set scaler.process_group to the new one "
-    "(or to None for the default group)"
-)
-
-
-def _of_stand_in(given: Any) -> None:
-    if given.size() == 1:
-        return
-    raise StageError(
-        f"process_group is a {type(given).__name__} of {given.size()} ranks, through which nothing "
-        "can be sent; give a ProcessGroup, a DeviceMesh or None"
-    )
-
-
-def _message_device(process_group: ProcessGroup, preferred: torch.device) -> torch.device:
-    config = dist.get_backend_config(process_group)
-    backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
-    if preferred.type in backends or not backends:
-        return preferred
-    if "cpu" in backends:
-        return torch.device("cpu")
-    device_type = next(iter(backends))
-    return torch.device(device_type, torch.accelerator.current_device_index())
-
-
-# -- the words -------------------------------------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """Where flags lie in a message.
-
-    Args:
-        size: Ranks.
-        capacity: Optimizers there is room for.
-        in_a_word: Optimizers whose flags share a word; 1 where those of one fill it.
-        for_one: Words that the flags of one optimizer take.
-        words: All words before the rows.
-    """
-
-    size: int
-    capacity: int
-    in_a_word: int
-    for_one: int
-    words: int
-
-    def bit(self, optimizer: int, rank: int) -> tuple[int, int]:
-        """Return the word and the bit of an optimizer's flag on a rank."""
-        if self.for_one > 1:
-            return optimizer * self.for_one + rank // _HALF, rank % _HALF
-        return optimizer // self.in_a_word, optimizer % self.in_a_word * self.size + rank
-
-    def ranks(self, words: Sequence[int], optimizer: int) -> list[int]:
-        """Return the ranks of the group that set an optimizer's flag, the lowest first."""
-        found = []
-        for rank in range(self.size):
-            word, bit = self.bit(optimizer, rank)
-            if words[word] >> bit & 1:
-                found.append(rank)
-        return found
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(size: int, capacity: int, in_a_word: int) -> Layout:
-    for_one = -(-size // _HALF)
-    words = capacity * for_one if for_one > 1 else -(-capacity // in_a_word)
-    return Layout(size, capacity, in_a_word, for_one, words)
 
 
 class Reply:
@@ -300,7 +96,7 @@ class Reply:
     @property
     def in_agreement(self) -> bool:
         """Whether all ranks sent the same digest; may wait."""
-        return self._read()[0] >> _HALF & _LOW == self._expected
+        return (self._read()[0] >> _HALF & _LOW) == self._expected
 
     def overflowed(self, optimizer: int) -> list[int]:
         """Return the ranks, by their global numbers, on which an optimizer overflowed; may wait."""
@@ -362,8 +158,8 @@ def exchange(
         LockstepError: A peer died, or did not call within the group's timeout.
     """
     layout = group.layout()
-    words = _host_words if group.on_host else _device_words
-    packed = words(group, layout, digest, flags)
+    pack = _host_words if group.on_host else _device_words
+    packed = pack(group, layout, digest, flags)
     if room:
         rows = torch.zeros(group.size, ROW, dtype=torch.int64, device=group.device)
         if row is not None:

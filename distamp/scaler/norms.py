@@ -410,7 +410,7 @@ def _place(parameter: Tensor) -> tuple[int, ...]:
     """Return where a DTensor's part lies in its mesh; elsewhere lies another part."""
     if not is_dtensor(parameter):
         return ()
-    coordinate = parameter.device_mesh.get_coordinate() or []
+    coordinate: list[int] = list(parameter.device_mesh.get_coordinate() or [])
     return tuple(
         -1 if placement.is_replicate() else at
         for at, placement in zip(coordinate, parameter.placements, strict=True)

@@ -1,14 +1,22 @@
-"""torch's private names, which frameworks read or override on a GradScaler; all in one place."""
+"""torch's private names, which frameworks read or override on a GradScaler; settings and state."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 
+from distamp import host
 from distamp.errors import StageError
+from distamp.scaler import groups, settings
+from distamp.scaler.agreement import Ranks
+from distamp.scaler.checkpoint import Saved, read_schedule, read_state, written_schedule
+from distamp.scaler.groups import GroupLike
+from distamp.scaler.guard import BackwardWatch
 from distamp.scaler.optimizer_state import OptimizerStates, Records
 from distamp.scaler.schedule import ScaleState, Schedule
 from distamp.sources import GradientSource
@@ -24,8 +32,10 @@ def overrides(scaler: object, name: str, base: type) -> bool:
     return getattr(kind, name) is not getattr(base, name) or name in scaler.__dict__
 
 
-class TorchNames(torch.amp.GradScaler):
+class TorchNames(torch.amp.GradScaler, Joinable):
     """The private surface of torch.amp.GradScaler, answered from distamp's own state.
+
+    Also what torch's class has besides the flow of a step: settings, checkpoints and pickles.
 
     ``_scale``, ``_growth_tracker``, ``_init_scale``, ``_init_growth_tracker``, ``_enabled`` and
     ``_device`` are plain attributes of the scaler itself; ``unscale_``, ``_unscale_grads_``,
@@ -39,6 +49,22 @@ class TorchNames(torch.amp.GradScaler):
     _hysteresis_tracker: Tensor | None
     _memory: Tensor | None
     _states: OptimizerStates
+    _ranks: Ranks
+    _watch: BackwardWatch
+    _names: settings.Names
+    _largest: Tensor | None
+    _state: ScaleState | None
+    _in_words: tuple[Any, ...]
+    _known_live: tuple[Any, ...]
+    _moves: int
+    _recheck: bool
+    _max_consecutive_skips: int | None
+
+    def _start(self, process_group: GroupLike) -> None:
+        raise NotImplementedError
+
+    def _scale_tensor(self) -> Tensor:
+        raise NotImplementedError
 
     def _begin_iteration(self, records: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         raise NotImplementedError
@@ -122,3 +148,188 @@ class TorchNames(torch.amp.GradScaler):
                 "use scaler.scale(loss or outputs) earlier in the iteration."
             )
         return self._scale, self._growth_tracker
+
+    # -- settings and state ----------------------------------------------------------------------
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor that the scale grows by; > 1, else SettingError."""
+        self._growth_factor = new_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor that an overflow multiplies the scale by; in (0, 1), else SettingError."""
+        self._backoff_factor = new_factor
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the clean iterations before the scale grows; >= 1, else SettingError."""
+        self._growth_interval = new_interval
+
+    @property
+    def process_group(self) -> GroupLike:
+        """The group as given; assign to it after unpickling or after a group was made anew."""
+        return self._ranks.process_group
+
+    @process_group.setter
+    def process_group(self, process_group: GroupLike) -> None:
+        groups.check_group(process_group)
+        self._ranks = Ranks(process_group)
+        self._states.forget_agreements()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five keys, whatever the schedule; empty when disabled.
+
+        ``torch.amp.GradScaler`` and this class load each other's. What a schedule remembers beyond
+        them is in `schedule_state_dict`.
+        """
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._get_growth_tracker(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, of this class in any version, of torch's, or Apex's.
+
+        A disabled scaler loads nothing, as in torch.
+
+        Raises:
+            StageError: The dict is empty (torch raises RuntimeError).
+            SettingError: A value is outside its range; nothing is changed then.
+        """
+        if self._enabled:
+            self._load(read_state(state_dict, self._schedule))
+
+    def schedule_state_dict(self) -> dict[str, Any]:
+        """Return what the schedule is and remembers beyond torch's five keys; empty when disabled.
+
+        Numbers, strings and lists of them, to be saved beside ``state_dict()``.
+        """
+        if not self._enabled:
+            return {}
+        left = self._hysteresis_tracker
+        hysteresis = self._init_hysteresis if left is None else int(left.item())
+        return written_schedule(self._schedule, hysteresis, self._current_memory())
+
+    def load_schedule_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `schedule_state_dict` returned; best before ``load_state_dict``.
+
+        Sets the kind of schedule, its bounds and what it remembers, and leaves the scale, which
+        is moved into the bounds.
+
+        Raises:
+            SettingError: A value is missing or outside its range; nothing is changed then.
+        """
+        if self._enabled:
+            self._load(read_schedule(state_dict, self._schedule))
+
+    def _load(self, saved: Saved) -> None:
+        schedule = self._schedule = saved.schedule
+        if saved.scale is not None and saved.tracker is not None:
+            self._init_scale, self._init_growth_tracker = saved.scale, saved.tracker
+            if self._scale is not None:
+                self._scale.fill_(saved.scale)
+            if self._growth_tracker is not None:
+                self._growth_tracker.fill_(saved.tracker)
+        if saved.hysteresis is not None and saved.memory is not None:
+            self._init_hysteresis, self._init_memory = saved.hysteresis, saved.memory
+            if self._hysteresis_tracker is not None:
+                self._hysteresis_tracker.fill_(saved.hysteresis)
+            self._load_memory(saved.memory)
+        self._init_scale = min(max(self._init_scale, schedule.min_scale), schedule.max_scale)
+        if self._scale is not None:
+            self._scale.clamp_(schedule.min_scale, schedule.max_scale)
+            self._watch.scale_is(self._scale)
+        self._rebase()
+        self._ranks.iteration = 0
+
+    def _current_memory(self) -> tuple[int, ...]:
+        return self._init_memory if self._memory is None else tuple(self._memory.tolist())
+
+    def _load_memory(self, memory: tuple[int, ...]) -> None:
+        self._largest = None
+        if self._memory is not None and self._memory.numel() == len(memory):
+            self._memory.copy_(torch.tensor(memory, dtype=torch.int64, device="cpu"))
+        elif self._scale is not None:  # the loaded schedule is of another kind
+            kept = torch.tensor(memory, dtype=torch.int64, device=self._scale.device)
+            self._memory = kept if memory else None
+        self._state = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and self._states.records:
+            raise StageError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        # What a subclass added goes along, as with torch's class.
+        left_out = {"_names", *self._fresh()}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        if self._enabled:
+            state["_init_scale"] = self.get_scale()
+        state["_init_growth_tracker"] = self._get_growth_tracker()
+        left = self._hysteresis_tracker
+        state["_init_hysteresis"] = self._init_hysteresis if left is None else int(left.item())
+        state["_init_memory"] = self._current_memory()
+        state["group_was_default"] = self._ranks.process_group is None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Joinable.__init__(self)
+        state = dict(state)
+        was_default = state.pop("group_was_default")
+        self.__dict__.update(state)
+        self._names = settings.Names()
+        self._start(None)
+        if not was_default:
+            self._ranks.lost_group = (
+                "this scaler was pickled with a process group of its own, which a pickle cannot "
+                "carry; set scaler.process_group (None is the default group) before using it"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # As a pickle, but in the same process: the group is the same one, and is no part of it.
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._ranks = Ranks(self._ranks.process_group)
+        twin._ranks.lost_group = self._ranks.lost_group
+        return twin
+
+    def _fresh(self) -> dict[str, Any]:
+        fresh: TorchNames = object.__new__(type(self))
+        fresh._start(None)
+        return fresh.__dict__
+
+    # -- what all ranks must have alike ----------------------------------------------------------
+
+    def _live_state(self) -> tuple[Any, ...]:
+        """Return scale, tracker and memory, or what they follow from where reading would wait."""
+        if self._scale is not None and host.is_host(self._scale.device):
+            return self._read_live_state()
+        return (*self._known_live, self._moves)
+
+    def _read_live_state(self) -> tuple[Any, ...]:
+        scale, tracker = self._scale_tensor(), self._growth_tracker
+        assert tracker is not None
+        live: tuple[Any, ...] = (scale.item(), tracker.item())
+        if self._schedule.initial_hysteresis > 1 and self._hysteresis_tracker is not None:
+            live = (*live, self._hysteresis_tracker.item())
+        if self._memory is not None:
+            live = (*live, *self._memory.tolist())
+        return live
+
+    def _rebase(self) -> None:
+        """Note that the scale is as it is on all ranks, from where they move it alike."""
+        if self._scale is not None and not host.is_host(self._scale.device):
+            self._known_live, self._moves = self._read_live_state(), 0
+
+    def _settings_in_words(self) -> str:
+        """Return what must be the same on every rank; a collapse gathers from all, so its limit."""
+        known = self._in_words
+        if not known or known[0] is not self._schedule:
+            words = f"{self._schedule}, recheck={self._recheck}"
+            words = f"{words}, max_consecutive_skips={self._max_consecutive_skips}"
+            known = self._in_words = (self._schedule, words)
+        return str(known[1])

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import host
 from distamp.gradients import flag_of
-from distamp.scaler.message import Group, exchange
+from distamp.scaler.groups import Group
+from distamp.scaler.message import exchange
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")

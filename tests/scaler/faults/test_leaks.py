@@ -188,7 +188,8 @@ def _born_on_ranks(count: int) -> Any:
 @pytest.mark.timeout(120)
 def test_memory_is_flat_where_ranks_agree(pair: RankPool) -> None:
     count = 300
-    assert all(growth < count // 5 for growth in pair.run(_born_on_ranks, count))
+    # torch's own loop and collectives keep about one block each time; an optimizer takes dozens.
+    assert all(growth < 3 * count for growth in pair.run(_born_on_ranks, count))
 
 
 # -- naming an optimizer ---------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""What each call begins with: its optimizers, and errors that reach every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distamp.errors import StageError
+from distamp.optimizers import unwrapped
+from distamp.scaler import joining
+from distamp.scaler.flow import Subject, look_and_agree, subject_of
+from distamp.scaler.optimizer_state import OptimizerState, OptState
+
+if TYPE_CHECKING:
+    from distamp.scaler.grad_scaler import DistGradScaler
+
+__all__ = ["check_closure", "enter"]
+
+
+def enter(
+    scaler: DistGradScaler,
+    call: str,
+    given: Sequence[Any],
+    check: Callable[[OptimizerState], None],
+    *,
+    needs_scale: bool = True,
+) -> list[Subject]:
+    """Return what a call is about; an error reaches every rank in this message or the next."""
+    subjects: list[Subject] = []
+    try:
+        if needs_scale:
+            scaler._require_scale("step" if call == "step_all" else call)
+        if len(given) != 1:
+            _check_given(call, given)
+        for optimizer in given:
+            subject = subject_of(scaler, optimizer)
+            joining.check(scaler, subject.optimizer)
+            check(subject.state)
+            subjects.append(subject)
+    except Exception as error:
+        if scaler._ranks.alone:
+            raise
+        if _is_due(scaler, call, given):
+            look_and_agree(scaler, "step", subjects, scaler._checked, refused=error)
+        told = _with_peers(error, given) if call.startswith("step") else error
+        scaler._ranks.raise_later_elsewhere(told)
+        raise told from error
+    return subjects
+
+
+def _is_due(scaler: DistGradScaler, call: str, given: Sequence[Any]) -> bool:
+    """Return whether the other ranks send a message in the call that is refused here."""
+    unscaled_some = any(
+        state["stage"] is OptState.UNSCALED for state in scaler._states.records.values()
+    )
+    for optimizer in given:
+        state = scaler._states.get(optimizer)
+        if state is None:
+            if not unscaled_some:
+                return True
+        elif (state["stage"] is OptState.READY and state.closed is None) or (
+            scaler._recheck and call != "unscale_" and state["stage"] is OptState.UNSCALED
+        ):
+            return True
+    return not given and not unscaled_some
+
+
+def _check_given(call: str, given: Sequence[Any]) -> None:
+    if not given and call == "unscale_":
+        raise TypeError("unscale_() needs at least one optimizer")
+    if len(given) > 1 and len(set(map(id, map(unwrapped, given)))) != len(given):
+        raise StageError(
+            f"{call}() was given one optimizer twice; each is unscaled and stepped once"
+        )
+
+
+def check_closure(state: OptimizerState) -> None:
+    """Refuse a step with a closure after ``unscale_``."""
+    state.check_step()
+    if state["stage"] is OptState.UNSCALED:
+        raise StageError(
+            "step() was given a closure after unscale_(); a closure computes its own gradients "
+            "and each of its evaluations is unscaled, so leave unscale_() out"
+        )
+
+
+def _with_peers(error: Exception, given: Sequence[Any]) -> Exception:
+    """Return an error of a step as one rank alone raises it: the others may have taken the step."""
+    names = ", ".join(type(unwrapped(optimizer)).__name__ for optimizer in given)
+    if not isinstance(error, StageError):
+        return error
+    return StageError(
+        f"{error} (ranks that did not raise this may be one step ahead, by {names}; all raise at "
+        "their next message)"
+    )

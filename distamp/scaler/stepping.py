@@ -1,0 +1,152 @@
+"""Take a step by the flag that all ranks agree on, or skip it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from distamp import host
+from distamp.errors import LossScaleCollapse, StageError
+from distamp.scaler import overflow
+from distamp.scaler.closure import step_or_restore
+from distamp.scaler.flow import Subject, look_and_agree
+from distamp.scaler.look import Local
+from distamp.scaler.optimizer_state import OptState, leaves_garbage
+from distamp.scaler.settings import stacklevel_of_caller
+
+if TYPE_CHECKING:
+    from distamp.scaler.grad_scaler import DistGradScaler
+
+__all__ = ["agree_on_flags_of_others", "apply", "step_with_closure"]
+
+
+def agree_on_flags_of_others(scaler: DistGradScaler, subject: Subject) -> None:
+    """Agree on flags that an override, or a framework itself, has written down."""
+    state = subject.state
+    if state.flag_agreed or not state["found_inf_per_device"] or scaler._ranks.alone:
+        return
+    flags = list(state["found_inf_per_device"].values())
+    look_and_agree(scaler, "step", [subject], lambda _: Local(flags), by_hooks=False)
+
+
+def apply(
+    scaler: DistGradScaler, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Step by the flag, or skip."""
+    given, optimizer, state, _ = subject
+    flag = state.flag()
+    if flag is None:
+        raise StageError("No inf checks were recorded for this optimizer.")
+    on_host = host.is_host(flag.device)
+    skipped = bool(flag.item()) if on_host else None
+    result = None
+    if state.wants_scaler:
+        result = _step_with_scaler(scaler, subject, args, kwargs)
+    elif state.takes_flags(optimizer):
+        deferred = not on_host and not leaves_garbage(optimizer)
+        if deferred or not (flag.item() if skipped is None else skipped):
+            result = _step_with_flags(scaler, subject, flag, args, kwargs)
+    else:
+        # Where the host must wait for the flag, it learns first of what the ranks differ in.
+        scaler._ranks.drain()
+        result = scaler._maybe_opt_step(given, state, *args, **kwargs)
+    _finish(scaler, subject, flag, skipped)
+    return result
+
+
+def _step_with_flags(
+    scaler: DistGradScaler,
+    subject: Subject,
+    flag: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step by torch's protocol: the kernel divides by the scale, or does nothing."""
+    given, optimizer, state, _ = subject
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    if state["stage"] is not OptState.UNSCALED:
+        scale = scaler._scale_tensor() if state.made_with is None else state.made_with
+        grad_scale = scale if grad_scale is None else scale * grad_scale
+    try:
+        optimizer.grad_scale = grad_scale
+        optimizer.found_inf = flag
+        return given.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale
+        del optimizer.found_inf
+        state.in_place = True
+
+
+def _step_with_scaler(
+    scaler: DistGradScaler, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Step by torch's older protocol, whose optimizers unscale with the scaler."""
+    warnings.warn(
+        "GradScaler is going to stop passing itself as a keyword argument to the passed "
+        "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+        "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+        FutureWarning,
+        stacklevel=stacklevel_of_caller(),
+    )
+    flag = subject.state.flag()
+    if flag is not None and flag.item():
+        return None
+    return subject.given.step(*args, **{**kwargs, "grad_scaler": scaler})
+
+
+def step_with_closure(
+    scaler: DistGradScaler,
+    subject: Subject,
+    closure: Callable[[], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step an optimizer that evaluates the loss itself; each evaluation is agreed on by itself."""
+    state = subject.state
+
+    def overflowed(error: Exception | None) -> bool:
+        if error is None:
+            scaler._require_scale("step")
+        look_and_agree(
+            scaler, "closure", [subject], scaler._unscaled, refused=error, by_hooks=False
+        )
+        state["stage"] = OptState.READY
+        flag = state.flag()
+        assert flag is not None
+        is_set = bool(flag.item())
+        scaler._ranks.drain()
+        return is_set
+
+    try:
+        result = step_or_restore(
+            subject.given, subject.optimizer, closure, overflowed, args, kwargs
+        )
+    finally:
+        subject.source.write_back()
+    flag = state.flag()
+    if flag is None:
+        raise StageError("step() was given a closure that the optimizer never called")
+    skipped = bool(flag.item()) if host.is_host(flag.device) else None
+    _finish(scaler, subject, flag, skipped)
+    return result
+
+
+def _finish(scaler: DistGradScaler, subject: Subject, flag: Tensor, skipped: bool | None) -> None:
+    _, optimizer, state, source = subject
+    state.end_step()
+    state.count(flag, skipped=skipped)
+    if scaler._hooks.joined:
+        scaler._hooks.step_ended(optimizer, flag)
+    source.finish_step()
+    scaler._skips.note(scaler, subject, flag, skipped)
+    limit = scaler._max_consecutive_skips
+    if limit is not None and state.reaches_skips(limit, flag, skipped=skipped):
+        report = overflow.report(scaler, None)
+        raise LossScaleCollapse(
+            f"{limit} steps in a row were skipped; the loss scale is "
+            f"{scaler.get_scale():g}\n{report}",
+            report,
+        )
