@@ -207,11 +207,20 @@ class MasterParameters(GradientSource):
         others = local_gradients(staying, allow_fp16=False, owner=None)
         self._witness.lift()
         self._clear_masters(keep={id(t.target) for t in moving})
-        flags = convert(moving, inv_scale, found_inf, self._free)
+        try:
+            flags = convert(moving, inv_scale, found_inf, self._free)
+            if others and inv_scale is not None and found_inf is not None:
+                flags += unscale(others, inv_scale, found_inf)
+        except Exception:
+            # What was moved is of no use without the rest, and the ``optimizer.zero_grad()`` to
+            # come must still reach the gradients that the model has left.
+            self._clear_masters(keep=set())
+            if not self._wrapped:
+                self._witness.lay(self._masters())
+            raise
         self._taken = True
         if inv_scale is None or found_inf is None:
             return []
-        flags += unscale(others, inv_scale, found_inf) if others else []
         return flags or [found_inf]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

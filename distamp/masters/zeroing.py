@@ -24,7 +24,7 @@ class _Placeholder(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, zeroed: Callable[[], None]) -> _Placeholder:
-        made: _Placeholder = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: _Placeholder = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=torch.float32, device=like.device
         )
         made.zeroed = zeroed
