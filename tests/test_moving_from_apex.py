@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import sys
 import types
 import warnings
@@ -138,7 +137,9 @@ def test_a_checkpoint_of_the_first_script_goes_on_in_the_second(tmp_path):
 
 def on_ranks(half: str, level: str, folder: str, port: int) -> float:
     """A script as torchrun starts it: it makes the process group itself."""
+    # The store is the test's, as it is torchrun's agent's: no port is let go and taken again.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     warnings.simplefilter("ignore")
     changed = {"distributed": True, "local_rank": int(os.environ["RANK"])}
     try:
@@ -149,8 +150,7 @@ def on_ranks(half: str, level: str, folder: str, port: int) -> float:
 
 @pytest.mark.parametrize("half", ["before", "after"])
 def test_each_script_trains_on_two_ranks(new_ranks, tmp_path, half):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    losses = new_ranks(2).run(on_ranks, half, "O1", str(tmp_path), port, group="none")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = new_ranks(2, timeout=200)
+    losses = ranks.run(on_ranks, half, "O1", str(tmp_path), store.port, group="none")
     assert sum(losses) / 2 < 0.9
