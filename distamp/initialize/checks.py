@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.errors import SettingError
@@ -13,6 +12,7 @@ from distamp.initialize.wrappers import (
     Wrapping,
     batchnorms_cast_by_wrapper,
     gathers_for_region,
+    is_fsdp2,
 )
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -98,12 +98,12 @@ def _check_cast(model: nn.Module, wrapping: Wrapping, precision: Precision) -> N
             f"{precision.level} (parameters {precision.param}, "
             f"keep_batchnorm_fp32={precision.keep_batchnorm_fp32}); give both the same"
         )
-    if precision.keep_batchnorm_fp32 and any(isinstance(m, FSDPModule) for m in model.modules()):
+    if precision.keep_batchnorm_fp32 and any(is_fsdp2(m) for m in model.modules()):
         mixed = [
             name
             for name, module in model.named_modules()
             if isinstance(module, _BatchNorm)
-            and not isinstance(module, FSDPModule)
+            and not is_fsdp2(module)
             and any(True for _ in module.parameters(recurse=False))
         ]
         if mixed:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -19,6 +18,7 @@ __all__ = [
     "Wrapping",
     "batchnorms_cast_by_wrapper",
     "gathers_for_region",
+    "is_fsdp2",
     "no_sync",
     "outermost_wrapper",
     "recognise",
@@ -68,7 +68,7 @@ def recognise(model: nn.Module) -> Wrapping:
         if not parts:
             return Wrapping(None, model, None)
         return Wrapping(_name(parts[0]), model, _computes_in(parts))
-    inner = model if isinstance(model, FSDPModule) else _uncompiled(getattr(model, "module"))  # noqa: B009
+    inner = model if is_fsdp2(model) else _uncompiled(getattr(model, "module"))  # noqa: B009
     return Wrapping(name, inner, _computes_in(list(model.modules())))
 
 
@@ -82,7 +82,7 @@ def gathers_for_region(model: nn.Module, precision: Precision) -> bool:
 
     And reduces gradients in the level's, as it does without a policy.
     """
-    parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    parts: list[Any] = [part for part in model.modules() if is_fsdp2(part)]
     policies = [part._get_fsdp_state()._mp_policy for part in parts]
     casting = [policy for policy in policies if policy.param_dtype is not None]
     return bool(casting) and all(
@@ -118,7 +118,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         with model.no_sync():  # type: ignore[operator]
             yield
         return
-    sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    sharded = [part for part in model.modules() if is_fsdp2(part)]
     for part in sharded:
         part.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -135,10 +135,22 @@ _FAIRSCALE_FSDP = "fairscale's FullyShardedDataParallel"
 _SHARDING = (_FSDP1, _FSDP2, _FAIRSCALE_FSDP)
 
 
+def is_fsdp2(module: object) -> TypeGuard[Any]:
+    """Return whether ``fully_shard`` was applied to a module; does not import what defines it."""
+    return _is_of_torchs_fsdp(module, "FSDPModule")
+
+
+def _is_of_torchs_fsdp(module: object, name: str) -> bool:
+    return any(
+        kind.__name__ == name and kind.__module__.startswith("torch.distributed.fsdp")
+        for kind in type(module).__mro__
+    )
+
+
 def _name(module: nn.Module) -> str | None:
-    if isinstance(module, FSDPModule):
+    if is_fsdp2(module):
         return _FSDP2
-    if isinstance(module, FullyShardedDataParallel):
+    if _is_of_torchs_fsdp(module, _FSDP1):
         return _FSDP1
     if isinstance(module, DistributedDataParallel):
         return _DDP
@@ -161,11 +173,11 @@ def _computes_in(parts: list[nn.Module]) -> torch.dtype | None:
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype | None:
-    if isinstance(module, FSDPModule):
+    if is_fsdp2(module):
         # torch has no public way to ask for the policy.
         policy: Any = module._get_fsdp_state()._mp_policy
         return None if policy is None else policy.param_dtype
-    if isinstance(module, FullyShardedDataParallel):
+    if _is_of_torchs_fsdp(module, _FSDP1):
         settings: Any = module.mixed_precision
         return None if settings is None else settings.param_dtype
     fairscale: Any = module
