@@ -128,6 +128,7 @@ class RunState:
         return {
             "progress": asdict(self.progress),
             "scaler": scaler,
+            "schedule": self.amp.scaler.schedule_state_dict() if self._scale_moves else {},
             "overflows": self.overflows.counts,
         }
 
@@ -136,6 +137,8 @@ class RunState:
         self.progress = Progress(**values["progress"])
         self.overflows = Overflows.of(values.get("overflows", {}))
         if values["scaler"] and self._scale_moves:
+            if values.get("schedule"):
+                self.amp.scaler.load_schedule_state_dict(values["schedule"])
             self.amp.scaler.load_state_dict(values["scaler"])
 
     @property

@@ -35,12 +35,14 @@ def clip(
     refused: Exception | None = None
     subjects: list[Subject] = []
     measured: list[Tensor] = []
+    clipped: list[Tensor] = []
     pending: list[Subject] = []
     own = False
     try:
         _check_numbers(max_norm, norm_type)
         scaler._require_scale("clip_grad_norm_")
-        measured, subjects = _to_clip(scaler, given)
+        clipped, subjects = _to_clip(scaler, given)
+        measured = clipped
         for subject in subjects:
             if subject.state["stage"] is OptState.STEPPED:
                 subject.state.check_unscale()
@@ -50,7 +52,6 @@ def clip(
             measured, own = share, True
     except Exception as error:
         refused = error
-    clipped = measured if not own else parameters_of(unwrapped(given))
     sources = [subject.source for subject in subjects]
 
     def make_plan(group: Group | None) -> NormPlan:

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 
 from distamp import host
 from distamp.errors import StageError
+from distamp.gradients import local_of
 from distamp.optimizers import inner_optimizer
 from distamp.scaler.optimizer_state import Leftover, OptimizerState, OptimizerStates, OptState
 from distamp.sources import GradientSource, source_of
@@ -38,6 +39,9 @@ class BackwardWatch:
         # How often the scale has changed, and what it was before and is since.
         self._changes = 0
         self._hook = partial(self._begins, 0, ())
+        self._passes = 0
+        # As of which change the last loss was scaled, and the last pass begun.
+        self._scaled_as_of = self._passed_as_of = 0
         self._before: Tensor | None = None
         self._now: float | Tensor | None = None
         # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.
@@ -49,6 +53,7 @@ class BackwardWatch:
         node = scaled.grad_fn
         if node is None:
             return
+        self._scaled_as_of = self._changes
         if torch.compiler.is_compiling():
             _outside_the_graph(self, scaled)
             return
@@ -62,6 +67,8 @@ class BackwardWatch:
 
     def _begins(self, changes: int, following: Sequence[tuple[Any, int]], _: Any) -> None:
         states = self._states
+        self._passes += 1
+        self._passed_as_of = changes
         if following and not states.any:
             self._note_leaves(following)
         ended: list[Callable[[], None]] = []
@@ -118,7 +125,7 @@ class BackwardWatch:
         old = before if isinstance(before, Tensor) else _scalar(before)
         self._before = old
         for optimizer, state in self._states.live():
-            if state["stage"] is OptState.READY:
+            if state["stage"] is OptState.READY and state.looked_at != self._passes:
                 known = [each for each in state.leftovers if _is_there(each)]
                 state.leftovers = _with_new(known, source_of(optimizer).filled(), old)
         if self._leaves:
@@ -158,16 +165,22 @@ class BackwardWatch:
         Raises:
             StageError: They were made with several.
         """
+        first_seen = state.looked_at < 0
+        state.looked_at = self._passes
         if self._orphans:
             self._give_orphans(state, source)
-        elif not state.leftovers:
-            return scale
+        if not state.leftovers:
+            earlier = self._scale_of_new() if first_seen else None
+            return scale if earlier is None else earlier
         left = [each for each in state.leftovers if _is_there(each)]
         state.leftovers = []
         if not left:
             return scale
         places = {id(each.parameter()) for each in left}
-        fresh = any(p.grad is not None and id(p) not in places for p in source.filled())
+        fresh = any(
+            (gradient := p.grad) is not None and id(p) not in places and _has_values(gradient)
+            for p in source.filled()
+        )
         scales = {float(each.scale): each.scale for each in left}
         mixed = fresh or any(each.added for each in left)
         if mixed:
@@ -180,11 +193,25 @@ class BackwardWatch:
             "scale, or zero its gradients before the next backward pass"
         )
 
+    def _scale_of_new(self) -> Tensor | None:
+        """Return the earlier scale where the gradients of an optimizer never seen must be of it.
+
+        The last pass was before the scale changed, and nothing has been scaled since.
+        """
+        earlier = self._changes - 1
+        is_earlier = self._passed_as_of == earlier and self._scaled_as_of == earlier
+        return self._before if is_earlier and earlier >= 0 else None
+
     def _give_orphans(self, state: OptimizerState, source: GradientSource) -> None:
         mine = {id(p) for p in source.filled()}
         alive = [each for each in self._orphans if _is_there(each)]
         state.leftovers += [each for each in alive if id(each.parameter()) in mine]
         self._orphans = [each for each in alive if id(each.parameter()) not in mine]
+
+
+def _has_values(gradient: Tensor) -> bool:
+    values = local_of(gradient)
+    return bool((values._values() if values.is_sparse else values).any())
 
 
 def _scalar(value: float) -> Tensor:
@@ -218,7 +245,7 @@ def _adding(leftover: Leftover, current: bool) -> Callable[[], None]:
     """Note whether a pass adds to a gradient of an earlier scale."""
     parameter = leftover.parameter()
     gradient = None if parameter is None else parameter.grad
-    if gradient is not None and gradient._version != leftover.version and not gradient.any():
+    if gradient is not None and gradient._version != leftover.version and not _has_values(gradient):
         leftover.gradient = lambda: None  # type: ignore[assignment]  # zeroed in place
         return lambda: None
     version = 0 if gradient is None else gradient._version

@@ -67,6 +67,7 @@ class OptimizerState(dict[str, Any]):
         refreshed: Parameters that got new gradients after they were stepped.
         shares: The state of another optimizer through which its gradients were unscaled.
         leftovers: Gradients that were made before the scale last changed.
+        looked_at: How many backward passes there had been when its gradients were last looked at.
         made_with: The scale of gradients that were checked and not unscaled.
         flag_agreed: Whether the flag of this iteration is that of all ranks.
         found_inf: The flag of the last check.
@@ -88,6 +89,7 @@ class OptimizerState(dict[str, Any]):
         self.refreshed: list[weakref.ref[Tensor]] = []
         self.shares: OptimizerState | None = None
         self.leftovers: list[Leftover] = []
+        self.looked_at = -1
         self.made_with: Tensor | None = None
         self.flag_agreed = False
         self.found_inf: Tensor | None = None

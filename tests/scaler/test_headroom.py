@@ -461,7 +461,7 @@ def test_a_memory_of_another_length_is_refused():
 
 
 def test_the_launchers_flag_gives_the_scaler_this_schedule():
-    config = pytest.importorskip("launch.config", reason="needs the extra train")
+    config = pytest.importorskip("launch.command_line", reason="needs the extra train")
     from launch.levels import trial
 
     flags = ["--precision", "fp16", "--schedule", "headroom", "--growth-interval", "7"]

@@ -157,6 +157,9 @@ class World:
             torch.tensor(new_scale) if form == "tensor" and new_scale is not None else new_scale
         )
         self.unscaled.clear()
+        # What is left behind is divided by the scale it was made with here, by the new one there.
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def do_reload(self) -> None:
         self.scaler.load_state_dict(self.scaler.state_dict())
