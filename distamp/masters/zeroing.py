@@ -20,7 +20,7 @@ class _Placeholder(Tensor):
     """A gradient of zeros that takes no memory, and knows when it is zeroed."""
 
     zeroed: Callable[[], None]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, like: Tensor, zeroed: Callable[[], None]) -> _Placeholder:
@@ -36,7 +36,7 @@ class _Placeholder(Tensor):
         return f"no gradient of shape {tuple(self.shape)}"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.name()

@@ -402,9 +402,8 @@ class DistGradScaler(TorchNames):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
             self._rebase()
-            assert self._scale is not None
-            self._watch.scale_is(self._scale)
-        return self._scale
+            self._watch.scale_is(self._scale_tensor())
+        return self._scale_tensor()
 
     def _scale_tensor(self) -> Tensor:
         if self._scale is not None:

@@ -128,7 +128,7 @@ def resolve(given: GroupLike) -> ProcessGroup | None:
     if given is None:
         return world
     if not isinstance(given, (ProcessGroup, DeviceMesh)):
-        return _of_stand_in(given)
+        return _of_stand_in(given)  # type: ignore[unreachable]
     if world is None:
         raise StageError(_DESTROYED)
     if isinstance(given, ProcessGroup):

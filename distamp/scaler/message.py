@@ -96,7 +96,7 @@ class Reply:
     @property
     def in_agreement(self) -> bool:
         """Whether all ranks sent the same digest; may wait."""
-        return (self._read()[0] >> _HALF & _LOW) == self._expected
+        return bool((self._read()[0] >> _HALF & _LOW) == self._expected)
 
     def overflowed(self, optimizer: int) -> list[int]:
         """Return the ranks, by their global numbers, on which an optimizer overflowed; may wait."""
