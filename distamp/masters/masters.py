@@ -207,7 +207,13 @@ class MasterParameters(GradientSource):
         others = local_gradients(staying, allow_fp16=False, owner=None)
         self._witness.lift()
         self._clear_masters(keep={id(t.target) for t in moving})
-        flags = convert(moving, inv_scale, found_inf, self._free)
+        try:
+            flags = convert(moving, inv_scale, found_inf, self._free)
+        except Exception:
+            self._clear_masters(keep=set())
+            if not self._wrapped:
+                self._witness.lay(self._masters())
+            raise
         self._taken = True
         if inv_scale is None or found_inf is None:
             return []
