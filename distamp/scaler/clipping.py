@@ -63,7 +63,9 @@ def clip(
         kinds = kinds_of(models, group.size, own=own, replicated=replicated, sharded=sharded)
         return scaler._plans.of(measured, kinds, group.size, group.rank, device)
 
-    norm = Norm(measured, norm_type, make_plan)
+    declared = [name for name, given in _declared(replicated, sharded) if given is not None]
+    arguments = f"max_norm={max_norm!r}, norm_type={norm_type!r}, declared={declared}"
+    norm = Norm(measured, norm_type, make_plan, arguments)
     look_and_agree(
         scaler,
         "clip_grad_norm_",
@@ -147,6 +149,12 @@ def clip_unscaled(
     assert norm.total is not None
     scale_by(local_gradients(clipped, allow_fp16=True), norm.total, max_norm)
     return norm.total
+
+
+def _declared(
+    replicated: Declared | None, sharded: Declared | None
+) -> tuple[tuple[str, Declared | None], ...]:
+    return ("replicated", replicated), ("sharded", sharded)
 
 
 def _check_numbers(max_norm: float, norm_type: float) -> None:

@@ -68,11 +68,13 @@ class Norm:
         parameters: Those whose gradients are measured.
         norm_type: The order of the norm.
         make_plan: Returns the plan of how parts add up; takes the group, or None.
+        arguments: What must be the same on every rank besides, for people to read.
     """
 
     parameters: list[Tensor]
     norm_type: float
     make_plan: Callable[[Group | None], NormPlan]
+    arguments: str = ""
     plan: NormPlan | None = None
     norms: Tensor | None = None
     total: Tensor | None = None
@@ -246,7 +248,8 @@ def _question(
         [subject.state for subject in subjects],
         locals_,
         total,
-        scaler._hooks.in_words(scaler._settings_in_words()),
+        scaler._hooks.in_words(scaler._settings_in_words())
+        + ("" if norm is None else f", {norm.arguments}"),
         scale,
         scaler._live_state(),
         scaler._scale_called,

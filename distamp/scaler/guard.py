@@ -182,7 +182,7 @@ class BackwardWatch:
             for p in source.filled()
         )
         scales = {float(each.scale): each.scale for each in left}
-        mixed = fresh or any(each.added for each in left)
+        mixed = fresh or any(each.added or _was_written(each) for each in left)
         if mixed:
             scales[float(scale)] = scale
         if len(scales) == 1:
@@ -268,6 +268,12 @@ def _is_there(leftover: Leftover) -> bool:
         and parameter.grad is not None
         and parameter.grad is leftover.gradient()
     )
+
+
+def _was_written(leftover: Leftover) -> bool:
+    """Return whether anything has written to a gradient outside of a backward pass."""
+    gradient = leftover.gradient()
+    return gradient is not None and gradient._version != leftover.version
 
 
 def _leftover(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Leftover:
