@@ -188,7 +188,10 @@ class NormPlan:
         device = self.weights.device
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
         self.checks = torch.tensor(checks, dtype=torch.int64, device=device)
-        self.key = _hash([[(e.key, e.kind, e.norm.hex()) for e in table] for table in tables])
+        if all(math.isfinite(entry.norm) for table in tables for entry in table):
+            self.key = _hash([[(e.key, e.kind, e.norm.hex()) for e in table] for table in tables])
+        # Else inf and NaN tell nothing of replicas: the keys still differ, so that the ranks
+        # compare again at the next call.
 
     def is_refuted(self, alike: Tensor) -> bool:
         """Return whether replicas turned out to be none; the same on every rank.
