@@ -20,11 +20,11 @@ class _Placeholder(Tensor):
     """A gradient of zeros that takes no memory, and knows when it is zeroed."""
 
     zeroed: Callable[[], None]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, like: Tensor, zeroed: Callable[[], None]) -> _Placeholder:
-        made: _Placeholder = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: _Placeholder = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=torch.float32, device=like.device
         )
         made.zeroed = zeroed
@@ -36,7 +36,7 @@ class _Placeholder(Tensor):
         return f"no gradient of shape {tuple(self.shape)}"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.name()

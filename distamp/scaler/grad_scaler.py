@@ -399,17 +399,19 @@ class DistGradScaler(TorchNames):
             self._check_scale_growth_tracker(call)
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        if self._scale is None:
+        scale = self._scale
+        if scale is None:
             self._lazy_init_scale_growth_tracker(device)
+            scale, _ = self._check_scale_growth_tracker("scale")
             self._rebase()
-            assert self._scale is not None
-            self._watch.scale_is(self._scale)
-        return self._scale
+            self._watch.scale_is(scale)
+        return scale
 
     def _scale_tensor(self) -> Tensor:
         if self._scale is not None:
             return self._scale
-        device = self._device if isinstance(self._device, (str, torch.device)) else "cpu"
+        given: Any = self._device
+        device = given if isinstance(given, (str, torch.device)) else "cpu"
         return self._scale_on(torch.device(device))
 
     def _watches_largest(self, call: str) -> bool:

@@ -127,8 +127,10 @@ def resolve(given: GroupLike) -> ProcessGroup | None:
     world = dist.group.WORLD if dist.is_available() else None
     if given is None:
         return world
-    if not isinstance(given, (ProcessGroup, DeviceMesh)):
-        return _of_stand_in(given)
+    anything: Any = given
+    if not isinstance(anything, (ProcessGroup, DeviceMesh)):
+        _check_stand_in(anything)
+        return None
     if world is None:
         raise StageError(_DESTROYED)
     if isinstance(given, ProcessGroup):
@@ -152,7 +154,7 @@ _DESTROYED = (
 )
 
 
-def _of_stand_in(given: Any) -> None:
+def _check_stand_in(given: Any) -> None:
     if given.size() == 1:
         return
     raise StageError(

@@ -41,7 +41,7 @@ class BackwardWatch:
         self._hook = partial(self._begins, 0, ())
         self._passes = 0
         # As of which change the last loss was scaled, and the last pass begun.
-        self._scaled_as_of = self._passed_as_of = 0
+        self._scaled_as_of = self._passed_as_of = -1
         self._before: Tensor | None = None
         self._now: float | Tensor | None = None
         # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.

@@ -72,7 +72,7 @@ class Reply:
         self._layout = layout
         self._optimizers = optimizers
         self.present = int(summed[-tail].item()) if tail else group.size
-        self._expected = digest * self.present & _LOW
+        self._expected: int = digest * self.present & _LOW
         self._words: list[int] | None = None
         self._on_host: host.HostCopy | None = None
         self.global_ranks = group.global_ranks
@@ -96,7 +96,9 @@ class Reply:
     @property
     def in_agreement(self) -> bool:
         """Whether all ranks sent the same digest; may wait."""
-        return (self._read()[0] >> _HALF & _LOW) == self._expected
+        first: int = self._read()[0]
+        agrees: bool = first >> _HALF & _LOW == self._expected
+        return agrees
 
     def overflowed(self, optimizer: int) -> list[int]:
         """Return the ranks, by their global numbers, on which an optimizer overflowed; may wait."""

@@ -69,8 +69,8 @@ class TorchNames(torch.amp.GradScaler, Joinable):
     def _begin_iteration(self, records: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         raise NotImplementedError
 
-    @property
-    def _per_optimizer_states(self) -> Records:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def _per_optimizer_states(self) -> Records:
         return self._states.records
 
     @_per_optimizer_states.setter
