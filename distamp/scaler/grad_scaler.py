@@ -399,8 +399,10 @@ class DistGradScaler(TorchNames):
             self._check_scale_growth_tracker(call)
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        if self._scale is None:
+        scale = self._scale
+        if scale is None:
             self._lazy_init_scale_growth_tracker(device)
+            scale, _ = self._check_scale_growth_tracker("scale")
             self._rebase()
             self._watch.scale_is(self._scale_tensor())
         return self._scale_tensor()
@@ -408,7 +410,8 @@ class DistGradScaler(TorchNames):
     def _scale_tensor(self) -> Tensor:
         if self._scale is not None:
             return self._scale
-        device = self._device if isinstance(self._device, (str, torch.device)) else "cpu"
+        given: Any = self._device
+        device = given if isinstance(given, (str, torch.device)) else "cpu"
         return self._scale_on(torch.device(device))
 
     def _watches_largest(self, call: str) -> bool:

@@ -152,7 +152,7 @@ _DESTROYED = (
 )
 
 
-def _of_stand_in(given: Any) -> None:
+def _check_stand_in(given: Any) -> None:
     if given.size() == 1:
         return
     raise StageError(

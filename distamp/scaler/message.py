@@ -72,7 +72,7 @@ class Reply:
         self._layout = layout
         self._optimizers = optimizers
         self.present = int(summed[-tail].item()) if tail else group.size
-        self._expected = digest * self.present & _LOW
+        self._expected: int = digest * self.present & _LOW
         self._words: list[int] | None = None
         self._on_host: host.HostCopy | None = None
         self.global_ranks = group.global_ranks
