@@ -127,8 +127,10 @@ def resolve(given: GroupLike) -> ProcessGroup | None:
     world = dist.group.WORLD if dist.is_available() else None
     if given is None:
         return world
-    if not isinstance(given, (ProcessGroup, DeviceMesh)):
-        return _of_stand_in(given)  # type: ignore[unreachable]
+    anything: Any = given
+    if not isinstance(anything, (ProcessGroup, DeviceMesh)):
+        _check_stand_in(anything)
+        return None
     if world is None:
         raise StageError(_DESTROYED)
     if isinstance(given, ProcessGroup):
