@@ -237,7 +237,13 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
         report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
     check_shared(config, ranks)
     with ranks.together():
-        run = _build(config, ranks, device, data, recipe, sketch if strategy.from_meta else None)
+        try:
+            run = _build(
+                config, ranks, device, data, recipe, sketch if strategy.from_meta else None
+            )
+        except BaseException:
+            report.close()
+            raise
     torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
     if origin is not None:
         restore(run, origin, ranks, device)
