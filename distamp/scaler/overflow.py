@@ -139,12 +139,13 @@ class SkipLog:
             return
         _, optimizer, state, _ = subject
         if skipped is None:
-            scale = scaler._scale_tensor().to(flag.device)
-            copy = HostCopy(torch.stack((flag, scale)))
+            both = torch.stack((flag, scaler._scale_tensor().to(flag.device)))
+            copy = HostCopy(both)
             self._arriving.append((copy, describe(optimizer), state.steps))
             return
         where = _where(scaler, subject)
-        _say(describe(optimizer), state.steps, scaler.get_scale(), state.overflow_rank(), where)
+        scale = scaler._scale_tensor().item()  # and not by an override of get_scale
+        _say(describe(optimizer), state.steps, scale, state.overflow_rank(), where)
 
     def say(self) -> None:
         """Say what has arrived from earlier iterations."""
