@@ -212,8 +212,7 @@ class MasterParameters(GradientSource):
             if others and inv_scale is not None and found_inf is not None:
                 flags += unscale(others, inv_scale, found_inf)
         except Exception:
-            # What was moved is of no use without the rest, and the ``optimizer.zero_grad()`` to
-            # come must still reach the gradients that the model has left.
+            # ``optimizer.zero_grad()`` must still reach the gradients that the model has left.
             self._clear_masters(keep=set())
             if not self._wrapped:
                 self._witness.lay(self._masters())
