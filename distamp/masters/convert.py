@@ -11,7 +11,7 @@ from torch import Tensor
 from distamp import host
 from distamp.gradients import flag_of, is_dtensor, local_of, local_part
 
-__all__ = ["Transfer", "convert"]
+__all__ = ["Transfer", "convert", "placed_like"]
 
 # Elements that are converted and then unscaled while they lie in a cache, so that memory is read
 # once and written once. On an accelerator, where a block is one launch for many tensors, it only
@@ -142,11 +142,12 @@ def _buffer(transfer: Transfer) -> Tensor:
     if held is not None and not held.is_sparse:
         return local_of(held)
     buffer = torch.empty_like(transfer.local, dtype=torch.float32)
-    transfer.target.grad = _placed(buffer, gradient)
+    transfer.target.grad = placed_like(buffer, gradient)
     return buffer
 
 
-def _placed(local: Tensor, like: Tensor) -> Tensor:
+def placed_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return ``local`` as this rank's part of a DTensor laid out as ``like``, where that is one."""
     if not is_dtensor(like):
         return local
     placed: Tensor = type(like).from_local(

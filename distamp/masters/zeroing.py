@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distamp.gradients import is_dtensor
+from distamp.masters.convert import placed_like
 
 __all__ = ["ZeroGradWitness"]
 
@@ -110,7 +111,7 @@ class ZeroGradWitness:
                 continue
             held: Tensor = _Placeholder(_local(master), self._notice_in_place)
             self._watch(master, held)
-            master.grad = _placed(held, master)
+            master.grad = placed_like(held, master)
 
     def watch_stepped(self, masters: Sequence[Tensor]) -> None:
         """Let gradients that were stepped serve, and placeholders where there are none."""
@@ -170,17 +171,3 @@ def _smallest(masters: Sequence[Tensor]) -> list[Tensor]:
 def _local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def _placed(local: Tensor, like: Tensor) -> Tensor:
-    if not is_dtensor(like):
-        return local
-    placed: Tensor = type(like).from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return placed
