@@ -90,6 +90,7 @@ class Agreed(NamedTuple):
             exactly 0 or 1.
         reply: Who overflowed.
         rows: The rows of all ranks, int64 (ranks, 3), if asked for.
+        with_rows: Whether they came in the reply, and not in a collective of their own.
         tables: What all ranks hold, where their norm plans differ.
         compared: Whether the ranks compared more than the number, and found it the same.
     """
@@ -97,6 +98,7 @@ class Agreed(NamedTuple):
     flags: list[Tensor]
     reply: Reply
     rows: Tensor | None
+    with_rows: bool
     tables: list[list[Entry]] | None
     compared: bool
 
@@ -254,7 +256,7 @@ class Ranks:
         agreed = reply.flags(device)
         if not plain and not pending.checked:
             agreed = [flag_of(True, device) for _ in agreed]
-        return Agreed(agreed, reply, rows, pending.tables, pending.compared)
+        return Agreed(agreed, reply, rows, room, pending.tables, pending.compared)
 
     def drain(self) -> None:
         """Read the replies that are still on the device, and raise what they demand."""

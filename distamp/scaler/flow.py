@@ -104,7 +104,8 @@ class Norm:
         plan, norms, tables = self.plan, self.norms, agreed.tables
         assert plan is not None
         assert norms is not None
-        if tables is None and plan.is_refuted(alike):
+        reply = agreed.reply if agreed.with_rows else None
+        if tables is None and plan.is_refuted(alike, self.norm_type, reply):
             plan.look_again()
             tables = gather(group, plan.table(norms))
         if tables is None:

@@ -79,8 +79,7 @@ class Reply:
         if group.on_host:
             self._words = summed.tolist()
         else:
-            words = layout.words
-            self._on_host = host.HostCopy(summed if summed.numel() == words else summed[:words])
+            self._on_host = host.HostCopy(summed)
 
     @property
     def known(self) -> bool:
@@ -121,8 +120,15 @@ class Reply:
 
     def rows(self) -> Tensor:
         """Return every rank's row, int64 of shape (ranks, 3), without waiting."""
+        return self._rows_in(self._summed)
+
+    def rows_on_host(self) -> Tensor:
+        """Return the same on the host; may wait."""
+        return self._rows_in(torch.tensor(self._read(), dtype=torch.int64, device="cpu"))
+
+    def _rows_in(self, words: Tensor) -> Tensor:
         start, size = self._layout.words, self._layout.size
-        return self._summed[start : start + size * ROW].view(size, ROW)
+        return words[start : start + size * ROW].view(size, ROW)
 
 
 def _flag(ranks: list[int], device: torch.device) -> Tensor:
