@@ -1,10 +1,14 @@
 """Everything the scaler can meet, on simulated devices: all cells, and random programs.
 
-``python -m tests.simulated.long_run cells [LAYOUT ...]`` runs every cell of these layouts, of all
-when none is given, and ``python -m tests.simulated.long_run random DRAWS SEED`` random programs.
-Each prints every program that is not as it should be, or not as on the CPU, and counts: a layout
-after the other, so that a run can be taken up again with those that are missing. A program runs
-under ``late`` or under a random schedule, which its name or its seed draws.
+::
+
+    python -m tests.simulated.long_run FILE cells [LAYOUT ...]
+    python -m tests.simulated.long_run FILE random DRAWS SEED
+
+Runs every cell of these layouts, of all when none is given, or so many random programs, each under
+``late`` or under a random schedule that its name or its seed draws. Every program that is not as it
+should be, or not as on the CPU, is printed; what was run goes to FILE, a line each, and is not run
+again, so that a run that was stopped is taken up by the same command.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,49 +25,75 @@ import torch
 # What the ranks import is imported in functions: they run this file too, and a rank must know how
 # many there are before it imports the layouts.
 
+# Random programs of one line.
+PART = 50
 
-def _run(what: str, ranks: int, wrong: Callable[[Any], Iterator[tuple[Any, ...]]]) -> int:
-    """Print everything that is wrong and how much it is; return that."""
+
+class _Log:
+    """What was run, a line each; what has a line is not run again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = path.read_text().splitlines() if path.exists() else []
+        self.broke = 0
+
+    def run(self, name: str, count: int, wrong: Callable[[], Iterator[tuple[Any, ...]]]) -> None:
+        """Run and note so many programs, and print everything that is wrong."""
+        if any(line.startswith(f"{name}: ") for line in self.lines):
+            return
+        start, broke = time.monotonic(), 0
+        for schedule, program, complaints in wrong():
+            broke += 1
+            print(schedule, program, *complaints, sep="\n    ", flush=True)
+        self.broke += broke
+        seconds = time.monotonic() - start
+        line = f"{name}: {count}, {broke} wrong; {datetime.date.today()}, {seconds:.0f} s"
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(f"{line}\n")
+
+
+def _pair(ranks: int) -> Any:
     from tests.ranks import RankPool
     from tests.simulated.pools import SimPool
     from tests.simulated.scaler_cells import Pair
 
-    start, broke = time.monotonic(), 0
-    pair = Pair(RankPool(ranks), SimPool(ranks))
-    for schedule, program, complaints in wrong(pair):
-        broke += 1
-        print(schedule, program, *complaints, sep="\n    ", flush=True)
+    return Pair(RankPool(ranks), SimPool(ranks))
+
+
+def _random(log: _Log, draws: int, seed: int) -> None:
+    from tests.simulated.scaler_cells import drawn_programs, wrong_programs
+
+    pair = _pair(2)
+    programs = drawn_programs(pair, draws, seed)
+    for start in range(0, draws, PART):
+        part = programs[start : start + PART]
+        name = f"programs {start} to {start + len(part) - 1} of seed {seed}"
+        log.run(name, len(part), lambda part=part: wrong_programs(pair, part))
     pair.close()
-    print(
-        f"{datetime.date.today()}, torch {torch.__version__}: {what} on {ranks} simulated "
-        f"devices, {broke} wrong; {time.monotonic() - start:.0f} s",
-        flush=True,
-    )
-    return broke
 
 
-def _random(draws: int, seed: int) -> int:
-    from tests.simulated.scaler_cells import wrong_programs
-
-    name = f"{draws} programs drawn from seed {seed}"
-    return _run(name, 2, lambda pair: wrong_programs(pair, draws, seed))
-
-
-def _cells(layouts: list[str]) -> int:
+def _cells(log: _Log, layouts: list[str]) -> None:
     from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, cells_of, wrong_cells
 
-    broke = 0
     for layout in layouts or [each for each in LAYOUTS if each not in EXCEPTIONS]:
-        name = f"{len(list(cells_of(layout)))} cells of {layout}"
-        ranks = 4 if layout in FOUR_RANKS else 2
-        broke += _run(name, ranks, lambda pair, layout=layout: wrong_cells(pair, layout))
-    return broke
+        pair = _pair(4 if layout in FOUR_RANKS else 2)
+        for kind in dict.fromkeys(kind for _, kind, *_ in cells_of(layout)):
+            count = len(list(cells_of(layout, kind)))
+            run = lambda pair=pair, layout=layout, kind=kind: wrong_cells(pair, layout, kind)  # noqa: E731
+            log.run(f"cells of {layout}, {kind}, on {pair.ranks} ranks", count, run)
+        pair.close()
 
 
 def main() -> None:
-    what, *rest = sys.argv[1:]
-    broke = _random(*map(int, rest)) if what == "random" else _cells(rest)
-    sys.exit(bool(broke))
+    path, what, *rest = sys.argv[1:]
+    print(f"torch {torch.__version__}, {what}", flush=True)
+    log = _Log(Path(path))
+    if what == "random":
+        _random(log, *map(int, rest))
+    else:
+        _cells(log, rest)
+    sys.exit(bool(log.broke))
 
 
 if __name__ == "__main__":

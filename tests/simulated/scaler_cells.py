@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.ranks import RankError, RankPool
@@ -23,6 +23,7 @@ __all__ = [
     "Pair",
     "Wrong",
     "cells_of",
+    "drawn_programs",
     "fitted",
     "program_of",
     "sample",
@@ -92,15 +93,22 @@ def wrong_cells(pair: Pair, layout: str, *kinds: str) -> Iterator[Wrong]:
         yield from [each for each in found if each[2]] or [(schedule, together, wrong)]
 
 
-def wrong_programs(pair: Pair, draws: int, seed: int) -> Iterator[Wrong]:
-    """Of so many programs drawn from a seed, those that are not as they should be."""
+def drawn_programs(pair: Pair, draws: int, seed: int) -> list[tuple[Schedule, Program]]:
+    """So many programs drawn from a seed, and the schedule of each."""
     drawn: list[Program] = []
     draw(drawn.append, draws, seed)
+    found = []
     for number, program in enumerate(drawn):
         if program.layout in (*EXCEPTIONS, *FOUR_RANKS):
             program = replace(program, layout="DDP")
-        schedule = drawn_schedule(f"{seed} {number}")
-        if wrong := pair.wrong(fitted(program, pair.ranks), *schedule):
+        found.append((drawn_schedule(f"{seed} {number}"), fitted(program, pair.ranks)))
+    return found
+
+
+def wrong_programs(pair: Pair, programs: Iterable[tuple[Schedule, Program]]) -> Iterator[Wrong]:
+    """Those that are not as they should be."""
+    for schedule, program in programs:
+        if wrong := pair.wrong(program, *schedule):
             yield schedule, program, wrong
 
 
