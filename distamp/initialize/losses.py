@@ -86,7 +86,7 @@ class LossScales:
         gradients = [
             gradient
             for optimizer in self._optimizers
-            for gradient in local_gradients(source_of(optimizer).filled(), allow_fp16=True)
+            for gradient in local_gradients(source_of(optimizer).filled())
         ]
         ratio = (scale.double() / self._scale.double()).float()
         found = torch.zeros_like(self._scale)
