@@ -168,7 +168,7 @@ class autocast(torch.autocast):
         _drop_casts_after_optimizer_steps()
 
     @property
-    def _cache_enabled(self) -> bool:
+    def _cache_enabled(self) -> bool:  # type: ignore[override]
         """The cache flag by torch's name for it.
 
         torch.compile takes every torch.autocast that it finds for one that has no more to it than
