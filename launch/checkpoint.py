@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from launch.errors import UsageError
+from launch.places import CHECKPOINTS, is_checkpoint, run_of
 from launch.ranks import Ranks
 
-__all__ = ["FOLDER", "Manifest", "find", "forget_after", "read", "save"]
+__all__ = ["Manifest", "any_in", "find", "forget_after", "read", "save"]
 
-FOLDER = "checkpoints"
 Manifest = dict[str, Any]
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
@@ -78,7 +78,7 @@ def find(resume: Path, ranks: Ranks) -> tuple[Path, Manifest, list[str]]:
     """Return the newest whole checkpoint of a run, the same on every rank.
 
     Args:
-        resume: The folder of a run, or one checkpoint.
+        resume: The folder of a run, that of its checkpoints, or one checkpoint.
         ranks: Those that look; each reads a share of the files.
 
     Returns:
@@ -87,8 +87,9 @@ def find(resume: Path, ranks: Ranks) -> tuple[Path, Manifest, list[str]]:
     Raises:
         UsageError: If there is none.
     """
-    one = resume.name.startswith("step-")
-    candidates = ranks.gather([resume] if one else _candidates(resume / FOLDER))[0]
+    run = run_of(resume) or resume
+    one = is_checkpoint(resume)
+    candidates = ranks.gather([resume] if one else _candidates(run / CHECKPOINTS))[0]
     broken: list[str] = []
     for path in candidates:
         manifest, fault = _check(path, ranks)
@@ -114,6 +115,11 @@ def read(path: Path, ranks: Ranks, tensors: dict[str, Tensor]) -> None:
             dcp_load(tensors, storage_reader=reader, no_dist=ranks.world_size == 1)
     except CheckpointException as failed:
         raise UsageError(f"--resume {path}: {_reason(failed)}") from None
+
+
+def any_in(run: Path) -> bool:
+    """Whether a run's folder has checkpoints, whole or not."""
+    return bool(_candidates(run / CHECKPOINTS))
 
 
 def forget_after(folder: Path, step: int) -> None:

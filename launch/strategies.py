@@ -361,5 +361,5 @@ def shards_of(config: Config, ranks: Ranks) -> int:
 
 
 def parallelize(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
-    """ParallelizedModel the model as ``--strategy`` says."""
+    """Parallelize the model as ``--strategy`` says."""
     return chosen(context.config, context.ranks)[1].build(model, context)
