@@ -31,6 +31,9 @@ __all__ = ["Manifest", "any_in", "find", "forget_after", "read", "save"]
 
 Manifest = dict[str, Any]
 _MANIFEST = "manifest.json"
+# Of all that the manifest says; those of before it had one lack it.
+_DIGEST = "digest"
+_NEEDED = {"progress", "scaler", "model", "settings", "data", "files"}
 _PARTIAL = ".partial"
 _FORMAT = "distamp launch checkpoint 2"
 
@@ -68,7 +71,8 @@ def save(
     with ranks.together():
         if ranks.is_main:
             with _writing(target):
-                _finish(partial, target, {"format": _FORMAT, **about, "files": files})
+                manifest = {"format": _FORMAT, **about, "files": files}
+                _finish(partial, target, {**manifest, _DIGEST: _digest(manifest)})
                 for old in _candidates(folder)[keep:]:
                     shutil.rmtree(old, ignore_errors=True)
     return target
@@ -142,6 +146,9 @@ def _check(path: Path, ranks: Ranks) -> tuple[Manifest, str]:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             return {}, "it is of another format"
+        lacking = _NEEDED - manifest.keys()
+        if lacking or manifest.get(_DIGEST) not in (None, _digest(manifest)):
+            return {}, f"{_MANIFEST} is not as it was written"
         for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
             if _fingerprint(path / name) != manifest["files"][name]:
                 return {}, f"{name} is not as it was written"
@@ -161,6 +168,12 @@ def _fingerprint(path: Path) -> list[Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         return [os.fstat(file.fileno()).st_size, digest.hexdigest()]
+
+
+def _digest(manifest: Manifest) -> str:
+    """Return a digest of a manifest, its own aside."""
+    rest = json.loads(json.dumps({k: v for k, v in manifest.items() if k != _DIGEST}))
+    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _finish(partial: Path, target: Path, manifest: Manifest) -> None:

@@ -79,6 +79,8 @@ def load_data(config: Config, kind: str | None) -> Data:
 
 def _load_data(config: Config, kind: str | None) -> Data:
     given = config.data
+    if given == "":
+        raise UsageError("--data: it names nothing; leave it out for the default")
     path = None if given in (None, "digits") else Path(given).expanduser()
     is_images = given == "digits" or (path is not None and path.is_dir() and holds_images(path))
     if given is None:

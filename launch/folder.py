@@ -141,6 +141,8 @@ def claim(config: Config, origin: Origin | None, restarted: bool) -> Lock:
         )
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        if config.keep_checkpoints > 0:
+            (folder / CHECKPOINTS).mkdir(exist_ok=True)
         lock = Lock(folder / _LOCK)
     if lock.owner and not (restarted or _is_this_job(folder)):
         raise UsageError(

@@ -178,3 +178,43 @@ def test_what_no_machine_can_do_is_one_line(tmp_path, capsys, flag, value, messa
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategy", ""), "--strategy : it must be one of"),
+        (("--data", ""), "--data: it names nothing"),
+        (("--model", ":x"), "--model :x: Empty module name"),
+        (("--model", "os:getcwd"), "--model os:getcwd: it cannot be called so"),
+        (("--gather-fp32",), "--gather-fp32: it is for --strategy fsdp2 or hsdp or fsdp2+tp"),
+        (("--tp", "4"), "--tp: it is for --strategy fsdp2+tp, and this is none"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_would_be_passed_over_is_refused(text, tmp_path, args, message):
+    assert message in pooled.refusal(*_flags(text, tmp_path / "run", *args))
+
+
+# -- checkpoints that cannot be -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["progress", "scaler", "model", "settings", "data", "files"])
+def test_a_manifest_that_lacks_something_is_passed_over(text, tmp_path, capsys, lost):
+    run = tmp_path / "run"
+    assert main(_flags(text, run)) == 0
+    path = run / "checkpoints" / "step-00000006" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in (lost, "digest"):
+        del manifest[name]
+    path.write_text(json.dumps(manifest))
+    assert main(["--resume", str(run)]) == 0
+    assert "step-00000006 is not whole" in capsys.readouterr().out
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_training(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").touch()
+    assert main(_flags(text, run)) == 2
+    assert "cannot write there (File exists)" in capsys.readouterr().err
