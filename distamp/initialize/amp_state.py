@@ -58,8 +58,8 @@ def load(
                 f"the state holds the masters of {len(saved_masters)} optimizers and "
                 f"{len(masters)} have some here; initialize with the same optimizers"
             )
-        for each, held in zip(masters, saved_masters, strict=True):
-            each.load_state_dict(held)
+        for each, saved_state in zip(masters, saved_masters, strict=True):
+            each.load_state_dict(saved_state)
     scalers = _scalers(state)
     if not scaler.is_enabled() or not scalers:
         return
