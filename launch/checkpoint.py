@@ -136,6 +136,9 @@ def _check(path: Path, ranks: Ranks) -> tuple[Manifest, str]:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             return {}, "it is of another format"
+        # Checkpoints of before this was written have none.
+        if manifest.pop("digest", None) not in (None, _digest(manifest)):
+            return {}, f"{_MANIFEST} is not as it was written"
         for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
             if _fingerprint(path / name) != manifest["files"][name]:
                 return {}, f"{name} is not as it was written"
@@ -157,10 +160,16 @@ def _fingerprint(path: Path) -> list[Any]:
         return [os.fstat(file.fileno()).st_size, digest.hexdigest()]
 
 
+def _digest(manifest: Manifest) -> str:
+    # As it is read: JSON has no tuples, and names of text alone.
+    text = json.dumps(json.loads(json.dumps(manifest)), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def _finish(partial: Path, target: Path, manifest: Manifest) -> None:
     """Write the manifest, and give the folder the name that counts."""
     with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump({**manifest, "digest": _digest(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync(partial)
