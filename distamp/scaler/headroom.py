@@ -62,8 +62,8 @@ class HeadroomSchedule(Schedule):
         super().__post_init__()
         for name in ("patience", "level_memory"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(f"{name} must be an integer >= 1, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise SettingError(f"{name} must be an integer >= 1 and < 2**31, not {value!r}")
 
     @property
     def initial_memory(self) -> tuple[int, ...]:
