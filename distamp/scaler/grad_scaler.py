@@ -633,6 +633,24 @@ class DistGradScaler(TorchNames):
         """
         self._hooks.add(checked_hook(hook_state))
 
+    def detach(self, hook_state: object) -> None:
+        """Take back `attach`, as before another model is trained; messages are sent again.
+
+        Every rank calls it at the same point. Before a hook is attached whose model is gone, the
+        one of that model is best detached: the scaler keeps it alive.
+
+        Args:
+            hook_state: What was attached.
+
+        Raises:
+            ValueError: It is not attached.
+        """
+        if not self._hooks.remove(checked_hook(hook_state)):
+            raise ValueError(
+                f"detach() was given a {type(hook_state).__name__} that is not attached to this "
+                "scaler; give it what attach() was given"
+            )
+
     # -- uneven inputs ---------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -47,8 +47,7 @@ def apply(
     if state.wants_scaler:
         result = _step_with_scaler(scaler, subject, args, kwargs)
     elif state.takes_flags(optimizer):
-        deferred = not on_host and not leaves_garbage(optimizer)
-        if deferred or not (flag.item() if skipped is None else skipped):
+        if skipped is False or not _must_not_skip_inside(optimizer, flag, skipped):
             result = _step_with_flags(scaler, subject, flag, args, kwargs)
     else:
         # Where the host must wait for the flag, it learns first of what the ranks differ in.
@@ -59,6 +58,18 @@ def apply(
             result = given.step(*args, **kwargs)
     _finish(scaler, subject, flag, skipped)
     return result
+
+
+def _must_not_skip_inside(optimizer: Any, flag: Tensor, skipped: bool | None) -> bool:
+    """Return whether an optimizer that skips in its own kernel is not to be called this time.
+
+    torch calls it always. Its own optimizers do nothing on an overflow, so they are not called
+    where the host knows of it; another one may count its calls.
+    """
+    garbage = leaves_garbage(optimizer)
+    if skipped is None:
+        return garbage and bool(flag.item())
+    return skipped and (garbage or type(optimizer).__module__.startswith("torch.optim."))
 
 
 def _step_with_flags(
