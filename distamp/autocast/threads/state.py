@@ -165,7 +165,7 @@ class _Propagated:
         self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Applied(self.state):
+        with self.state.apply():
             return self.__wrapped__(*args, **kwargs)
 
 
