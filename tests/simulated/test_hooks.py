@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from distamp import DistGradScaler
 from distamp.comm_hooks import WIRE_FORMATS, register, wire_format
-from distamp.comm_hooks.arriving import Arriving
+from distamp.host import HostCopy
 from tests.ranks import mesh
 
 SCHEDULES = [("late", 0), ("random", 5)]
@@ -79,9 +79,9 @@ def test_a_hooked_run_is_as_on_the_cpu(sim2, ranks2, how, wire):
 
 def _arriving(device: int) -> Any:
     values = torch.tensor([1, 2, 3]).to(f"sim:{device}", non_blocking=True) + 1
-    arriving = Arriving(values)
+    arriving = HostCopy(values)
     early = arriving.arrived()
-    return early, arriving.value()
+    return early, arriving.values()
 
 
 def test_a_value_is_waited_for_before_it_is_read(sim):
