@@ -264,6 +264,7 @@ class CommHookState:
 
         ``"residuals"`` has, by parameter name, fp32 tensors of shape (2, numel) in unscaled units:
         of this rank's own gradient, and of the part of the mean that this rank owns (0 elsewhere).
+        A complex parameter has twice as many, as `torch.view_as_real` has them.
         It is empty for formats without error feedback.
         """
         residuals = {}
