@@ -29,6 +29,7 @@ from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, alone, watch_s
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WireFormat, wire_format
 from distamp.errors import LockstepError
+from distamp.host import moved
 
 __all__ = ["CommHookState", "state_of"]
 
@@ -167,8 +168,8 @@ class CommHookState:
     ) -> Staged[Tensor]:
         words = lockstep_words(self._word, scale, values.device)
         if residuals is not None:
-            # The scaler writes the next scale into the same tensor.
-            residuals.begin(None if self._scale is None else self._scale.clone())
+            # The scaler writes the next scale into the same tensor, maybe on another device.
+            residuals.begin(None if self._scale is None else _copied(self._scale, values.device))
         staged = engine.staged(values, layout, words, feedback=residuals)
         doing = f"the exchange of {layout.name} in step {bucket.step}"
         result = yield from named_failures(staged, engine.channel, doing)
@@ -386,6 +387,10 @@ def _stages(layout: Layout, engine: Engine) -> list[tuple[str, int, int]]:
         owned = [piece.owned_by(engine.channel.rank) for piece in layout.pieces]
         found += [("owned", where.start, where.stop - where.start) for where in owned]
     return found
+
+
+def _copied(scale: Tensor, device: torch.device) -> Tensor:
+    return scale.clone() if scale.device == device else moved(scale, device)
 
 
 def _completed(value: Tensor) -> Future[Tensor]:

@@ -322,7 +322,10 @@ class _Pending:
     def check(self) -> None:
         """Raise on every rank what any rank's message demands."""
         self.checked = True
-        if not (self.plain and self.reply.in_agreement):
+        # Read even where this rank knows that they differ: else it would take its flags from the
+        # device, where numbers that differ set all of them, and skip what the others step.
+        in_agreement = self.reply.in_agreement
+        if not (self.plain and in_agreement):
             if self.reply.present < self.group.size:
                 raise self.error or LockstepError(
                     "the ranks that still have inputs are not in lockstep, or one of them raised "

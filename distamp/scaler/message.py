@@ -19,7 +19,6 @@ that packing and reading are a few kernels and nothing is uploaded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,25 +200,16 @@ def _device_words(
 ) -> Tensor:
     found = [merged(of_devices, group.device) for of_devices in flags]
     if len(found) < layout.capacity:
-        found += [_zero(group.device)] * (layout.capacity - len(found))
+        # Made anew: one that is kept was maybe made on another stream, and is not there yet.
+        found += [flag_of(False, group.device)] * (layout.capacity - len(found))
     bits = torch.stack(found).to(torch.int64)
     if layout.for_one > 1:
-        bits = (bits.unsqueeze(1) * _bits_of_rank(layout, group.rank, group.device)).view(-1)
+        words = bits.new_zeros(layout.capacity, layout.for_one)
+        words[:, group.rank // _HALF] = bits << group.rank % _HALF
+        bits = words.view(-1)
     else:
         bits = bits.mul_(1 << group.rank)
     return bits.add_(_signed(digest << _HALF))
-
-
-@functools.lru_cache(maxsize=8)
-def _zero(device: torch.device) -> Tensor:
-    return flag_of(False, device)
-
-
-@functools.lru_cache(maxsize=8)
-def _bits_of_rank(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    bits = [0] * layout.for_one
-    bits[rank // _HALF] = 1 << rank % _HALF
-    return torch.tensor(bits, dtype=torch.int64, device=device)
 
 
 def _sum(group: Group, packed: Tensor) -> None:

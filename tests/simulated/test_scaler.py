@@ -189,6 +189,34 @@ def test_two_scalers_and_accumulation_under_ddp(sim2, ranks2):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def _one_rank_has_the_loss() -> Any:
+    """Two stages of a pipeline: only the last one scales a loss, the other is sent gradients."""
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.ones(3 + rank, device=f"sim:{rank}"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistGradScaler("sim", init_scale=64.0, growth_interval=2)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        if rank:
+            scaler.scale(weight.sum() * (float("inf") if step == 2 else 1.0)).backward()
+        else:
+            weight.grad = torch.full_like(weight, scaler.get_scale() if step else 64.0)
+        scaler.step(optimizer)
+        found.append(scaler.stepped(optimizer))
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found, weight[:3].detach()
+
+
+def test_ranks_of_which_one_has_the_loss_step_together(sim2):
+    expected = [True, 64.0, True, 128.0, False, 64.0, True, 64.0]
+    for schedule, seed in SCHEDULES:
+        for found, weight in sim2.run(_one_rank_has_the_loss, schedule=schedule, seed=seed):
+            assert found == expected
+            assert weight.tolist() == [-2.0] * 3
+
+
 def _norms_of_parameters_that_stop_being_replicas() -> list[float]:
     """Two ranks with one value: for three steps their gradients agree, and then no longer."""
     rank = dist.get_rank()
