@@ -27,7 +27,7 @@ from launch.errors import UsageError
 from launch.places import CHECKPOINTS, is_checkpoint, run_of
 from launch.ranks import Ranks
 
-__all__ = ["Manifest", "any_in", "find", "forget_after", "read", "save"]
+__all__ = ["Manifest", "any_in", "find", "forget_after", "read", "save", "size_in"]
 
 Manifest = dict[str, Any]
 _MANIFEST = "manifest.json"
@@ -124,6 +124,12 @@ def read(path: Path, ranks: Ranks, tensors: dict[str, Tensor]) -> None:
 def any_in(run: Path) -> bool:
     """Whether a run's folder has checkpoints, whole or not."""
     return bool(_candidates(run / CHECKPOINTS))
+
+
+def size_in(run: Path) -> int:
+    """Return the bytes of the checkpoints in a run's folder, whole or not."""
+    files = (p for found in _candidates(run / CHECKPOINTS) for p in found.glob("*"))
+    return sum(path.stat().st_size for path in files)
 
 
 def forget_after(folder: Path, step: int) -> None:

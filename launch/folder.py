@@ -112,12 +112,18 @@ def check_space(config: Config, parameters: int, ranks: int) -> None:
     if wire is not None and wire.needs_error_feedback:
         each += 8 * ranks
     need = (config.keep_checkpoints + 1) * parameters * each
-    have = shutil.disk_usage(place).free
+    # Those that are there are among them, or make room for them.
+    have = shutil.disk_usage(place).free + checkpoint.size_in(config.folder)
     if need > have:
+        keep = config.keep_checkpoints
         raise UsageError(
-            f"--run-dir {config.folder}: {config.keep_checkpoints} checkpoints and the next one"
-            f" need {need / 2**30:.3g} GiB, and there are {have / 2**30:.3g} free"
+            f"--run-dir {config.folder}: {keep} checkpoint{'s' * (keep > 1)} and the next one need"
+            f" {_shown(need)}, and there are {_shown(have)} free; --keep-checkpoints says how many"
         )
+
+
+def _shown(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB" if size >= 2**29 else f"{size / 2**20:.3g} MiB"
 
 
 def claim(config: Config, origin: Origin | None, restarted: bool) -> Lock:

@@ -209,9 +209,9 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
             check_same_run(origin, planned)
         check_space(config, planned.size.parameters, ranks.world_size)
         lock = claim(config, origin, ranks.restarts > 0) if ranks.is_main else None
-    check_shared(config, ranks)
     # Nothing of what is in the folder is touched before there is something to train.
     try:
+        check_shared(config, ranks)
         with ranks.together():
             run = _build(planned, ranks)
         torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -218,3 +219,17 @@ def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_training(text,
     (run / "checkpoints").touch()
     assert main(_flags(text, run)) == 2
     assert "cannot write there (File exists)" in capsys.readouterr().err
+
+
+def test_checkpoints_that_are_there_are_not_counted_twice(text, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    keep = ("--keep-checkpoints", 1)
+    assert main(_flags(text, run, *keep)) == 0
+    job = pooled.job(*_flags(text, tmp_path / "other"))
+    job.report.close()
+    # As much as one checkpoint takes, where the run has left one.
+    free = shutil.disk_usage(tmp_path)._replace(free=int(1.5 * 12 * job.parameters))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    assert main(_flags(text, tmp_path / "new", *keep)) == 2
+    assert "1 checkpoint and the next one need" in capsys.readouterr().err
+    assert main(["--resume", str(run), "--steps", "7"]) == 0

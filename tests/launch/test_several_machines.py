@@ -257,8 +257,8 @@ ELASTIC = (*TINY, "--steps", "40", "--evaluate-every", "40", "--checkpoint-every
 ELASTIC = (*ELASTIC, "--timeout", "20")
 
 
-def elastic(nodes: str, restarts: int, port: int) -> list[str]:
-    start = ["torchrun", "--nnodes", nodes, "--nproc-per-node", "2"]
+def elastic(nodes: str, restarts: int, port: int, processes: int = 2) -> list[str]:
+    start = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(processes)]
     start += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-id", f"run-{port}"]
     start += ["--rdzv-conf", "join_timeout=300,last_call_timeout=3"]
     return [*start, "--rdzv-endpoint", f"host0:{port}", str(ROOT / "launch" / "train.py")]
@@ -348,3 +348,44 @@ def test_the_others_go_on_without_a_host_that_is_gone_and_with_one_that_comes_ba
             expected = _losses(by_hand, step, last)
             assert len(expected) == last - step
             assert _losses(folder, step, last) == expected
+
+
+# -- bytes that leave an interface ----------------------------------------------------------------
+
+# Two blocks, and what is outside of them: bytes, places, norm and head.
+WIDTH, BLOCKS = 128, 2
+IN_BLOCKS = BLOCKS * (12 * WIDTH**2 + 13 * WIDTH)
+OUTSIDE = (256 + 16 + 256 + 2) * WIDTH
+SHARDED = ("--layers", BLOCKS, "--width", WIDTH, "--heads", 2, "--block", 16, "--batch", 2)
+SHARDED = (*SHARDED, "--strategy", "fsdp2", "--precision", "bf16", "--evaluate-every", 100)
+SHARDED = (*SHARDED, "--keep-checkpoints", 0, "--warmup", 0)
+PASS = 64  # held-out sequences in one pass of two ranks
+
+
+def _sent(hosts: netns.Hosts, folder: Path, port: int, *flags: object) -> int:
+    """What the first of two hosts, a rank each, gave to the network in a run."""
+    folder.mkdir()
+    command = [*elastic("2", 0, port, 1), *map(str, (*SHARDED, "--run-dir", folder / "run"))]
+    before = hosts[0].sent()
+    with on_hosts(hosts, [*command, *map(str, flags)], folder) as (started, logs):
+        for process, log in zip(started, logs, strict=True):
+            assert process.wait(timeout=300) == 0, log.read_text()
+        return (hosts[0].sent() - before).payload
+
+
+@pytest.mark.parametrize(("more", "size"), [((), 2), (("--gather-fp32",), 4)], ids=["bf16", "fp32"])
+def test_bytes_that_sharding_gathers_and_reduces_on_the_interface(hosts, tmp_path, more, size):
+    data = ("--data", jobs.text_file(tmp_path, kilobytes=160), *more)
+    port = 29610 + 10 * size
+    one = _sent(hosts, tmp_path / "one", port, *data, "--steps", 1, "--validation-windows", PASS)
+    flags = ("--steps", 1, "--validation-windows", 11 * PASS)
+    passes = _sent(hosts, tmp_path / "passes", port + 1, *data, *flags)
+    flags = ("--steps", 21, "--validation-windows", PASS)
+    steps = _sent(hosts, tmp_path / "steps", port + 2, *data, *flags)
+    # A validation before the first step and one after the last; of two ranks each sends half.
+    gathered, step = (passes - one) / 20, (steps - one) / 20
+    print(f"a pass {gathered:,.0f} bytes, a step {step:,.0f}")
+    assert gathered == pytest.approx((IN_BLOCKS * size + OUTSIDE * 4) / 2, rel=0.03)
+    # Blocks are gathered for the backward pass too, and all gradients are reduced in fp32.
+    expected = 2 * IN_BLOCKS * size + OUTSIDE * 4 + (IN_BLOCKS + OUTSIDE) * 4
+    assert step == pytest.approx(expected / 2, rel=0.03)
