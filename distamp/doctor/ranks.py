@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 __all__ = ["Ranks", "compared_ranks", "under_torchrun"]
 
@@ -61,7 +62,7 @@ def compared_ranks(facts: Facts, device: str, timeout: float) -> Ranks:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     mine = json.dumps({**facts, "versions": {**facts["versions"], "device": device}})
     try:
-        store = dist.PrefixStore("distamp/doctor", _store(rank, size, timeout))
+        store = PrefixStore("distamp/doctor", _store(rank, size, timeout))
         store.set(f"facts/{rank}", mine)
         answers = _answers(store, size, timeout)
     except (RuntimeError, ValueError, OSError) as error:
@@ -79,9 +80,9 @@ def compared_ranks(facts: Facts, device: str, timeout: float) -> Ranks:
     return Ranks(rank, size, missing, differ, tuple(errors), tuple(notes))
 
 
-def _store(rank: int, size: int, timeout: float) -> dist.Store:
+def _store(rank: int, size: int, timeout: float) -> Store:
     """Return torchrun's own store; or one of rank 0's, where another launcher set the variables."""
-    return dist.TCPStore(
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         size,
@@ -91,7 +92,7 @@ def _store(rank: int, size: int, timeout: float) -> dist.Store:
     )
 
 
-def _answers(store: dist.Store, size: int, timeout: float) -> dict[int, dict[str, dict[str, str]]]:
+def _answers(store: Store, size: int, timeout: float) -> dict[int, dict[str, dict[str, str]]]:
     """Return the facts of each rank that wrote them in time."""
     end = time.monotonic() + timeout
     found = {}
@@ -122,7 +123,8 @@ def _differences(
 
 
 def _judged(differ: Mapping[str, Mapping[str, tuple[int, ...]]]) -> tuple[list[str], list[str]]:
-    errors, notes = [], []
+    errors: list[str] = []
+    notes: list[str] = []
     for name, values in differ.items():
         have = ", ".join(f"{value} on {_named(ranks)}" for value, ranks in values.items())
         (errors if name in _MUST_AGREE else notes).append(f"{name} differs: {have}")
@@ -134,9 +136,7 @@ def _named(ranks: tuple[int, ...]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _group_faults(
-    store: dist.Store, rank: int, size: int, device: str, timeout: float
-) -> list[str]:
+def _group_faults(store: Store, rank: int, size: int, device: str, timeout: float) -> list[str]:
     """Make a process group of each backend that is here, and add up one number of each rank."""
     faults = []
     for backend, place in (("gloo", "cpu"), ("nccl", "cuda")):
@@ -160,16 +160,14 @@ def _group_faults(
     return faults
 
 
-def _reduce(
-    store: dist.Store, rank: int, size: int, backend: str, place: str, timeout: float
-) -> str:
+def _reduce(store: Store, rank: int, size: int, backend: str, place: str, timeout: float) -> str:
     """Return what went wrong; empty if nothing did."""
     try:
         if place == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(backend, store),
+            store=PrefixStore(backend, store),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -183,7 +181,7 @@ def _reduce(
     return "" if total == size * (size + 1) // 2 else f"the sum of {size} numbers came to {total}"
 
 
-def _leave(store: dist.Store, rank: int, answers: Mapping[int, object], timeout: float) -> None:
+def _leave(store: Store, rank: int, answers: Mapping[int, object], timeout: float) -> None:
     """Let rank 0, which may hold the store, go last."""
     try:
         store.set(f"left/{rank}", "")
