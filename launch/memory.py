@@ -1,4 +1,4 @@
-"""How much memory a rank needs in its layout, what would fit, and how much it has held at most."""
+"""How much memory a rank needs in its layout, what would fit, and its measured peak."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Needs:
     def __str__(self) -> str:
         parts = {"weights": self.weights, "gradients": self.gradients, "AdamW": self.state}
         parts |= {"gathered blocks": self.gathered} if self.gathered else {}
-        said = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
-        return f"{self.total / 1e6:,.0f} MB on each rank before activations ({said})"
+        listed = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
+        return f"{self.total / 1e6:,.0f} MB on each rank before activations ({listed})"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has held at once, since it started.
+    """Return the peak of this process's memory in bytes, since it started.
 
     On an accelerator: in tensors, on the device that holds most of them. On the CPU: the peak of
     the process's resident set, the interpreter and torch's libraries included.

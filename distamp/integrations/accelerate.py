@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
@@ -15,6 +16,7 @@ from accelerate.utils import (
     get_mixed_precision_context_manager,
 )
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +27,8 @@ from distamp.scaler import DistGradScaler
 
 __all__ = ["prepare"]
 
+# Steps any optimizer whose state is empty before it is saved or loaded.
+_STATE_MAKER = getattr(getattr(state_dict, "_init_optim_state", None), "__code__", None)
 _OWN_SCALING = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -131,6 +135,10 @@ class _ScaledOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper, which asks the scaler whether the step was taken, when it is asked."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if sys._getframe(1).f_code is _STATE_MAKER:
+            # torch's checkpoints make state by a step of zero gradients that nothing has scaled.
+            self.optimizer.step()
+            return
         if not self.gradient_state.sync_gradients:
             return
         if closure is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distamp.errors import StageError
-from distamp.gradients import local_gradients, local_of, unscale
+from distamp.gradients import local_gradients, local_of, refuse_fp16, unscale
 from distamp.masters.checkpoint_view import CheckpointView
 from distamp.masters.convert import Transfer, convert
 from distamp.masters.mark import mark, refuse_second_master
@@ -204,7 +204,8 @@ class MasterParameters(GradientSource):
                 staying.append(target)
             elif pair.parameter.grad is not None:
                 moving.append(Transfer.of(pair.parameter, target, inner, index))
-        others = local_gradients(staying, allow_fp16=False, owner=None)
+        others = local_gradients(staying)
+        refuse_fp16([gradient.dtype for gradient in others])
         self._witness.lift()
         self._clear_masters(keep={id(t.target) for t in moving})
         try:

@@ -11,7 +11,7 @@ import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
 __all__ = ["Agreed", "Question", "Ranks"]
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Question:
     """What one rank brings to a message.
 
@@ -79,7 +79,10 @@ class Question:
         """Return the first error that this rank found, if any."""
         if self.refused is not None:
             return self.refused
-        return next((local.error for local in self.locals if local.error is not None), None)
+        for local in self.locals:
+            if local.error is not None:
+                return local.error
+        return None
 
 
 class Agreed(NamedTuple):
@@ -90,6 +93,7 @@ class Agreed(NamedTuple):
             exactly 0 or 1.
         reply: Who overflowed.
         rows: The rows of all ranks, int64 (ranks, 3), if asked for.
+        with_rows: Whether they came in the reply, and not in a collective of their own.
         tables: What all ranks hold, where their norm plans differ.
         compared: Whether the ranks compared more than the number, and found it the same.
     """
@@ -97,6 +101,7 @@ class Agreed(NamedTuple):
     flags: list[Tensor]
     reply: Reply
     rows: Tensor | None
+    with_rows: bool
     tables: list[list[Entry]] | None
     compared: bool
 
@@ -231,19 +236,27 @@ class Ranks:
         """
         self.drain()
         fingerprint.name(question.optimizers, question.states)
+        unsent, self._unsent = self._unsent, None
         error = question.error()
         scaled = question.scaled or self._scaled
-        plain = error is None and self._unsent is None and scaled
-        flags = [*(local.flags for local in question.locals), *([f] for f in question.flags)]
-        digest = self._digest(question, plain, error is not None, scaled)
+        marks = (
+            ()
+            if scaled and error is None and unsent is None
+            else (error is not None, unsent is not None, scaled)
+        )
+        flags = [local.flags for local in question.locals]
+        if question.flags:
+            flags += [[flag] for flag in question.flags]
         row, tail = question.row, question.tail
         room = bool(tail) or group.length.room_for_rows()
+        digest = self._digest(question, marks)
         reply = message.exchange(group, digest, flags, row, room=room, tail=tail)
-        pending = _Pending(self, group, reply, question, states, plain, error)
-        pending.unsent, self._unsent = self._unsent, None
+        pending = _Pending(
+            self, group, reply, question, states, self.iteration, not marks, error, unsent
+        )
         # Whether to wait is decided by what is the same on all ranks.
-        now = question.wants_rows and not room
-        if reply.known or now or tail or not all(state.agreed for state in question.states):
+        now = reply.known or tail or (question.wants_rows and not room)
+        if now or not all(state.agreed for state in question.states):
             pending.check()
         else:
             self._pending.append(pending)
@@ -252,17 +265,16 @@ class Ranks:
         if question.wants_rows:
             rows = reply.rows() if room else message.gather_rows(group, _row(row))
         agreed = reply.flags(device)
-        if not plain and not pending.checked:
+        if marks and not pending.checked:
             agreed = [flag_of(True, device) for _ in agreed]
-        return Agreed(agreed, reply, rows, pending.tables, pending.compared)
+        return Agreed(agreed, reply, rows, room, pending.tables, pending.compared)
 
     def drain(self) -> None:
         """Read the replies that are still on the device, and raise what they demand."""
         while self._pending:
             self._pending.popleft().check()
 
-    def _digest(self, question: Question, plain: bool, has_error: bool, scaled: bool) -> int:
-        marks = () if plain else (has_error, self._unsent is not None, scaled)
+    def _digest(self, question: Question, marks: tuple[bool, ...]) -> int:
         words = (
             _checksum(question.call),
             self.iteration,
@@ -271,7 +283,7 @@ class Ranks:
             question.live,
             question.norms,
             marks,
-            tuple(state.identity for state in question.states),
+            tuple([state.identity for state in question.states]),
         )
         return hash(words) & 0xFFFFFFFF
 
@@ -290,7 +302,7 @@ def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A reply that may have been used on the device and not yet been read on the host."""
 
@@ -299,16 +311,13 @@ class _Pending:
     reply: Reply
     question: Question
     states: OptimizerStates
+    iteration: int
     plain: bool
     error: Exception | None
-    unsent: Exception | None = None
+    unsent: Exception | None
     checked: bool = False
     compared: bool = False
     tables: list[list[Entry]] | None = None
-    statement: Statement | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        self._iteration = self.ranks.iteration
 
     def check(self) -> None:
         """Raise on every rank what any rank's message demands."""
@@ -334,7 +343,7 @@ class _Pending:
             table = question.table()
         return Statement(
             question.call,
-            self._iteration,
+            self.iteration,
             question.total,
             question.settings,
             question.read_live(),

@@ -76,7 +76,7 @@ def clip(
         by_hooks=_all_of(pending, clipped),
     )
     assert norm.total is not None
-    gradients = local_gradients(clipped, allow_fp16=True)
+    gradients = local_gradients(clipped)
     scale_by(gradients, norm.total, max_norm)
     return norm.total
 
@@ -147,7 +147,7 @@ def clip_unscaled(
     else:
         agree_on_norm(ranks, group, scaler._states, one, norm, refused)
     assert norm.total is not None
-    scale_by(local_gradients(clipped, allow_fp16=True), norm.total, max_norm)
+    scale_by(local_gradients(clipped), norm.total, max_norm)
     return norm.total
 
 

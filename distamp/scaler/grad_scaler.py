@@ -30,7 +30,7 @@ from distamp.scaler.optimizer_state import (
     OptState,
     StepCounts,
 )
-from distamp.scaler.outputs import PerDevice, map_tensors, scaled
+from distamp.scaler.outputs import PerDevice, map_tensors
 from distamp.scaler.overflow import OverflowReport, SkipLog
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, ScaleState, Schedule
 from distamp.scaler.torch_compat import TorchNames, overrides
@@ -179,38 +179,42 @@ class DistGradScaler(TorchNames):
         """
         if not self._enabled:
             return outputs
+        if torch.compiler.is_compiling():
+            return _outside_the_graph(self, outputs)
         if isinstance(outputs, Tensor):
-            scale = self._scale_on(outputs.device)
-            self._begin_scaling(scale)
-            if scale.device != outputs.device:
-                scale = host.moved(scale, outputs.device)
-            return self._scaled(outputs, scale)
+            return self._scaled(outputs, self._begin_scaling(outputs.device))
         copies: list[PerDevice] = []
 
         def apply(output: Tensor) -> Tensor:
             if not copies:
-                copies.append(PerDevice(self._scale_on(output.device)))
-                self._begin_scaling(self._scale_tensor())
+                copies.append(PerDevice(self._begin_scaling(output.device)))
             return self._scaled(output, copies[0].on(output.device))
 
         return map_tensors(outputs, apply)
 
     def _scaled(self, output: Tensor, scale: Tensor) -> Tensor:
-        needs_grad = output.requires_grad
-        if output.dtype is torch.float16 and needs_grad and not self._warned_seed:
-            self._warn_of_seed_gradient()
-        result = scaled(output, scale)
-        if needs_grad:
-            self._watch.watch(result)
+        if output.dtype is torch.float16:
+            if output.requires_grad and not self._warned_seed:
+                self._warn_of_seed_gradient()
+            output = output.float()  # which 65536 would overflow
+        if scale.device != output.device:
+            scale = host.moved(scale, output.device)
+        result = output * scale
+        self._watch.watch(result)
         return result
 
-    def _begin_scaling(self, scale: Tensor) -> None:
+    def _begin_scaling(self, device: torch.device) -> Tensor:
+        """Return the loss scale, made on ``device`` where there is none; prepare for a backward."""
+        scale = self._scale
+        if scale is None:
+            scale = self._scale_on(device)
         self._scale_called = True
         if self._fp16_grads == "master":
             for optimizer, _ in self._states.live():
                 source_of(optimizer).before_backward()
         if self._hooks.joined:
             self._hooks.scale_is(scale, self._ranks.iteration, self._settings_in_words)
+        return scale
 
     def _warn_of_seed_gradient(self) -> None:
         on_host = host.is_host(self._scale_tensor().device)
@@ -384,7 +388,7 @@ class DistGradScaler(TorchNames):
 
     def _only_checks(self, subject: Subject) -> bool:
         """Return whether the optimizer's own kernel unscales."""
-        return not subject.source.has_masters and subject.state.takes_flags(subject.optimizer)
+        return subject.state.takes_flags(subject.optimizer) and not subject.source.has_masters
 
     def _look_before_step(self, subject: Subject) -> Local:
         only_checks = subject.state.wants_scaler or self._only_checks(subject)
@@ -647,6 +651,12 @@ class DistGradScaler(TorchNames):
     def join_process_group(self) -> Any:
         """The group that the scaler agrees over, as ``Join`` asks for it."""
         return self._ranks.join_group()
+
+
+def _outside_the_graph(scaler: DistGradScaler, outputs: Any) -> Any:
+    # A compiled graph drops hooks on what it computes, and traces all that they reach: scale() runs
+    # as it stands, between two graphs.
+    return torch._compile._disable_dynamo(DistGradScaler.scale)(scaler, outputs)
 
 
 def _one_number(value: float | Tensor) -> float:

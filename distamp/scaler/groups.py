@@ -197,14 +197,14 @@ class Layout(NamedTuple):
             return optimizer * self.for_one + rank // _HALF, rank % _HALF
         return optimizer // self.in_a_word, optimizer % self.in_a_word * self.size + rank
 
-    def ranks(self, words: Sequence[int], optimizer: int) -> list[int]:
-        """Return the ranks of the group that set an optimizer's flag, the lowest first."""
-        found = []
-        for rank in range(self.size):
-            word, bit = self.bit(optimizer, rank)
-            if words[word] >> bit & 1:
-                found.append(rank)
-        return found
+    def found(self, words: Sequence[int], optimizer: int) -> int:
+        """Return the ranks of the group that set an optimizer's flag, a bit for each."""
+        if self.for_one == 1:
+            shift = optimizer % self.in_a_word * self.size
+            return words[optimizer // self.in_a_word] >> shift & 2**self.size - 1
+        start = optimizer * self.for_one
+        low = [word & 2**_HALF - 1 for word in words[start : start + self.for_one]]
+        return sum(word << _HALF * place for place, word in enumerate(low))
 
 
 @functools.lru_cache(maxsize=64)

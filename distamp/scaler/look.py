@@ -13,7 +13,7 @@ from distamp import host
 from distamp.gradients import check_finite, flag_of, largest_magnitude, local_gradients
 from distamp.sources import GradientSource
 
-__all__ = ["Local", "checked", "inverse", "local_of_error", "looked_at", "unscaled"]
+__all__ = ["Local", "checked", "inverse", "looked_at", "nothing_found", "unscaled"]
 
 
 @dataclass(slots=True)
@@ -40,11 +40,11 @@ def looked_at(look: Callable[..., Local], *args: Any) -> Local:
     try:
         return look(*args)
     except Exception as error:
-        return local_of_error(error)
+        return nothing_found(error)
 
 
-def local_of_error(error: Exception) -> Local:
-    """Return what a rank has to say that found nothing but an error."""
+def nothing_found(error: Exception | None = None) -> Local:
+    """Return what a rank has to say that could not look."""
     return Local(flags=[flag_of(False, "cpu")], error=error)
 
 
@@ -65,7 +65,7 @@ def checked(optimizer: Any, source: GradientSource, device: torch.device, watch:
         device: Where the flag of no gradients lies.
         watch: Whether the largest magnitude is asked for.
     """
-    gradients = local_gradients(source.watched(), allow_fp16=True, owner=optimizer)
+    gradients = local_gradients(source.watched(), optimizer)
     if watch:  # one pass tells both
         largest = largest_magnitude(gradients, device)
         return Local([largest.isinf().float()], largest)
@@ -94,10 +94,7 @@ def unscaled(
     largest = None
     if watch:
         with torch.no_grad():
-            gradients = local_gradients(
-                source.filled(), allow_fp16=allow_fp16 or source.has_masters, owner=optimizer
-            )
-            largest = largest_magnitude(gradients, scale.device)
+            largest = largest_magnitude(local_gradients(source.filled(), optimizer), scale.device)
     found = flag_of(False, scale.device)
     flags = unscale(inverse(scale), found, allow_fp16)
     return Local(flags or [found], largest)

@@ -79,8 +79,7 @@ class Reply:
         if group.on_host:
             self._words = summed.tolist()
         else:
-            words = layout.words
-            self._on_host = host.HostCopy(summed if summed.numel() == words else summed[:words])
+            self._on_host = host.HostCopy(summed)
 
     @property
     def known(self) -> bool:
@@ -100,7 +99,8 @@ class Reply:
 
     def overflowed(self, optimizer: int) -> list[int]:
         """Return the ranks, by their global numbers, on which an optimizer overflowed; may wait."""
-        return [self.global_ranks[r] for r in self._layout.ranks(self._read(), optimizer)]
+        found = self._layout.found(self._read(), optimizer)
+        return [rank for place, rank in enumerate(self.global_ranks) if found >> place & 1]
 
     def flags(self, device: torch.device) -> list[Tensor]:
         """Return a 0-d float32 flag for each optimizer, exactly 0 or 1, without waiting.
@@ -109,11 +109,12 @@ class Reply:
         """
         layout = self._layout
         if self._words is not None:
-            return [_flag(layout.ranks(self._words, i), device) for i in range(self._optimizers)]
-        words = (
-            self._summed if self._summed.numel() == layout.words else self._summed[: layout.words]
-        )
-        differs = words.ne(_signed(self._expected << _HALF))
+            words = self._words
+            return [flag_of(layout.found(words, i) > 0, device) for i in range(self._optimizers)]
+        summed = self._summed
+        if summed.numel() != layout.words:
+            summed = summed[: layout.words]
+        differs = summed.ne(_signed(self._expected << _HALF))
         if layout.for_one > 1:
             differs = differs.view(layout.capacity, layout.for_one).any(1)
         flags = host.moved(differs, device, torch.float32)
@@ -121,12 +122,15 @@ class Reply:
 
     def rows(self) -> Tensor:
         """Return every rank's row, int64 of shape (ranks, 3), without waiting."""
+        return self._rows_in(self._summed)
+
+    def rows_on_host(self) -> Tensor:
+        """Return the same on the host; may wait."""
+        return self._rows_in(torch.tensor(self._read(), dtype=torch.int64, device="cpu"))
+
+    def _rows_in(self, words: Tensor) -> Tensor:
         start, size = self._layout.words, self._layout.size
-        return self._summed[start : start + size * ROW].view(size, ROW)
-
-
-def _flag(ranks: list[int], device: torch.device) -> Tensor:
-    return flag_of(bool(ranks), device)
+        return words[start : start + size * ROW].view(size, ROW)
 
 
 # -- the collective --------------------------------------------------------------------------------
@@ -185,9 +189,10 @@ def _host_words(
 ) -> Tensor:
     words = [digest << _HALF] * layout.words
     for optimizer, of_devices in enumerate(flags):
-        if any(flag.item() for flag in of_devices):
-            word, bit = layout.bit(optimizer, group.rank)
-            words[word] |= 1 << bit
+        for flag in of_devices:
+            if flag.item():
+                word, bit = layout.bit(optimizer, group.rank)
+                words[word] |= 1 << bit
     return torch.tensor([_signed(word) for word in words], dtype=torch.int64, device="cpu")
 
 

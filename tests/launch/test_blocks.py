@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,18 @@ def test_so_they_do_in_every_layout(ranks4, text, tmp_path, strategy):
 )
 def test_what_cannot_be_is_refused(text, tmp_path, args, said):
     assert said in pooled.refusal("--data", text, *SMALL, *args, "--run-dir", tmp_path)
+
+
+def test_the_compiler_says_nothing_of_selective_checkpointing(monkeypatch, caplog):
+    import torch._logging._internal
+
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    torch._logging._internal.warning_once.cache_clear()
+    torch._dynamo.reset()
+    config = Config(compile=True, checkpoint_activations="selective")
+    model = GPT(replace(config.shape, layers=1, width=12))
+    prepare_blocks(model, config)
+    model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+    assert "context_fn" not in caplog.text
+    assert not any(row.levelname == "WARNING" for row in caplog.records)

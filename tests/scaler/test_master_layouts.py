@@ -79,8 +79,8 @@ def start(layout: Layout, kind: str) -> tuple[torch.optim.Optimizer, MasterParam
 
 
 def plant(sources: list[Tensor], rank: int) -> None:
-    """An overflow in what rank 2 steps, or in every rank's own where it is alone."""
-    if dist.is_initialized() and rank != 2:
+    """An overflow in what the last rank but one steps, or in every rank's own where it is alone."""
+    if dist.is_initialized() and rank != max(dist.get_world_size() - 2, 0):
         return
     gradients = [g for p in sources if p.grad is not None and (g := local(p.grad)).numel()]
     gradients[0].view(-1)[0] = INF

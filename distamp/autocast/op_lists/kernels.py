@@ -48,19 +48,22 @@ class Key(NamedTuple):
     Attributes:
         name: The key's name; Python's enum lacks that of the second one below.
         key: The key.
-        guarded: Two device types that nothing computes on, and their autocast dtypes in a new
-            thread. torch.compile guards on these, so they can show it which lists are in force.
+        is_guarded: Whether torch.compile guards on whether a thread has the key.
+        unused_devices: Two device types that nothing computes on, and their autocast dtypes in a
+            new thread. torch.compile guards on these, so they can show it which lists are in force.
     """
 
     name: str
     key: DispatchKey
-    guarded: tuple[tuple[str, torch.dtype], tuple[str, torch.dtype]]
+    is_guarded: bool
+    unused_devices: tuple[tuple[str, torch.dtype], ...]
 
 
 # The uppermost autocast key, of the backend that torch leaves to others.
 _PRIVATEUSE1 = Key(
     "AutocastPrivateUse1",
     torch._C._dispatch_key_parse("AutocastPrivateUse1"),
+    True,
     (("privateuseone", torch.float16), ("ipu", torch.float16)),
 )
 # Where there is such a backend: a key above, which was reserved for deferred initialization and
@@ -69,6 +72,7 @@ _PRIVATEUSE1 = Key(
 _DEFERRED_INIT = Key(
     "DeferredInit",
     torch._C._dispatch_key_parse("DeferredInit"),
+    False,
     (("ipu", torch.float16), ("maia", torch.bfloat16)),
 )
 

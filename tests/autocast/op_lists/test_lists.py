@@ -15,14 +15,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.op_reference.observed import NATIVE, observe
+from benchmarks.op_reference.samples import SAMPLES
 from distamp import autocast
 from distamp.autocast import OpLists, op_lists
 from distamp.autocast.op_lists import kernels, registered
 from distamp.autocast.op_lists import lists as lists_module
 from distamp.autocast.op_lists.families import FAMILIES
 from distamp.autocast.op_lists.names import documented, documents, overloads
-from distamp.autocast.op_reference import NATIVE, observe
-from distamp.autocast.op_reference.samples import SAMPLES
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SEED = torch.Generator().manual_seed(0)
