@@ -53,7 +53,9 @@ ROOMS: dict[str, set[str]] = {
         "cpu",
         "cuda",
     },
-    "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
+    # Tries every other room.
+    "doctor": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
+    "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize", "doctor"},
 }
 # Behind extras: only inside functions.
 OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy", "triton"}

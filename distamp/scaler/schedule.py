@@ -83,7 +83,7 @@ class Schedule:
         interval: object = self.growth_interval
         if isinstance(interval, bool) or not isinstance(interval, Integral):
             raise SettingError(f"growth_interval must be an integer >= 1, not {interval!r}")
-        if not 1 <= interval < 2**63:
+        if not 1 <= int(interval) < 2**63:
             raise SettingError(
                 f"growth_interval must be an integer >= 1 and < 2**63, not {interval}"
             )
