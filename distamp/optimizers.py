@@ -17,6 +17,9 @@ __all__ = [
     "unwrapped",
 ]
 
+# The attributes of an object that has no __dict__.
+_NONE: dict[str, Any] = {}
+
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return every parameter of every group, in order."""
@@ -39,7 +42,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
 
     ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
     """
-    attributes = getattr(optimizer, "__dict__", ())
+    attributes = getattr(optimizer, "__dict__", _NONE)
     for name in ("optim", "optimizer", "_optim", "_optimizer"):
         if name in attributes and isinstance(attributes[name], torch.optim.Optimizer):
             inner: torch.optim.Optimizer = attributes[name]
@@ -54,7 +57,7 @@ def unwrapped(optimizer: Any) -> Any:
     the ``param_groups`` of the one inside. A wrapper with groups of its own is itself returned.
     """
     for _ in range(8):
-        attributes = getattr(optimizer, "__dict__", ())
+        attributes = getattr(optimizer, "__dict__", _NONE)
         if "optimizer" not in attributes and "_optimizer" not in attributes:
             return optimizer
         inner = _inside(optimizer, attributes)

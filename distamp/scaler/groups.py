@@ -201,7 +201,8 @@ class Layout(NamedTuple):
         """Return the ranks of the group that set an optimizer's flag, a bit for each."""
         if self.for_one == 1:
             shift = optimizer % self.in_a_word * self.size
-            return words[optimizer // self.in_a_word] >> shift & 2**self.size - 1
+            ranks: int = words[optimizer // self.in_a_word] >> shift & 2**self.size - 1
+            return ranks
         start = optimizer * self.for_one
         low = [word & 2**_HALF - 1 for word in words[start : start + self.for_one]]
         return sum(word << _HALF * place for place, word in enumerate(low))
