@@ -162,8 +162,6 @@ class Ranks:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank to agree with."""
-        if self.lost_group is not None:
-            raise StageError(self.lost_group)
         group = self._now()
         return group is None or group.size() == 1
 
@@ -200,10 +198,9 @@ class Ranks:
 
     def group_for(self, scale: Tensor, states: OptimizerStates) -> Group | None:
         """Return the ranks to agree with in this call; None where there is no other."""
-        if self.alone:
-            return None
         process_group = self._now()
-        assert process_group is not None
+        if process_group is None or process_group.size() == 1:
+            return None
         group = self._group
         if group is None or group.process_group is not process_group:
             if group is not None:
@@ -216,6 +213,8 @@ class Ranks:
         return self._group
 
     def _now(self) -> dist.ProcessGroup | None:
+        if self.lost_group is not None:
+            raise StageError(self.lost_group)
         given = self.process_group
         if given is None or isinstance(given, dist.ProcessGroup):
             return resolve(given)

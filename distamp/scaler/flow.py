@@ -278,9 +278,10 @@ def _add_row(
 def _note(
     scaler: DistGradScaler, group: Group, question: Question, agreed: Agreed, norm: Norm | None
 ) -> None:
-    for place, (state, flag) in enumerate(zip(question.states, agreed.flags, strict=False)):
-        state.set_flag(flag, agreed.reply, place)
-    scaler._agreed_flags += agreed.flags[len(question.states) :]
+    for place, state in enumerate(question.states):
+        state.set_flag(agreed.flags[place], agreed.reply, place)
+    if question.flags:
+        scaler._agreed_flags += agreed.flags[len(question.states) :]
     if agreed.compared:
         scaler._rebase()
     if agreed.rows is None:
