@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ __all__ = [
     "parameters_of",
     "unwrapped",
 ]
-
-# The attributes of an object that has no __dict__.
-_NONE: dict[str, Any] = {}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -42,7 +39,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
 
     ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
     """
-    attributes = getattr(optimizer, "__dict__", _NONE)
+    attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
     for name in ("optim", "optimizer", "_optim", "_optimizer"):
         if name in attributes and isinstance(attributes[name], torch.optim.Optimizer):
             inner: torch.optim.Optimizer = attributes[name]
@@ -57,7 +54,7 @@ def unwrapped(optimizer: Any) -> Any:
     the ``param_groups`` of the one inside. A wrapper with groups of its own is itself returned.
     """
     for _ in range(8):
-        attributes = getattr(optimizer, "__dict__", _NONE)
+        attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
         if "optimizer" not in attributes and "_optimizer" not in attributes:
             return optimizer
         inner = _inside(optimizer, attributes)
@@ -67,7 +64,10 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _inside(optimizer: Any, attributes: dict[str, Any]) -> Any:
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _inside(optimizer: Any, attributes: Mapping[str, Any]) -> Any:
     for name in ("optimizer", "_optimizer"):
         inner = attributes.get(name)
         if inner is None or inner is optimizer or not hasattr(inner, "step"):

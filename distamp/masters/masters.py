@@ -180,7 +180,7 @@ class MasterParameters(GradientSource):
     ) -> list[Tensor]:
         """Move the gradients of the iteration to the masters, in float32, and free the model's.
 
-        What the masters held before is overwritten; a master whose parameter has no gradient ends
+        What the masters had before is overwritten; a master whose parameter has no gradient ends
         with None. Nothing has to call this: the scaler does, and so does ``optimizer.step()``
         where the scaler has not.
 
@@ -229,8 +229,7 @@ class MasterParameters(GradientSource):
         ``model.zero_grad()`` and ``optimizer.zero_grad()`` do as well wherever a scaler scales the
         loss. Without one, this is what discards gradients that were never stepped.
         """
-        for pair in self._pairs.values():
-            self._free(pair.parameter)
+        self.drop()
         self._witness.lift()
         self._clear_masters(keep=set())
         self._stepping().zero_grad(set_to_none)
@@ -369,8 +368,8 @@ class MasterParameters(GradientSource):
             pair.catch_up()
             late = pair.parameter.grad
             if late is not None:
-                held, late = pair.master.grad, late.float()
-                pair.master.grad = late if held is None else held + late
+                before, late = pair.master.grad, late.float()
+                pair.master.grad = late if before is None else before + late
                 self._free(pair.parameter)
 
     # -- the groups -------------------------------------------------------------------------------

@@ -66,15 +66,15 @@ def move_state(optimizer: torch.optim.Optimizer, parameter: Tensor, master: Tens
         optimizer.state[master] = _widened(optimizer.state.pop(parameter), parameter.dtype)
 
 
-def _widened(held: Any, low: torch.dtype) -> Any:
-    """Return ``held`` with every tensor of dtype ``low`` in it as float32."""
-    if isinstance(held, Tensor):
-        return held.float() if held.dtype is low else held
-    if isinstance(held, dict):
-        return {key: _widened(value, low) for key, value in held.items()}
-    if type(held) in (list, tuple):
-        return type(held)(_widened(value, low) for value in held)
-    return held
+def _widened(state: Any, low: torch.dtype) -> Any:
+    """Return ``state`` with every tensor of dtype ``low`` in it as float32."""
+    if isinstance(state, Tensor):
+        return state.float() if state.dtype is low else state
+    if isinstance(state, dict):
+        return {key: _widened(value, low) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_widened(value, low) for value in state)
+    return state
 
 
 def read_masters(

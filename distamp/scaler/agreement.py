@@ -38,11 +38,11 @@ class Question:
 
     Args:
         call: The method the user called; must be the same on every rank.
-        optimizers: At most as many as a message has room for.
+        optimizers: At most as many as a message takes.
         states: Theirs.
         locals: What this rank found in their gradients.
         total: How many optimizers the whole call has.
-        settings: The scaler's settings, in words.
+        settings: The scaler's settings, as text.
         scale: 0-d float32, the loss scale.
         live: Scale, growth tracker and what else a schedule remembers, where the host can read it
             without a wait; else what all of it follows from.
@@ -164,8 +164,6 @@ class Ranks:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank to agree with."""
-        if self.lost_group is not None:
-            raise StageError(self.lost_group)
         group = self._now()
         return group is None or group.size() == 1
 
@@ -202,10 +200,9 @@ class Ranks:
 
     def group_for(self, scale: Tensor, states: OptimizerStates) -> Group | None:
         """Return the ranks to agree with in this call; None where there is no other."""
-        if self.alone:
-            return None
         process_group = self._now()
-        assert process_group is not None
+        if process_group is None or process_group.size() == 1:
+            return None
         group = self._group
         if group is None or group.process_group is not process_group:
             if group is not None:
@@ -218,6 +215,8 @@ class Ranks:
         return self._group
 
     def _now(self) -> dist.ProcessGroup | None:
+        if self.lost_group is not None:
+            raise StageError(self.lost_group)
         given = self.process_group
         if given is None or isinstance(given, dist.ProcessGroup):
             return resolve(given)
@@ -248,14 +247,14 @@ class Ranks:
         if question.flags:
             flags += [[flag] for flag in question.flags]
         row, tail = question.row, question.tail
-        room = bool(tail) or group.length.room_for_rows()
+        takes_rows = bool(tail) or group.length.takes_rows()
         digest = self._digest(question, marks)
-        reply = message.exchange(group, digest, flags, row, room=room, tail=tail)
+        reply = message.exchange(group, digest, flags, row, takes_rows=takes_rows, tail=tail)
         pending = _Pending(
             self, group, reply, question, states, self.iteration, not marks, error, unsent
         )
         # Whether to wait is decided by what is the same on all ranks.
-        now = reply.known or tail or (question.wants_rows and not room)
+        now = reply.known or tail or (question.wants_rows and not takes_rows)
         if now or not all(state.agreed for state in question.states):
             pending.check()
         else:
@@ -263,7 +262,7 @@ class Ranks:
         device = question.scale.device
         rows = None
         if question.wants_rows:
-            rows = reply.rows() if room else message.gather_rows(group, _row(row))
+            rows = reply.rows() if takes_rows else message.gather_rows(group, _row(row))
         agreed = reply.flags(device)
         if marks and not pending.checked:
             agreed = [flag_of(True, device) for _ in agreed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from distamp import host
 from distamp.gradients import flag_of, merged
 from distamp.optimizers import unwrapped
-from distamp.scaler import joining
+from distamp.scaler import joining, local_pass
 from distamp.scaler.agreement import Agreed, Question, Ranks
 from distamp.scaler.groups import Group
 from distamp.scaler.guard import take_over_shared
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
 __all__ = ["Norm", "Subject", "agree_on_norm", "look_and_agree", "subject_of"]
+
+
+#: Looks at the gradients of one optimizer, for a scaler.
+Look: TypeAlias = "Callable[[DistGradScaler, Subject], Local]"
 
 
 class Subject(NamedTuple):
@@ -119,7 +123,7 @@ def look_and_agree(
     scaler: DistGradScaler,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     *,
     refused: Exception | None = None,
     norm: Norm | None = None,
@@ -164,7 +168,7 @@ def look_and_agree(
 def _alone(
     scaler: DistGradScaler,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     refused: Exception | None,
     norm: Norm | None,
     scale: Tensor,
@@ -173,7 +177,7 @@ def _alone(
     if refused is not None:
         raise refused
     for subject in subjects:
-        local = look(subject)
+        local = look(scaler, subject)
         flags = local.flags
         subject.state.set_flag(flags[0] if len(flags) == 1 else merged(flags, scale.device))
         if local.largest is not None:
@@ -188,14 +192,14 @@ def _with_ranks(
     group: Group,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     flags: Sequence[Tensor],
     total: int,
     refused: Exception | None,
     norm: Norm | None,
     by_hooks: bool,
 ) -> None:
-    """Look at what one message has room for, and agree."""
+    """Look at what one message takes, and agree."""
     hooks = scaler._hooks
     try:
         through_hooks = hooks.joined and by_hooks and refused is None
@@ -220,17 +224,17 @@ def _question(
     group: Group,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     total: int,
     refused: Exception | None,
     norm: Norm | None,
 ) -> Question:
     """Return what this rank brings to the message; whatever goes wrong on the way is part of it."""
     if refused is None:
-        locals_ = [looked_at(look, subject) for subject in subjects]
+        locals_ = [looked_at(look, scaler, subject) for subject in subjects]
     else:
         locals_ = [nothing_found() for _ in subjects]
-    settings = scaler._hooks.in_words(scaler._settings_in_words())
+    settings = scaler._hooks.as_text(scaler._settings_text())
     question = Question(
         call,
         [subject.optimizer for subject in subjects],
@@ -279,9 +283,10 @@ def _add_row(
 def _note(
     scaler: DistGradScaler, group: Group, question: Question, agreed: Agreed, norm: Norm | None
 ) -> None:
-    for place, (state, flag) in enumerate(zip(question.states, agreed.flags, strict=False)):
-        state.set_flag(flag, agreed.reply, place)
-    scaler._agreed_flags += agreed.flags[len(question.states) :]
+    for place, state in enumerate(question.states):
+        state.set_flag(agreed.flags[place], agreed.reply, place)
+    if question.flags:
+        scaler._agreed_flags += agreed.flags[len(question.states) :]
     if agreed.compared:
         scaler._rebase()
     if agreed.rows is None:
@@ -321,7 +326,7 @@ def _through_hooks(
     scaler: DistGradScaler,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     norm: Norm | None,
 ) -> bool:
     """Note what the ranks learned from exchanging gradients; return whether it takes no message."""
@@ -340,8 +345,8 @@ def _through_hooks(
     scaler._hooks.count(call, states)
     for subject, flag in zip(subjects, flags, strict=True):
         # A fused kernel unscales by itself, so then nobody reads the gradients before it.
-        if watches or look != scaler._checked:
-            _note_largest(scaler, [look(subject)])
+        if watches or look is not local_pass.check:
+            _note_largest(scaler, [look(scaler, subject)])
         subject.state.set_flag(host.moved(flag, scale.device))
     if norm is not None:
         norm.measure(None, scale.device)

@@ -101,7 +101,7 @@ class Hooks:
         flags = [watch.found_inf() for watch in watches if watch is not None]
         return flags if len(flags) == len(watches) else None
 
-    def in_words(self, settings: str) -> str:
+    def as_text(self, settings: str) -> str:
         """Return the settings, and what else must be the same on all ranks because of hooks."""
         if not self.joined:
             return settings

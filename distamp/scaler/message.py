@@ -8,7 +8,7 @@ because NCCL has no OR: a rank adds only bits of its own, so the sum is a union.
 
     upper 32 bits of each word   the digest: a number made of what must be the same on every rank
     lower 32 bits                for each optimizer a bit for each rank: whether it overflowed there
-    rows, where there is room    for each rank three words: its part of a gradient norm and its
+    rows, where it takes them    for each rank three words: its part of a gradient norm and its
                                  largest gradient as float64, and a check of what counts as replica
 
 The ranks agree if the digests sum up to ``size`` times what this rank sent. It is a hash, so ranks
@@ -144,7 +144,7 @@ def exchange(
     flags: Sequence[Sequence[Tensor]],
     row: Tensor | None,
     *,
-    room: bool,
+    takes_rows: bool,
     tail: Sequence[int] = (),
 ) -> Reply:
     """Send this rank's words and return what all ranks sent.
@@ -154,7 +154,7 @@ def exchange(
         digest: 32 bits that all ranks must send alike.
         flags: For each optimizer its local flags, one for each device that holds gradients.
         row: int64 of shape (3,), this rank's part of a norm.
-        room: Whether the message has room for rows; the same on all ranks.
+        takes_rows: Whether the message takes rows; the same on all ranks.
         tail: Words for ranks that have no more inputs; the same number on all ranks.
 
     Raises:
@@ -163,7 +163,7 @@ def exchange(
     layout = group.layout()
     pack = _host_words if group.on_host else _device_words
     packed = pack(group, layout, digest, flags)
-    if room:
+    if takes_rows:
         rows = torch.zeros(group.size, ROW, dtype=torch.int64, device=group.device)
         if row is not None:
             rows[group.rank] = host.moved(row, group.device)
@@ -226,7 +226,7 @@ def _sum(group: Group, packed: Tensor) -> None:
 
 
 def gather_rows(group: Group, row: Tensor) -> Tensor:
-    """Return every rank's row in a collective of their own, where a message had no room."""
+    """Return every rank's row in a collective of their own, where a message took none."""
     mine = row.to(group.device)
     everyone = torch.empty(group.size * ROW, dtype=torch.int64, device=group.device)
     dist.all_gather_into_tensor(everyone, mine, group=group.process_group)

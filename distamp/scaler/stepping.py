@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distamp import host
 from distamp.errors import LossScaleCollapse, StageError
-from distamp.scaler import overflow
+from distamp.scaler import local_pass, overflow
 from distamp.scaler.closure import step_or_restore
 from distamp.scaler.flow import Subject, look_and_agree
 from distamp.scaler.look import Local
@@ -30,7 +30,7 @@ def agree_on_flags_of_others(scaler: DistGradScaler, subject: Subject) -> None:
     if state.flag_agreed or not state["found_inf_per_device"] or scaler._ranks.alone:
         return
     flags = list(state["found_inf_per_device"].values())
-    look_and_agree(scaler, "step", [subject], lambda _: Local(flags), by_hooks=False)
+    look_and_agree(scaler, "step", [subject], lambda *_: Local(flags), by_hooks=False)
 
 
 def apply(
@@ -126,7 +126,7 @@ def step_with_closure(
         if error is None:
             scaler._require_scale("step")
         look_and_agree(
-            scaler, "closure", [subject], scaler._unscaled, refused=error, by_hooks=False
+            scaler, "closure", [subject], local_pass.unscale, refused=error, by_hooks=False
         )
         state["stage"] = OptState.READY
         flag = state.flag()

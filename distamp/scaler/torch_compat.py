@@ -80,7 +80,7 @@ class TorchNames(torch.amp.GradScaler, Joinable):
     _names: settings.Names
     _largest: Tensor | None
     _state: ScaleState | None
-    _in_words: tuple[Any, ...]
+    _known_settings: tuple[Any, ...]
     _known_live: tuple[Any, ...]
     _moves: int
     _recheck: bool
@@ -351,11 +351,11 @@ class TorchNames(torch.amp.GradScaler, Joinable):
         if self._scale is not None and not host.is_host(self._scale.device):
             self._known_live, self._moves = self._read_live_state(), 0
 
-    def _settings_in_words(self) -> str:
+    def _settings_text(self) -> str:
         """Return what must be the same on every rank; a collapse gathers from all, so its limit."""
-        known = self._in_words
+        known = self._known_settings
         if not known or known[0] is not self._schedule:
             words = f"{self._schedule}, recheck={self._recheck}"
             words = f"{words}, max_consecutive_skips={self._max_consecutive_skips}"
-            known = self._in_words = (self._schedule, words)
+            known = self._known_settings = (self._schedule, words)
         return str(known[1])
