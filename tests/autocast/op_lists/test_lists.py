@@ -563,3 +563,32 @@ def test_lists_on_a_gpu() -> None:
     assert F.linear(x, weight).dtype is FP32
     with torch.autocast("cuda"):
         assert F.linear(x, weight).dtype is torch.float16
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x * 2": lambda x: x * 2,
+    "2 * x": lambda x: 2 * x,
+    "x + 1.5": lambda x: x + 1.5,
+    "1 - x": lambda x: 1 - x,
+    "x / 3": lambda x: x / 3,
+    "x // 2": lambda x: x // 2,
+    "xlogy": lambda x: torch.xlogy(2.0, x),
+    "sparse": lambda x: (x.to_sparse() * 2).to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    ("category", "of_fp32", "of_bf16"),
+    [("lower_precision", BF16, BF16), ("fp32", FP32, FP32), ("promote", FP32, BF16)],
+)
+def test_an_op_with_a_number_for_a_tensor(
+    name: str, category: str, of_fp32: torch.dtype, of_bf16: torch.dtype
+) -> None:
+    listed = {"mul", "add", "sub", "rsub", "div", "floor_divide", "xlogy"}
+    compute, x = NUMBERS[name], torch.tensor([1.0, 2.0])
+    with autocast("cpu", ops=OpLists(**{category: listed})):  # type: ignore[arg-type]
+        got = compute(x), compute(x.bfloat16())
+    for result, dtype in zip(got, (of_fp32, of_bf16), strict=True):
+        assert result.dtype is dtype
+        assert torch.equal(result, compute(x.to(dtype)))
