@@ -224,7 +224,11 @@ def _binding(overload: OpOverload) -> Callable[..., Any]:
     schemas = [getattr(packet, it)._schema for it in packet.overloads()]
     of_tensors = [it for it in schemas if any("Tensor" in str(a.type) for a in it.arguments)]
     single = sum(not it.is_mutable for it in of_tensors) == 1
-    if namespace == "aten" and not name.startswith("_") and (single or name in _BOUND_BY_TYPE):
+    # The dispatcher leaves out arguments that have their default, and these bindings take another
+    # one for a reduction: none, where the op's is the mean.
+    reduces = any(argument.name == "reduction" for argument in overload._schema.arguments)
+    bound = namespace == "aten" and not name.startswith("_") and not reduces
+    if bound and (single or name in _BOUND_BY_TYPE):
         for module in ("_VariableFunctions", "_nn", "_linalg", "_fft"):
             found: Callable[..., Any] | None = getattr(getattr(torch._C, module), name, None)
             if found is not None:

@@ -592,3 +592,28 @@ def test_an_op_with_a_number_for_a_tensor(
     for result, dtype in zip(got, (of_fp32, of_bf16), strict=True):
         assert result.dtype is dtype
         assert torch.equal(result, compute(x.to(dtype)))
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "l1_loss": lambda x, y, r: F.l1_loss(x, y, reduction=r),
+    "mse_loss": lambda x, y, r: F.mse_loss(x, y, reduction=r),
+    "soft_margin_loss": lambda x, y, r: F.soft_margin_loss(x, y.sign(), reduction=r),
+    "triplet_margin_loss": lambda x, y, r: F.triplet_margin_loss(x, y, y.flip(0), reduction=r),
+    "binary_cross_entropy_with_logits": lambda x, y, r: F.binary_cross_entropy_with_logits(
+        x, y.sigmoid(), reduction=r
+    ),
+    "cross_entropy": lambda x, y, r: F.cross_entropy(x, torch.arange(4), reduction=r),
+    "nll_loss": lambda x, y, r: F.nll_loss(x, torch.arange(4), reduction=r),
+}
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_listed_loss_keeps_its_reduction(name: str, reduction: str) -> None:
+    """The mean is the op's default, which the dispatcher does not hand on."""
+    for category, dtype in (("lower_precision", BF16), ("promote", FP32)):
+        with autocast("cpu", ops=OpLists(**{category: {name}})):  # type: ignore[arg-type]
+            got = LOSSES[name](X, W, reduction)
+        want = LOSSES[name](X.to(dtype), W.to(dtype), reduction)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got, want)
