@@ -617,3 +617,11 @@ def test_a_listed_loss_keeps_its_reduction(name: str, reduction: str) -> None:
         want = LOSSES[name](X.to(dtype), W.to(dtype), reduction)
         assert got.dtype is dtype
         torch.testing.assert_close(got, want)
+
+
+def test_pooling_that_gives_indices_is_of_one_family_with_pooling() -> None:
+    image = X[None, None]
+    with autocast("cpu", ops=OpLists(lower_precision={"max_pool2d"})):
+        for indices in (False, True):
+            out = F.max_pool2d(image, 2, return_indices=indices)
+            assert (out[0] if indices else out).dtype is BF16
