@@ -224,7 +224,11 @@ def _binding(overload: OpOverload) -> Callable[..., Any]:
     schemas = [getattr(packet, it)._schema for it in packet.overloads()]
     of_tensors = [it for it in schemas if any("Tensor" in str(a.type) for a in it.arguments)]
     single = sum(not it.is_mutable for it in of_tensors) == 1
-    if namespace == "aten" and not name.startswith("_") and (single or name in _BOUND_BY_TYPE):
+    # The dispatcher leaves out arguments that have their default, and these bindings take another
+    # one for a reduction: none, where the op's is the mean.
+    reduces = any(argument.name == "reduction" for argument in overload._schema.arguments)
+    bound = namespace == "aten" and not name.startswith("_") and not reduces
+    if bound and (single or name in _BOUND_BY_TYPE):
         for module in ("_VariableFunctions", "_nn", "_linalg", "_fft"):
             found: Callable[..., Any] | None = getattr(getattr(torch._C, module), name, None)
             if found is not None:
@@ -244,7 +248,11 @@ def kernel({parameters}):
     key, exclude, to, own, rule = entry
     if to is None:
         to = lower(own) if own else widest(({passed},), rule)
+    try:
 {casts}
+    except AttributeError:
+        # A number stands where the op takes a tensor, as in x * 2.
+{numbers}
     set_excluded(KEY, True)
     if exclude:
         set_excluded(key, True)
@@ -284,6 +292,7 @@ def _kernel(op: _Op) -> Callable[..., Any]:
         "refuse_torchs_checkpoint": refuse_torchs_checkpoint,
         "castable": CASTABLE,
         "cast": cast,
+        "cast_any": cast_any,
         "cast_list": cast_list,
         "widest": widest,
         "lower": get_autocast_dtype,
@@ -310,6 +319,7 @@ def _source(op: _Op) -> tuple[str, dict[str, Any]]:
         for i in range(last + 1)
         if positional[i].has_default_value()
     }
+    tensors = [each for each in zip(names, kinds, strict=False) if each[1] in _CAST]
     rest = ["*rest"] if last + 1 < len(positional) else []
     keywords = ["**kwargs"] if keyword else []
     explicit = ""
@@ -327,11 +337,8 @@ def _source(op: _Op) -> tuple[str, dict[str, Any]]:
         explicit=explicit,
         passed=", ".join(names + rest),
         keywords="kwargs" if keyword else "{}",
-        casts="\n".join(
-            "    " + _CAST[kind].format(name)
-            for name, kind in zip(names, kinds, strict=False)
-            if kind in _CAST
-        ),
+        casts="\n".join(f"        {_CAST[kind].format(name)}" for name, kind in tensors),
+        numbers="\n".join(f"        {name} = cast_any({name}, to, rule)" for name, _ in tensors),
         calls=_calls(names, rest, keywords),
     )
     return source, defaults
