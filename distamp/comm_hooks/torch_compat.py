@@ -225,7 +225,7 @@ def gradient_divide_factor(group: Any) -> float | None:
 
 
 def sharded_sizes(group: Any) -> Iterable[tuple[nn.Parameter, int]]:
-    """Yield each sharded parameter of a group that is trained, and its elements in a rank's part."""
+    """Yield each parameter of a group that is trained, and its elements in a rank's part."""
     for each in group.fsdp_params:
         if each.sharded_param.requires_grad:
             yield each.sharded_param, each.padded_sharded_param_size.numel()
