@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from distamp import host
 from distamp.errors import StageError
 from distamp.gradients import merged, refuse_impossible
 from distamp.host import HostCopy
@@ -201,7 +202,8 @@ class OptimizerState(dict[str, Any]):
             return
         if self._skipped_on_device is None:
             self._skipped_on_device = torch.zeros((), dtype=torch.float64, device=flag.device)
-        self._skipped_on_device.add_(flag)
+        # A model that was moved meanwhile has its flags on another device.
+        self._skipped_on_device.add_(host.moved(flag, self._skipped_on_device.device))
 
     def reaches_skips(self, limit: int, flag: Tensor, *, skipped: bool | None) -> bool:
         """Return whether this step is the ``limit``-th skipped in a row, and begin anew if so.
