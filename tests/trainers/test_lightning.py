@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,12 +189,14 @@ def fit(
 
     skipped_steps = ours if skipped_steps is None else skipped_steps
     precision = plugin(ours, kind, **(scaler or {}))
+    trainer = dict(trainer or {})
     callbacks: list[Any] = [SkippedSteps()] if skipped_steps else []
+    callbacks += trainer.pop("callbacks", [])
     hook = CommHook(wire) if wire else None
     if hook is not None:
         callbacks.append(hook)
     net = classes()[module](options)
-    settings: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": STEPS} | (trainer or {})
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": STEPS} | trainer
     runner = pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -374,6 +377,27 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(tmp_path: Path, first: bool
     )
     assert resumed.weights == whole.weights
     assert resumed.global_steps == whole.global_steps[STEPS:]
+
+
+def copies(**options: Any) -> list[bool]:
+    """Whether the hook of schedules, in a copy of the module that is made in each step, is its."""
+    import lightning.pytorch as pl
+
+    own = []
+
+    class Average(pl.Callback):
+        """As averages of weights are kept by hand."""
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
+            copied = copy.deepcopy(pl_module)
+            own.append(copied.lr_scheduler_step.__self__ is copied)
+
+    fit(trainer={"callbacks": [Average()]}, **options)
+    return own
+
+
+def test_a_callback_may_copy_the_module_while_it_trains(ranks2):
+    assert ranks2.run(copies, ours=False) == ranks2.run(copies) == [[True] * STEPS] * 2
 
 
 @in_ranks
