@@ -74,25 +74,32 @@ def prepare(
         prepare(accelerator)
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     """
-    if accelerator.distributed_type in _OWN_SCALING:
-        raise SettingError(
-            f"{accelerator.distributed_type} scales losses by itself; distamp's scaler is for the "
-            "others: DDP, FSDP and tensor parallel"
-        )
+    _check(accelerator, comm_hook, scaler, settings)
     scales = accelerator.mixed_precision == "fp16"
-    given = [*(["scaler"] if scaler is not None else []), *sorted(settings)]
-    if not scales and (given or comm_hook is None):
-        what = f"so {', '.join(given)} cannot be set" if given else "and no comm_hook was given"
-        raise SettingError(
-            f"the accelerator's mixed_precision is {accelerator.mixed_precision!r}, which scales "
-            f"no losses, {what}; make it with Accelerator(mixed_precision='fp16')"
-        )
     made = _give_scaler(accelerator, scaler, settings) if scales else None
     hooks = _Hooks(comm_hook, made if attach else None)
     _adopt(accelerator, made, prepared, hooks)
     for name in ("prepare", "prepare_model", "prepare_optimizer"):
         _follow(accelerator, name, lambda new: _adopt(accelerator, made, new, hooks))
     return made
+
+
+def _check(
+    accelerator: Accelerator, comm_hook: str | None, scaler: object, settings: dict[str, Any]
+) -> None:
+    """Refuse what `prepare` cannot do for this accelerator."""
+    if accelerator.distributed_type in _OWN_SCALING:
+        raise SettingError(
+            f"{accelerator.distributed_type} scales losses by itself; distamp's scaler is for the "
+            "others: DDP, FSDP and tensor parallel"
+        )
+    given = [*(["scaler"] if scaler is not None else []), *sorted(settings)]
+    if accelerator.mixed_precision != "fp16" and (given or comm_hook is None):
+        what = f"so {', '.join(given)} cannot be set" if given else "and no comm_hook was given"
+        raise SettingError(
+            f"the accelerator's mixed_precision is {accelerator.mixed_precision!r}, which scales "
+            f"no losses, {what}; make it with Accelerator(mixed_precision='fp16')"
+        )
 
 
 def _give_scaler(
