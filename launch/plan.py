@@ -14,7 +14,7 @@ from launch.device import check_backend, check_precision, pick_device
 from launch.errors import UsageError
 from launch.folder import Origin
 from launch.levels import trial
-from launch.memory import ModelSize, Needs, check_memory, needs
+from launch.memory import ModelSize, Needs, check_memory, needs, return_freed_memory
 from launch.models import Recipe, count_parameters, recipe_for, sketch_model
 from launch.parallel import units
 from launch.ranks import Ranks
@@ -78,6 +78,7 @@ def _plan(config: Config, ranks: Ranks) -> Plan:
     shares = strategies.shares(config, ranks, sketched=sketch is not None)
     needed = needs(size, config.level, shares, _gathered_in(config))
     check_memory(size, config, device, ranks, needed, how)
+    return_freed_memory(needed, device)
     return Plan(config, device, recipe, data, sketch, size, needed)
 
 
