@@ -1,7 +1,4 @@
-"""Draw the figures of the concept pages, as SVG.
-
-    python docs/drawings.py        # needs matplotlib; writes docs/images/concept_*.svg
-"""
+"""Draw the figures of the concept pages: ``python docs/drawings.py`` writes them as SVG."""
 
 from __future__ import annotations
 
@@ -57,13 +54,12 @@ def one_step() -> None:
              ("backward\nin fp16", BLUE), ("gradients,\nscaled", ORANGE)]  # fmt: skip
     lower = [("unscale\nand check", GREY), ("one message:\nanyone inf?", GREEN), ("clip", GREY),
              ("step,\nor skip", GREEN), ("new scale,\nthe same\neverywhere", ORANGE)]  # fmt: skip
-    for row, (y, boxes) in enumerate(((2.35, upper), (0.75, lower))):
+    for y, boxes in ((2.35, upper), (0.75, lower)):
         for index, (text, colour) in enumerate(boxes):
             x = 0.95 + 1.87 * index
             box(axes, x, y, text, colour)
             if index:
                 arrow(axes, (x - 1.87 + 0.7, y), (x - 0.7, y))
-        del row
     axes.plot([8.43, 8.43, 0.95, 0.95], [1.95, 1.55, 1.55, 1.55], color="#374151", lw=1.3)
     arrow(axes, (0.95, 1.56), (0.95, 1.13))
     save(axes, "one_step")
@@ -80,14 +76,15 @@ def ranks() -> None:
         arrow(axes, (2.3, y), (2.7, y))
         arrow(axes, (4.1, y), (5.0, 1.95 if rank == 0 else 1.45))
         arrow(axes, (6.85, 1.95 if rank == 0 else 1.45), (7.65, y))
-    box(axes, 5.92, 1.7, "one all-reduce:\nflags, and a hash of call,\nscale and settings", GREEN, w=2.0)
+    text = "one all-reduce:\nflags, and a hash of call,\nscale and settings"
+    box(axes, 5.92, 1.7, text, GREEN, w=2.0)
     axes.text(5.92, 0.55, "without it rank 1 would step here", ha="center", color="#9a3412")
     save(axes, "ranks")
 
 
 def loss_scale() -> None:
     """What float16 loses of small gradients, and what a scale saves."""
-    figure, axes = pyplot.subplots(figsize=(9.4, 3.4), layout="constrained")
+    _, axes = pyplot.subplots(figsize=(9.4, 3.4), layout="constrained")
     generator = torch.Generator().manual_seed(0)
     logs = torch.randn(200_000, generator=generator) * 4.0 - 21.0
     counts, edges = torch.histogram(logs, bins=80, range=(-40.0, 16.0))
@@ -104,10 +101,11 @@ def loss_scale() -> None:
     axes.text(-13.8, 1.12, "float16 keeps 11 bits")
     axes.text(16.2, 1.12, "inf", color="#991b1b")
     small = torch.tensor(1e-8).log2().item()
-    axes.annotate("", (small + 16, 0.12), (small, 0.12), arrowprops={"arrowstyle": "-|>", "lw": 1.6})
+    arrow(axes, (small, 0.12), (small + 16, 0.12), color="black", lw=1.6)
     axes.plot([small], [0.12], "o", color="black")
     axes.text(small + 0.4, 0.17, "a gradient of 1e-8")
-    axes.set(xlim=(-40, 22), ylim=(0, 1.25), xlabel="size of a gradient, as a power of two", yticks=[])
+    axes.set(xlim=(-40, 22), ylim=(0, 1.25), yticks=[])
+    axes.set_xlabel("size of a gradient, as a power of two")
     axes.legend(loc="center right", frameon=False)
     save(axes, "loss_scale")
 
@@ -149,7 +147,8 @@ def precision() -> None:
     axes.text(4.75, 1.3, "times\nthe scale", fontsize=9.5, va="center")
     arrow(axes, (6.35, 1.3), (6.35, 1.95))
     arrow(axes, (7.2, 2.35), (7.5, 2.35))
-    axes.text(4.7, 0.2, "add, mul, relu and most others run in the dtype that they are given", ha="center")
+    others = "add, mul, relu and most others run in the dtype that they are given"
+    axes.text(4.7, 0.2, others, ha="center")
     save(axes, "precision")
 
 

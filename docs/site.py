@@ -1,7 +1,7 @@
 """What MkDocs runs while it builds the site: generated pages, and links out of ``docs/``.
 
-Pages that are made from the code have no file to go stale: the command line and the launcher's flags
-come from their parsers, examples from the examples, and the project's own pages from the root.
+Pages that are made from the code have no file to go stale: the command line and the launcher's
+flags come from their parsers, examples from the examples, and the project's own pages from the root.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ FROM_ROOT = {
     "SECURITY.md": "project/security.md",
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
+_COMPARE = (
+    "Two to six runs of the launcher beside each other; see "
+    "[Training with the launcher](../training.md#two-runs-over-each-other)."
+)
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -119,6 +123,5 @@ def command_line() -> str:
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         page += ["", f"## python -m distamp {name}", "", "```text", command.format_help().strip()]
         page.append("```")
-    page += ["", "## python -m launch.compare", "", "Two to six runs of the launcher beside each "
-             "other; see [Training with the launcher](../training.md#two-runs-over-each-other)."]  # fmt: skip
+    page += ["", "## python -m launch.compare", "", _COMPARE]
     return "\n".join([*page, ""])
