@@ -1,7 +1,7 @@
 """What MkDocs runs while it builds the site: generated pages, and links out of ``docs/``.
 
 Pages that are made from the code have no file to go stale: the command line and the launcher's
-flags come from their parsers, examples from the examples, and the project's own pages from the root.
+flags come from their parsers, examples from the examples, the project's own pages from the root.
 """
 
 from __future__ import annotations

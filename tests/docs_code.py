@@ -1,7 +1,7 @@
 """The code on the pages of README and docs: found, given a stage, and run.
 
 Blocks of one page run one after the other, each seeing the names of those before it. What a page
-takes for granted (``model``, ``optimizer``, ``batches``, ``loss_fn``, ``schedule``) is on the stage;
+needs (``model``, ``optimizer``, ``batches``, ``loss_fn``, ``schedule``) is on the stage;
 the CPU stands in the place of CUDA. A comment before a block says what is special about it::
 
     <!-- ranks: 2 -->            the whole page runs on that many ranks, with a process group
