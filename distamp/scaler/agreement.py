@@ -266,7 +266,7 @@ class Ranks:
         agreed = reply.flags(device)
         if marks and not pending.checked:
             agreed = [flag_of(True, device) for _ in agreed]
-        return Agreed(agreed, reply, rows, room, pending.tables, pending.compared)
+        return Agreed(agreed, reply, rows, takes_rows, pending.tables, pending.compared)
 
     def drain(self) -> None:
         """Read the replies that are still on the device, and raise what they demand."""
