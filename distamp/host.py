@@ -41,11 +41,14 @@ class HostCopy:
 
     def arrived(self) -> bool:
         """Return whether `values` would not wait."""
-        return self._event is None or bool(self._event.query())
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
 
     def values(self) -> list[float]:
-        """Return the values, waiting for the copy if need be."""
+        """Return the values, waiting for the copy if it is not known to have arrived."""
         if self._event is not None:
             self._event.synchronize()
+            self._event = None
         values: list[float] = self._host.tolist()
         return values

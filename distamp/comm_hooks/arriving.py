@@ -10,8 +10,9 @@ from torch import Tensor
 
 from distamp.comm_hooks.headers import ReduceResult
 from distamp.comm_hooks.stats import Account
+from distamp.host import HostCopy
 
-__all__ = ["Arriving", "Flags", "Reports", "any_of", "used_here"]
+__all__ = ["Flags", "Reports", "any_of", "used_here"]
 
 # More reports than this are not on their way at once.
 MOST = 256
@@ -35,32 +36,12 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
     return torch.stack([*here, *others]).any()
 
 
-class Arriving:
-    """A small tensor on its way from a device to the host."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.Event(values.device)
-        # Of the values' device, which need not be the current one.
-        self._event.record(torch.accelerator.current_stream(values.device))
-
-    def arrived(self) -> bool:
-        """Return whether it is there; does not wait."""
-        return bool(self._event.query())
-
-    def value(self) -> list[int]:
-        """Wait for it and return its elements."""
-        self._event.synchronize()
-        return [int(each) for each in self._host.view(-1).tolist()]
-
-
 class Flags:
     """Whether one of many flags was set since the host last asked."""
 
     def __init__(self) -> None:
         self._flags: dict[torch.device, Tensor] = {}
-        self._arriving: Arriving | None = None
+        self._arriving: HostCopy | None = None
 
     def add(self, flag: Tensor) -> None:
         """Add a 0-d bool."""
@@ -72,8 +53,8 @@ class Flags:
         flags, self._flags = list(self._flags.values()), {}
         if all(flag.device.type == "cpu" for flag in flags):
             return any(map(bool, flags))
-        arrived, self._arriving = self._arriving, Arriving(any_of(flags))
-        return arrived is not None and any(arrived.value())
+        arrived, self._arriving = self._arriving, HostCopy(any_of(flags).view(1))
+        return arrived is not None and any(arrived.values())
 
 
 class Reports:
@@ -81,26 +62,26 @@ class Reports:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._pending: deque[Arriving] = deque()
+        self._pending: deque[HostCopy] = deque()
         self.out_of_step = False
 
     def add(self, result: ReduceResult) -> None:
         """Add what an exchange found."""
         if result.nonfinite.device.type == "cpu":
-            self._note([int(each) for each in result])
+            self._note([each.item() for each in result])
             return
         values = [each.to(torch.int64) for each in result]
-        self._pending.append(Arriving(torch.stack(values)))
+        self._pending.append(HostCopy(torch.stack(values)))
         if len(self._pending) > MOST:
-            self._note(self._pending.popleft().value())
+            self._note(self._pending.popleft().values())
 
     def collect(self, *, wait: bool) -> None:
         """Note what has arrived, or, to ``wait``, everything."""
         while self._pending and (wait or self._pending[0].arrived()):
-            self._note(self._pending.popleft().value())
+            self._note(self._pending.popleft().values())
 
-    def _note(self, values: list[int]) -> None:
-        nonfinite, exponent, _, out_of_step = values
+    def _note(self, values: Sequence[float]) -> None:
+        nonfinite, exponent, _, out_of_step = map(int, values)
         self._account.nonfinite += bool(nonfinite)
         self._account.saw(exponent)
         self.out_of_step = self.out_of_step or bool(out_of_step)

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from distamp.comm_hooks.arriving import used_here
 from distamp.comm_hooks.error_feedback import Feedback
+from distamp.host import moved
 
 __all__ = ["Residuals"]
 
@@ -66,7 +68,8 @@ class Residuals:
         """Return what rounding took from the elements of a stage before."""
         residual = self._now.get((stage, start))
         assert residual is None or residual.numel() == numel
-        return Feedback(residual, self._scale)
+        # The stream of the optimizer or of a checkpoint made it, and it may be let go here.
+        return Feedback(None if residual is None else used_here(residual), self._scale)
 
     def keep(self, stage: str, start: int, residual: Tensor) -> None:
         """Remember what rounding took from the elements of a stage now."""
@@ -162,9 +165,16 @@ def _chosen(first: Tensor, a: Segments, b: Segments) -> Segments:
     """Return ``a`` where ``first`` is true, else ``b``; without waiting for a device."""
     if first.device.type == "cpu":
         return a if first else b
+    first = _beside(first, a, b)
     nothing = {key: torch.zeros_like(segment) for key, segment in (a | b).items()}
     a, b = nothing | a, nothing | b
     return {key: torch.where(first, a[key], b[key]) for key in nothing}
+
+
+def _beside(flag: Tensor, *segments: Segments) -> Tensor:
+    """Return a flag on the device where the segments lie, which may be another than the scale's."""
+    lie = next((each.device for some in segments for each in some.values()), flag.device)
+    return moved(flag, lie)
 
 
 def _patched(into: Segments, source: Segments, wheres: Sequence[slice]) -> Segments:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distamp import host
+from distamp.errors import SettingError
 from distamp.gradients import flag_of, is_dtensor, local_of, local_part
 
 __all__ = ["Transfer", "convert", "placed_like"]
@@ -42,8 +43,15 @@ class Transfer:
 
         Raises:
             GradientError: It is a Partial DTensor.
+            SettingError: The model was moved to another device than its masters.
         """
         assert source.grad is not None
+        if source.grad.device != target.device:
+            raise SettingError(
+                f"the model has gradients on {source.grad.device} and its masters are on "
+                f"{target.device}: it was moved after MasterParameters was made. Move the model "
+                "first, then make the optimizer and its masters, and load their state_dicts"
+            )
         return cls(source, target, local_part(source.grad, owner, index))
 
 
@@ -137,10 +145,10 @@ def _limit(device: torch.device) -> int:
 
 def _buffer(transfer: Transfer) -> Tensor:
     """Return the local part of ``target.grad``, made anew if there is none to write into."""
-    held, gradient = transfer.target.grad, transfer.source.grad
+    buffer, gradient = transfer.target.grad, transfer.source.grad
     assert gradient is not None
-    if held is not None and not held.is_sparse:
-        return local_of(held)
+    if buffer is not None and not buffer.is_sparse:
+        return local_of(buffer)
     buffer = torch.empty_like(transfer.local, dtype=torch.float32)
     transfer.target.grad = placed_like(buffer, gradient)
     return buffer

@@ -23,7 +23,7 @@ from torch import Tensor
 from distamp import host
 from distamp.errors import SettingError
 from distamp.gradients import is_dtensor, local_of, summed_values
-from distamp.host import HostCopy
+from distamp.scaler.message import Reply
 
 __all__ = [
     "Declared",
@@ -87,7 +87,7 @@ class NormPlan:
     checks: Tensor | None
     key: int
     used: bool = False
-    _earlier: HostCopy | None = None
+    _earlier: Reply | None = None
 
     @classmethod
     def alone(cls, parameters: Sequence[Tensor], device: torch.device) -> NormPlan:
@@ -193,19 +193,22 @@ class NormPlan:
         # Else inf and NaN tell nothing of replicas: the keys still differ, so that the ranks
         # compare again at the next call.
 
-    def is_refuted(self, alike: Tensor) -> bool:
+    def is_refuted(self, alike: Tensor, norm_type: float, reply: Reply | None) -> bool:
         """Return whether replicas turned out to be none; the same on every rank.
 
-        On a device only the first answer is waited for; later ones are looked at a call late.
+        On a device only the first answer is waited for; of later ones, that of the call before is
+        looked at, whose message the host has read by now.
 
         Args:
             alike: 0-d bool, what the checks of all ranks add up to.
+            norm_type: The order of the norm.
+            reply: What brought the checks; None if they came in a collective of their own.
         """
-        if host.is_host(alike.device) or not self.used:
+        if host.is_host(alike.device) or not self.used or reply is None:
             self.used = True
             return not bool(alike)
-        earlier, self._earlier = self._earlier, HostCopy(alike)
-        return earlier is not None and not earlier.values()
+        earlier, self._earlier = self._earlier, reply
+        return earlier is not None and not total_norm(earlier.rows_on_host(), norm_type)[2]
 
     def look_again(self) -> None:
         """Read the values anew, as after the replicas turned out to be none."""

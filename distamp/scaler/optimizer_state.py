@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from distamp import host
 from distamp.errors import StageError
 from distamp.gradients import merged, refuse_impossible
 from distamp.host import HostCopy
@@ -201,7 +202,8 @@ class OptimizerState(dict[str, Any]):
             return
         if self._skipped_on_device is None:
             self._skipped_on_device = torch.zeros((), dtype=torch.float64, device=flag.device)
-        self._skipped_on_device.add_(flag)
+        # A model that was moved meanwhile has its flags on another device.
+        self._skipped_on_device.add_(host.moved(flag, self._skipped_on_device.device))
 
     def reaches_skips(self, limit: int, flag: Tensor, *, skipped: bool | None) -> bool:
         """Return whether this step is the ``limit``-th skipped in a row, and begin anew if so.
@@ -265,12 +267,10 @@ class Records(dict[int, OptimizerState]):
     Asking for a missing one makes it, as torch's dict does.
     """
 
-    def __init__(self, states: OptimizerStates) -> None:
-        super().__init__()
-        self._states = states
+    states: OptimizerStates
 
     def __missing__(self, key: int) -> OptimizerState:
-        record = self[key] = self._states.by_id(key)
+        record = self[key] = self.states.by_id(key)
         return record
 
 
@@ -280,7 +280,12 @@ class OptimizerStates:
     def __init__(self) -> None:
         self._by_id: dict[int, OptimizerState] = {}
         self._seen = 0
-        self.records = Records(self)
+        self.begin_records()
+
+    def begin_records(self) -> None:
+        """Begin an iteration in which no optimizer has been seen."""
+        self.records = Records()
+        self.records.states = self
 
     @property
     def any(self) -> bool:
@@ -370,7 +375,7 @@ class OptimizerStates:
         """Forget what belonged to the iteration, and take over ``records`` of another's making."""
         for state in self.records.values():
             state.begin_iteration()
-        self.records = Records(self)
+        self.begin_records()
         for key, record in (records or {}).items():
             self.records[key].update(record)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distamp import DistGradScaler
+from tests.place import device_type
 
 __all__ = ["ByHand", "half_mlp", "local", "master_scaler"]
 
@@ -70,4 +71,4 @@ def half_mlp(seed: int = 0, dtype: torch.dtype = torch.float16) -> nn.Module:
 
 def master_scaler(init_scale: float = 1024.0, **settings: object) -> DistGradScaler:
     """The scaler under test."""
-    return DistGradScaler("cpu", init_scale=init_scale, fp16_grads="master", **settings)
+    return DistGradScaler(device_type(), init_scale=init_scale, fp16_grads="master", **settings)

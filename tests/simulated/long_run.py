@@ -1,81 +1,99 @@
 """Everything the scaler can meet, on simulated devices: all cells, and random programs.
 
-``python -m tests.simulated.long_run cells [LAYOUT ...]`` and
-``python -m tests.simulated.long_run random DRAWS SEED`` print every program that is not as it
-should be, or not as on the CPU, and count them. Each is run under ``late`` or under a random
-schedule of its own.
+::
+
+    python -m tests.simulated.long_run FILE cells [LAYOUT ...]
+    python -m tests.simulated.long_run FILE random DRAWS SEED
+
+Runs every cell of these layouts, of all when none is given, or so many random programs, each under
+``late`` or under a random schedule that its name or its seed draws. Every program that is not as it
+should be, or not as on the CPU, is printed; what was run goes to FILE, a line each, and is not run
+again, so that a run that was stopped is taken up by the same command.
 """
 
 from __future__ import annotations
 
 import datetime
-import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
-# What the ranks import is imported in functions: a rank must know how many there are before it
-# imports the layouts.
+# What the ranks import is imported in functions: they run this file too, and a rank must know how
+# many there are before it imports the layouts.
+
+# Random programs of one line.
+PART = 50
 
 
-def _programs_of(layout: str, ranks: int) -> Iterator[object]:
-    from tests.simulated.scaler_cells import cells_of, program_of
+class _Log:
+    """What was run, a line each; what has a line is not run again."""
 
-    for each in cells_of(layout):
-        yield program_of(each, ranks)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = path.read_text().splitlines() if path.exists() else []
+        self.broke = 0
+
+    def run(self, name: str, count: int, wrong: Callable[[], Iterator[tuple[Any, ...]]]) -> None:
+        """Run and note so many programs, and print everything that is wrong."""
+        if any(line.startswith(f"{name}: ") for line in self.lines):
+            return
+        start, broke = time.monotonic(), 0
+        for schedule, program, complaints in wrong():
+            broke += 1
+            print(schedule, program, *complaints, sep="\n    ", flush=True)
+        self.broke += broke
+        seconds = time.monotonic() - start
+        line = f"{name}: {count}, {broke} wrong; {datetime.date.today()}, {seconds:.0f} s"
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(f"{line}\n")
 
 
-def _drawn(draws: int, seed: int, ranks: int) -> Iterator[object]:
-    from dataclasses import replace
-
-    from tests.scaler.programs import Program
-    from tests.scaler.test_random_programs import _draw
-    from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, fitted
-
-    drawn: list[Program] = []
-    _draw(drawn.append, draws, seed)
-    for program in drawn:
-        if program.layout in (*EXCEPTIONS, *FOUR_RANKS):
-            program = replace(program, layout="DDP")
-        yield fitted(program, ranks)
-
-
-def _run(name: str, programs: Iterable[object], ranks: int) -> None:
+def _pair(ranks: int) -> Any:
     from tests.ranks import RankPool
     from tests.simulated.pools import SimPool
     from tests.simulated.scaler_cells import Pair
 
-    start, seen, broke = time.monotonic(), 0, 0
-    pair = Pair(RankPool(ranks), SimPool(ranks))
-    chance = random.Random(name)
-    for program in programs:
-        schedule = ("late", 0) if chance.random() < 0.5 else ("random", chance.randrange(10**6))
-        wrong = pair.wrong(program, *schedule)  # type: ignore[arg-type]
-        seen, broke = seen + 1, broke + bool(wrong)
-        if wrong:
-            print(schedule, program, *wrong, sep="\n    ", flush=True)
-    pair.sim.close()
-    pair.cpu.close()
-    print(
-        f"{datetime.date.today()}, torch {torch.__version__}: {seen} {name} on {ranks} simulated "
-        f"devices, {broke} wrong; {time.monotonic() - start:.0f} s",
-        flush=True,
-    )
+    return Pair(RankPool(ranks), SimPool(ranks))
+
+
+def _random(log: _Log, draws: int, seed: int) -> None:
+    from tests.simulated.scaler_cells import drawn_programs, wrong_programs
+
+    pair = _pair(2)
+    programs = drawn_programs(pair, draws, seed)
+    for start in range(0, draws, PART):
+        part = programs[start : start + PART]
+        name = f"programs {start} to {start + len(part) - 1} of seed {seed}"
+        log.run(name, len(part), lambda part=part: wrong_programs(pair, part))
+    pair.close()
+
+
+def _cells(log: _Log, layouts: list[str]) -> None:
+    from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, cells_of, wrong_cells
+
+    for layout in layouts or [each for each in LAYOUTS if each not in EXCEPTIONS]:
+        pair = _pair(4 if layout in FOUR_RANKS else 2)
+        for kind in dict.fromkeys(kind for _, kind, *_ in cells_of(layout)):
+            count = len(list(cells_of(layout, kind)))
+            run = lambda pair=pair, layout=layout, kind=kind: wrong_cells(pair, layout, kind)  # noqa: E731
+            log.run(f"cells of {layout}, {kind}, on {pair.ranks} ranks", count, run)
+        pair.close()
 
 
 def main() -> None:
-    from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS
-
-    what, *rest = sys.argv[1:]
+    path, what, *rest = sys.argv[1:]
+    print(f"torch {torch.__version__}, {what}", flush=True)
+    log = _Log(Path(path))
     if what == "random":
-        draws, seed = map(int, rest)
-        _run(f"programs drawn from seed {seed}", _drawn(draws, seed, 2), 2)
-        return
-    for layout in rest or [each for each in LAYOUTS if each not in EXCEPTIONS]:
-        ranks = 4 if layout in FOUR_RANKS else 2
-        _run(f"cells of {layout}", _programs_of(layout, ranks), ranks)
+        _random(log, *map(int, rest))
+    else:
+        _cells(log, rest)
+    sys.exit(bool(log.broke))
 
 
 if __name__ == "__main__":

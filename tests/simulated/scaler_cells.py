@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from tests.ranks import RankError, RankPool
-from tests.scaler.cells import cell, cells
+from tests.scaler.cells import cells, chain
 from tests.scaler.judge import Judge, complaints
-from tests.scaler.layouts_devices import DEVICE_LAYOUTS, layout_named
+from tests.scaler.layouts_devices import DEVICE_LAYOUTS
 from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Fault, Outcome, Program
+from tests.scaler.reference import ALL_KINDS
+from tests.scaler.test_random_programs import _draw as draw
 from tests.simulated.pools import SimPool
 
-__all__ = ["EXCEPTIONS", "LAYOUTS", "Pair", "Programs", "cells_of", "fitted", "sample"]
+__all__ = [
+    "EXCEPTIONS",
+    "FOUR_RANKS",
+    "LAYOUTS",
+    "Pair",
+    "Wrong",
+    "cells_of",
+    "drawn_programs",
+    "fitted",
+    "program_of",
+    "sample",
+    "wrong_cells",
+    "wrong_programs",
+]
 
 # Made for four ranks: they run on four in the long run.
 FOUR_RANKS = ("DDP, two groups", "pipeline")
@@ -25,12 +40,13 @@ _LIKE = {"two devices": "alone", "DDP, two devices": "DDP"}
 EXCEPTIONS = {"DDP, sparse": "NCCL, and so this group, has no all_reduce of sparse tensors"}
 
 Cell = tuple[str, str, str, str]
-Programs = Iterable[Program]
+Schedule = tuple[str, int]
+Wrong = tuple[Schedule, Program, list[str]]
 
 
-def cells_of(layout: str) -> Iterator[Cell]:
-    """Every cell of a layout."""
-    for _, kind, order, fault in cells([_LIKE.get(layout, layout)]):
+def cells_of(layout: str, *kinds: str) -> Iterator[Cell]:
+    """Every cell of a layout, of these optimizers or of all."""
+    for _, kind, order, fault in cells([_LIKE.get(layout, layout)], kinds or ALL_KINDS):
         yield layout, kind, order, fault
 
 
@@ -51,11 +67,55 @@ def fitted(program: Program, ranks: int) -> Program:
     return replace(program, iterations=iterations, astray=astray)
 
 
-def program_of(each: Cell, ranks: int) -> Program:
-    """A cell as a program."""
-    layout, kind, order, fault = each
-    like = cell(_LIKE.get(layout, layout), kind, order, fault)
+def program_of(cells: Sequence[Cell], ranks: int) -> Program:
+    """Cells that differ in their fault alone, one after the other on one model."""
+    layout, kind, order, _ = cells[0]
+    like = chain(_LIKE.get(layout, layout), kind, order, [fault for *_, fault in cells])
     return fitted(replace(like, layout=layout), ranks)
+
+
+def wrong_cells(pair: Pair, layout: str, *kinds: str) -> Iterator[Wrong]:
+    """The programs of a layout, with these optimizers or all, that are not as they should be.
+
+    Cells that differ in their fault alone are one program, which spares most of the time. Where it
+    is wrong each of them runs by itself, under the same schedule, which its name draws.
+    """
+    chains: dict[str, list[Cell]] = {}
+    for each in cells_of(layout, *kinds):
+        chains.setdefault(" ".join(each[:3]), []).append(each)
+    for name, links in chains.items():
+        schedule = drawn_schedule(name)
+        together = program_of(links, pair.ranks)
+        if not (wrong := pair.wrong(together, *schedule)):
+            continue
+        alone = [program_of([link], pair.ranks) for link in links]
+        found = [(schedule, each, pair.wrong(each, *schedule)) for each in alone]
+        yield from [each for each in found if each[2]] or [(schedule, together, wrong)]
+
+
+def drawn_programs(pair: Pair, draws: int, seed: int) -> list[tuple[Schedule, Program]]:
+    """So many programs drawn from a seed, and the schedule of each."""
+    drawn: list[Program] = []
+    draw(drawn.append, draws, seed)
+    found = []
+    for number, program in enumerate(drawn):
+        if program.layout in (*EXCEPTIONS, *FOUR_RANKS):
+            program = replace(program, layout="DDP")
+        found.append((drawn_schedule(f"{seed} {number}"), fitted(program, pair.ranks)))
+    return found
+
+
+def wrong_programs(pair: Pair, programs: Iterable[tuple[Schedule, Program]]) -> Iterator[Wrong]:
+    """Those that are not as they should be."""
+    for schedule, program in programs:
+        if wrong := pair.wrong(program, *schedule):
+            yield schedule, program, wrong
+
+
+def drawn_schedule(name: str) -> Schedule:
+    """``late``, or a random schedule: the same for a name at every call."""
+    chance = random.Random(name)
+    return ("late", 0) if chance.random() < 0.5 else ("random", chance.randrange(10**6))
 
 
 @dataclass
@@ -69,28 +129,40 @@ class Pair:
 
     cpu: RankPool
     sim: SimPool
+    # What an optimizer itself refuses on a layout is asked once, here and there.
+    _here: Judge = field(init=False)
+    _there: Judge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._here, self._there = Judge(self.cpu), Judge(self.sim.under("late"))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks each has."""
+        return self.sim.world_size
 
     def wrong(self, program: Program, schedule: str, seed: int = 0) -> list[str]:
         """Everything that is not as it should be under this schedule."""
-        judge = Judge(self.sim.under(schedule, seed))
-        refused = judge.refused(program)
+        refused = self._there.refused(program)
         try:
-            (there,) = judge.run([program], "distamp")
+            (there,) = Judge(self.sim.under(schedule, seed)).run([program], "distamp")
         except RankError as error:
             return [str(error)]
         found = complaints(program, there, refused)
-        if refused is None and program.astray is None:
-            on_cpu = Judge(self.cpu)
-            if on_cpu.refused(program) is None:
-                (here,) = on_cpu.run([program], "distamp")
-                # The tolerances are those of four ranks: what is off on the CPU too is not the
-                # device's doing.
-                found = [each for each in found if each not in complaints(program, here)]
-                found += _differences(here, there)
+        if refused is None and program.astray is None and self._here.refused(program) is None:
+            (here,) = self._here.run([program], "distamp")
+            # The tolerances are those of four ranks: what is off on the CPU too is not the
+            # device's doing.
+            found = [each for each in found if each not in complaints(program, here)]
+            found += _differences(here, there)
         if found:
-            self.sim.close()
-            self.cpu.close()
+            self.close()
         return found
+
+    def close(self) -> None:
+        """End all processes; the next program starts new ones."""
+        self.sim.close()
+        self.cpu.close()
 
 
 def _differences(here: list[list[Outcome]], there: list[list[Outcome]]) -> Iterator[str]:
@@ -103,8 +175,3 @@ def _differences(here: list[list[Outcome]], there: list[list[Outcome]]) -> Itera
             elif a.digests != b.digests:
                 names = [name for name in a.digests if a.digests[name] != b.digests.get(name)]
                 yield f"iteration {number}, rank {rank}: not the CPU's bits in {names}"
-
-
-def group_of(program: Program) -> str:
-    """Which kind of group a program wants; those of one kind run in the same processes."""
-    return layout_named(program.layout).group

@@ -30,9 +30,17 @@ PATHS: dict[str, tuple[int, dict[str, bool], str]] = {
     "one process, fused, `get_scale()` asked": (1, FUSED, "scale"),
     "DDP, fused": (2, FUSED, "step"),
     "DDP, foreach": (2, {"foreach": True}, "step"),
+    "DDP, fused, `unscale_` and torch's clipping": (2, FUSED, "clip"),
+    "DDP, fused, the scaler's clipping": (2, FUSED, "own clip"),
+    "DDP, fused, fp32 masters": (2, FUSED, "masters"),
+    "DDP, fused, `stepped()` asked": (2, FUSED, "ask"),
     "DDP, fused, fp16 hook": (2, FUSED, "hook"),
     "DDP, fused, fp16 hook, attached": (2, FUSED, "attach"),
+    "FSDP1, fused": (2, FUSED, "step"),
+    "FSDP2, fused": (2, FUSED, "step"),
     "FSDP2, foreach": (2, {"foreach": True}, "step"),
+    "FSDP2, fused, the scaler's clipping": (2, FUSED, "own clip"),
+    "FSDP2, fused, fp16 hook, attached": (2, FUSED, "attach"),
 }
 STEPS = 8
 
@@ -65,9 +73,11 @@ def _made(path: str, net: Any, implementation: Any, how: str, mine: bool) -> Any
     model: Any = net
     if path.startswith("DDP"):
         model = nn.parallel.DistributedDataParallel(net)
+    elif path.startswith("FSDP1"):
+        model = torch.distributed.fsdp.FullyShardedDataParallel(net, use_orig_params=True)
     elif path.startswith("FSDP2"):
         model = torch.distributed.fsdp.fully_shard(net, mesh=mesh((2,), ("shard",)))
-    optimizer = torch.optim.AdamW(net.parameters(), **implementation)
+    optimizer = torch.optim.AdamW(model.parameters(), **implementation)
     if how == "masters":
         from distamp.scaler import MasterParameters
 

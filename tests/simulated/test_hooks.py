@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from distamp import DistGradScaler
 from distamp.comm_hooks import WIRE_FORMATS, register, wire_format
-from distamp.comm_hooks.arriving import Arriving
 from tests.ranks import mesh
 
 SCHEDULES = [("late", 0), ("random", 5)]
@@ -72,25 +71,6 @@ def test_a_hooked_run_is_as_on_the_cpu(sim2, ranks2, how, wire):
         found = sim2.run(_train, "sim", how, wire, attach, schedule=schedule, seed=seed)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
         assert found[0][1] == found[1][1] == [True, True, False, True, True, True]
-
-
-# -- what a hook copies to the host ---------------------------------------------------------------
-
-
-def _arriving(device: int) -> Any:
-    values = torch.tensor([1, 2, 3]).to(f"sim:{device}", non_blocking=True) + 1
-    arriving = Arriving(values)
-    early = arriving.arrived()
-    return early, arriving.value()
-
-
-def test_a_value_is_waited_for_before_it_is_read(sim):
-    for schedule, seed in [("late", 0), ("late_others", 0)]:
-        assert sim.one(_arriving, 0, schedule=schedule, seed=seed) == (False, [2, 3, 4])
-
-
-def test_a_value_of_another_device_than_the_current_is_waited_for_too(sim):
-    assert sim.one(_arriving, 2) == (False, [2, 3, 4])
 
 
 def _bucket_on_a_stream() -> list[Tensor]:

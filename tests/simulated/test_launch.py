@@ -15,8 +15,8 @@ SMALL = (
 )
 # Of the numbers of a run, those that a device must not change.
 SHOWN = ("step", "loss", "scale", "skipped", "gradient_norm", "validation_loss")
-# hsdp and fsdp2+tp want four ranks; fairscale's wrappers ask for CUDA by name.
-TWO_RANKS = ["ddp", "zero1", "fsdp1", "fsdp2"]
+TWO_RANKS = ["ddp", "zero1", "oss", "sharded_ddp", "fsdp1", "fsdp2"]
+FOUR_RANKS = ["hsdp", "fsdp2+tp"]
 
 pytestmark = pytest.mark.xdist_group("simulated launch")
 
@@ -43,6 +43,32 @@ def test_a_run_on_two_ranks_is_as_on_the_cpu(sim2, ranks2, text, tmp_path, strat
     expected = ranks2.run(pooled.train, tmp_path / "cpu", (*args, "--device", "cpu"))
     found = sim2.run(pooled.train, tmp_path / "sim", (*args, "--device", "sim"))
     _same(found[0], expected[0])
+
+
+@pytest.mark.parametrize("strategy", FOUR_RANKS)
+def test_a_run_on_four_ranks_is_as_on_the_cpu(sim_ranks, ranks4, text, tmp_path, strategy):
+    args = ("--data", text, *SMALL, "--strategy", strategy, "--precision", "fp32")
+    expected = ranks4.run(pooled.train, tmp_path / "cpu", (*args, "--device", "cpu"))
+    found = sim_ranks(4).run(pooled.train, tmp_path / "sim", (*args, "--device", "sim"))
+    _same(found[0], expected[0])
+
+
+@pytest.mark.parametrize(("strategy", "wire"), [("ddp", "int8"), ("fsdp2", "fp16")])
+def test_a_run_through_a_hook_is_as_on_the_cpu(sim2, ranks2, text, tmp_path, strategy, wire):
+    args = ("--data", text, *SMALL, "--strategy", strategy, "--comm-hook", wire)
+    expected = ranks2.run(pooled.train, tmp_path / "cpu", (*args, "--device", "cpu"))
+    found = sim2.run(pooled.train, tmp_path / "sim", (*args, "--device", "sim"), schedule="random")
+    _same(found[0], expected[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [("sim", "cpu"), ("cpu", "sim")])
+def test_a_run_goes_on_on_another_device(sim, text, tmp_path, before, after):
+    args = ("--data", text, *SMALL, "--precision", "fp32", "--checkpoint-every", 2)
+    expected = sim.one(pooled.train, tmp_path / "straight", (*args, "--device", "cpu"))
+    half = (*args, "--device", before)
+    middle = ("--resume", tmp_path / "run" / "checkpoints" / "step-00000002")
+    found = sim.one(pooled.train, tmp_path / "run", half, (*args, *middle, "--device", after))
+    _same(found, expected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])

@@ -38,6 +38,16 @@ def _region(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext() if dtype is None else distamp.autocast("sim", dtype=dtype)
 
 
+class _RegionInside(nn.DataParallel):
+    """torch's own, which takes no region along: one that is captured outside is entered inside."""
+
+    def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
+        replicas = super().replicate(module, device_ids)
+        for replica in replicas:
+            replica.forward = distamp.propagate(replica.forward)
+        return replicas
+
+
 def _trained(cls: Any, devices: list[int], dtype: torch.dtype | None) -> Any:
     net = _net("sim:0")
     model = net if cls is None else cls(net, devices)
@@ -71,27 +81,38 @@ def test_replicas_compute_in_the_region_and_train_as_one_model(sim, count, dtype
         assert found[2] == [(f"sim:{i}", dtype or torch.float32) for i in devices]
 
 
-def test_torch_s_own_trains_with_our_scaler(sim):
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def test_torch_s_own_trains_with_our_scaler(sim, count, dtype):
     alone, scales, _ = sim.one(_trained, None, [0], None)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is None else {"rtol": 2e-2, "atol": 2e-3}
     for schedule, seed in SCHEDULES:
-        found = sim.one(_trained, nn.DataParallel, [0, 1], None, schedule=schedule, seed=seed)
-        torch.testing.assert_close(found[0], alone, rtol=1e-5, atol=1e-6)
+        found = sim.one(
+            _trained, _RegionInside, list(range(count)), dtype, schedule=schedule, seed=seed
+        )
+        torch.testing.assert_close(found[0], alone, **tolerance)
         assert found[1] == scales
+        assert found[2] == [(f"sim:{i}", dtype or torch.float32) for i in range(count)]
 
 
-def _applied(count: int, dtype: torch.dtype) -> Any:
+def _applied(apply: Any, count: int, dtype: torch.dtype) -> Any:
     modules = [_net(f"sim:{i}") for i in range(count)]
     inputs = [torch.full((2, 8), 1.0, device=f"sim:{i}") for i in range(count)]
+    if apply is not parallel_apply:  # torch's own takes no region along
+        for module in modules:
+            module.forward = distamp.autocast("sim", dtype=dtype)(module.forward)
     with _region(dtype):
-        outputs = parallel_apply(modules, inputs, devices=list(range(count)))
+        outputs = apply(modules, inputs, devices=list(range(count)))
     return [(str(y.device), y.dtype) for y in outputs], [y.float().cpu() for y in outputs]
 
 
+@pytest.mark.parametrize("apply", [parallel_apply, nn.parallel.parallel_apply])
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_parallel_apply_carries_the_region_to_every_device(sim, dtype):
+def test_parallel_apply_computes_in_the_region_on_every_device(sim, apply, count, dtype):
     for schedule, seed in SCHEDULES:
-        where, values = sim.one(_applied, 4, dtype, schedule=schedule, seed=seed)
-        assert where == [(f"sim:{i}", dtype) for i in range(4)]
+        where, values = sim.one(_applied, apply, count, dtype, schedule=schedule, seed=seed)
+        assert where == [(f"sim:{i}", dtype) for i in range(count)]
         assert all(torch.equal(values[0], each) for each in values)
 
 

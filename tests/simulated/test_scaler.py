@@ -28,7 +28,7 @@ def pair(sim2, ranks2) -> Pair:
     "layout", [each for each in LAYOUTS if each not in (*EXCEPTIONS, *FOUR_RANKS)]
 )
 def test_a_sample_of_cells_is_as_on_the_cpu(pair, layout):
-    programs = [program_of(each, 2) for each in sample(layout, 2)]
+    programs = [program_of([each], 2) for each in sample(layout, 2)]
     schedules = [("late", 0), ("random", 7)]
     wrong = [pair.wrong(p, *s) for p, s in zip(programs, schedules, strict=False)]
     assert not any(wrong), wrong
@@ -37,17 +37,34 @@ def test_a_sample_of_cells_is_as_on_the_cpu(pair, layout):
 # -- parts that the cells take for granted --------------------------------------------------------
 
 
-def _host_copy(device: int) -> list[float]:
-    return HostCopy(torch.full((3,), 5.0, device=f"sim:{device}")).values()
+def _host_copy(device: int) -> tuple[bool, list[float]]:
+    copy = HostCopy(torch.full((3,), 5.0, device=f"sim:{device}"))
+    return copy.arrived(), copy.values()
 
 
-def test_a_host_copy_is_there_when_it_is_read(sim):
+def test_a_host_copy_is_waited_for_before_it_is_read(sim):
     for schedule, seed in SCHEDULES:
-        assert sim.one(_host_copy, 0, schedule=schedule, seed=seed) == [5.0] * 3
+        early, values = sim.one(_host_copy, 0, schedule=schedule, seed=seed)
+        assert values == [5.0] * 3
+        assert not early or schedule == "random"
 
 
-def test_a_host_copy_from_another_device_than_the_current_is_there_too(sim):
-    assert sim.one(_host_copy, 2) == [5.0] * 3
+def test_a_host_copy_from_another_device_than_the_current_is_waited_for_too(sim):
+    assert sim.one(_host_copy, 2) == (False, [5.0] * 3)
+
+
+def _copy_that_has_arrived() -> Any:
+    from tests.simulated.device import refuse
+
+    copy = HostCopy(torch.full((3,), 5, device="sim"))
+    while not copy.arrived():
+        pass
+    with refuse():
+        return copy.values()
+
+
+def test_a_host_copy_that_is_known_to_have_arrived_is_not_waited_for(sim):
+    assert sim.one(_copy_that_has_arrived) == [5, 5, 5]
 
 
 def _offloaded(device: str) -> list[Tensor]:
@@ -170,3 +187,58 @@ def test_two_scalers_and_accumulation_under_ddp(sim2, ranks2):
     for schedule, seed in SCHEDULES:
         found = sim2.run(_two_scalers_accumulating, "sim", schedule=schedule, seed=seed)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _one_rank_has_the_loss() -> Any:
+    """Two stages of a pipeline: only the last one scales a loss, the other is sent gradients."""
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.ones(3 + rank, device=f"sim:{rank}"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistGradScaler("sim", init_scale=64.0, growth_interval=2)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        if rank:
+            scaler.scale(weight.sum() * (float("inf") if step == 2 else 1.0)).backward()
+        else:
+            weight.grad = torch.full_like(weight, scaler.get_scale() if step else 64.0)
+        scaler.step(optimizer)
+        found.append(scaler.stepped(optimizer))
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found, weight[:3].detach()
+
+
+def test_ranks_of_which_one_has_the_loss_step_together(sim2):
+    expected = [True, 64.0, True, 128.0, False, 64.0, True, 64.0]
+    for schedule, seed in SCHEDULES:
+        for found, weight in sim2.run(_one_rank_has_the_loss, schedule=schedule, seed=seed):
+            assert found == expected
+            assert weight.tolist() == [-2.0] * 3
+
+
+def _norms_of_parameters_that_stop_being_replicas() -> list[float]:
+    """Two ranks with one value: for three steps their gradients agree, and then no longer."""
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.ones(4, device=f"sim:{rank}"))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = DistGradScaler("sim", init_scale=4.0)
+    norms = []
+    for step in range(6):
+        factor = 1.0 if step < 3 else 3.0 + rank  # of gradients of norm 2
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * factor).backward()
+        norms.append(scaler.clip_grad_norm_(optimizer, 1e6))
+        scaler.step(optimizer)
+        scaler.update()
+    return [norm.item() for norm in norms]
+
+
+def test_replicas_that_turn_out_to_be_none_are_noticed_at_the_next_call(sim2):
+    for schedule, seed in SCHEDULES:
+        found = sim2.run(
+            _norms_of_parameters_that_stop_being_replicas, schedule=schedule, seed=seed
+        )
+        for norms in found:
+            assert norms[:3] == [2.0] * 3
+            assert norms[4:] == [10.0, 10.0]  # the root of 6 ** 2 + 8 ** 2

@@ -29,10 +29,14 @@ struct Freed {
   Block block;
   std::vector<Mark> users; // who may still read it
 };
+struct Free {
+  char* pointer;
+  Mark since; // where its stream was then
+};
 struct Memory {
   char* base = nullptr;
   size_t used = 0;
-  std::map<std::pair<Queue*, size_t>, std::vector<char*>> pool;
+  std::map<std::pair<Queue*, size_t>, std::vector<Free>> pool;
   std::unordered_map<char*, Block> blocks;
   std::vector<Freed> waiting;
 };
@@ -57,6 +61,10 @@ bool allReached(const std::vector<Mark>& marks) {
   return true;
 }
 
+void giveBack(Memory& memory, char* pointer, const Block& block) {
+  memory.pool[{block.home, block.size}].push_back({pointer, endOf(*block.home)});
+}
+
 // Blocks that other streams were recorded on come back when those have passed.
 void reclaim(Memory& memory) {
   auto& waiting = memory.waiting;
@@ -66,7 +74,7 @@ void reclaim(Memory& memory) {
       continue;
     }
     auto& block = waiting[i].block;
-    memory.pool[{block.home, block.size}].push_back(waiting[i].pointer);
+    giveBack(memory, waiting[i].pointer, block);
     std::swap(waiting[i], waiting.back());
     waiting.pop_back();
   }
@@ -82,9 +90,13 @@ void release(void* context) {
   std::vector<Mark> users;
   for (auto* queue : block.users) users.push_back(endOf(*queue));
   if (allReached(users))
-    memory.pool[{block.home, block.size}].push_back(pointer);
+    giveBack(memory, pointer, block);
   else
     memory.waiting.push_back({pointer, std::move(block), std::move(users)});
+}
+
+void spoil(char* pointer, size_t size) {
+  std::memset(backing(pointer), 0xff, size);
 }
 
 char* take(Memory& memory, int device, Queue* home, size_t size) {
@@ -95,13 +107,17 @@ char* take(Memory& memory, int device, Queue* home, size_t size) {
     reclaim(memory);
   }
   if (!free.empty()) {
-    char* pointer = free.back();
+    Free found = free.back();
     free.pop_back();
-    return pointer;
+    // Where nobody is at it any more it is spoilt now, so that what another stream takes for a
+    // value is not what chanced to lie there: a zero, as likely as not.
+    if (reached(found.since)) spoil(found.pointer, size);
+    return found.pointer;
   }
   TORCH_CHECK_WITH(OutOfMemoryError, memory.used + size <= kArena, "sim: device ", device, " is out of memory");
   char* pointer = memory.base + memory.used;
   memory.used += size;
+  spoil(pointer, size);
   return pointer;
 }
 
@@ -116,7 +132,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     char* pointer = take(memory, device, &home, size);
     memory.blocks[pointer] = {size, &home, {}};
     // What nobody has written yet reads as NaN, once the stream gets there.
-    push(home, [pointer, size] { std::memset(backing(pointer), 0xff, size); });
+    push(home, [pointer, size] { spoil(pointer, size); });
     return {pointer, pointer, &release, c10::Device(deviceType(), device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
