@@ -48,7 +48,7 @@ class WireReduceScatter:
     Attributes:
         iteration: The last one, as the state counts them, in which gradients were reduced.
         nonfinite: 0-d bool, the same on all ranks of the group (and its replicas): whether a
-            gradient reduced in that iteration held inf or NaN on any of them, or was so large
+            gradient reduced in that iteration had inf or NaN on any of them, or was so large
             (1e34) that sums may; None before, and always under torch's own HSDP, whose all-reduce
             between replicas says nothing.
     """

@@ -333,7 +333,7 @@ def _encode(
         highest = tl.max(tl.max(tl.where(bad | ~there, 0.0, tl.abs(back)), 1), 0)
         exponent = (_bits(highest) >> 23) - 127
     if HEAD:
-        tl.atomic_max(head, worst.to(tl.int64))  # type: ignore[attr-defined]  # a tensor
+        tl.atomic_max(head, worst.to(tl.int64))
         tl.atomic_max(head + 1, exponent.to(tl.int64))
     if FED_BACK:
         missing = tl.div_rn(values - back * divisor, tl.load(scale) + tl.zeros_like(values))

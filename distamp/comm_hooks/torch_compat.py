@@ -81,7 +81,7 @@ def device_of(group: ProcessGroup) -> torch.device:
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """Return which backend serves tensors of a device, whatever ``init_process_group`` was told."""
+    """Return which backend serves tensors of a device, whatever ``init_process_group`` got."""
     name: str = group._get_backend(device).name()
     return name
 

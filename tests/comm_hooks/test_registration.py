@@ -111,25 +111,25 @@ def _refused(what: str) -> str:
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(ranks4, what, named):
-    for said in ranks4.run(_refused, what):
-        assert named in said
-        assert "\n" not in said
+    for message in ranks4.run(_refused, what):
+        assert named in message
+        assert "\n" not in message
 
 
 def _no_groups() -> list[str]:
-    said = []
+    message = []
     for name, wrapper in (("process_group", "DDP"), ("replicas", "FSDP2")):
         with pytest.raises(TypeError) as error:
             comm_hooks.register(_wrap(wrapper), "fp16", **{name: mesh((4,), ("all",))})
-        said.append(str(error.value))
-    return said
+        message.append(str(error.value))
+    return message
 
 
 def test_a_mesh_in_the_place_of_a_group_is_refused(ranks4):
-    for said in ranks4.run(_no_groups):
-        assert said[0].startswith("process_group must be a ProcessGroup or None, not DeviceMesh")
-        assert said[1].startswith("replicas must be a ProcessGroup or None, not DeviceMesh")
-        assert "mesh.get_group()" in said[0]
+    for message in ranks4.run(_no_groups):
+        assert message[0].startswith("process_group must be a ProcessGroup or None, not DeviceMesh")
+        assert message[1].startswith("replicas must be a ProcessGroup or None, not DeviceMesh")
+        assert "mesh.get_group()" in message[0]
 
 
 def _compiled(wrapper: str) -> int:
@@ -154,11 +154,11 @@ def _other_format(other: str) -> str:
 
 @pytest.mark.parametrize("other", ["int8", "fp16_plain"])
 def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4, other):
-    said = (
+    message = (
         "the ranks register different hooks: rank 0, 1, 3: fp16 for 9701 elements; "
         f"rank 2: {other} for 9701 elements. Give every rank the same format and model"
     )
-    assert set(ranks4.run(_other_format, other)) == {said}
+    assert set(ranks4.run(_other_format, other)) == {message}
 
 
 def test_there_must_be_a_process_group(ranks2):
@@ -185,7 +185,7 @@ def _fairscale() -> str:
 
 def test_fairscale_has_no_place_for_a_hook(ranks2):
     pytest.importorskip("fairscale")
-    assert all("reduce_fp16=True" in said for said in ranks2.run(_fairscale))
+    assert all("reduce_fp16=True" in message for message in ranks2.run(_fairscale))
 
 
 def _wrong_state(state: Any) -> str:
@@ -197,4 +197,4 @@ def _wrong_state(state: Any) -> str:
 
 
 def test_a_drop_in_takes_a_group_none_or_its_own_state(ranks2):
-    assert all("not str" in said for said in ranks2.run(_wrong_state, "fp16"))
+    assert all("not str" in message for message in ranks2.run(_wrong_state, "fp16"))
