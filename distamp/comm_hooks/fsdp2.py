@@ -312,11 +312,9 @@ def _agree(name: str, groups: list[Any], replicas: ProcessGroup | None) -> None:
     """Compare format and model among the ranks that will exchange."""
     numels: dict[ProcessGroup, int] = {}
     for group in groups:
-        for ranks in (group.mesh_info.shard_process_group, replicas):
-            if ranks is not None:
-                numels[ranks] = numels.get(ranks, 0) + _numel(group)
-    for ranks, numel in numels.items():
-        agree(name, numel, ranks, groups[0].device)
+        for ranks in (*torch_compat.mesh_groups(group), *([] if replicas is None else [replicas])):
+            numels[ranks] = numels.get(ranks, 0) + _numel(group)
+    agree(name, numels)
 
 
 def _divisor(op: Any, size: int) -> float:

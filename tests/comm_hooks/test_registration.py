@@ -152,6 +152,33 @@ def _other_format(other: str) -> str:
     return str(error.value)
 
 
+def _refuses_alone(wrapper: str) -> str:
+    """One rank misspells the format."""
+    model = _wrap("FSDP2" if wrapper == "replicas" else wrapper)
+    kwargs = {}
+    if wrapper == "replicas":
+        # Two replicas of two ranks each: rank 2 is in the groups of ranks 3 and 0.
+        over = mesh((2, 2), ("replicate", "shard"))
+        model = fully_shard(mlp(*WIDTHS), mesh=over["shard"])
+        kwargs = {"replicas": over["replicate"].get_group()}
+    try:
+        comm_hooks.register(model, "fp61" if dist.get_rank() == 2 else "fp16", **kwargs)
+    except (ValueError, LockstepError) as error:
+        message = f"{type(error).__name__}: {error}"
+    comm_hooks.register(model, "fp16", **kwargs)  # nothing was registered by the failed call
+    return message
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2", "HSDP", "replicas"])
+def test_a_rank_that_refuses_alone_keeps_no_other_waiting(ranks4, wrapper):
+    messages = ranks4.run(_refuses_alone, wrapper, timeout=60)
+    assert messages[2].startswith("ValueError: unknown wire format 'fp61'")
+    for rank in (0, 1, 3):
+        assert messages[rank].startswith("LockstepError: the ranks register different hooks: ")
+        if wrapper in ("DDP", "FSDP1", "FSDP2"):
+            assert "rank 2: none, as it raised an error of its own" in messages[rank]
+
+
 @pytest.mark.parametrize("other", ["int8", "fp16_plain"])
 def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4, other):
     message = (
