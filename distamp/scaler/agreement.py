@@ -243,8 +243,10 @@ class Ranks:
         reply = message.exchange(group, digest, flags, row, room=room, tail=tail)
         pending = _Pending(self, group, reply, question, states, plain, error)
         pending.unsent, self._unsent = self._unsent, None
-        # Whether to wait is decided by what is the same on all ranks.
-        now = question.wants_rows and not room
+        # Whether to wait is decided by what is the same on all ranks. Where ranks hold different
+        # parameters their norm plans differ at first, and that is no overflow.
+        known = bool(question.states) and all(state.measured for state in question.states)
+        now = question.wants_rows and not (room and known)
         if reply.known or now or tail or not all(state.agreed for state in question.states):
             pending.check()
         else:
@@ -331,6 +333,7 @@ class _Pending:
             length.without_rows = 0
         for state in self.question.states:
             state.agreed = True
+            state.measured = state.measured or self.question.wants_rows
 
     def _state(self) -> Statement:
         question, unsent = self.question, self.unsent
