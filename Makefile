@@ -11,7 +11,7 @@ JOBS ?= 2
 TRAINERS := .venv-trainers
 TRAINERS_READY := $(TRAINERS)/.ready
 
-.PHONY: train test test-all test-trainers lint format types install clean
+.PHONY: train test test-all test-trainers lint format docs docs-check package install clean
 
 install: $(READY)
 
@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): once, and torch is large, so this takes minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy hatchling editables wheel "setuptools<81"
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fairscale,tensorboard,report,test,lint]"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fairscale,tensorboard,report,test,lint,docs,package]"
 	@touch $(READY)
 
 train: $(READY)
@@ -56,6 +56,20 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: docs-check
+	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
+
+# A link that leads nowhere, a name that mkdocstrings does not find: any warning is an error.
+docs-check: $(READY)
+	$(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+
+package: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python -m tests.installed dist/*.whl dist/*.tar.gz
 
 clean:
 	rm -rf $(VENV) $(TRAINERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

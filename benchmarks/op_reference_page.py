@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from benchmarks.op_reference.observed import agrees, observed
+from distamp import OpReference, op_reference
 from distamp.autocast.op_lists.names import documented, documents
-from distamp.autocast.op_reference import OpReference, op_reference
 
-__all__ = ["page"]
+__all__ = ["differing", "page"]
 
 _HEAD = """# Op reference: where torch and the documents differ
 
@@ -20,9 +21,9 @@ Written by `python -m benchmarks.op_reference_page > docs/op_reference.md`; do n
 test fails when this page is not what that command writes.
 
 Three sources, for each op: what a document says, what the running torch registered an autocast
-kernel for, and what the op does when it runs. `distamp.op_reference(device_type)` gives
-all three for every op; this page holds the ops on which they disagree. To run a document's lists
-as it states them, pass `ops=OpLists.documented("torch.amp")` to a region.
+kernel for, and what the op does when it runs. `distamp.op_reference(device_type)` gives the first
+two for every op; this page holds the ops on which the three disagree. To run a document's lists as
+it states them, pass `ops=OpLists.documented("torch.amp")` to a region.
 
 - *lower_precision*: inputs are cast to the region's dtype. *fp32*: inputs are cast to float32.
   *promote*: inputs are cast to the widest of their dtypes. *unlisted*: the op runs in the dtype of
@@ -42,17 +43,28 @@ def _where(does: str | None, known: bool) -> str:
     return "gone" if not known else does or "-"
 
 
-def _rows(document: str, device_type: str, reference: dict[str, OpReference]) -> Iterator[str]:
-    for name, row in sorted(reference.items()):
-        if document in row.documented and not row.agrees(document):
-            known = row.registered is not None
-            yield (
-                f"| `{name}` | {row.documented[document]} | {_where(row.registered, known)} "
-                f"| {_where(row.observed, known)} |"
-            )
+def differing(document: str, device_type: str) -> list[str]:
+    """The ops of a document that the running torch does otherwise."""
+    does, reference = observed(device_type), op_reference(device_type)
+    return [
+        name
+        for name, row in sorted(reference.items())
+        if document in row.documented
+        and not agrees(row.documented[document], does[name] or row.registered)
+    ]
 
 
-def _unlisted(device_type: str, reference: dict[str, OpReference]) -> Iterator[str]:
+def _rows(document: str, device_type: str) -> Iterator[str]:
+    for name in differing(document, device_type):
+        row = op_reference(device_type)[name]
+        known = row.registered is not None
+        yield (
+            f"| `{name}` | {row.documented[document]} | {_where(row.registered, known)} "
+            f"| {_where(observed(device_type)[name], known)} |"
+        )
+
+
+def _unlisted(reference: Mapping[str, OpReference]) -> Iterator[str]:
     """Ops that torch lists and no document does, a line for each category."""
     by_category: dict[str, list[str]] = {}
     for name, row in sorted(reference.items()):
@@ -67,12 +79,12 @@ def page() -> str:
     version = torch.__version__.partition("+")[0]
     parts = [_HEAD + f"This page: torch {version}.\n"]
     for device_type in ("cpu", "cuda"):
-        reference = dict(op_reference(device_type))
+        reference = op_reference(device_type)
         for document in documents():
             if device_type not in documented(document):
                 continue
             listed = [row for row in reference.values() if document in row.documented]
-            rows = list(_rows(document, device_type, reference))
+            rows = list(_rows(document, device_type))
             parts.append(
                 f"\n## {device_type}: the documents of {document}\n\n"
                 f"{len(listed) - len(rows)} of {len(listed)} ops do what the document says.\n"
@@ -83,7 +95,7 @@ def page() -> str:
                 )
                 parts.append("\n".join(rows) + "\n")
         parts.append(f"\n## {device_type}: listed by torch, in no document\n\n")
-        parts.append("\n".join(_unlisted(device_type, reference)) + "\n")
+        parts.append("\n".join(_unlisted(reference)) + "\n")
     return "".join(parts)
 
 

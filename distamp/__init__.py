@@ -45,7 +45,7 @@ from distamp.installation import install, uninstall
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 GradScaler = DistGradScaler
 

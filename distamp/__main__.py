@@ -1,4 +1,4 @@
-"""The command line: ``python -m distamp preflight package.module:factory``."""
+"""The command line: ``python -m distamp doctor`` and ``python -m distamp preflight``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from distamp.autocast.preflight import Preflight, preflight
+from distamp.doctor import diagnose
+from distamp.errors import SettingError
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _FACTORY = """\
 factory: a callable, named package.module:name, that takes nothing and returns (model,
@@ -32,18 +34,61 @@ class _Mistake(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m distamp", description="Mixed precision tools for PyTorch models."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    _add_preflight(commands)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
     except _Mistake as mistake:
         print(f"distamp: {mistake}", file=sys.stderr)
         return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of every command; the site's page of them is made from it."""
+    made = argparse.ArgumentParser(
+        prog="python -m distamp", description="Mixed precision tools for PyTorch models."
+    )
+    commands = made.add_subparsers(dest="command", required=True, metavar="command")
+    _add_doctor(commands)
+    _add_preflight(commands)
+    return made
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="show what works on this machine, for a bug report",
+        description="Show versions, devices, which parts of distamp work here and which dtypes are "
+        "fast. Under torchrun all ranks are compared, and rank 0 prints.",
+        epilog="exit code: 0, or 1 if there is a problem, or 2 if the command cannot run.",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--require",
+        nargs="+",
+        default=(),
+        metavar="PART",
+        help="parts that must work, such as nccl or hook-kernels: exit with 1 if one does not",
+    )
+    command.add_argument("--no-measure", action="store_true", help="do not time dtypes (5 s)")
+    command.add_argument(
+        "--timeout", type=float, default=30.0, help="seconds that ranks wait for each other (30)"
+    )
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if not options.timeout > 0:
+        raise _Mistake(f"--timeout must be more than 0 seconds, got {options.timeout:g}")
+    try:
+        found = diagnose(options.require, measure=not options.no_measure, timeout=options.timeout)
+    except SettingError as error:
+        raise _Mistake(f"--require: {error}") from error
+    if found.ranks is None or found.ranks.rank == 0:
+        print(found.to_json() if options.json else found)
+    elif found.problems:
+        print(f"rank {found.ranks.rank}: {'; '.join(found.problems)}", file=sys.stderr)
+    return 1 if found.problems else 0
 
 
 def _add_preflight(commands: Any) -> None:

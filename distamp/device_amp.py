@@ -33,6 +33,27 @@ def amp_of(device_type: str, lower_precision: torch.dtype, module: str) -> Devic
         module: The module that will hold the names, for pickles.
     """
 
+    def custom_fwd(
+        fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
+    ) -> Any:
+        return functions.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    def custom_bwd(bwd: Callable[..., Any] | None = None) -> Any:
+        return functions.custom_bwd(bwd, device_type=device_type)
+
+    region, scaler = _autocast_of(device_type, lower_precision), _scaler_of(device_type)
+    made = DeviceAmp(region, scaler, custom_fwd, custom_bwd)
+    each: Any
+    for name, each in made._asdict().items():
+        each.__module__, each.__name__, each.__qualname__ = module, name, name
+        each.__doc__ = (
+            f"``torch.{device_type}.amp.{name}``: :obj:`distamp.{name}` for {device_type!r}, with "
+            "the arguments of the old name."
+        )
+    return made
+
+
+def _autocast_of(device_type: str, lower_precision: torch.dtype) -> type[autocast]:
     class DeviceAutocast(autocast):
         def __new__(
             cls,
@@ -52,6 +73,10 @@ def amp_of(device_type: str, lower_precision: torch.dtype, module: str) -> Devic
         ) -> None:
             super().__init__(device_type, dtype, enabled, cache_enabled)
 
+    return DeviceAutocast
+
+
+def _scaler_of(device_type: str) -> type[DistGradScaler]:
     class DeviceGradScaler(DistGradScaler):
         def __init__(
             self,
@@ -72,20 +97,4 @@ def amp_of(device_type: str, lower_precision: torch.dtype, module: str) -> Devic
                 **settings,
             )
 
-    def custom_fwd(
-        fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
-    ) -> Any:
-        return functions.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
-
-    def custom_bwd(bwd: Callable[..., Any] | None = None) -> Any:
-        return functions.custom_bwd(bwd, device_type=device_type)
-
-    made = DeviceAmp(DeviceAutocast, DeviceGradScaler, custom_fwd, custom_bwd)
-    each: Any
-    for name, each in made._asdict().items():
-        each.__module__, each.__name__, each.__qualname__ = module, name, name
-        each.__doc__ = (
-            f"``torch.{device_type}.amp.{name}``: :obj:`distamp.{name}` for {device_type!r}, with "
-            "the arguments of the old name."
-        )
-    return made
+    return DeviceGradScaler

@@ -30,6 +30,7 @@ __all__ = [
     "local_of",
     "local_part",
     "merged",
+    "refuse_fp16",
     "refuse_impossible",
     "summed_values",
     "unscale",
@@ -73,34 +74,35 @@ def _is_fairscale_flat(parameter: Tensor) -> bool:
 
 
 def local_gradients(
-    parameters: Iterable[Tensor],
-    *,
-    allow_fp16: bool,
-    owner: torch.optim.Optimizer | None = None,
+    parameters: Iterable[Tensor], owner: torch.optim.Optimizer | None = None
 ) -> list[Tensor]:
     """Return the local, dense storage of every gradient there is.
 
     Args:
         parameters: The parameters of one optimizer.
-        allow_fp16: Whether float16 gradients may be read; torch.amp.GradScaler refuses to unscale
-            them, because in place they underflow.
         owner: Names the parameters in errors.
 
     Raises:
-        ValueError: A gradient is float16 and that is not allowed (torch's own text).
         GradientError: A DTensor gradient is ``Partial``: its local value is only a summand.
     """
     gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
     # Both questions are asked of all at once, in C; most models are dense and plain throughout.
     if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
-        gradients = _behind_wrappers(parameters, owner)
-    if not allow_fp16 and torch.float16 in set(map(_dtype, gradients)):
-        raise ValueError("Attempting to unscale FP16 gradients.")
+        return _behind_wrappers(parameters, owner)
     return gradients
 
 
 _is_sparse = operator.attrgetter("is_sparse")
-_dtype = operator.attrgetter("dtype")
+
+
+def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
+    """Refuse to unscale float16 gradients in place, where they underflow.
+
+    Raises:
+        ValueError: A gradient is float16 (torch's own text).
+    """
+    if torch.float16 in dtypes:
+        raise ValueError("Attempting to unscale FP16 gradients.")
 
 
 def _behind_wrappers(
@@ -140,24 +142,29 @@ def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int
         return gradient.to_local()
 
 
-def unscale(gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> list[Tensor]:
+def unscale(
+    gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool = True
+) -> list[Tensor]:
     """Multiply every gradient by ``inv_scale`` in place and look for inf and NaN in the same pass.
 
     Args:
         gradients: Local dense tensors, of any devices and dtypes.
         inv_scale: 0-d float32.
         found_inf: 0-d float32 flag, set to 1.0 where its own device holds an overflow.
+        allow_fp16: Whether float16 gradients are welcome; see `refuse_fp16`.
 
     Returns:
         One 0-d flag for each device that holds gradients; ``found_inf`` itself if there is none.
     """
     groups = _grouped(gradients)
+    if not allow_fp16:
+        refuse_fp16([dtype for _, dtype, _ in groups])
     if len(groups) == 1 and groups[0][0] == found_inf.device:
-        torch._amp_foreach_non_finite_check_and_unscale_(groups[0][1], found_inf, inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(groups[0][2], found_inf, inv_scale)
         return [found_inf]
     flags: dict[torch.device, Tensor] = {}
     scales: dict[torch.device, Tensor] = {}
-    for device, group in groups:
+    for device, _, group in groups:
         if device not in flags:
             same = device == found_inf.device
             flags[device] = found_inf if same else flag_of(False, device)
@@ -177,7 +184,7 @@ def check_finite(gradients: list[Tensor], found_inf: Tensor) -> list[Tensor]:
         One 0-d flag for each device that holds gradients; ``found_inf`` itself if there is none.
     """
     flags: dict[torch.device, Tensor] = {}
-    for device, group in _grouped(gradients):
+    for device, _, group in _grouped(gradients):
         if device not in flags:
             same = device == found_inf.device
             flags[device] = found_inf if same else flag_of(False, device)
@@ -201,7 +208,7 @@ def largest_magnitude(gradients: list[Tensor], device: torch.device) -> Tensor:
     ``torch._foreach_norm`` with ord inf is five times slower there.
     """
     largest = flag_of(False, device)
-    for there, group in _grouped(gradients):
+    for there, _, group in _grouped(gradients):
         group = _nonempty(group)
         if host.is_host(there):
             ends = [end for gradient in group for end in torch.aminmax(gradient)]
@@ -230,12 +237,12 @@ def _nonempty(group: list[Tensor]) -> list[Tensor]:
     return [g for g in group if g.numel()] or [torch.zeros_like(group[0].new_empty(1))]
 
 
-def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
+def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
     if not gradients:
         return []
     as_lists: Any = [gradients]
     groups: dict[Any, Any] = torch._C._group_tensors_by_device_and_dtype(as_lists, False)
-    return [(device, tensors) for (device, _), ((tensors,), _) in groups.items()]
+    return [(device, dtype, tensors) for (device, dtype), ((tensors,), _) in groups.items()]
 
 
 def summed_values(gradient: Tensor) -> Tensor:

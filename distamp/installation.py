@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
+import torch.utils.checkpoint
 
 import distamp.cpu.amp
 import distamp.cuda.amp
@@ -89,17 +91,15 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 def _with_op_lists(generator: Callable[..., Any]) -> Callable[..., Any]:
     """Make torch's checkpointing recompute under all of the autocast state, op lists included."""
+    signature = inspect.signature(generator)
 
-    def checkpointed(
-        fn: Callable[..., Any],
-        preserve_rng_state: bool,
-        context_fn: Callable[[], _Contexts],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if AutocastState.capture().lists is not None:
-            context_fn = _joined(context_fn)
-        return generator(fn, preserve_rng_state, context_fn, *args, **kwargs)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if AutocastState.capture().lists is None:
+            return generator(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        given.arguments["context_fn"] = _joined(given.arguments["context_fn"])
+        return generator(*given.args, **given.kwargs)
 
     return checkpointed
 
@@ -132,6 +132,8 @@ def _reentrant_with_op_lists(function: Any) -> Any:
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # from torch 2.14 on
+    _GENERATOR += "_impl"
 _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _PLACES = (

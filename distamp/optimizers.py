@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,17 +39,12 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
 
     ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
     """
-    attributes = getattr(optimizer, "__dict__", None)
-    if not attributes:
-        return None
-    for name in _INNER.intersection(attributes):
-        candidate = attributes[name]
-        if isinstance(candidate, torch.optim.Optimizer):
-            return candidate
+    attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
+    for name in ("optim", "optimizer", "_optim", "_optimizer"):
+        if name in attributes and isinstance(attributes[name], torch.optim.Optimizer):
+            inner: torch.optim.Optimizer = attributes[name]
+            return inner
     return None
-
-
-_INNER = frozenset({"optim", "optimizer", "_optim", "_optimizer"})
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -59,18 +54,20 @@ def unwrapped(optimizer: Any) -> Any:
     the ``param_groups`` of the one inside. A wrapper with groups of its own is itself returned.
     """
     for _ in range(8):
-        inner = _inside(optimizer)
+        attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
+        if "optimizer" not in attributes and "_optimizer" not in attributes:
+            return optimizer
+        inner = _inside(optimizer, attributes)
         if inner is None:
             return optimizer
         optimizer = inner
     return optimizer
 
 
-def _inside(optimizer: Any) -> Any:
-    # Asked of every optimizer in every step: what has neither attribute is told by its dict alone.
-    attributes = getattr(optimizer, "__dict__", None)
-    if attributes is None or ("optimizer" not in attributes and "_optimizer" not in attributes):
-        return None
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _inside(optimizer: Any, attributes: Mapping[str, Any]) -> Any:
     for name in ("optimizer", "_optimizer"):
         inner = attributes.get(name)
         if inner is None or inner is optimizer or not hasattr(inner, "step"):

@@ -7,6 +7,7 @@ is replaced, so that the hooks of wrappers stay outside, and no parameter gets a
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,9 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
         raise UsageError(
             f"{wanted[0]}: --model {config.model} has no blocks (members of a ModuleList)"
         )
+    if config.compile and config.checkpoint_activations == "selective":
+        # torch warns on each rank; launch/facts.py does once, where it is news.
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for block in blocks:
         forward: Callable[..., Any] = block.forward
         # Compiled last, so that the compiler sees what is to be computed again.
@@ -88,6 +92,10 @@ def _asked(config: Config) -> dict[str, bool]:
         "compile": config.compile,
         "checkpoint-activations": config.checkpoint_activations != "none",
     }
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:

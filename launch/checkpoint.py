@@ -24,13 +24,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from launch.errors import UsageError
+from launch.places import CHECKPOINTS, is_checkpoint, run_of
 from launch.ranks import Ranks
 
-__all__ = ["FOLDER", "Manifest", "find", "forget_after", "read", "save"]
+__all__ = ["Manifest", "any_in", "find", "forget_after", "read", "save", "size_in"]
 
-FOLDER = "checkpoints"
 Manifest = dict[str, Any]
 _MANIFEST = "manifest.json"
+# Of all that the manifest says; those of before it had one lack it.
+_DIGEST = "digest"
+_NEEDED = {"progress", "scaler", "model", "settings", "data", "files"}
 _PARTIAL = ".partial"
 _FORMAT = "distamp launch checkpoint 2"
 
@@ -68,7 +71,8 @@ def save(
     with ranks.together():
         if ranks.is_main:
             with _writing(target):
-                _finish(partial, target, {"format": _FORMAT, **about, "files": files})
+                manifest = {"format": _FORMAT, **about, "files": files}
+                _finish(partial, target, {**manifest, _DIGEST: _digest(manifest)})
                 for old in _candidates(folder)[keep:]:
                     shutil.rmtree(old, ignore_errors=True)
     return target
@@ -78,7 +82,7 @@ def find(resume: Path, ranks: Ranks) -> tuple[Path, Manifest, list[str]]:
     """Return the newest whole checkpoint of a run, the same on every rank.
 
     Args:
-        resume: The folder of a run, or one checkpoint.
+        resume: The folder of a run, that of its checkpoints, or one checkpoint.
         ranks: Those that look; each reads a share of the files.
 
     Returns:
@@ -87,8 +91,9 @@ def find(resume: Path, ranks: Ranks) -> tuple[Path, Manifest, list[str]]:
     Raises:
         UsageError: If there is none.
     """
-    one = resume.name.startswith("step-")
-    candidates = ranks.gather([resume] if one else _candidates(resume / FOLDER))[0]
+    run = run_of(resume) or resume
+    one = is_checkpoint(resume)
+    candidates = ranks.gather([resume] if one else _candidates(run / CHECKPOINTS))[0]
     broken: list[str] = []
     for path in candidates:
         manifest, fault = _check(path, ranks)
@@ -116,6 +121,17 @@ def read(path: Path, ranks: Ranks, tensors: dict[str, Tensor]) -> None:
         raise UsageError(f"--resume {path}: {_reason(failed)}") from None
 
 
+def any_in(run: Path) -> bool:
+    """Whether a run's folder has checkpoints, whole or not."""
+    return bool(_candidates(run / CHECKPOINTS))
+
+
+def size_in(run: Path) -> int:
+    """Return the bytes of the checkpoints in a run's folder, whole or not."""
+    files = (p for found in _candidates(run / CHECKPOINTS) for p in found.glob("*"))
+    return sum(path.stat().st_size for path in files)
+
+
 def forget_after(folder: Path, step: int) -> None:
     """Remove what is newer than this step, and what was never finished."""
     shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
@@ -136,6 +152,9 @@ def _check(path: Path, ranks: Ranks) -> tuple[Manifest, str]:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             return {}, "it is of another format"
+        lacking = _NEEDED - manifest.keys()
+        if lacking or manifest.get(_DIGEST) not in (None, _digest(manifest)):
+            return {}, f"{_MANIFEST} is not as it was written"
         for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
             if _fingerprint(path / name) != manifest["files"][name]:
                 return {}, f"{name} is not as it was written"
@@ -155,6 +174,12 @@ def _fingerprint(path: Path) -> list[Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         return [os.fstat(file.fileno()).st_size, digest.hexdigest()]
+
+
+def _digest(manifest: Manifest) -> str:
+    """Return a digest of a manifest, its own aside."""
+    rest = json.loads(json.dumps({k: v for k, v in manifest.items() if k != _DIGEST}))
+    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _finish(partial: Path, target: Path, manifest: Manifest) -> None:

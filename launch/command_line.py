@@ -18,6 +18,7 @@ import tyro
 from launch.config import Config, Shape
 from launch.errors import UsageError
 from launch.help import completion, help_text
+from launch.places import run_of
 
 __all__ = ["differences", "flags_of", "parse", "read"]
 
@@ -47,16 +48,20 @@ def parse(args: Sequence[str] | None, *, quiet: bool = False) -> Config:
     _answer_questions(given, quiet)
     inherited: list[str] = []
     if (run := _value(given, "resume")) is not None:
-        inherited += _inherited(_run_folder(Path(run)) / "config.json", given, may_lack=True)
+        folder = run_of(Path(run))
+        if folder is not None:
+            inherited += _inherited(folder / "config.json", given, resumed=True)
     if (path := _value(given, "config")) is not None:
-        inherited += _inherited(Path(path), given, may_lack=False)
+        inherited += _inherited(Path(path), given, resumed=False)
     return _parse([*inherited, *given])
 
 
 def read(args: Sequence[str] | None, *, quiet: bool = False) -> Config | UsageError:
-    """Parse, and return what is wrong in the place of raising it: ranks are to say it together."""
+    """Parse and check; return what is wrong, not raise it: the ranks are to report it together."""
     try:
-        return parse(args, quiet=quiet)
+        config = parse(args, quiet=quiet)
+        config.check()
+        return config
     except UsageError as error:
         return error
 
@@ -65,7 +70,7 @@ def flags_of(path: Path) -> Config | None:
     """Return what a config.json asks for; None where there is none that can be read."""
     try:
         return _parse(_as_arguments(_loaded(path)))
-    except UsageError:
+    except (UsageError, OSError, ValueError):
         return None
 
 
@@ -100,9 +105,9 @@ def _width() -> int:
 
 
 def _parse(args: list[str]) -> Config:
-    said, unheard = io.StringIO(), io.StringIO()
+    errors, output = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(unheard):
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
             return tyro.cli(
                 Config,
                 prog="launch/train.py",
@@ -110,7 +115,7 @@ def _parse(args: list[str]) -> Config:
                 config=(tyro.conf.OmitArgPrefixes,),
             )
     except SystemExit:
-        raise UsageError(_one_line(said.getvalue())) from None
+        raise UsageError(_one_line(errors.getvalue())) from None
 
 
 # -- the flags of another run ---------------------------------------------------------------------
@@ -127,18 +132,34 @@ def _value(args: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _run_folder(resume: Path) -> Path:
-    """Return a run's folder; one checkpoint lies two folders below it."""
-    return resume.parent.parent if resume.parent.name == "checkpoints" else resume
+def _inherited(path: Path, given: Sequence[str], *, resumed: bool) -> list[str]:
+    """Return the flags in a config.json, but for those that cannot go with what is given.
 
+    Args:
+        path: The file, or the folder of its run.
+        given: The arguments beside it.
+        resumed: Whether it is that of the run that goes on: it may lack then, or be another
+            version's.
 
-def _inherited(path: Path, given: Sequence[str], *, may_lack: bool) -> list[str]:
-    """Return the flags in a config.json, but for those that cannot go with what is given."""
-    if path.is_dir():
-        path = path / "config.json"
-    if may_lack and not path.exists():  # an old run, or none; --resume itself says which
-        return []
-    settings = _loaded(path)
+    Raises:
+        UsageError: Naming the file and what is wrong in it.
+    """
+    flag = "--resume" if resumed else "--config"
+    with _reading(flag, path):
+        if path.is_dir():
+            path = path / "config.json"
+        if resumed and not path.exists():  # an old run, or none; find() names which
+            return []
+        settings = _loaded(path)
+    known = {each.name for kind in (Config, Shape) for each in fields(kind)}
+    if not resumed and (unknown := [name for name in settings if name not in known]):
+        raise UsageError(
+            f"--config {path}: no flag is called {unknown[0]} (--help lists every flag)"
+        )
+    try:
+        _parse(_as_arguments(settings))
+    except UsageError as error:
+        raise UsageError(f"{flag} {path}: {error}") from None
     if any(_value(given, name) is not None for name in _LEVEL):
         settings = {name: v for name, v in settings.items() if name not in _OF_A_LEVEL}
     if _value(given, "strategy") is not None:
@@ -146,17 +167,25 @@ def _inherited(path: Path, given: Sequence[str], *, may_lack: bool) -> list[str]
     return _as_arguments({name: v for name, v in settings.items() if name not in _OWN})
 
 
+@contextlib.contextmanager
+def _reading(flag: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise UsageError(f"{flag} {path}: no such file") from None
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot read it ({error.strerror})") from None
+    except ValueError as error:
+        raise UsageError(f"{flag} {path}: {error}") from None
+
+
 def _loaded(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"--config {path}: no such file") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read it ({error.strerror})") from None
     except ValueError:
-        raise UsageError(f"{path}: it is no JSON") from None
+        raise ValueError("it is no JSON") from None
     if not isinstance(settings, dict):
-        raise UsageError(f"{path}: it is no config.json of a run")
+        raise ValueError("it is no config.json of a run")
     shape = settings.pop("shape", {})
     return {**settings, **(shape if isinstance(shape, dict) else {})}
 

@@ -10,9 +10,12 @@ from typing import Literal
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat
 from distamp.precision import Precision
 from launch.errors import UsageError
+from launch.places import run_of
 
 __all__ = ["Config", "Shape"]
 
+# A month; gloo counts milliseconds in 32 bits.
+_LONGEST_S = 2_000_000.0
 # --precision chooses among the levels whose weights are fp32.
 _LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
 
@@ -164,11 +167,8 @@ class Config:
         """The folder this run writes to."""
         if self.run_dir is not None:
             return self.run_dir
-        if self.resume is not None:
-            # One checkpoint lies two folders below its run.
-            is_run = self.resume.parent.name != "checkpoints"
-            return self.resume if is_run else self.resume.parent.parent
-        return Path("runs/latest")
+        found = None if self.resume is None else run_of(self.resume)
+        return found or Path("runs/latest")
 
     @property
     def level(self) -> Precision:
@@ -226,6 +226,8 @@ class Config:
             _require(getattr(self.shape, name) > 0, name, getattr(self.shape, name), "more than 0")
         for name in ("warmup", "weight_decay", "clip", "keep_checkpoints"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "at least 0 and below 2^32")
+        _require(self.timeout <= _LONGEST_S, "timeout", self.timeout, f"at most {_LONGEST_S:g}")
         _require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "between 0 and 1")
         _require(
             0 <= self.shape.dropout < 1, "dropout", self.shape.dropout, "at least 0 and below 1"

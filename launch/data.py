@@ -71,7 +71,16 @@ def load_data(config: Config, kind: str | None) -> Data:
     Raises:
         UsageError: If there is nothing to read, or it is of the other kind.
     """
+    try:
+        return _load_data(config, kind)
+    except OSError as error:
+        raise UsageError(f"--data {config.data}: cannot read it ({error.strerror})") from None
+
+
+def _load_data(config: Config, kind: str | None) -> Data:
     given = config.data
+    if given == "":
+        raise UsageError("--data: it names nothing; leave it out for the default")
     path = None if given in (None, "digits") else Path(given).expanduser()
     is_images = given == "digits" or (path is not None and path.is_dir() and holds_images(path))
     if given is None:

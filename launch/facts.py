@@ -13,6 +13,7 @@ from launch.data import Data
 from launch.device import slowdown
 from launch.folder import Origin
 from launch.levels import described, eps_for
+from launch.models import MODELS
 from launch.ranks import Ranks
 
 __all__ = ["changes", "facts", "settings", "warnings"]
@@ -74,6 +75,12 @@ def warnings(config: Config, device: torch.device) -> list[str]:
         found.append(
             f"This {device.type} multiplies matrices {slower:.0f} times slower in"
             f" {config.level_name} than in fp32\n"
+        )
+    selective = config.checkpoint_activations == "selective"
+    if config.compile and selective and config.model not in MODELS:
+        found.append(
+            "--compile with --checkpoint-activations selective: a block must change no tensor in"
+            " place (torch.relu_), which would be done twice\n"
         )
     if config.eps is None and (eps := eps_for(config)) != 1e-8:
         found.append(f"AdamW has eps={eps:g}: its state is fp16 at {config.level_flag}\n")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import socket
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,14 +19,15 @@ from launch.command_line import flags_of
 from launch.config import Config
 from launch.data import Data
 from launch.errors import UsageError
+from launch.places import CHECKPOINTS
 from launch.ranks import Ranks
 from launch.reporting import METRICS, RunReporter, read_metrics
 
-__all__ = ["Origin", "check_shared", "check_space", "claim", "find_origin"]
+__all__ = ["Lock", "Origin", "begin", "check_shared", "check_space", "claim", "find_origin"]
 
 # fp32 parameters and AdamW's two moments.
 _BYTES_PER_PARAMETER = 12
-_JOB = "job.json"
+_JOB, _LOCK = "job.json", ".lock"
 CONFIG = "config.json"
 
 
@@ -47,6 +51,11 @@ class Origin:
     flags: Config | None
 
     @property
+    def folder(self) -> Path:
+        """The folder of the run that wrote it."""
+        return self.path.absolute().parent.parent
+
+    @property
     def step(self) -> int:
         """Steps done in it."""
         step: int = self.manifest["progress"]["step"]
@@ -54,7 +63,7 @@ class Origin:
 
     def advised(self, own: Path) -> Path:
         """Return what to resume from while a run in ``own`` has no newer checkpoint."""
-        return own if self.path.parent.parent.absolute() == own.absolute() else self.path
+        return own if self.folder.resolve() == own.resolve() else self.path
 
 
 def find_origin(config: Config, ranks: Ranks) -> Origin | None:
@@ -63,15 +72,15 @@ def find_origin(config: Config, ranks: Ranks) -> Origin | None:
     A group of processes that torchrun started anew goes on from what it has written itself.
 
     Raises:
-        UsageError: On every rank, if ``--resume`` names no checkpoint.
+        UsageError: On every rank, if ``--resume`` names no checkpoint, or none is whole.
     """
     own = config.folder
     restarted = ranks.restarts > 0 or ranks.gather(_is_this_job(own))[0]
-    if restarted or config.auto_resume:
-        # Where none of its checkpoints is whole: from the start, or from what was asked for.
-        with contextlib.suppress(UsageError):
-            path, manifest, broken = checkpoint.find(own, ranks)
-            return _origin(own, path, manifest, broken, asked=False)
+    # One that has no checkpoint yet goes on from what was asked for, or from the start. One whose
+    # checkpoints cannot be read does not: it would write over them.
+    if (restarted or config.auto_resume) and ranks.gather(checkpoint.any_in(own))[0]:
+        path, manifest, broken = checkpoint.find(own, ranks)
+        return _origin(own, path, manifest, broken, asked=False)
     if config.resume is None:
         return None
     path, manifest, broken = checkpoint.find(config.resume, ranks)
@@ -79,7 +88,7 @@ def find_origin(config: Config, ranks: Ranks) -> Origin | None:
 
 
 def _origin(run: Path, path: Path, manifest: Manifest, broken: list[str], *, asked: bool) -> Origin:
-    flags = flags_of(path.parent.parent / CONFIG)
+    flags = flags_of(path.absolute().parent.parent / CONFIG)
     return Origin(run, path, manifest, tuple(broken), asked, flags)
 
 
@@ -90,8 +99,9 @@ def check_space(config: Config, parameters: int, ranks: int) -> None:
         UsageError: Naming what is no folder; or what they need and what is there.
     """
     place = config.folder.absolute()
-    while not place.exists():
-        place = place.parent
+    with _writing(config.folder):
+        while not place.exists():
+            place = place.parent
     if not place.is_dir():
         raise UsageError(f"--run-dir {config.folder}: {place} is no folder")
     if config.keep_checkpoints == 0:
@@ -102,41 +112,106 @@ def check_space(config: Config, parameters: int, ranks: int) -> None:
     if wire is not None and wire.needs_error_feedback:
         each += 8 * ranks
     need = (config.keep_checkpoints + 1) * parameters * each
-    have = shutil.disk_usage(place).free
+    # Those that are there are among them, or make room for them.
+    have = shutil.disk_usage(place).free + checkpoint.size_in(config.folder)
     if need > have:
+        keep = config.keep_checkpoints
         raise UsageError(
-            f"--run-dir {config.folder}: {config.keep_checkpoints} checkpoints and the next one"
-            f" need {need / 2**30:.3g} GiB, and there are {have / 2**30:.3g} free"
+            f"--run-dir {config.folder}: {keep} checkpoint{'s' * (keep > 1)} and the next one need"
+            f" {_shown(need)}, and there are {_shown(have)} free; --keep-checkpoints says how many"
         )
 
 
-def claim(config: Config, origin: Origin | None, data: Data, restarted: bool) -> RunReporter:
-    """Make the run's folder, and begin its metrics with what happened before the checkpoint.
+def _shown(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB" if size >= 2**29 else f"{size / 2**20:.3g} MiB"
+
+
+def claim(config: Config, origin: Origin | None, restarted: bool) -> Lock:
+    """Make the run's folder and lock it; what is in it stays as it is.
+
+    Args:
+        config: The run's settings.
+        origin: What it goes on from.
+        restarted: Whether torchrun has started this group of processes anew.
 
     Raises:
-        UsageError: If it holds another run, or cannot be written to.
+        UsageError: If it holds another run, one is being written there, or nothing can be.
     """
     folder = config.folder
-    history = []
-    step = 0
-    if origin is not None:
-        step = origin.step
-        from_folder = origin.path.parent.parent
-        history = read_metrics(from_folder / METRICS, until=step)
     mine = restarted or config.auto_resume or _is_this_job(folder)
-    if (folder / METRICS).exists() and origin is None and not (config.overwrite or mine):
+    same = origin is not None and origin.folder.resolve() == folder.resolve()
+    if _holds_run(folder) and not (same or config.overwrite or mine):
         raise UsageError(
             f"--run-dir {folder}: it already holds a run; pass --resume {folder} to go on with it,"
             " --overwrite to start again, or another --run-dir"
         )
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.forget_after(folder / checkpoint.FOLDER, step)
-        _write(folder / CONFIG, asdict(config))
-        _write(folder / _JOB, {"torchelastic_run_id": _run_id()})
-        return RunReporter(folder, config, data.kind, history, step)
-    except OSError as error:
-        raise UsageError(f"--run-dir {folder}: cannot write there ({error.strerror})") from None
+        if config.keep_checkpoints > 0:
+            (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        lock = Lock(folder / _LOCK)
+    if lock.owner and not (restarted or _is_this_job(folder)):
+        raise UsageError(
+            f"--run-dir {folder}: another run is writing there ({lock.owner}); let it end, or pass"
+            " another --run-dir"
+        )
+    if config.overwrite and origin is None and not mine:
+        # At once: should torchrun start the ranks anew, these would be taken for the run's own.
+        checkpoint.forget_after(folder / CHECKPOINTS, 0)
+    return lock
+
+
+def begin(config: Config, origin: Origin | None, data: Data, lock: Lock) -> RunReporter:
+    """Begin a run's records with what happened before the checkpoint, and remove what came after.
+
+    Raises:
+        UsageError: If nothing can be written there.
+    """
+    folder = config.folder
+    step = 0 if origin is None else origin.step
+    history = [] if origin is None else read_metrics(origin.folder / METRICS, until=step)
+    with _writing(folder):
+        _write(folder / CONFIG, json.dumps(asdict(config), indent=2, default=str))
+        _write(folder / _JOB, json.dumps({"torchelastic_run_id": _run_id()}))
+        report = RunReporter(folder, config, data.kind, history, step, lock.close)
+        checkpoint.forget_after(folder / CHECKPOINTS, step)
+    return report
+
+
+def _holds_run(folder: Path) -> bool:
+    metrics = folder / METRICS
+    return checkpoint.any_in(folder) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+class Lock:
+    """A run's folder, locked against other processes while this one writes there.
+
+    A process that ends, however that is, leaves no lock. File systems without locks have none.
+
+    Attributes:
+        owner: The process that has locked it, if another one has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.owner = ""
+        self._file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            self.owner = self._file.read().strip() or "unknown"
+            self._file.close()
+            return
+        except OSError:
+            pass
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def check_shared(config: Config, ranks: Ranks) -> None:
@@ -145,14 +220,13 @@ def check_shared(config: Config, ranks: Ranks) -> None:
     Raises:
         UsageError: On every rank, if any rank does not see what rank 0 writes there.
     """
-    if ranks.world_size == 1:
-        return
     token = ranks.gather(uuid.uuid4().hex)[0]
     path = config.folder / f".shared-{token}"
     try:
         with ranks.together():
             if ranks.is_main:
-                _write(path, token)
+                with _writing(config.folder):
+                    _write(path, token)
         with ranks.together():
             if not path.exists():
                 raise UsageError(
@@ -164,13 +238,23 @@ def check_shared(config: Config, ranks: Ranks) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, value: object) -> None:
+def _write(path: Path, text: str) -> None:
+    """Write a file whole, or leave the one that is there."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+        partial.write_text(f"{text}\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise UsageError(
-            f"--run-dir {path.parent}: cannot write there ({error.strerror})"
-        ) from None
+        raise UsageError(f"--run-dir {folder}: cannot write there ({error.strerror})") from None
 
 
 def _is_this_job(folder: Path) -> bool:

@@ -49,7 +49,7 @@ def load_digits() -> Pictures:
     digits: Any = importlib.import_module("sklearn.datasets").load_digits()
     pixels = torch.from_numpy(digits.images).to(torch.uint8)[:, None]
     labels = torch.from_numpy(digits.target).long()
-    # Those of one writer lie together; held out should be some of every writer's.
+    # Those of one writer lie together; the validation split should have some of every writer's.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     names = tuple(map(str, digits.target_names))
     return Pictures("scikit-learn's digits", pixels[order], labels[order], names, 16)

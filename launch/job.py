@@ -13,27 +13,26 @@ import torch
 from distamp import cast_model, precision_report
 from launch import checkpoint, strategies
 from launch.batches import Batches
-from launch.blocks import check_blocks, prepare_blocks
+from launch.blocks import prepare_blocks
 from launch.compare import Record
 from launch.config import Config
-from launch.data import Data, load_data
-from launch.device import check_backend, check_precision, pick_device
+from launch.data import Data
 from launch.errors import UsageError
 from launch.facts import changes, facts, settings, warnings
-from launch.folder import Origin, check_shared, check_space, claim, find_origin
-from launch.levels import amp_for, trial
-from launch.memory import ModelSize, Needs, check_memory, largest_peak, needs
-from launch.models import Recipe, count_parameters, init_model, recipe_for, sketch_model
-from launch.parallel import ParallelContext, units
+from launch.folder import Origin, begin, check_shared, check_space, claim, find_origin
+from launch.levels import amp_for
+from launch.memory import Needs, largest_peak
+from launch.models import Recipe, init_model
+from launch.parallel import ParallelContext
+from launch.places import CHECKPOINTS
+from launch.plan import Plan, check_same_run, plan
 from launch.profiling import Trace
 from launch.ranks import Ranks
-from launch.reporting import Reporter, check_trackers
+from launch.reporting import Reporter
 from launch.residuals import give_back, places, residuals
-from launch.sketch import Sketch
 from launch.state import RunState, random_state, restore_random_state
 from launch.steps import Due, StepCount, due
 from launch.stopping import Preempted, Stop
-from launch.strategy_checks import check_strategy
 
 __all__ = ["Job", "prepare"]
 
@@ -141,7 +140,7 @@ class Job:
         }
         random = _random_tensors(self.ranks, self.device)
         tensors = {**self.run.tensors_to_save(), **random, **left}
-        folder = self.config.folder / checkpoint.FOLDER
+        folder = self.config.folder / CHECKPOINTS
         self.report.flush()
         try:
             checkpoint.save(folder, self.ranks, tensors, about, self.config.keep_checkpoints)
@@ -202,107 +201,76 @@ def prepare(given: Config | UsageError, ranks: Ranks, stop: Stop | None = None) 
     Raises:
         UsageError: On every rank, if any rank finds that it cannot be done.
     """
-    with ranks.together():
-        if isinstance(given, UsageError):
-            raise given
-        config = given
-        config.check()
-        device = pick_device(config.device, ranks)
-        check_backend(config.backend)
-        if ranks.is_main:
-            check_trackers(config)
-        check_strategy(config, ranks, device)
-        check_blocks(config, strategies.chosen(config, ranks)[0])
-        check_precision(device, config)
-        trial(config, device)
-        recipe = recipe_for(config)
-        data = load_data(config, recipe.kind)
-        data.check(config)
-        how, strategy = strategies.chosen(config, ranks)
-        sketched = recipe.meta or strategy.from_meta
-        sketch = sketch_model(recipe, data, config.seed) if sketched else None
-        size = _size(sketch, recipe, data)
-        shares = strategies.shares(config, ranks, sketched=sketch is not None)
-        needed = needs(size, config.level, shares, _gathered_in(config))
-        check_memory(size, config, device, ranks, needed, how)
-    with ranks.together():
-        if len(set(ranks.gather(data.digest))) > 1:
-            raise UsageError(f"--data: the ranks do not read the same from {data.name}")
+    planned = plan(given, ranks)
+    config, device, data = planned.config, planned.device, planned.data
     origin = find_origin(config, ranks)
     with ranks.together():
         if origin is not None:
-            _check_same_run(origin, config, recipe, data)
-        check_space(config, size.parameters, ranks.world_size)
-        restarted = ranks.restarts > 0
-        report = claim(config, origin, data, restarted) if ranks.is_main else Reporter()
-    check_shared(config, ranks)
-    with ranks.together():
-        try:
-            run = _build(
-                config, ranks, device, data, recipe, sketch if strategy.from_meta else None
-            )
-        except BaseException:
-            report.close()
-            raise
-    torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
-    if origin is not None:
-        restore(run, origin, ranks, device)
+            check_same_run(origin, planned)
+        check_space(config, planned.size.parameters, ranks.world_size)
+        lock = claim(config, origin, ranks.restarts > 0) if ranks.is_main else None
+    # Nothing of what is in the folder is touched before there is something to train.
+    try:
+        check_shared(config, ranks)
+        with ranks.together():
+            run = _build(planned, ranks)
+        torch.manual_seed(config.seed + 1 + run.parallel.dp_rank)
+        if origin is not None:
+            restore(run, origin, ranks, device)
+        with ranks.together():
+            report = Reporter() if lock is None else begin(config, origin, data, lock)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
     parameters = _count(run, config, ranks)
     report.start(facts(config, parameters, data, ranks, device))
-    for line in () if origin is None else (*origin.broken, changes(origin, config, ranks, device)):
-        report.note(line)
+    if origin is not None:
+        for line in (*origin.broken, changes(origin, config, ranks, device)):
+            report.note(line)
     for line in warnings(config, device) if ranks.is_main else ():
         report.note(line)
-    trace = Trace(config.folder, ranks, wanted=config.profile)
-    stop = stop or Stop(config.max_minutes)
-    steps = StepCount(
-        config,
-        run.progress,
-        device,
-        scales=config.level.scales,
-        fused=strategies.adamw_kernel(config, ranks) == "fused",
-    )
     return Job(
-        *(config, ranks, device, data, recipe, run, report, stop, trace, parameters, needed, steps),
+        config,
+        ranks,
+        device,
+        data,
+        planned.recipe,
+        run,
+        report,
+        stop or Stop(config.max_minutes),
+        Trace(config.folder, ranks, wanted=config.profile),
+        parameters,
+        planned.needed,
+        _step_count(run, config, ranks, device),
         resumable=None if origin is None else origin.advised(config.folder),
         last_record=run.progress.step,
     )
 
 
-def _build(
-    config: Config,
-    ranks: Ranks,
-    device: torch.device,
-    data: Data,
-    recipe: Recipe,
-    sketch: Sketch | None,
-) -> RunState:
+def _step_count(run: RunState, config: Config, ranks: Ranks, device: torch.device) -> StepCount:
+    fused = strategies.adamw_kernel(config, ranks) == "fused"
+    return StepCount(config, run.progress, device, scales=config.level.scales, fused=fused)
+
+
+def _build(planned: Plan, ranks: Ranks) -> RunState:
     """Build what is trained: from a sketch, sharded before it has memory; else whole."""
-    model = init_model(recipe, data, config.seed, device) if sketch is None else sketch.model
+    config, recipe, device = planned.config, planned.recipe, planned.device
+    from_meta = strategies.chosen(config, ranks)[1].from_meta
+    sketch = planned.sketch if from_meta else None
+    if sketch is None:
+        model = init_model(recipe, planned.data, config.seed, device)
+    else:
+        model = sketch.model
     model = cast_model(model, config.level)
     prepare_blocks(model, config)
-    context = ParallelContext(config, ranks, device, data.sample, sketch)
+    context = ParallelContext(config, ranks, device, planned.data.sample, sketch)
     parallel = strategies.parallelize(model, context)
     run = RunState(parallel, amp_for(parallel, config))
     if recipe.check is not None:
         with run.amp.autocast():
-            recipe.check(parallel.model, data)
+            recipe.check(parallel.model, planned.data)
     return run
-
-
-def _size(sketch: Sketch | None, recipe: Recipe, data: Data) -> ModelSize:
-    """Return how large the model will be; of one that cannot be sketched, as much as is known."""
-    if sketch is None:
-        return ModelSize(count_parameters(recipe, data))
-    blocks = [sum(p.numel() for p in block.parameters()) for _, _, block in units(sketch.model)]
-    largest = max((p.numel() for p in sketch.model.parameters()), default=0)
-    outside = sketch.parameters - sum(blocks)
-    return ModelSize(sketch.parameters, max(blocks, default=0), outside, largest)
-
-
-def _gathered_in(config: Config) -> torch.dtype:
-    level = config.level
-    return level.compute if level.autocasts and not config.gather_fp32 else level.param
 
 
 def restore(run: RunState, origin: Origin, ranks: Ranks, device: torch.device) -> None:
@@ -330,26 +298,6 @@ def restore(run: RunState, origin: Origin, ranks: Ranks, device: torch.device) -
 def _random_tensors(ranks: Ranks, device: torch.device) -> dict[str, torch.Tensor]:
     states = random_state(device)
     return {f"random.{kind}.{ranks.rank}": state for kind, state in states.items()}
-
-
-def _check_same_run(origin: Origin, config: Config, recipe: Recipe, data: Data) -> None:
-    """Refuse a checkpoint of another model or other data, or one with nothing left to do."""
-    where, saved = f"--resume {origin.run}", origin.manifest
-    for name in {**recipe.shape, **saved["model"]}:
-        ours, theirs = recipe.shape.get(name), saved["model"].get(name)
-        if ours != theirs:
-            raise UsageError(
-                f"{where}: it belongs to another model, with {name} {theirs} where this run has"
-                f" {ours}; pass --{name.replace('_', '-')} {theirs}"
-            )
-    if saved["data"]["digest"] != data.digest:
-        raise UsageError(
-            f"{where}: it was trained on other data ({saved['data']['name']}) than"
-            f" {data.name} holds now; pass the same --data"
-        )
-    done = saved["progress"]["step"]
-    if done >= config.steps and origin.asked:
-        raise UsageError(f"{where}: all its {done} steps are done; pass a --steps above {done}")
 
 
 def _count(run: RunState, config: Config, ranks: Ranks) -> int:

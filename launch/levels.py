@@ -66,10 +66,10 @@ def trial(config: Config, device: torch.device) -> Amp:
 
 
 def _scale(config: Config) -> dict[str, Any]:
-    """Return what is to be said of a loss scale that moves.
+    """Return the settings of a loss scale that moves.
 
     Raises:
-        UsageError: It is said of one that does not.
+        UsageError: They are given for one that does not.
     """
     constant = config.level.loss_scale
     if constant != "dynamic":

@@ -1,7 +1,9 @@
-"""How much memory a rank needs in its layout, what would fit, and how much it has held at most."""
+"""How much memory a rank needs in its layout, what would fit, and its measured peak."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import resource
 import sys
@@ -16,7 +18,20 @@ from launch.errors import UsageError
 from launch.levels import stepped_in
 from launch.ranks import Ranks
 
-__all__ = ["ModelSize", "Needs", "Shares", "check_memory", "largest_peak", "needs", "peak_memory"]
+__all__ = [
+    "ModelSize",
+    "Needs",
+    "Shares",
+    "check_memory",
+    "largest_peak",
+    "needs",
+    "peak_memory",
+    "return_freed_memory",
+]
+
+
+# As <malloc.h> has it.
+_M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
@@ -61,8 +76,8 @@ class Needs:
     def __str__(self) -> str:
         parts = {"weights": self.weights, "gradients": self.gradients, "AdamW": self.state}
         parts |= {"gathered blocks": self.gathered} if self.gathered else {}
-        said = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
-        return f"{self.total / 1e6:,.0f} MB on each rank before activations ({said})"
+        listed = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
+        return f"{self.total / 1e6:,.0f} MB on each rank before activations ({listed})"
 
 
 @dataclass(frozen=True)
@@ -121,11 +136,10 @@ def check_memory(
     Raises:
         UsageError: Naming what a rank needs, what is there and what would fit.
     """
-    # The ranks of one machine share its memory; each has a GPU of its own.
-    here = 1 if device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    have = _memory(device) / here
+    have = _available(device)
     if found.total <= have:
         return
+    here = _ranks_here(device)
     among = "" if here == 1 else f" for each of the {here} ranks here"
     raise UsageError(
         f"--model {config.model}: {size.parameters:.3g} parameters under {says} need"
@@ -146,6 +160,15 @@ def _what_fits(size: ModelSize, level: Precision, have: float) -> str:
     return "no number of ranks would do: a block does not fit; make --width smaller"
 
 
+def _available(device: torch.device) -> float:
+    return _memory(device) / _ranks_here(device)
+
+
+def _ranks_here(device: torch.device) -> int:
+    # The ranks of one machine share its memory; each has a GPU of its own.
+    return 1 if device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _memory(device: torch.device) -> int:
     """Return the bytes of a device's memory; for the CPU, what this machine or container has."""
     if device.type == "cuda":
@@ -157,8 +180,21 @@ def _memory(device: torch.device) -> int:
     return min(have, int(text)) if text.isdigit() else have
 
 
+def return_freed_memory(needed: Needs, device: torch.device) -> None:
+    """Have malloc give freed tensors of 1 MiB and more back to the system at once, where it counts.
+
+    glibc keeps those below 32 MB in its heap, in pieces that gathered blocks and gradients do not
+    fit: at its peak a rank then has a quarter more than it needs. Giving them back costs the system
+    time, so it is done where a rank needs a quarter of its memory or more.
+    """
+    if device.type != "cpu" or needed.total < _available(device) / 4:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # a malloc that is not glibc's
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has held at once, since it started.
+    """Return the peak of this process's memory in bytes, since it started.
 
     On an accelerator: in tensors, on the device that holds most of them. On the CPU: the peak of
     the process's resident set, the interpreter and torch's libraries included.

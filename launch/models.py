@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -209,11 +210,18 @@ def users_own(name: str, config: Config) -> Recipe:
         sys.path.append(os.getcwd())  # as python -m has it
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--model {name}: {error}") from None
 
     def build(data: Data) -> nn.Module:
-        model = factory(data, **_arguments(config))
+        given = _arguments(config)
+        try:
+            inspect.signature(factory).bind(data, **given)
+        except TypeError as error:
+            raise UsageError(f"--model {name}: it cannot be called so: {error}") from None
+        except ValueError:  # it has no signature
+            pass
+        model = factory(data, **given)
         if not isinstance(model, nn.Module):
             raise UsageError(f"--model {name}: it returned {type(model).__name__}, not a Module")
         return model

@@ -52,7 +52,7 @@ class Overflows:
         if not self.counts:
             return ""
         (name, steps), *others = self.worst
-        said = f"most often {name}, in {steps} steps"
+        text = f"most often {name}, in {steps} steps"
         if others:
-            said += f"; then {others[0][0]}, in {others[0][1]}"
-        return said + (f"; and {len(others) - 1} more" if len(others) > 1 else "")
+            text += f"; then {others[0][0]}, in {others[0][1]}"
+        return text + (f"; and {len(others) - 1} more" if len(others) > 1 else "")

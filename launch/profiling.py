@@ -16,7 +16,7 @@ __all__ = ["FOLDER", "Trace"]
 FOLDER = "profile"
 # The first steps of a process set up kernels, buckets and caches.
 _WAIT, _WARMUP, _ACTIVE = 2, 2, 3
-# Above all levels of the log of torch's profiler, which else tells of each trace.
+# Above all levels of the log of torch's profiler, which else prints a line for each trace.
 _SILENT = "99"
 
 
@@ -33,7 +33,7 @@ class Trace:
         self.path = folder / FOLDER / f"rank-{ranks.rank}.json"
         self.ranks = ranks
         self._wanted = wanted
-        self._said = "none: the run ended before the steps to trace"
+        self._trouble = "none: the run ended before the steps to trace"
         self._profile: Any = None
 
     def __enter__(self) -> Self:
@@ -62,8 +62,7 @@ class Trace:
         """Say where the traces are, or why there are none; every rank calls this."""
         if not self._wanted:
             return {}
-        said = self.ranks.gather(self._said)
-        trouble = next(filter(None, said), "")
+        trouble = next(filter(None, self.ranks.gather(self._trouble)), "")
         return {
             "Trace": trouble
             or f"{FOLDER}/rank-*.json, a few steps of each rank, for ui.perfetto.dev"
@@ -81,11 +80,11 @@ class Trace:
             traced.export_chrome_trace(str(partial))
             _check_whole(partial)
             partial.replace(self.path)
-            self._said = ""
+            self._trouble = ""
         except (OSError, RuntimeError) as error:
-            said = error.strerror if isinstance(error, OSError) else None
-            reason = said or str(error).splitlines()[0]
-            self._said = f"rank {self.ranks.rank} cannot write {self.path.name} ({reason})"
+            system = error.strerror if isinstance(error, OSError) else None
+            reason = system or str(error).splitlines()[0]
+            self._trouble = f"rank {self.ranks.rank} cannot write {self.path.name} ({reason})"
             with contextlib.suppress(OSError):
                 for left in self.path.parent.glob(f"{partial.name}*"):
                     left.unlink()

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -24,6 +24,11 @@ from launch.lost_rank import LostRank, RankRegistry
 __all__ = ["Ranks"]
 
 T = TypeVar("T")
+
+
+def _print_error(error: Exception) -> None:
+    with suppress(OSError):  # nobody may be there to read it
+        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -152,7 +157,7 @@ class Ranks:
         """Print, on the first rank that comes here, who is gone; return the exit code."""
         self.leave()
         if self.registry is None or self.registry.is_first():
-            print(f"error: {lost}", file=sys.stderr, flush=True)
+            _print_error(lost)
         return 1
 
     def leave(self) -> None:
@@ -166,6 +171,6 @@ class Ranks:
         """Print an error that every rank holds, once, and return the exit code."""
         self.leave()
         if self.is_main:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            _print_error(error)
         self.gather(True)
         return 2

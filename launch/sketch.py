@@ -146,28 +146,28 @@ class Sketch:
         names: dict[int, list[str]] = {}
         for name, tensor in self._named.items():
             names.setdefault(_storage(tensor), []).append(name)
-        held: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
             for op in self._ops:
-                _do_again(op, held)
+                _do_again(op, storages)
                 state = torch.get_rng_state()
                 for storage in op.frees:
                     for name in names.get(storage, ()) if self._last[storage] is op else ():
-                        yield name, _real(self._named[name], held)
-                    held.pop(storage, None)
+                        yield name, _real(self._named[name], storages)
+                    storages.pop(storage, None)
                 torch.set_rng_state(state)  # whoever took them may have drawn
 
     def scratch(self) -> int:
         """Return the most bytes that ``draw`` holds at once."""
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         most = 0
         for op in self._ops:
             for tensor in (*_fakes((op.args, op.kwargs)), *op.made):
-                held[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            most = max(most, sum(held.values()))
+                sizes[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            most = max(most, sum(sizes.values()))
             for storage in op.frees:
-                held.pop(storage, None)
+                sizes.pop(storage, None)
         return most
 
     @cached_property
@@ -200,9 +200,9 @@ def _needed(ops: list[_Op], wanted: set[int]) -> list[_Op]:
     return found[::-1]
 
 
-def _do_again(op: _Op, held: dict[int, torch.UntypedStorage]) -> None:
+def _do_again(op: _Op, storages: dict[int, torch.UntypedStorage]) -> None:
     def real(tensor: Tensor) -> Tensor:
-        return _real(tensor, held) if isinstance(tensor, FakeTensor) else tensor
+        return _real(tensor, storages) if isinstance(tensor, FakeTensor) else tensor
 
     args = tree_map_only(Tensor, real, op.args)
     kwargs = tree_map_only(Tensor, real, op.kwargs)
@@ -211,15 +211,15 @@ def _do_again(op: _Op, held: dict[int, torch.UntypedStorage]) -> None:
         if result.stride() != tensor.stride() or result.storage_offset():
             laid_out = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
             result = laid_out.copy_(result)
-        held[_storage(tensor)] = result.untyped_storage()
+        storages[_storage(tensor)] = result.untyped_storage()
 
 
-def _real(tensor: Tensor, held: dict[int, torch.UntypedStorage]) -> Tensor:
+def _real(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     """Return what a fake tensor stands for; memory that nothing was written to yet is made."""
-    storage = held.get(_storage(tensor))
+    storage = storages.get(_storage(tensor))
     if storage is None:
         storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
-        held[_storage(tensor)] = storage
+        storages[_storage(tensor)] = storage
     made = torch.empty(0, dtype=tensor.dtype)
     return made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 

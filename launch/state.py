@@ -87,8 +87,8 @@ class RunState:
         if _is_fsdp1(self.model):
             return self._fsdp1_tensors()
         # The names of tied parameters lead to one tensor.
-        held = self.model.state_dict(keep_vars=True)
-        named = {name: self._stepped(t) for name, t in held.items() if isinstance(t, Tensor)}
+        state = self.model.state_dict(keep_vars=True)
+        named = {name: self._stepped(t) for name, t in state.items() if isinstance(t, Tensor)}
         found = {**_prefixed("model", named), **dict(self._states())}
         return {name: tensor.detach() for name, tensor in found.items()}
 
@@ -118,7 +118,7 @@ class RunState:
 
         To be called while the step's gradients are still there.
         """
-        # All of them finite, which every rank is told: what overflowed was no gradient.
+        # All of them finite, which every rank knows: what overflowed was no gradient.
         with suppress(StageError):
             self.overflows.add(self.amp.scaler.overflow_report(self.model))
 
@@ -173,7 +173,7 @@ class RunState:
 
     def _accept_fsdp1(self, tensors: dict[str, Tensor]) -> None:
         weights: dict[str, Any] = get_model_state_dict(self.model)
-        read = {name: tensors[f"model.{name}"].to(held.dtype) for name, held in weights.items()}
+        read = {name: tensors[f"model.{name}"].to(own.dtype) for name, own in weights.items()}
         set_model_state_dict(self.model, dict(read))
         optimizer = self._fsdp1_optimizer()
         states: dict[str, Any] = dict(

@@ -28,7 +28,7 @@ def learning_rate(config: Config, taken: int) -> float:
 class StepCount:
     """Counts skipped steps, and gives the learning rate, which waits while steps are skipped.
 
-    Whether a step was taken is known on the device. The host waits to know it only where it is told
+    Whether a step was taken is known on the device. The host waits for it only where it is asked
     to, or where the learning rate must be a number on the host.
 
     Args:

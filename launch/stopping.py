@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and a time limit as requests: a step is finished and saved before the end."""
+"""Signals and a time limit as requests: a step is finished and saved before the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["Preempted", "Stop"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 # torchrun passes a Ctrl-C on to ranks that have it from the terminal already.
 _SAME_REQUEST_S = 2.0
 
@@ -54,7 +54,9 @@ class Stop:
     @contextmanager
     def listening(self) -> Iterator[Stop]:
         """Take signals as requests until the end of the block."""
-        before: dict[signal.Signals, Any] = {s: signal.signal(s, self._ask) for s in _SIGNALS}
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        heard = _SIGNALS[:-1] if nohup else _SIGNALS
+        before: dict[signal.Signals, Any] = {s: signal.signal(s, self._ask) for s in heard}
         try:
             yield self
         finally:

@@ -311,7 +311,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 def chosen(config: Config, ranks: Ranks) -> tuple[str, Strategy]:
     """Return the strategy's name and the strategy."""
-    name = config.strategy or ("ddp" if ranks.world_size > 1 else "none")
+    default = "ddp" if ranks.world_size > 1 else "none"
+    name = default if config.strategy is None else config.strategy
     if name not in STRATEGIES:
         raise UsageError(f"--strategy {name}: it must be one of {', '.join(STRATEGIES)}")
     return name, STRATEGIES[name]
@@ -361,5 +362,5 @@ def shards_of(config: Config, ranks: Ranks) -> int:
 
 
 def parallelize(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
-    """ParallelizedModel the model as ``--strategy`` says."""
+    """Parallelize the model as ``--strategy`` says."""
     return chosen(context.config, context.ranks)[1].build(model, context)

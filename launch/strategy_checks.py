@@ -15,6 +15,14 @@ from launch.strategies import STRATEGIES, chosen, data_parallel_size, shards_of
 
 __all__ = ["check_strategy"]
 
+# The flags of some strategies alone.
+_OWNERS = {
+    "replicas": ("dp",),
+    "shards": ("hsdp",),
+    "tp": ("fsdp2+tp",),
+    "gather_fp32": ("fsdp2", "hsdp", "fsdp2+tp"),
+}
+
 
 def check_strategy(config: Config, ranks: Ranks, device: torch.device) -> None:
     """Refuse combinations that cannot be, before anything is built.
@@ -55,9 +63,12 @@ def check_strategy(config: Config, ranks: Ranks, device: torch.device) -> None:
         )
     if name == "fsdp2+tp":
         _check_tp(config, world)
-    for setting, owner in (("replicas", "dp"), ("shards", "hsdp")):
-        if getattr(config, setting) is not None and name != owner:
-            raise UsageError(f"--{setting}: it is for --strategy {owner}, and this is {name}")
+    for setting, owners in _OWNERS.items():
+        if getattr(config, setting) != getattr(Config, setting) and name not in owners:
+            raise UsageError(
+                f"--{setting.replace('_', '-')}: it is for --strategy {' or '.join(owners)}, and"
+                f" this is {name}"
+            )
     config.check_batch(data_parallel_size(config, ranks))
     if name == "dp" and config.replicas is not None and config.replicas < 1:
         raise UsageError(f"--replicas {config.replicas}: it must be 1 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -45,6 +46,9 @@ def main(args: Sequence[str] | None = None) -> int:
         except Preempted as preempted:
             ranks.leave()
             return preempted.code
+        except KeyboardInterrupt:  # a second Ctrl-C
+            ranks.leave()
+            return 128 + signal.SIGINT
     return 0
 
 

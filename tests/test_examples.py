@@ -217,3 +217,17 @@ def test_the_one_call_accumulates_over_ranks(ranks2, example):
     alone = example("one_call_accumulation").train("O2", 4)
     mean = [sum(each) / len(each) for each in zip(*ranks, strict=True)]
     assert mean == pytest.approx(alone, rel=5e-3)
+
+
+def test_one_overflow_parts_torchs_ranks_and_none_of_ours(ranks2, example):
+    tracks = ranks2.run(on_this_rank, "one_overflow", "train_with_each", timeout=PATIENCE_S)
+    torchs = [track["torch.amp.GradScaler"] for track in tracks]
+    ours = [track["distamp.DistGradScaler"] for track in tracks]
+    before = example("one_overflow").OVERFLOW
+    assert torchs[0].weight[:before] == torchs[1].weight[:before] == ours[0].weight[:before]
+    assert torchs[0].weight[before] == torchs[0].weight[before - 1], "rank 0 skipped"
+    assert torchs[1].weight[before] != torchs[1].weight[before - 1], "rank 1 stepped"
+    assert torchs[0].scale[-1] != torchs[1].scale[-1]
+    assert ours[0] == ours[1]
+    assert ours[0].weight[before] == ours[0].weight[before - 1], "both skipped"
+    assert ours[0].scale[-1] == ours[0].scale[0] / 2

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import distamp
 from distamp import DistGradScaler, autocast
 from distamp.autocast import OpLists
+from distamp.errors import SettingError
 
 PLACES = [
     ("torch", "GradScaler"),
@@ -72,10 +73,21 @@ def test_torchs_first_name_is_distamps_class_itself():
         assert torch.amp.GradScaler is torch.GradScaler is DistGradScaler
 
 
-def test_importing_distamp_changes_nothing():
-    code = "import torch; a = torch.amp.GradScaler; import distamp; print(a is torch.GradScaler)"
+@pytest.fixture(scope="module")
+def new_process() -> list[str]:
+    """What a process of its own prints, where any warning is an error."""
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import torch, torch.distributed.fsdp; theirs = id(torch.amp.GradScaler)\n"
+        "import distamp; print(id(torch.amp.GradScaler) == theirs)\n"
+        "print(distamp.install().late)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    return done.stdout.splitlines()
+
+
+def test_importing_distamp_changes_nothing(new_process):
+    assert new_process[0] == "True"
 
 
 def test_old_names_keep_their_own_first_argument():
@@ -106,6 +118,34 @@ def test_a_scaler_outlives_the_installation_and_can_be_copied():
         for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
             assert type(other) is type(scaler)
             assert other.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_torchs_scaler_pickled_before_is_distamps_when_it_is_unpickled(enabled):
+    theirs = torch.amp.GradScaler("cpu", 8.0, growth_factor=3.0, growth_interval=2, enabled=enabled)
+    parameter = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs.scale(parameter * 0.25).backward()
+    theirs.step(optimizer)
+    theirs.update()
+    data = pickle.dumps(theirs)
+    with installed():
+        ours = pickle.loads(data)
+    assert type(ours) is DistGradScaler
+    assert ours.state_dict() == theirs.state_dict()
+    for scaler in (ours, theirs):  # the scale grows by 3 after the second clean iteration
+        optimizer.zero_grad()
+        scaler.scale(parameter * 0.25).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert ours.state_dict() == theirs.state_dict()
+    assert ours.get_scale() == (24.0 if enabled else 1.0)
+
+
+def test_a_setting_that_torch_took_and_distamp_does_not_is_refused_in_a_pickle_too():
+    data = pickle.dumps(torch.amp.GradScaler("cpu", init_scale=0.0))
+    with installed(), pytest.raises(SettingError, match="init_scale"):
+        pickle.loads(data)
 
 
 def test_a_subclass_that_is_made_afterwards_is_distamps():
@@ -158,14 +198,8 @@ def test_it_says_which_class_was_derived_from_torchs_before():
         assert f"{__name__}.{Early.__qualname__}" in done.late
 
 
-def test_it_is_silent_where_it_came_in_time():
-    code = (
-        "import warnings; warnings.simplefilter('error')\n"
-        "import torch, torch.distributed.fsdp, distamp\n"
-        "print(distamp.install().late)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "()"
+def test_it_is_silent_where_it_came_in_time(new_process):
+    assert new_process[1] == "()"
 
 
 def test_what_another_put_over_a_name_stays():

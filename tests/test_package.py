@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
+
+import pytest
+
+import distamp
+from tests.installed import check
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+def built(kind: str, folder: Path) -> Path:
+    """What is published, made from the tree."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    (made,) = folder.iterdir()
+    return made
+
+
+def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
+    names = zipfile.ZipFile(built("wheel", tmp_path)).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"distamp"}
     packaged = {name for name in names if name.startswith("distamp/")}
@@ -25,6 +37,35 @@ def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
     }
     assert packaged == wanted
     assert "distamp/py.typed" in packaged
+
+
+def test_the_sdist_holds_what_its_tests_and_its_site_need(tmp_path: Path) -> None:
+    with tarfile.open(built("sdist", tmp_path)) as made:
+        names = {"/".join(name.split("/")[1:]) for name in made.getnames()}
+    needed = ["mkdocs.yml", "SECURITY.md", "CITATION.cff", "docs/index.md", "launch/train.py"]
+    needed += ["tests/ranks.py", "examples/first_run.py", "benchmarks/common.py", "constraints.txt"]
+    assert [name for name in needed if name not in names] == []
+    assert [name for name in names if name.startswith((".venv", "runs", "tests/__pycache__"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_built_is_installed_and_used_outside_of_the_tree(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "away").mkdir()
+    printed = check(built(kind, tmp_path / "dist"), tmp_path / "away")
+    assert f"distamp {distamp.__version__} has all its public names" in printed
+    assert "skipped 7; loss scale 131072" in printed
+    assert "Success: no issues found" in printed, "mypy --strict of a user's program"
+
+
+def test_the_version_is_the_same_wherever_it_is_written() -> None:
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    changes = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == distamp.__version__
+    assert changes is not None
+    assert changes[1] == distamp.__version__
 
 
 def test_the_core_needs_torch_alone(tmp_path: Path) -> None:

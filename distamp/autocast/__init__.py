@@ -6,7 +6,7 @@
 from distamp.autocast.checkpoint import checkpoint, checkpoint_contexts
 from distamp.autocast.functions import custom_bwd, custom_fwd
 from distamp.autocast.op_lists import OpLists
-from distamp.autocast.op_reference import OpReference, op_reference
+from distamp.autocast.op_lists.reference import OpReference, op_reference
 from distamp.autocast.pin import pin_precision
 from distamp.autocast.preflight import Finding, Preflight, preflight
 from distamp.autocast.region import autocast

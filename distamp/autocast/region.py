@@ -94,6 +94,7 @@ class autocast(torch.autocast):
     ops: OpLists | None
     _enabled: bool
     _caches: bool
+    _traced: Iterator[None] | None = None
 
     def __new__(
         cls,
@@ -137,8 +138,9 @@ class autocast(torch.autocast):
         self._caches = cache_enabled
         self.ops = ops
         if ops is None:
-            self._cache_enabled = self._caches
-        elif is_dynamo_compiling():
+            return
+        if is_dynamo_compiling():
+            # Written out, as torch.compile reads no name here.
             torch._dynamo.graph_break(
                 "autocast(..., ops=...) cannot be entered inside a compiled function: op lists are "
                 "the thread's, not the graph's. Enter it around the call of the compiled function."
@@ -152,8 +154,10 @@ class autocast(torch.autocast):
             raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            super().__init__(device_type, dtype=dtype, enabled=bool(enabled))
-        del self._cache_enabled  # Set anew, or not; see __getattr__.
+            torchs = torch.autocast(device_type, dtype, bool(enabled))
+        self.device = torchs.device
+        self.fast_dtype = torchs.fast_dtype
+        self._enabled = torchs._enabled
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel_of_caller())
         renameable = torch._C._get_privateuse1_backend_name()
@@ -163,16 +167,15 @@ class autocast(torch.autocast):
             _accepted.add((device_type, self.fast_dtype, enabled))
         _drop_casts_after_optimizer_steps()
 
-    def __getattr__(self, name: str) -> Any:
-        """Answer for the one attribute of torch's class that a region with op lists is without.
+    @property
+    def _cache_enabled(self) -> bool:  # type: ignore[override]
+        """The cache flag by torch's name for it.
 
         torch.compile takes every torch.autocast that it finds for one that has no more to it than
-        torch's. It asks for its settings then, and is refused.
+        torch's. It asks for its settings then, and is refused where there are op lists.
         """
-        if name != "_cache_enabled" or "_caches" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         reader = "torch._dynamo.variables.builder"
-        if not is_dynamo_compiling() and _getframe(1).f_globals.get("__name__") == reader:
+        if self.ops is not None and _getframe(1).f_globals.get("__name__") == reader:
             raise torch._dynamo.exc.Unsupported(
                 "autocast(..., ops=...) cannot be entered inside a compiled function: op lists are "
                 "the thread's, not the graph's. Enter it around the call of the compiled function."
@@ -187,22 +190,25 @@ class autocast(torch.autocast):
             refuse_if_suspended(_getframe(1))
         device = self.device
         dtype = self.fast_dtype
+        caches = self._caches
         found_dtype = get_autocast_dtype(device)
-        thread = local.state
-        lists = thread.lists if self.ops is None else push(self.ops, device)
-        thread.regions.append(
-            (self, is_autocast_enabled(device), found_dtype, is_autocast_cache_enabled(), lists)
+        found_caches = is_autocast_cache_enabled()
+        lists = None if self.ops is None else push(self.ops, device)
+        exported = _is_torch_function_mode_enabled() and _tell_export(
+            _enter_autocast, (device, dtype, self._enabled, caches)
+        )
+        local.state.regions.append(
+            (self, is_autocast_enabled(device), found_dtype, found_caches, lists, exported)
         )
         set_autocast_enabled(device, self._enabled)
-        set_autocast_cache_enabled(self._caches)
+        if caches is not found_caches:
+            set_autocast_cache_enabled(caches)
         nesting = autocast_increment_nesting()
         if found_dtype is not dtype:
             set_autocast_dtype(device, dtype)
             if nesting > 1:
                 # torch's cache knows a weight's cast by the weight alone, not by the dtype.
                 clear_autocast_cache()
-        if _is_torch_function_mode_enabled():
-            _tell_export(_enter_autocast, (device, dtype, self._enabled, self._caches))
         return self
 
     def __exit__(
@@ -211,25 +217,21 @@ class autocast(torch.autocast):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> Literal[False]:
-        if is_dynamo_compiling():
+        if self._traced is not None:
             return self._exit_traced()
-        thread = local.state
-        try:
-            region, enabled, dtype, cache_enabled, lists = entered = thread.regions.pop()
-        except IndexError:
+        regions = local.state.regions
+        if not regions or regions[-1][0] is not self:
             self._refuse_to_leave()
-        if region is not self:
-            thread.regions.append(entered)
-            self._refuse_to_leave()
+        _, enabled, dtype, caches, lists, exported = regions.pop()
         device = self.device
         if autocast_decrement_nesting() == 0 or dtype is not self.fast_dtype:
             clear_autocast_cache()
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)
-        set_autocast_cache_enabled(cache_enabled)
-        if thread.lists is not lists:
+        set_autocast_cache_enabled(caches)
+        if self.ops is not None:
             restore(lists)
-        if _is_torch_function_mode_enabled():
+        if exported:
             _tell_export(_exit_autocast, ())
         return False
 
@@ -280,7 +282,9 @@ class autocast(torch.autocast):
         return self
 
     def _exit_traced(self) -> Literal[False]:
+        assert self._traced is not None
         next(self._traced, None)
+        self._traced = None
         return False
 
 
@@ -308,11 +312,16 @@ def _drop_casts(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     local.state.weights = {}
 
 
-def _tell_export(call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Let export record entering or leaving a region in its graph, as torch's class does."""
+def _tell_export(call: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Let export record entering or leaving a region in its graph, as torch's class does.
+
+    Returns:
+        Whether an export is going on.
+    """
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
     for mode in torch.overrides._get_current_function_mode_stack():
         if isinstance(mode, PreDispatchTorchFunctionMode):
             mode.__torch_function__(call, (), args)
-            return
+            return True
+    return False

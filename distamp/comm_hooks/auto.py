@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.buckets import reals_in
 from distamp.comm_hooks.channel import Channel
 from distamp.comm_hooks.choice import Choice, choose
 from distamp.comm_hooks.engine import Engine
@@ -56,7 +57,7 @@ def as_it_is(dtype: torch.dtype) -> WireFormat:
 
 def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
     """Return whether the wire of these gradients is not wider than they are."""
-    return wire.block_bytes <= wire.block * dtype.itemsize
+    return wire.block_bytes <= wire.block * dtype.to_real().itemsize
 
 
 def timed_choice(
@@ -158,7 +159,8 @@ def choose_for_ddp(model: DistributedDataParallel, group: ProcessGroup) -> Choic
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds: dict[tuple[torch.dtype, torch.device], int] = {}
     for each in trained:
-        kinds[each.dtype, each.device] = kinds.get((each.dtype, each.device), 0) + each.numel()
+        kind = (each.dtype.to_real(), each.device)
+        kinds[kind] = kinds.get(kind, 0) + reals_in(each)
     dtype, device = max(kinds, key=lambda kind: kinds[kind])
     numel = min(kinds[dtype, device], max(1, model.bucket_bytes_cap // dtype.itemsize))
     trials: dict[str, Trial] = {

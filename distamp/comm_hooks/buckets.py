@@ -15,7 +15,12 @@ from distamp.comm_hooks.headers import ReduceResult
 from distamp.comm_hooks.layout import Layout
 from distamp.comm_hooks.residuals import Residuals
 
-__all__ = ["Bucket", "Buckets", "Watch"]
+__all__ = ["Bucket", "Buckets", "Watch", "reals_in"]
+
+
+def reals_in(parameter: Tensor) -> int:
+    """Return how many numbers the gradient of a parameter takes in a bucket: two for a complex."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 class Bucket:
@@ -28,7 +33,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Tensor], buckets: Buckets) -> None:
         self.ids = tuple(map(id, parameters))
-        self.numels = [parameter.numel() for parameter in parameters]
+        self.numels = [reals_in(parameter) for parameter in parameters]
         self.places = {each: index for index, each in enumerate(self.ids)}
         self.residuals: Residuals | None = None
         self.adopted: dict[int, Tensor] = {}

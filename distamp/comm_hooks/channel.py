@@ -118,9 +118,9 @@ class Channel:
         return self._submit(partial(self._all_to_all, received, sent))
 
     def gather(self, received: Tensor, row: Tensor) -> Any:
-        """Collect every rank's ``row``, by rank; ``received`` has room for ``size`` rows of uint8.
+        """Collect every rank's ``row``, by rank, in ``received``: ``size`` rows of uint8.
 
-        Returns the work.
+        ``row`` may be this rank's own of ``received``. Returns the work.
         """
         if not self.on_host:
             return torch_compat.all_gather_rows(received, row, self.process_group)
@@ -249,7 +249,8 @@ def staggered_all_to_all(
         send: Begins to send bytes to a rank with a tag; returns the work.
     """
     size = len(sent)
-    received[rank].copy_(sent[rank])
+    if received[rank].data_ptr() != sent[rank].data_ptr():
+        received[rank].copy_(sent[rank])
     at_once = size == 2 or sent.numel() <= ONE_WAIT_BYTES
     works = []
     for distance in range(1, size):

@@ -328,25 +328,26 @@ class _Run:
             self.wire, wires, row[:, HEADER_BYTES:], piece.mine, head=head[:2], feedback=given
         )
         self._after("owned", start, left)
-        self._send_row(row, head, number, slot)
+        row[0, :HEADER_BYTES].view(torch.int64).copy_(head)
+        self._gather(piece, row, number, slot)
 
     def read(self, piece: Piece, number: int, slot: int) -> None:
         """Read the means of all owners."""
-        rows = self._rows(piece, number, slot, self.channel.size)
+        rows = self._rows(piece, number, slot)
         self._note(rows, self.means)
         self.arithmetic.decode_rows(self.wire, rows[:, HEADER_BYTES:], self.values, piece.rows)
 
     # -- whole -----------------------------------------------------------------------------------
 
     def send_whole(self, piece: Piece, number: int, slot: int) -> None:
-        """Send everybody this rank's own wire."""
-        row = self.engine.buffer("row", slot, row_bytes(piece.wire_bytes)).view(1, -1)
+        """Send everybody this rank's own wire, written where it is read again."""
+        row = self._gathered(piece, slot)[self.channel.rank :][:1]
         self._encode("mine", piece, self.own[0, number], row)
-        self._send_row(row, None, number, slot)
+        self._gather(piece, row, number, slot)
 
     def add_up(self, piece: Piece, number: int, slot: int) -> None:
         """Add up the wires of all ranks, in their order, so that all ranks get the same."""
-        rows = self._rows(piece, number, slot, self.channel.size)
+        rows = self._rows(piece, number, slot)
         self._note(rows, self.senders)
         part = self.values[piece.start : piece.start + piece.numel]
         self.arithmetic.sum_rows(self.wire, rows[:, HEADER_BYTES:], part, piece.mine)
@@ -378,19 +379,22 @@ class _Run:
         if self.feedback is not None and residual is not None:
             self.feedback.keep(stage, start, residual)
 
-    def _send_row(self, row: Tensor, head: Tensor | None, number: int, slot: int) -> None:
-        if head is not None:
-            row[0, :HEADER_BYTES].view(torch.int64).copy_(head)
-        size = self.channel.size
-        gathered = self.engine.buffer("gathered", slot, row.numel() * size)
+    def _gather(self, piece: Piece, row: Tensor, number: int, slot: int) -> None:
+        """Send everybody a row."""
+        gathered = self._gathered(piece, slot).view(-1)
         self.works["gather", number] = self.channel.gather(gathered, row.view(-1))
-        self.sent += row.numel() * (size - 1)
+        self.sent += row.numel() * (self.channel.size - 1)
 
-    def _rows(self, piece: Piece, number: int, slot: int, size: int) -> Tensor:
+    def _gathered(self, piece: Piece, slot: int) -> Tensor:
+        """Return where the rows of all ranks are gathered."""
+        size, nbytes = self.channel.size, row_bytes(piece.wire_bytes)
+        # By way of owners, what was sent of this piece is as long, and has arrived.
+        return self.engine.buffer("sent", slot, nbytes * size).view(size, nbytes)
+
+    def _rows(self, piece: Piece, number: int, slot: int) -> Tensor:
         """Wait for the rows of all ranks, and return them."""
         self.engine.wait(self.works.pop(("gather", number)))
-        nbytes = row_bytes(piece.wire_bytes)
-        return self.engine.buffer("gathered", slot, nbytes * size).view(size, nbytes)
+        return self._gathered(piece, slot)
 
     def _note(self, rows: Tensor, found: list[Tensor]) -> None:
         """Remember headers; the host stops here where a rank is in another exchange."""

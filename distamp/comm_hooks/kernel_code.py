@@ -232,6 +232,74 @@ def sum_kernel(
 
 
 @triton.jit
+def _write_units(
+    divided, there, bad, headers, header_stride, row, elements, number, count, blocks, lowest,
+    which, base, turns, of, header,
+    KIND: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write headers; return each element's unit and its reciprocal, the largest unit, and inf."""
+    magnitude = tl.where(bad | ~there, 0.0, tl.abs(divided))
+    unit = tl.full(magnitude.shape, 1.0, tl.float32)
+    reciprocal = tl.full(magnitude.shape, 1.0, tl.float32)
+    highest, worst = 0.0, 0
+    for turn in range(tl.max(turns, 0)):
+        inside = of == turn
+        amax = tl.minimum(tl.max(tl.where(inside, magnitude, 0.0), 1), LIMIT)
+        spoilt = tl.max(tl.where(inside & bad, 1, 0), 1)
+        units = _unit(amax, lowest, KIND, TOP, SHIFT)
+        written = (turn < turns) & (number < count)
+        used = written & (elements > 0)
+        place = _header_at(which, base, turn, number, blocks, header, SPLIT)
+        bits = (_bits(units) >> 16) | tl.where(spoilt > 0, 0x8000, 0)
+        bits = tl.where(used, bits, 0).to(tl.int16)
+        tl.store(headers + row.to(tl.int64) * header_stride + place, bits, mask=written)
+        highest = tl.maximum(highest, tl.max(tl.where(used, units, 0.0), 0))
+        worst = tl.maximum(worst, tl.max(tl.where(used, spoilt, 0), 0))
+        inverted = tl.div_rn(tl.zeros_like(units) + 1.0, units)
+        unit = tl.where(inside, units[:, None], unit)
+        reciprocal = tl.where(inside, inverted[:, None], reciprocal)
+    return unit, reciprocal, highest, worst
+
+
+@triton.jit
+def _write_blocks(
+    payload, values, divided, bad, there, unit, reciprocal, inverse,
+    KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Write payloads in multiples of units; return what they read back as."""
+    top = reciprocal * LIMIT
+    scaled = tl.minimum(tl.maximum(values * (reciprocal * inverse), -top), top)
+    if KIND == 0:
+        whole = tl.where(bad, -TOP - 1.0, _rounded(tl.where(bad, 0.0, scaled)))
+        tl.store(payload, whole.to(payload.dtype.element_ty), mask=there)
+        back = tl.where(bad, float("nan"), whole)
+    elif KIND == 1:
+        half = tl.where(bad, divided, scaled).to(tl.float16)
+        tl.store(payload, half, mask=there)
+        back = half.to(tl.float32)
+    else:
+        code = _to_fp8(tl.where(bad, 0.0, scaled), bad)
+        tl.store(payload, code, mask=there)
+        back = _from_fp8(code)
+    return back * unit
+
+
+@triton.jit
+def _write_plain(payload, values, divided, divisor, there, KIND: tl.constexpr):
+    """Write payloads without units; return what they read back as."""
+    if KIND == 3:
+        short = _to_bf16(divided)
+        back = _from_bf16(short)
+    else:
+        half = values.to(tl.float16).to(tl.float32)
+        short = tl.div_rn(half, divisor + tl.zeros_like(values)).to(tl.float16)
+        back = short.to(tl.float32)
+    tl.store(payload, short, mask=there)
+    return back
+
+
+@triton.jit
 def _encode(
     values, residual, left, scale, inverse, divisor, lowest, head,
     payload, payload_stride, headers, header_stride, row, column, elements, number, count, blocks,
@@ -247,66 +315,25 @@ def _encode(
         kept = tl.load(residual + position, mask=there, other=0.0)
         values = values + kept * tl.load(scale)
     divided = values * inverse
-    at = (row.to(tl.int64) * payload_stride + column)[:, None] + lanes
-    worst = 0
+    at = payload + (row.to(tl.int64) * payload_stride + column)[:, None] + lanes
     if KIND < 3:
         bad = _nonfinite(divided) & there
-        magnitude = tl.where(bad | (lanes >= elements[:, None]), 0.0, tl.abs(divided))
-        unit = tl.full(magnitude.shape, 1.0, tl.float32)
-        reciprocal = tl.full(magnitude.shape, 1.0, tl.float32)
-        highest = 0.0
-        for turn in range(tl.max(turns, 0)):
-            inside = of == turn
-            amax = tl.minimum(tl.max(tl.where(inside, magnitude, 0.0), 1), LIMIT)
-            spoilt = tl.max(tl.where(inside & bad, 1, 0), 1)
-            units = _unit(amax, lowest, KIND, TOP, SHIFT)
-            written = (turn < turns) & (number < count)
-            used = written & (elements > 0)
-            place = _header_at(which, base, turn, number, blocks, header, SPLIT)
-            bits = (_bits(units) >> 16) | tl.where(spoilt > 0, 0x8000, 0)
-            bits = tl.where(used, bits, 0).to(tl.int16)
-            to = headers + row.to(tl.int64) * header_stride + place
-            tl.store(to, bits, mask=written)
-            highest = tl.maximum(highest, tl.max(tl.where(used, units, 0.0), 0))
-            worst = tl.maximum(worst, tl.max(tl.where(used, spoilt, 0), 0))
-            unit = tl.where(inside, units[:, None], unit)
-            reciprocal = tl.where(
-                inside, tl.div_rn(tl.zeros_like(units) + 1.0, units)[:, None], reciprocal
-            )
-        top = reciprocal * LIMIT
-        scaled = tl.minimum(tl.maximum(values * (reciprocal * inverse), -top), top)
-        if KIND == 0:
-            whole = tl.where(bad, -TOP - 1.0, _rounded(tl.where(bad, 0.0, scaled)))
-            tl.store(payload + at, whole.to(payload.dtype.element_ty), mask=there)
-            back = tl.where(bad, float("nan"), whole)
-        elif KIND == 1:
-            half = tl.where(bad, divided, scaled).to(tl.float16)
-            tl.store(payload + at, half, mask=there)
-            back = half.to(tl.float32)
-        else:
-            code = _to_fp8(tl.where(bad, 0.0, scaled), bad)
-            tl.store(payload + at, code, mask=there)
-            back = _from_fp8(code)
-        back = back * unit
+        unit, reciprocal, highest, worst = _write_units(
+            divided, there, bad, headers, header_stride, row, elements, number, count, blocks,
+            lowest, which, base, turns, of, header, KIND, TOP, SHIFT, LIMIT, SPLIT,
+        )  # fmt: skip
+        back = _write_blocks(
+            at, values, divided, bad, there, unit, reciprocal, inverse, KIND, TOP, LIMIT
+        )
         exponent = (_bits(highest * LARGEST) >> 23) - 127
     else:
-        if KIND == 3:
-            short = _to_bf16(divided)
-            back = _from_bf16(short)
-        else:
-            short = values.to(tl.float16)
-            short = tl.div_rn(short.to(tl.float32), divisor + tl.zeros_like(values)).to(tl.float16)
-            back = short.to(tl.float32)
-        tl.store(payload + at, short, mask=there)
+        back = _write_plain(at, values, divided, divisor, there, KIND)
         bad = _nonfinite(back) & there
         worst = tl.max(tl.max(tl.where(bad, 1, 0), 1), 0)
-        highest = tl.max(
-            tl.max(tl.where(bad | (lanes >= elements[:, None]), 0.0, tl.abs(back)), 1), 0
-        )
+        highest = tl.max(tl.max(tl.where(bad | ~there, 0.0, tl.abs(back)), 1), 0)
         exponent = (_bits(highest) >> 23) - 127
-        exponent = tl.where(worst > 0, -127, exponent)
     if HEAD:
-        tl.atomic_max(head, worst.to(tl.int64))  # type: ignore[attr-defined]  # a tensor
+        tl.atomic_max(head, worst.to(tl.int64))
         tl.atomic_max(head + 1, exponent.to(tl.int64))
     if FED_BACK:
         missing = tl.div_rn(values - back * divisor, tl.load(scale) + tl.zeros_like(values))

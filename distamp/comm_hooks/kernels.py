@@ -35,6 +35,9 @@ NAME = "Triton kernels"
 # Blocks that one program writes or reads.
 BLOCKS = 8
 
+# Products and sums as torch has them, each rounded by itself.
+OPTIONS = {"enable_fp_fusion": False}
+
 # KIND of `kernel_code`.
 _INTEGER, _FP16, _FP8, _PLAIN_BF16, _PLAIN_FP16 = range(5)
 
@@ -117,18 +120,14 @@ def _launch(
     wire: WireFormat,
     *,
     writes: bool = False,
-    **flags: Any,
+    **flags: bool,
 ) -> None:
     """Run a kernel over all blocks of some rows."""
     blocks = -(-rows.length // BLOCK)
     count = blocks * rows.count
     if not count:
         return
-    kind = _kind(wire)
-    if writes:
-        flags["SHIFT"] = max(0, wire.top.bit_length() - 2) << EXPONENT_BITS
-        flags["LIMIT"] = wire.limit if wire.block > 1 else FP32_MAX
-        flags["LARGEST"] = float(wire.top) if wire.is_integer else wire.top / 2
+    split = rows.splits is not None and wire.block > 1
     kernel[(triton.cdiv(count, BLOCKS),)](
         *place,
         blocks,
@@ -136,14 +135,30 @@ def _launch(
         *numbers,
         *views,
         *_tables(rows, place),
-        KIND=kind,
-        TOP=wire.top,
-        SPLIT=rows.splits is not None and wire.block > 1,
-        BLOCKS_=BLOCKS,
-        # Products and sums as torch has them, each rounded by itself.
-        **({} if _interpreted(kernel) else {"enable_fp_fusion": False}),
-        **flags,
+        **({} if _interpreted(kernel) else OPTIONS),
+        **constants(wire, split=split, writes=writes, **flags),
     )
+
+
+def constants(wire: WireFormat, *, split: bool, writes: bool, **flags: bool) -> dict[str, Any]:
+    """Return what is known of a launch when its kernel is compiled.
+
+    Args:
+        wire: The format.
+        split: Whether some of its blocks are split.
+        writes: Whether wires are written, and not only read.
+        flags: Of kernels that write: BEFORE, FED_BACK, HEAD.
+    """
+    known = {"KIND": _kind(wire), "TOP": wire.top, "SPLIT": split, "BLOCKS_": BLOCKS}
+    if not writes:
+        return known
+    return {
+        **known,
+        **flags,
+        "SHIFT": max(0, wire.top.bit_length() - 2) << EXPONENT_BITS,
+        "LIMIT": wire.limit if wire.block > 1 else FP32_MAX,
+        "LARGEST": float(wire.top) if wire.is_integer else wire.top / 2,
+    }
 
 
 def _interpreted(kernel: Any) -> bool:

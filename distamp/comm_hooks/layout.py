@@ -16,7 +16,7 @@ __all__ = ["Layout", "Piece", "Route", "plan"]
 
 # Elements of one piece: long enough that the turns of a collective do not show, which wait for each
 # other, short enough that several are on the way in a bucket of 25 MB.
-PIECE = 1 << 21
+PIECE = 1 << 22
 # What a rank sends to another of one piece, at least: with many ranks, pieces grow.
 ROW = 1 << 15
 # A shard is cut into at least so many pieces, whose buffers are then small beside it.
@@ -109,7 +109,9 @@ def plan(
     whole = size == 2 or wire.nbytes(numel) * size <= DIRECT_BYTES
     parts = 1 if whole else size
     unit = BLOCK * size
-    length = max(1, max(PIECE, ROW * size) // unit) * unit
+    # Of equal length: a short one has as many turns as a long one.
+    count = max(1, -(-numel // max(PIECE, ROW * size)))
+    length = max(1, -(-numel // (count * unit))) * unit
     pieces = []
     for start in range(0, numel, length):
         count = min(length, numel - start)

@@ -40,7 +40,7 @@ def register(
 
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
-            holds modules to which ``fully_shard`` was applied.
+            holds modules to which ``fully_shard`` was applied; compiled or not.
         wire: ``"fp16"``, ``"fp16_plain"`` (torch's hook to the bit), ``"bf16"``, ``"int16"``; under
             DDP also ``"int8"`` and ``"fp8_e4m3"``, whose errors are fed back. ``"auto"`` times
             gradients as they are, ``"fp16"`` and under DDP ``"int8"`` for some seconds on the
@@ -56,10 +56,13 @@ def register(
     Raises:
         ValueError: Unknown format; a module that is none of the wrappers, or has a hook already; a
             group of other ranks; a wire that is wider than the gradients.
+        TypeError: A group that is no ProcessGroup, such as a DeviceMesh.
         LockstepError: A rank registers another format, or holds another model; on all ranks.
         RuntimeError: FSDP2 of a torch that has no place for a hook.
     """
     chosen = None if wire == AUTO else _named(wire)
+    _check_groups(process_group=process_group, replicas=replicas)
+    model = torch_compat.not_compiled(model)
     if replicas is not None and not _holds_fsdp2(model):
         raise ValueError(
             f"replicas are for a model that fully_shard was applied to, not {type(model).__name__}"
@@ -90,6 +93,16 @@ def _named(name: str) -> WireFormat:
         return wire_format(name)
     except ValueError as error:
         raise ValueError(f"{error}, or {AUTO}") from None
+
+
+def _check_groups(**groups: object) -> None:
+    for name, group in groups.items():
+        known = group is None or isinstance(group, ProcessGroup)
+        if not known and not torch_compat.is_non_member(group):
+            raise TypeError(
+                f"{name} must be a ProcessGroup or None, not {type(group).__name__}; of a "
+                "DeviceMesh give mesh.get_group()"
+            )
 
 
 def _holds_fsdp2(model: nn.Module) -> bool:

@@ -265,6 +265,7 @@ class CommHookState:
 
         ``"residuals"`` has, by parameter name, fp32 tensors of shape (2, numel) in unscaled units:
         of this rank's own gradient, and of the part of the mean that this rank owns (0 elsewhere).
+        A complex parameter has twice as many, as `torch.view_as_real` has them.
         It is empty for formats without error feedback.
         """
         residuals = {}
@@ -283,22 +284,50 @@ class CommHookState:
         """Load what `state_dict` returned on this rank, between any two backward passes.
 
         Raises:
-            ValueError: A version that this distamp does not read, or parameters that the model does
-                not have.
+            TypeError: Not a dict.
+            ValueError: A version that this distamp does not read, parameters that the model does
+                not have, or residuals of another shape. Nothing is changed then.
         """
-        if state_dict.get("version") not in _READ:
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                "a hook's state is the dict that hook.state_dict() returned, not "
+                f"{state_dict!r:.80}"
+            )
+        version, residuals = state_dict.get("version"), state_dict.get("residuals")
+        if not isinstance(version, int) or version not in _READ:
             raise ValueError(
-                f"the hook's state has version {state_dict.get('version')!r}, and this distamp "
+                f"the hook's state has version {version!r}, and this distamp "
                 f"reads {' and '.join(map(str, _READ))}: load what state_dict() returned"
             )
-        unknown = sorted(set(state_dict["residuals"]) - set(self._parameters))
+        if not isinstance(residuals, Mapping):
+            raise ValueError(
+                "the hook's state must have 'residuals', a dict of tensors by parameter, not "
+                f"{residuals!r:.80}"
+            )
+        unknown = sorted(map(str, set(residuals) - set(self._parameters)))
         if unknown:
             raise ValueError(
                 f"the hook's state has residuals of {unknown[0]!r} and {len(unknown) - 1} other "
                 "parameters that the model does not have: load it for the model it was saved of"
             )
+        for name, residual in residuals.items():
+            self._check_residual(name, residual)
         self.buckets.forget_residuals()
-        self._loaded = dict(state_dict["residuals"])
+        self._loaded = dict(residuals)
+
+    def _check_residual(self, name: str, residual: object) -> None:
+        """Refuse what is not as `state_dict` has it: fp32 of shape (2, numel), finite."""
+        parameter = self._parameters[name]()
+        numel = "numel" if parameter is None else parameter.numel()
+        if not isinstance(residual, Tensor) or residual.dtype is not torch.float32:
+            raise ValueError(f"the residuals of {name!r} must be fp32, not {residual!r:.80}")
+        if residual.ndim != 2 or len(residual) != 2 or residual.shape[1] not in (numel, "numel"):
+            raise ValueError(
+                f"the residuals of {name!r} must be of shape (2, {numel}), not "
+                f"{tuple(residual.shape)}"
+            )
+        if not residual.isfinite().all():
+            raise ValueError(f"the residuals of {name!r} hold inf or NaN")
 
     # -- other ways ------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ __all__ = [
     "is_hsdp",
     "is_non_member",
     "new_gloo",
+    "not_compiled",
     "numels_in",
     "param_groups",
     "reduce_scatter",
@@ -128,6 +129,15 @@ def ddp_hook_name(model: Any) -> str | None:
     return name
 
 
+def not_compiled(model: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` was given; any other as it is."""
+    # By its name: torch._dynamo takes a second to import.
+    if type(model).__name__ == "OptimizedModule":
+        inner: nn.Module = model._orig_mod  # type: ignore[assignment]
+        return inner
+    return model
+
+
 def all_reduce_in_graph(values: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over ranks, as a node of a graph that is being compiled."""
     from torch.distributed import _functional_collectives as functional_collectives
@@ -215,6 +225,7 @@ def gradient_divide_factor(group: Any) -> float | None:
 
 
 def sharded_sizes(group: Any) -> Iterable[tuple[nn.Parameter, int]]:
-    """Yield each sharded parameter of a group, and its elements in a rank's part of a reduction."""
+    """Yield each parameter of a group that is trained, and its elements in a rank's part."""
     for each in group.fsdp_params:
-        yield each.sharded_param, each.padded_sharded_param_size.numel()
+        if each.sharded_param.requires_grad:
+            yield each.sharded_param, each.padded_sharded_param_size.numel()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distamp.errors import SettingError
 from distamp.initialize.losses import LossScales
+from distamp.masters.state import read_masters
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler, MasterParameters
 
@@ -46,29 +47,51 @@ def load(
     A state of another level is welcome: scales that there are none of here, or that it does not
     hold, are left as they are; and masters that it does not hold follow their parameters.
 
+    Nothing is changed by a state that is refused.
+
     Raises:
-        SettingError: It holds another number of losses or masters than there are, or a value out
-            of range.
+        SettingError: It is not a dict, holds another number of losses or masters than there are, or
+            a value out of range.
         ValueError: It holds masters of other parameters.
     """
-    saved_masters = state.get("masters") or []
+    if not isinstance(state, Mapping):
+        raise SettingError(
+            f"the state is the dict that amp.state_dict() returned, not {state!r:.80}"
+        )
+    scalers, saved_masters = _scalers(state), _list_of(state, "masters")
     if masters and saved_masters:
         if len(saved_masters) != len(masters):
             raise SettingError(
                 f"the state holds the masters of {len(saved_masters)} optimizers and "
                 f"{len(masters)} have some here; initialize with the same optimizers"
             )
-        for each, held in zip(masters, saved_masters, strict=True):
-            each.load_state_dict(held)
-    scalers = _scalers(state)
-    if not scaler.is_enabled() or not scalers:
-        return
+        for each, saved_state in zip(masters, saved_masters, strict=True):
+            # They are compared, and nothing is written yet.
+            read_masters(saved_state, each.state_dict()["masters"])
+    if scaler.is_enabled() and scalers:
+        _load_scales(state.get("schedule"), scalers, scaler, losses)
+    if masters and saved_masters:
+        for each, saved_state in zip(masters, saved_masters, strict=True):
+            each.load_state_dict(saved_state)
+
+
+def _load_scales(
+    schedule: Any,
+    scalers: list[dict[str, Any]],
+    scaler: DistGradScaler,
+    losses: LossScales | None,
+) -> None:
     if losses is not None:
         losses.load_state_dict(scalers)
     elif len(scalers) == 1:
-        if state.get("schedule"):
-            scaler.load_schedule_state_dict(state["schedule"])
-        scaler.load_state_dict(scalers[0])
+        before = scaler.schedule_state_dict()
+        if schedule is not None and schedule != {}:
+            scaler.load_schedule_state_dict(schedule)
+        try:
+            scaler.load_state_dict(scalers[0])
+        except Exception:
+            scaler.load_schedule_state_dict(before)
+            raise
     else:
         raise SettingError(
             f"the state holds the scales of {len(scalers)} losses and num_losses is 1; initialize "
@@ -76,16 +99,29 @@ def load(
         )
 
 
-def _scalers(state: dict[str, Any]) -> list[dict[str, Any]]:
+def _scalers(state: Mapping[str, Any]) -> list[Any]:
     if "loss_scalers" in state:
-        if state.get("version") != _VERSION:
+        version = state.get("version")
+        if not isinstance(version, int) or version != _VERSION:
             raise SettingError(
-                f"the state was written by another version ({state.get('version')!r}) of "
-                f"distamp; this one reads version {_VERSION}"
+                f"the state was written by another version ({version!r}) of distamp; this one "
+                f"reads version {_VERSION}"
             )
-        return list(state["loss_scalers"])
+        return _list_of(state, "loss_scalers")
     apex = [name for name in state if str(name).startswith("loss_scaler")]
     if apex:
-        by_number = sorted(apex, key=lambda name: int(name.removeprefix("loss_scaler")))
-        return [state[name] for name in by_number]
+        numbers = {name: str(name).removeprefix("loss_scaler") for name in apex}
+        wrong = [name for name, number in numbers.items() if not number.isdecimal()]
+        if wrong:
+            raise SettingError(f"the state has {wrong[0]!r} where Apex writes loss_scaler0, 1, ...")
+        return [state[name] for name in sorted(apex, key=lambda name: int(numbers[name]))]
     return [state]
+
+
+def _list_of(state: Mapping[str, Any], name: str) -> list[Any]:
+    found = state.get(name)
+    if found is None:
+        return []
+    if not isinstance(found, (list, tuple)):
+        raise SettingError(f"the state's {name!r} must be a list, not {found!r:.80}")
+    return list(found)

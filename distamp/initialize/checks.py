@@ -17,17 +17,24 @@ from distamp.initialize.wrappers import (
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 
-__all__ = ["check_comm_hook", "check_model", "check_optimizers"]
+__all__ = ["check_comm_hook", "check_models", "check_optimizers"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+def check_models(
+    models: tuple[nn.Module, ...], wrappings: tuple[Wrapping, ...], precision: Precision
+) -> None:
     """Refuse a model that cannot be trained at this level as it is.
 
     Raises:
         SettingError: See the text.
     """
+    for model, wrapping in zip(models, wrappings, strict=True):
+        _check_model(model, wrapping, precision)
+
+
+def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if wrapping.computes_in is not None:
         _check_casting_wrapper(model, wrapping, precision, dtypes)
@@ -128,8 +135,10 @@ def check_optimizers(
         SettingError: See the text.
     """
     known = {id(p) for model in models for p in model.parameters()}
-    held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
-    left_out = [p for m in models for p in m.parameters() if p.requires_grad and id(p) not in held]
+    stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    left_out = [
+        p for m in models for p in m.parameters() if p.requires_grad and id(p) not in stepped
+    ]
     for number, optimizer in enumerate(optimizers):
         parameters = parameters_of(optimizer)
         strange = sum(id(p) not in known for p in parameters)

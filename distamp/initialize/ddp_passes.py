@@ -1,4 +1,4 @@
-"""DDP reduces one backward pass for each forward pass; a second one is refused, not left apart."""
+"""DDP reduces one backward pass for each forward pass; a second one is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OnePassEach:
     """Watches the outputs of one DistributedDataParallel.
 
     torch reduces gradients in the first backward pass through an output and leaves those of a
-    second one as each rank has them: the ranks drift apart and nothing says so.
+    second one as each rank has them: the ranks diverge silently.
 
     Args:
         model: The wrapper itself.

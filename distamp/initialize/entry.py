@@ -14,7 +14,7 @@ from distamp.comm_hooks import CommHookState, register
 from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import cast_as, cast_model
-from distamp.initialize.checks import check_comm_hook, check_model, check_optimizers
+from distamp.initialize.checks import check_comm_hook, check_models, check_optimizers
 from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
@@ -85,31 +85,33 @@ def initialize(
 
     Source: Apex's documentation of amp.initialize.
     """
-    _refuse_unknown(overrides)
-    precision = Precision.of(
-        opt_level,
-        keep_batchnorm_fp32=overrides.get("keep_batchnorm_fp32"),
-        master_weights=overrides.get("master_weights"),
-        loss_scale=overrides.get("loss_scale"),
-    )
+    precision = _precision(opt_level, overrides)
     models = _several("model", model, nn.Module)
     to_step = _several("optimizers", optimizers, torch.optim.Optimizer)
     if not models:
         raise SettingError("initialize needs at least one model")
     wrappings = tuple(map(recognise, models))
-    for each, wrapping in zip(models, wrappings, strict=True):
-        check_model(each, wrapping, precision)
+    check_models(models, wrappings, precision)
     check_optimizers(models, to_step, precision)
     check_comm_hook(wrappings, comm_hook, replicas)
     scaler, losses = _scaling(precision, models, to_step, process_group, overrides)
     region = _region(precision, models, overrides)
-    for each, wrapping in zip(models, wrappings, strict=True):
-        _prepare(each, wrapping, precision)
+    _prepare(models, wrappings, precision)
     hooks = _attach_hooks(models, comm_hook, replicas, scaler)
     if precision.master_weights:
         _make_masters(to_step)
     num_losses = overrides.get("num_losses", 1)
     return Amp(models, wrappings, to_step, precision, scaler, region, losses, num_losses, hooks)
+
+
+def _precision(opt_level: str | Precision, overrides: Overrides) -> Precision:
+    _refuse_unknown(overrides)
+    return Precision.of(
+        opt_level,
+        keep_batchnorm_fp32=overrides.get("keep_batchnorm_fp32"),
+        master_weights=overrides.get("master_weights"),
+        loss_scale=overrides.get("loss_scale"),
+    )
 
 
 def _region(precision: Precision, models: tuple[nn.Module, ...], overrides: Overrides) -> autocast:
@@ -122,12 +124,16 @@ def _region(precision: Precision, models: tuple[nn.Module, ...], overrides: Over
     )
 
 
-def _prepare(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
-    if precision.casts_model and wrapping.computes_in is None and cast_as(wrapping.inner) is None:
-        cast_model(wrapping.inner, precision)
-    if precision.autocasts and wrapping.name == "DataParallel":
-        # torch's replicas know whether autocast is on, and not in which dtype.
-        bind(model)
+def _prepare(
+    models: tuple[nn.Module, ...], wrappings: tuple[Wrapping, ...], precision: Precision
+) -> None:
+    for model, wrapping in zip(models, wrappings, strict=True):
+        plain = wrapping.computes_in is None and cast_as(wrapping.inner) is None
+        if precision.casts_model and plain:
+            cast_model(wrapping.inner, precision)
+        if precision.autocasts and wrapping.name == "DataParallel":
+            # torch's replicas know whether autocast is on, and not in which dtype.
+            bind(model)
 
 
 def _attach_hooks(

@@ -86,7 +86,7 @@ class LossScales:
         gradients = [
             gradient
             for optimizer in self._optimizers
-            for gradient in local_gradients(source_of(optimizer).filled(), allow_fp16=True)
+            for gradient in local_gradients(source_of(optimizer).filled())
         ]
         ratio = (scale.double() / self._scale.double()).float()
         found = torch.zeros_like(self._scale)
@@ -104,18 +104,18 @@ class LossScales:
         Args:
             found_inf: 0-d float32, whether any gradient overflowed in the end.
         """
-        told = self._scaler.agreed_flags()
-        anyone = torch.stack([flag.to(found_inf.device) for flag in told]).max()
+        agreed = self._scaler.agreed_flags()
+        anyone = torch.stack([flag.to(found_inf.device) for flag in agreed]).max()
         for loss_id in set(self._order):
             # What nobody was blamed for came with the last backward pass.
             late = found_inf * (anyone == 0) if loss_id == self._order[-1] else 0.0
-            flag = torch.clamp(told[loss_id].to(found_inf.device) + late, max=1.0)
+            flag = torch.clamp(agreed[loss_id].to(found_inf.device) + late, max=1.0)
             waits = (torch.maximum(anyone, found_inf) > 0) & (flag == 0)
             before = self._states[loss_id]
             after = self._schedule.next_state(before, flag.to(before.scale.device))
             for name in ("scale", "growth_tracker", "hysteresis_tracker"):
-                held, new = getattr(before, name), getattr(after, name)
-                held.copy_(torch.where(waits.to(held.device), held, new))
+                current, new = getattr(before, name), getattr(after, name)
+                current.copy_(torch.where(waits.to(current.device), current, new))
         self._begin()
 
     def state_dict(self) -> list[dict[str, Any]]:

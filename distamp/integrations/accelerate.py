@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
@@ -15,6 +16,7 @@ from accelerate.utils import (
     get_mixed_precision_context_manager,
 )
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +27,8 @@ from distamp.scaler import DistGradScaler
 
 __all__ = ["prepare"]
 
+# Steps any optimizer whose state is empty before it is saved or loaded.
+_STATE_MAKER = getattr(getattr(state_dict, "_init_optim_state", None), "__code__", None)
 _OWN_SCALING = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -70,25 +74,32 @@ def prepare(
         prepare(accelerator)
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     """
-    if accelerator.distributed_type in _OWN_SCALING:
-        raise SettingError(
-            f"{accelerator.distributed_type} scales losses by itself; distamp's scaler is for the "
-            "others: DDP, FSDP and tensor parallel"
-        )
+    _check(accelerator, comm_hook, scaler, settings)
     scales = accelerator.mixed_precision == "fp16"
-    given = [*(["scaler"] if scaler is not None else []), *sorted(settings)]
-    if not scales and (given or comm_hook is None):
-        what = f"so {', '.join(given)} cannot be set" if given else "and no comm_hook was given"
-        raise SettingError(
-            f"the accelerator's mixed_precision is {accelerator.mixed_precision!r}, which scales "
-            f"no losses, {what}; make it with Accelerator(mixed_precision='fp16')"
-        )
     made = _give_scaler(accelerator, scaler, settings) if scales else None
     hooks = _Hooks(comm_hook, made if attach else None)
     _adopt(accelerator, made, prepared, hooks)
     for name in ("prepare", "prepare_model", "prepare_optimizer"):
         _follow(accelerator, name, lambda new: _adopt(accelerator, made, new, hooks))
     return made
+
+
+def _check(
+    accelerator: Accelerator, comm_hook: str | None, scaler: object, settings: dict[str, Any]
+) -> None:
+    """Refuse what `prepare` cannot do for this accelerator."""
+    if accelerator.distributed_type in _OWN_SCALING:
+        raise SettingError(
+            f"{accelerator.distributed_type} scales losses by itself; distamp's scaler is for the "
+            "others: DDP, FSDP and tensor parallel"
+        )
+    given = [*(["scaler"] if scaler is not None else []), *sorted(settings)]
+    if accelerator.mixed_precision != "fp16" and (given or comm_hook is None):
+        what = f"so {', '.join(given)} cannot be set" if given else "and no comm_hook was given"
+        raise SettingError(
+            f"the accelerator's mixed_precision is {accelerator.mixed_precision!r}, which scales "
+            f"no losses, {what}; make it with Accelerator(mixed_precision='fp16')"
+        )
 
 
 def _give_scaler(
@@ -131,6 +142,10 @@ class _ScaledOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper, which asks the scaler whether the step was taken, when it is asked."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if sys._getframe(1).f_code is _STATE_MAKER:
+            # torch's checkpoints make state by a step of zero gradients that nothing has scaled.
+            self.optimizer.step()
+            return
         if not self.gradient_state.sync_gradients:
             return
         if closure is None:

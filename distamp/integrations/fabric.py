@@ -5,16 +5,17 @@ Serves the packages ``lightning`` and ``lightning_fabric``: import the one you u
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from distamp.integrations.packages import lightning_package
 from distamp.integrations.scaling import (
-    checked_scaler,
     first_optimizer,
-    is_unscaled,
-    refuse_settings,
+    fp16_region,
+    scaler_for,
+    unscale_once,
 )
 from distamp.scaler import DistGradScaler
 
@@ -38,8 +39,7 @@ class _Scaled(_plugins.Precision):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale before clipping, once, for fused optimizers too."""
-        if self.scaler is not None and not is_unscaled(self.scaler, optimizer):
-            self.scaler.unscale_(first_optimizer(optimizer))
+        unscale_once(self.scaler, optimizer)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.scaler is not None:
@@ -70,10 +70,7 @@ class MixedPrecision(_Scaled, _plugins.MixedPrecision):
     def __init__(
         self, precision: str, device: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
-        if precision == "16-mixed":
-            scaler = checked_scaler(scaler, device, settings)
-        elif precision == "bf16-mixed":
-            refuse_settings(precision, scaler, settings)
+        scaler = scaler_for(precision, scaler, device, settings)
         _plugins.MixedPrecision.__init__(self, precision, device, scaler)
 
 
@@ -96,7 +93,10 @@ class FSDPPrecision(_Scaled, _plugins.FSDPPrecision):
         self, precision: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
         _plugins.FSDPPrecision.__init__(self, precision)
-        if precision == "16-mixed":
-            self.scaler = checked_scaler(scaler, None, settings)
-        else:
-            refuse_settings(precision, scaler, settings)
+        self.scaler = scaler_for(precision, scaler, None, settings)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = (
+            super().forward_context() if self.scaler is None else fp16_region()
+        )
+        return context

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
+from distamp.autocast import autocast
 from distamp.errors import SettingError, StageError
 from distamp.scaler import DistGradScaler
 
 __all__ = [
     "checked_scaler",
     "first_optimizer",
-    "is_unscaled",
-    "refuse_settings",
+    "fp16_region",
+    "scaler_for",
     "skipped_steps",
+    "unscale_once",
     "was_skipped",
 ]
 
@@ -46,18 +48,39 @@ def checked_scaler(given: object, device: str | None, settings: dict[str, Any]) 
     return given
 
 
-def refuse_settings(precision: str, scaler: object, settings: dict[str, Any]) -> None:
-    """Refuse a scaler, or settings of one, at a precision that scales no losses.
+def scaler_for(
+    precision: str, given: object, device: str | None, settings: dict[str, Any]
+) -> DistGradScaler | None:
+    """Return the scaler of one of Lightning's precisions; None where losses are not scaled.
+
+    Args:
+        precision: ``"16-mixed"`` scales losses; ``"bf16-mixed"``, ``"32-true"`` and others do not.
+        given: A `DistGradScaler`, or None to make one.
+        device: Its device type where one is made.
+        settings: Keyword settings where one is made.
 
     Raises:
-        SettingError: One of them was given.
+        TypeError: ``given`` is another scaler.
+        SettingError: A scaler or settings were given and are not used.
     """
-    given = [*(["scaler"] if scaler is not None else []), *sorted(settings)]
-    if given:
+    if precision == "16-mixed":
+        return checked_scaler(given, device, settings)
+    unused = [*(["scaler"] if given is not None else []), *sorted(settings)]
+    if unused:
         raise SettingError(
-            f"precision={precision!r} does not scale losses, so {', '.join(given)} cannot be set; "
+            f"precision={precision!r} does not scale losses, so {', '.join(unused)} cannot be set; "
             "leave them out, or pass precision='16-mixed'"
         )
+    return None
+
+
+def fp16_region() -> autocast:
+    """Return the autocast region of float16 under FSDP, for the device that is there.
+
+    Lightning's own is for CUDA alone, and off without it.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    return autocast("cpu" if accelerator is None else accelerator.type, dtype=torch.float16)
 
 
 def first_optimizer(wrapped: Any) -> Any:
@@ -67,10 +90,13 @@ def first_optimizer(wrapped: Any) -> Any:
     return wrapped
 
 
-def is_unscaled(scaler: DistGradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's gradients were unscaled since the last ``update``."""
-    stage = scaler._per_optimizer_states[id(first_optimizer(optimizer))]["stage"]
-    return bool(stage.name == "UNSCALED")
+def unscale_once(scaler: DistGradScaler | None, optimizer: Any) -> None:
+    """Unscale the gradients of an optimizer that were not since the last ``update``."""
+    if scaler is None:
+        return
+    optimizer = first_optimizer(optimizer)
+    if scaler._per_optimizer_states[id(optimizer)]["stage"].name != "UNSCALED":
+        scaler.unscale_(optimizer)
 
 
 def was_skipped(scaler: DistGradScaler, optimizer: torch.optim.Optimizer) -> bool:

@@ -47,8 +47,8 @@ class CheckpointView(torch.optim.Optimizer):
         """Show the optimizer's state as it is now."""
         for parameter in self._parameters():
             master = self._masters.master_of(parameter)
-            held = self._stepping.state.get(parameter if master is None else master, {})
-            self.state[parameter] = {**held, **({} if master is None else {_MASTER: master.data})}
+            kept = self._stepping.state.get(parameter if master is None else master, {})
+            self.state[parameter] = {**kept, **({} if master is None else {_MASTER: master.data})}
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
@@ -94,18 +94,18 @@ class CheckpointView(torch.optim.Optimizer):
             )
         state: dict[int, Any] = {}
         for number, (key, parameter) in enumerate(zip(saved, own, strict=True)):
-            held = dict(state_dict["state"].get(key, {}))
-            value, master = held.pop(_MASTER, None), self._masters.master_of(parameter)
+            kept = dict(state_dict["state"].get(key, {}))
+            value, master = kept.pop(_MASTER, None), self._masters.master_of(parameter)
             if value is not None and master is not None:
                 local_of(master).copy_(local_of(value))
-            if held:
-                state[number] = held
+            if kept:
+                state[number] = kept
         numbers = iter(range(len(own)))
         groups = [
             {**group, "params": [next(numbers) for _ in group["params"]]}
             for group in state_dict["param_groups"]
         ]
         self._stepping.load_state_dict({"state": state, "param_groups": groups})
-        if any(_MASTER in held for held in state_dict["state"].values()):
+        if any(_MASTER in kept for kept in state_dict["state"].values()):
             self._masters.write_back()
         self._look()

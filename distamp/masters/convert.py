@@ -145,10 +145,10 @@ def _limit(device: torch.device) -> int:
 
 def _buffer(transfer: Transfer) -> Tensor:
     """Return the local part of ``target.grad``, made anew if there is none to write into."""
-    held, gradient = transfer.target.grad, transfer.source.grad
+    buffer, gradient = transfer.target.grad, transfer.source.grad
     assert gradient is not None
-    if held is not None and not held.is_sparse:
-        return local_of(held)
+    if buffer is not None and not buffer.is_sparse:
+        return local_of(buffer)
     buffer = torch.empty_like(transfer.local, dtype=torch.float32)
     transfer.target.grad = placed_like(buffer, gradient)
     return buffer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distamp.errors import StageError
-from distamp.gradients import local_gradients, local_of, unscale
+from distamp.gradients import local_gradients, local_of, refuse_fp16, unscale
 from distamp.masters.checkpoint_view import CheckpointView
 from distamp.masters.convert import Transfer, convert
 from distamp.masters.mark import mark, refuse_second_master
@@ -180,7 +180,7 @@ class MasterParameters(GradientSource):
     ) -> list[Tensor]:
         """Move the gradients of the iteration to the masters, in float32, and free the model's.
 
-        What the masters held before is overwritten; a master whose parameter has no gradient ends
+        What the masters had before is overwritten; a master whose parameter has no gradient ends
         with None. Nothing has to call this: the scaler does, and so does ``optimizer.step()``
         where the scaler has not.
 
@@ -204,7 +204,8 @@ class MasterParameters(GradientSource):
                 staying.append(target)
             elif pair.parameter.grad is not None:
                 moving.append(Transfer.of(pair.parameter, target, inner, index))
-        others = local_gradients(staying, allow_fp16=False, owner=None)
+        others = local_gradients(staying)
+        refuse_fp16([gradient.dtype for gradient in others])
         self._witness.lift()
         self._clear_masters(keep={id(t.target) for t in moving})
         try:
@@ -228,8 +229,7 @@ class MasterParameters(GradientSource):
         ``model.zero_grad()`` and ``optimizer.zero_grad()`` do as well wherever a scaler scales the
         loss. Without one, this is what discards gradients that were never stepped.
         """
-        for pair in self._pairs.values():
-            self._free(pair.parameter)
+        self.drop()
         self._witness.lift()
         self._clear_masters(keep=set())
         self._stepping().zero_grad(set_to_none)
@@ -368,8 +368,8 @@ class MasterParameters(GradientSource):
             pair.catch_up()
             late = pair.parameter.grad
             if late is not None:
-                held, late = pair.master.grad, late.float()
-                pair.master.grad = late if held is None else held + late
+                before, late = pair.master.grad, late.float()
+                pair.master.grad = late if before is None else before + late
                 self._free(pair.parameter)
 
     # -- the groups -------------------------------------------------------------------------------

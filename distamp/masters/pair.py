@@ -12,7 +12,7 @@ from distamp.gradients import is_dtensor, local_of
 
 __all__ = ["Pair", "write_back"]
 
-# What wrappers mark a parameter with, and the scaler tells layouts by.
+# What wrappers mark a parameter with, and the scaler knows layouts by.
 _MARKS = (
     "_fsdp_flattened",
     "_unpadded_unsharded_size",
@@ -30,7 +30,7 @@ class Pair:
     Args:
         parameter: The model's own, float16 or bfloat16.
         master: float32, of the same shape and, if a DTensor, the same placement.
-        writes: What `_writes` was when both last held the same value.
+        writes: What `_writes` was when both last had the same value.
     """
 
     parameter: Tensor

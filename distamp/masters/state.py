@@ -66,15 +66,15 @@ def move_state(optimizer: torch.optim.Optimizer, parameter: Tensor, master: Tens
         optimizer.state[master] = _widened(optimizer.state.pop(parameter), parameter.dtype)
 
 
-def _widened(held: Any, low: torch.dtype) -> Any:
-    """Return ``held`` with every tensor of dtype ``low`` in it as float32."""
-    if isinstance(held, Tensor):
-        return held.float() if held.dtype is low else held
-    if isinstance(held, dict):
-        return {key: _widened(value, low) for key, value in held.items()}
-    if type(held) in (list, tuple):
-        return type(held)(_widened(value, low) for value in held)
-    return held
+def _widened(state: Any, low: torch.dtype) -> Any:
+    """Return ``state`` with every tensor of dtype ``low`` in it as float32."""
+    if isinstance(state, Tensor):
+        return state.float() if state.dtype is low else state
+    if isinstance(state, dict):
+        return {key: _widened(value, low) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_widened(value, low) for value in state)
+    return state
 
 
 def read_masters(
@@ -83,14 +83,20 @@ def read_masters(
     """Return each master of ``own`` with its saved value, once all of them are known to fit.
 
     Raises:
+        TypeError: ``state`` is not a dict.
         ValueError: The saved masters are not those of ``own``.
     """
-    if state.get("version") != 1 or not isinstance(state.get("masters"), Mapping):
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "a state of master parameters is the dict that masters.state_dict() returned, not "
+            f"{state!r:.80}"
+        )
+    version, saved = state.get("version"), state.get("masters")
+    if not isinstance(version, int) or version != 1 or not isinstance(saved, Mapping):
         raise ValueError(
             "this is no state of master parameters (a dict with 'version': 1 and 'masters'); it "
             f"has the keys {sorted(map(str, state))}"
         )
-    saved: Mapping[int, Tensor] = state["masters"]
     if saved.keys() != own.keys():
         raise ValueError(
             f"the state holds masters of parameters {_listed(saved)} of the optimizer, here there "
@@ -99,6 +105,11 @@ def read_masters(
         )
     for number, master in own.items():
         value = saved[number]
+        if not isinstance(value, Tensor) or value.is_complex():
+            raise ValueError(
+                f"the saved master of parameter {number} must be a tensor of real numbers, not "
+                f"{value!r:.80}"
+            )
         if value.shape != master.shape or is_dtensor(value) != is_dtensor(master):
             raise ValueError(
                 f"the saved master of parameter {number} is {_described(value)}, the one here is "
@@ -108,7 +119,7 @@ def read_masters(
 
 
 def _listed(masters: Mapping[int, Tensor]) -> str:
-    numbers = sorted(masters)
+    numbers = sorted(masters, key=str)
     if len(numbers) > 8:
         return f"{numbers[:4]} ... {numbers[-2:]} ({len(numbers)} in all)"
     return str(numbers)

@@ -84,7 +84,7 @@ class _Watched(Tensor):
 
 
 class ZeroGradWitness:
-    """Gradients of two masters that tell when ``zero_grad`` takes them away, or empties them.
+    """Gradients of two masters that notice when ``zero_grad`` takes them away, or empties them.
 
     While a backward pass is under way masters have no gradients, so placeholders without memory
     are laid on two of them; after a step two of the gradients that were stepped serve. Two, because
@@ -109,9 +109,9 @@ class ZeroGradWitness:
             master = reference()
             if master is None or id(master) == but or master.grad is not None:
                 continue
-            held: Tensor = _Placeholder(_local(master), self._notice_in_place)
-            self._watch(master, held)
-            master.grad = placed_like(held, master)
+            placeholder: Tensor = _Placeholder(_local(master), self._notice_in_place)
+            self._watch(master, placeholder)
+            master.grad = placed_like(placeholder, master)
 
     def watch_stepped(self, masters: Sequence[Tensor]) -> None:
         """Let gradients that were stepped serve, and placeholders where there are none."""

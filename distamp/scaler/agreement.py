@@ -11,7 +11,7 @@ import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -32,17 +32,17 @@ from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
 __all__ = ["Agreed", "Question", "Ranks"]
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Question:
     """What one rank brings to a message.
 
     Args:
         call: The method the user called; must be the same on every rank.
-        optimizers: At most as many as a message has room for.
+        optimizers: At most as many as a message takes.
         states: Theirs.
         locals: What this rank found in their gradients.
         total: How many optimizers the whole call has.
-        settings: The scaler's settings, in words.
+        settings: The scaler's settings, as text.
         scale: 0-d float32, the loss scale.
         live: Scale, growth tracker and what else a schedule remembers, where the host can read it
             without a wait; else what all of it follows from.
@@ -79,7 +79,10 @@ class Question:
         """Return the first error that this rank found, if any."""
         if self.refused is not None:
             return self.refused
-        return next((local.error for local in self.locals if local.error is not None), None)
+        for local in self.locals:
+            if local.error is not None:
+                return local.error
+        return None
 
 
 class Agreed(NamedTuple):
@@ -161,8 +164,6 @@ class Ranks:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank to agree with."""
-        if self.lost_group is not None:
-            raise StageError(self.lost_group)
         group = self._now()
         return group is None or group.size() == 1
 
@@ -199,10 +200,9 @@ class Ranks:
 
     def group_for(self, scale: Tensor, states: OptimizerStates) -> Group | None:
         """Return the ranks to agree with in this call; None where there is no other."""
-        if self.alone:
-            return None
         process_group = self._now()
-        assert process_group is not None
+        if process_group is None or process_group.size() == 1:
+            return None
         group = self._group
         if group is None or group.process_group is not process_group:
             if group is not None:
@@ -215,6 +215,8 @@ class Ranks:
         return self._group
 
     def _now(self) -> dist.ProcessGroup | None:
+        if self.lost_group is not None:
+            raise StageError(self.lost_group)
         given = self.process_group
         if given is None or isinstance(given, dist.ProcessGroup):
             return resolve(given)
@@ -233,40 +235,47 @@ class Ranks:
         """
         self.drain()
         fingerprint.name(question.optimizers, question.states)
+        unsent, self._unsent = self._unsent, None
         error = question.error()
         scaled = question.scaled or self._scaled
-        plain = error is None and self._unsent is None and scaled
-        flags = [*(local.flags for local in question.locals), *([f] for f in question.flags)]
-        digest = self._digest(question, plain, error is not None, scaled)
+        marks = (
+            ()
+            if scaled and error is None and unsent is None
+            else (error is not None, unsent is not None, scaled)
+        )
+        flags = [local.flags for local in question.locals]
+        if question.flags:
+            flags += [[flag] for flag in question.flags]
         row, tail = question.row, question.tail
-        room = bool(tail) or group.length.room_for_rows()
-        reply = message.exchange(group, digest, flags, row, room=room, tail=tail)
-        pending = _Pending(self, group, reply, question, states, plain, error)
-        pending.unsent, self._unsent = self._unsent, None
+        takes_rows = bool(tail) or group.length.takes_rows()
+        digest = self._digest(question, marks)
+        reply = message.exchange(group, digest, flags, row, takes_rows=takes_rows, tail=tail)
+        pending = _Pending(
+            self, group, reply, question, states, self.iteration, not marks, error, unsent
+        )
         # Whether to wait is decided by what is the same on all ranks. Where ranks hold different
         # parameters their norm plans differ at first, and that is no overflow.
-        known = bool(question.states) and all(state.measured for state in question.states)
-        now = question.wants_rows and not (room and known)
-        if reply.known or now or tail or not all(state.agreed for state in question.states):
+        measured = bool(question.states) and all(state.measured for state in question.states)
+        now = reply.known or tail or (question.wants_rows and not (takes_rows and measured))
+        if now or not all(state.agreed for state in question.states):
             pending.check()
         else:
             self._pending.append(pending)
         device = question.scale.device
         rows = None
         if question.wants_rows:
-            rows = reply.rows() if room else message.gather_rows(group, _row(row))
+            rows = reply.rows() if takes_rows else message.gather_rows(group, _row(row))
         agreed = reply.flags(device)
-        if not plain and not pending.checked:
+        if marks and not pending.checked:
             agreed = [flag_of(True, device) for _ in agreed]
-        return Agreed(agreed, reply, rows, room, pending.tables, pending.compared)
+        return Agreed(agreed, reply, rows, takes_rows, pending.tables, pending.compared)
 
     def drain(self) -> None:
         """Read the replies that are still on the device, and raise what they demand."""
         while self._pending:
             self._pending.popleft().check()
 
-    def _digest(self, question: Question, plain: bool, has_error: bool, scaled: bool) -> int:
-        marks = () if plain else (has_error, self._unsent is not None, scaled)
+    def _digest(self, question: Question, marks: tuple[bool, ...]) -> int:
         words = (
             _checksum(question.call),
             self.iteration,
@@ -275,7 +284,7 @@ class Ranks:
             question.live,
             question.norms,
             marks,
-            tuple(state.identity for state in question.states),
+            tuple([state.identity for state in question.states]),
         )
         return hash(words) & 0xFFFFFFFF
 
@@ -294,7 +303,7 @@ def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A reply that may have been used on the device and not yet been read on the host."""
 
@@ -303,16 +312,13 @@ class _Pending:
     reply: Reply
     question: Question
     states: OptimizerStates
+    iteration: int
     plain: bool
     error: Exception | None
-    unsent: Exception | None = None
+    unsent: Exception | None
     checked: bool = False
     compared: bool = False
     tables: list[list[Entry]] | None = None
-    statement: Statement | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        self._iteration = self.ranks.iteration
 
     def check(self) -> None:
         """Raise on every rank what any rank's message demands."""
@@ -342,7 +348,7 @@ class _Pending:
             table = question.table()
         return Statement(
             question.call,
-            self._iteration,
+            self.iteration,
             question.total,
             question.settings,
             question.read_live(),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distamp.errors import StageError
 from distamp.optimizers import unwrapped
-from distamp.scaler import joining
+from distamp.scaler import joining, local_pass
 from distamp.scaler.flow import Subject, look_and_agree, subject_of
 from distamp.scaler.optimizer_state import OptimizerState, OptState
 
@@ -41,10 +41,10 @@ def enter(
         if scaler._ranks.alone:
             raise
         if _is_due(scaler, call, given):
-            look_and_agree(scaler, "step", subjects, scaler._checked, refused=error)
-        told = _with_peers(error, given) if call.startswith("step") else error
-        scaler._ranks.raise_later_elsewhere(told)
-        raise told from error
+            look_and_agree(scaler, "step", subjects, local_pass.check, refused=error)
+        shown = _with_peers(error, given) if call.startswith("step") else error
+        scaler._ranks.raise_later_elsewhere(shown)
+        raise shown from error
     return subjects
 
 

@@ -18,6 +18,8 @@ from distamp.scaler.settings import stacklevel_of_caller
 __all__ = ["Saved", "read_schedule", "read_state", "written_schedule"]
 
 _VERSION = 1
+# What the counters on a device hold.
+_LARGEST_COUNT = 2**31 - 1
 _KINDS: dict[str, type[Schedule]] = {**SCHEDULES, HeadroomSchedule.kind: HeadroomSchedule}
 
 
@@ -54,6 +56,7 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
         StageError: ``state`` is empty, as torch raises RuntimeError for it.
         SettingError: A value is missing or outside its range.
     """
+    _check_mapping(state, "state_dict()")
     if not state:
         raise StageError(
             "The source state dict is empty, possibly because it was saved "
@@ -87,12 +90,20 @@ def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
     Raises:
         SettingError: A value is missing or outside its range.
     """
+    _check_mapping(state, "schedule_state_dict()")
     _check_version(state)
     settings = {name: getattr(current, name) for name in _TORCH_SETTINGS}
     return _schedule({key: value for key, value in state.items() if key != "version"}, settings)
 
 
 _TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+def _check_mapping(state: object, written_by: str) -> None:
+    if not isinstance(state, Mapping):
+        raise SettingError(
+            f"a scaler's state is the dict that scaler.{written_by} returned, not {state!r:.80}"
+        )
 
 
 def _value(state: Mapping[str, Any], name: str) -> Any:
@@ -106,8 +117,11 @@ def _value(state: Mapping[str, Any], name: str) -> Any:
 
 def _count(state: Mapping[str, Any], name: str) -> int:
     value = _value(state, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SettingError(f"the scaler state's {name} must be an integer >= 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_COUNT:
+        raise SettingError(
+            f"the scaler state's {name} must be an integer from 0 to {_LARGEST_COUNT}, not "
+            f"{value!r}"
+        )
     return value
 
 
@@ -120,6 +134,7 @@ def _from_apex(state: Mapping[str, Any], current: Schedule) -> Mapping[str, Any]
             f"this is one scaler; load one of them, for example state[{scalers[0]!r}]"
         )
     apex = state[scalers[0]] if scalers else state
+    _check_mapping(apex, "state_dict()")
     if "loss_scale" not in apex or "unskipped" not in apex:
         return state
     kept = {name: getattr(current, name) for name in _TORCH_SETTINGS}
@@ -127,9 +142,10 @@ def _from_apex(state: Mapping[str, Any], current: Schedule) -> Mapping[str, Any]
 
 
 def _check_version(state: Mapping[str, Any]) -> None:
-    if state.get("version") != _VERSION:
+    version = state.get("version")
+    if not isinstance(version, int) or version != _VERSION:
         raise SettingError(
-            f"the scaler state was written by another version ({state.get('version')!r}) of "
+            f"the scaler state was written by another version ({version!r}) of "
             f"distamp; this one reads version {_VERSION}"
         )
 
@@ -155,7 +171,9 @@ def _schedule(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Saved:
             f"the scaler state has memory {memory!r} for schedule {kind!r}, which remembers "
             f"{len(schedule.initial_memory)} numbers"
         )
-    return Saved(schedule, hysteresis=hysteresis, memory=tuple(map(int, memory)))
+    if not all(isinstance(each, int) and abs(each) < 2**63 for each in memory):
+        raise SettingError(f"the scaler state's memory must be integers of 64 bits, not {memory!r}")
+    return Saved(schedule, hysteresis=hysteresis, memory=tuple(memory))
 
 
 def _scale(state: Mapping[str, Any], schedule: Schedule) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from distamp.errors import SettingError, StageError
 from distamp.gradients import flag_of, local_gradients
 from distamp.optimizers import parameters_of, unwrapped
+from distamp.scaler import local_pass
 from distamp.scaler.flow import Norm, Subject, agree_on_norm, look_and_agree, subject_of
 from distamp.scaler.groups import Group
 from distamp.scaler.norms import Declared, NormPlan, kinds_of, scale_by
@@ -70,13 +71,13 @@ def clip(
         scaler,
         "clip_grad_norm_",
         pending,
-        scaler._unscaled,
+        local_pass.unscale,
         refused=refused,
         norm=norm,
         by_hooks=_all_of(pending, clipped),
     )
     assert norm.total is not None
-    gradients = local_gradients(clipped, allow_fp16=True)
+    gradients = local_gradients(clipped)
     scale_by(gradients, norm.total, max_norm)
     return norm.total
 
@@ -147,7 +148,7 @@ def clip_unscaled(
     else:
         agree_on_norm(ranks, group, scaler._states, one, norm, refused)
     assert norm.total is not None
-    scale_by(local_gradients(clipped, allow_fp16=True), norm.total, max_norm)
+    scale_by(local_gradients(clipped), norm.total, max_norm)
     return norm.total
 
 
@@ -200,7 +201,7 @@ def _holding(states: OptimizerStates, parameters: list[Tensor]) -> Iterator[Any]
     if left:
         raise StageError(
             f"{len(left)} of {wanted} parameters belong to no optimizer this scaler has "
-            "seen yet, so it cannot tell whether their gradients are still scaled. Give "
+            "seen yet, so it does not know whether their gradients are still scaled. Give "
             "clip_grad_norm_ the optimizer, or call unscale_(optimizer) first"
         )
 
@@ -212,5 +213,5 @@ def _model_parameter(sources: Iterable[Any], tensor: Tensor) -> Tensor:
 
 def _all_of(subjects: Iterable[Subject], parameters: Iterable[Tensor]) -> bool:
     """Return whether these optimizers, of which hooks know, hold all of ``parameters``."""
-    held = {id(p) for subject in subjects for p in parameters_of(subject.optimizer)}
-    return held.issuperset(map(id, parameters))
+    stepped = {id(p) for subject in subjects for p in parameters_of(subject.optimizer)}
+    return stepped.issuperset(map(id, parameters))

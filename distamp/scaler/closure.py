@@ -58,7 +58,7 @@ def step_or_restore(
     kwargs = {k: evaluate if value is closure else value for k, value in kwargs.items()}
     parameters = parameters_of(optimizer)
     values = [parameter.detach().clone() for parameter in parameters]
-    state = {parameter: copy.deepcopy(held) for parameter, held in optimizer.state.items()}
+    state = {parameter: copy.deepcopy(kept) for parameter, kept in optimizer.state.items()}
     try:
         return given.step(*args, **kwargs)
     except Exception as error:

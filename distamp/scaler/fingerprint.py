@@ -23,7 +23,7 @@ def name(optimizers: Sequence[Any], states: Sequence[OptimizerState]) -> None:
     """Give each optimizer the number that names it in messages, at the first of them.
 
     Class, parameter names, global shapes and dtypes, a sample of the values of plain parameters and
-    the order of first sight make it; the order tells apart what is alike in all else.
+    the order of first sight make it; the order distinguishes what is alike in all else.
     """
     for optimizer, state in zip(optimizers, states, strict=True):
         if not state.fingerprint:
@@ -32,11 +32,11 @@ def name(optimizers: Sequence[Any], states: Sequence[OptimizerState]) -> None:
 
 
 def _fingerprint(optimizer: Any) -> int:
-    words = [type(optimizer).__qualname__]
+    parts = [type(optimizer).__qualname__]
     for group in optimizer.param_groups:
-        words.append(str(group.get("param_names")))
-        words.extend(f"{_global_shape(p)}{p.dtype}" for p in group["params"])
-    return zlib.crc32(_sample(parameters_of(optimizer)), zlib.crc32("|".join(words).encode())) or 1
+        parts.append(str(group.get("param_names")))
+        parts.extend(f"{_global_shape(p)}{p.dtype}" for p in group["params"])
+    return zlib.crc32(_sample(parameters_of(optimizer)), zlib.crc32("|".join(parts).encode())) or 1
 
 
 def _global_shape(parameter: Tensor) -> str:
@@ -62,6 +62,6 @@ def _sample(parameters: Sequence[Tensor]) -> bytes:
 
 
 def _is_shard(parameter: Tensor) -> bool:
-    # Shards differ between ranks by nature and would tell nothing apart.
+    # Shards differ between ranks by nature and would distinguish nothing.
     marks = ("_unpadded_unsharded_size", "_fsdp_flattened", "_ddp_ignored", "_is_sharded")
     return is_dtensor(parameter) or any(hasattr(parameter, mark) for mark in marks)

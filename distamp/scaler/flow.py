@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from torch import Tensor
 from distamp import host
 from distamp.gradients import flag_of, merged
 from distamp.optimizers import unwrapped
-from distamp.scaler import joining
+from distamp.scaler import joining, local_pass
 from distamp.scaler.agreement import Agreed, Question, Ranks
 from distamp.scaler.groups import Group
 from distamp.scaler.guard import take_over_shared
-from distamp.scaler.look import Local, looked_at
+from distamp.scaler.look import Local, looked_at, nothing_found
 from distamp.scaler.message import gather, gather_rows
 from distamp.scaler.norms import NormPlan, norms_of, total_norm
 from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
 __all__ = ["Norm", "Subject", "agree_on_norm", "look_and_agree", "subject_of"]
+
+
+#: Looks at the gradients of one optimizer, for a scaler.
+Look: TypeAlias = "Callable[[DistGradScaler, Subject], Local]"
 
 
 class Subject(NamedTuple):
@@ -120,7 +124,7 @@ def look_and_agree(
     scaler: DistGradScaler,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     *,
     refused: Exception | None = None,
     norm: Norm | None = None,
@@ -142,32 +146,30 @@ def look_and_agree(
     flags = scaler._own_flags
     if flags:
         scaler._own_flags, scaler._agreed_flags = [], flags if group is None else []
+        by_hooks = False
     if group is None:
         _alone(scaler, subjects, look, refused, norm, scale)
         return
-    items = [*subjects, *flags]
+    # The same on all ranks, though some may not have read the last reply: of a call that takes
+    # several messages, all but the last are read before it ends.
     most = group.length.capacity
-    for start in range(0, max(len(items), 1), most):
+    total = len(subjects) + len(flags)
+    if total <= most:
+        _with_ranks(scaler, group, call, subjects, look, flags, total, refused, norm, by_hooks)
+        return
+    items = [*subjects, *flags]
+    for start in range(0, total, most):
         part = items[start : start + most]
-        last = start + most >= len(items)
-        _with_ranks(
-            scaler,
-            group,
-            call,
-            [item for item in part if isinstance(item, Subject)],
-            look,
-            flags=[item for item in part if isinstance(item, Tensor)],
-            total=len(items),
-            refused=refused,
-            norm=norm if last else None,
-            by_hooks=by_hooks and not flags,
-        )
+        some = [item for item in part if isinstance(item, Subject)]
+        others = [item for item in part if isinstance(item, Tensor)]
+        asked = norm if start + most >= total else None
+        _with_ranks(scaler, group, call, some, look, others, total, refused, asked, by_hooks)
 
 
 def _alone(
     scaler: DistGradScaler,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     refused: Exception | None,
     norm: Norm | None,
     scale: Tensor,
@@ -176,7 +178,7 @@ def _alone(
     if refused is not None:
         raise refused
     for subject in subjects:
-        local = look(subject)
+        local = look(scaler, subject)
         flags = local.flags
         subject.state.set_flag(flags[0] if len(flags) == 1 else merged(flags, scale.device))
         if local.largest is not None:
@@ -191,41 +193,30 @@ def _with_ranks(
     group: Group,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
-    *,
+    look: Look,
     flags: Sequence[Tensor],
     total: int,
     refused: Exception | None,
     norm: Norm | None,
     by_hooks: bool,
 ) -> None:
-    """Look at what one message has room for, and agree."""
-    ranks, hooks = scaler._ranks, scaler._hooks
-    states = [subject.state for subject in subjects]
-    optimizers = [subject.optimizer for subject in subjects]
+    """Look at what one message takes, and agree."""
+    hooks = scaler._hooks
     try:
-        if hooks.joined and by_hooks and refused is None:
-            through_hooks = hooks.flags(
-                call,
-                optimizers,
-                ranks.ranks,
-                agreed=all(state.agreed for state in states),
-                measured=norm is not None or scaler._watches_largest(call),
-            )
-            if through_hooks is not None:
-                _by_hooks(scaler, call, subjects, look, through_hooks, norm)
-                return
+        through_hooks = hooks.joined and by_hooks and refused is None
+        if through_hooks and _through_hooks(scaler, call, subjects, look, norm):
+            return
         question = _question(scaler, group, call, subjects, look, total, refused, norm)
         question.flags = flags
         question.tail = joining.tail_of(scaler, total)
-        agreed = ranks.agree(group, question, scaler._states)
+        agreed = scaler._ranks.agree(group, question, scaler._states)
         _note(scaler, group, question, agreed, norm)
         if hooks.joined:
-            hooks.agreed(optimizers)
+            hooks.agreed(question.optimizers)
     except Exception as error:
         flag = flag_of(True, scaler._scale_tensor().device)
-        for state in states:
-            state.close(f"{type(error).__name__}: {error}", flag)
+        for subject in subjects:
+            subject.state.close(f"{type(error).__name__}: {error}", flag)
         raise
 
 
@@ -234,29 +225,29 @@ def _question(
     group: Group,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
+    look: Look,
     total: int,
     refused: Exception | None,
     norm: Norm | None,
 ) -> Question:
     """Return what this rank brings to the message; whatever goes wrong on the way is part of it."""
-    scale = scaler._scale_tensor()
-    empty = Local([flag_of(False, "cpu")])
-    locals_ = [empty if refused is not None else looked_at(look, s) for s in subjects]
-    watches = scaler._watches_largest(call)
+    if refused is None:
+        locals_ = [looked_at(look, scaler, subject) for subject in subjects]
+    else:
+        locals_ = [nothing_found() for _ in subjects]
+    settings = scaler._hooks.as_text(scaler._settings_text())
     question = Question(
         call,
         [subject.optimizer for subject in subjects],
         [subject.state for subject in subjects],
         locals_,
         total,
-        scaler._hooks.in_words(scaler._settings_in_words())
-        + ("" if norm is None else f", {norm.arguments}"),
-        scale,
+        settings if norm is None else f"{settings}, {norm.arguments}",
+        scaler._scale_tensor(),
         scaler._live_state(),
         scaler._scale_called,
         refused=refused,
-        wants_rows=norm is not None or watches,
+        wants_rows=norm is not None or scaler._watches_largest(call),
         read_live=scaler._read_live_state,
     )
     if question.wants_rows and question.error() is None:
@@ -293,9 +284,10 @@ def _add_row(
 def _note(
     scaler: DistGradScaler, group: Group, question: Question, agreed: Agreed, norm: Norm | None
 ) -> None:
-    for place, (state, flag) in enumerate(zip(question.states, agreed.flags, strict=False)):
-        state.set_flag(flag, agreed.reply, place)
-    scaler._agreed_flags += agreed.flags[len(question.states) :]
+    for place, state in enumerate(question.states):
+        state.set_flag(agreed.flags[place], agreed.reply, place)
+    if question.flags:
+        scaler._agreed_flags += agreed.flags[len(question.states) :]
     if agreed.compared:
         scaler._rebase()
     if agreed.rows is None:
@@ -331,26 +323,36 @@ def agree_on_norm(
     norm.total = norm.agreed_total(group, agreed, whole, alike).to(scale.device)
 
 
-def _by_hooks(
+def _through_hooks(
     scaler: DistGradScaler,
     call: str,
     subjects: Sequence[Subject],
-    look: Callable[[Subject], Local],
-    flags: Sequence[Tensor],
+    look: Look,
     norm: Norm | None,
-) -> None:
-    """Note what the ranks learned from exchanging gradients."""
+) -> bool:
+    """Note what the ranks learned from exchanging gradients; return whether it takes no message."""
     scale = scaler._scale_tensor()
     watches = scaler._watches_largest(call)
-    scaler._hooks.count(call, [subject.state for subject in subjects])
+    states = [subject.state for subject in subjects]
+    flags = scaler._hooks.flags(
+        call,
+        [subject.optimizer for subject in subjects],
+        scaler._ranks.ranks,
+        agreed=all(state.agreed for state in states),
+        measured=norm is not None or watches,
+    )
+    if flags is None:
+        return False
+    scaler._hooks.count(call, states)
     for subject, flag in zip(subjects, flags, strict=True):
         # A fused kernel unscales by itself, so then nobody reads the gradients before it.
-        if watches or look != scaler._checked:
-            _note_largest(scaler, [look(subject)])
+        if watches or look is not local_pass.check:
+            _note_largest(scaler, [look(scaler, subject)])
         subject.state.set_flag(host.moved(flag, scale.device))
     if norm is not None:
         norm.measure(None, scale.device)
         norm.total = norm.local_total()
+    return True
 
 
 def _note_largest(scaler: DistGradScaler, locals_: Sequence[Local]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,14 +14,13 @@ from distamp import host
 from distamp.errors import SettingError, StageError
 from distamp.gradients import flag_of, merged
 from distamp.optimizers import find_closure
-from distamp.scaler import clipping, groups, joining, overflow, settings, stepping
+from distamp.scaler import clipping, groups, joining, local_pass, overflow, settings, stepping
 from distamp.scaler.agreement import Ranks
 from distamp.scaler.calls import check_closure, enter
-from distamp.scaler.flow import Subject, look_and_agree
+from distamp.scaler.flow import look_and_agree
 from distamp.scaler.groups import GroupLike
 from distamp.scaler.guard import BackwardWatch
 from distamp.scaler.hooks import Hooks, checked_hook
-from distamp.scaler.look import Local, checked, unscaled
 from distamp.scaler.norms import Declared, NormPlans
 from distamp.scaler.optimizer_state import (
     OptimizerState,
@@ -30,7 +28,7 @@ from distamp.scaler.optimizer_state import (
     OptState,
     StepCounts,
 )
-from distamp.scaler.outputs import PerDevice, map_tensors, scaled
+from distamp.scaler.outputs import PerDevice, map_tensors
 from distamp.scaler.overflow import OverflowReport, SkipLog
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, ScaleState, Schedule
 from distamp.scaler.torch_compat import TorchNames, overrides
@@ -150,7 +148,7 @@ class DistGradScaler(TorchNames):
         self._state: ScaleState | None = None
         self._scale_called = False
         self._warned_seed = False
-        self._in_words: tuple[Any, ...] = ()
+        self._known_settings: tuple[Any, ...] = ()
         self._known_live: tuple[Any, ...] = ()
         self._moves = 0
         self._own_flags: list[Tensor] = []
@@ -179,38 +177,42 @@ class DistGradScaler(TorchNames):
         """
         if not self._enabled:
             return outputs
+        if torch.compiler.is_compiling():
+            return _outside_the_graph(self, outputs)
         if isinstance(outputs, Tensor):
-            scale = self._scale_on(outputs.device)
-            self._begin_scaling(scale)
-            if scale.device != outputs.device:
-                scale = host.moved(scale, outputs.device)
-            return self._scaled(outputs, scale)
+            return self._scaled(outputs, self._begin_scaling(outputs.device))
         copies: list[PerDevice] = []
 
         def apply(output: Tensor) -> Tensor:
             if not copies:
-                copies.append(PerDevice(self._scale_on(output.device)))
-                self._begin_scaling(self._scale_tensor())
+                copies.append(PerDevice(self._begin_scaling(output.device)))
             return self._scaled(output, copies[0].on(output.device))
 
         return map_tensors(outputs, apply)
 
     def _scaled(self, output: Tensor, scale: Tensor) -> Tensor:
-        needs_grad = output.requires_grad
-        if output.dtype is torch.float16 and needs_grad and not self._warned_seed:
-            self._warn_of_seed_gradient()
-        result = scaled(output, scale)
-        if needs_grad:
-            self._watch.watch(result)
+        if output.dtype is torch.float16:
+            if output.requires_grad and not self._warned_seed:
+                self._warn_of_seed_gradient()
+            output = output.float()  # which 65536 would overflow
+        if scale.device != output.device:
+            scale = host.moved(scale, output.device)
+        result = output * scale
+        self._watch.watch(result)
         return result
 
-    def _begin_scaling(self, scale: Tensor) -> None:
+    def _begin_scaling(self, device: torch.device) -> Tensor:
+        """Return the loss scale, made on ``device`` where there is none; prepare for a backward."""
+        scale = self._scale
+        if scale is None:
+            scale = self._scale_on(device)
         self._scale_called = True
         if self._fp16_grads == "master":
             for optimizer, _ in self._states.live():
                 source_of(optimizer).before_backward()
         if self._hooks.joined:
-            self._hooks.scale_is(scale, self._ranks.iteration, self._settings_in_words)
+            self._hooks.scale_is(scale, self._ranks.iteration, self._settings_text)
+        return scale
 
     def _warn_of_seed_gradient(self) -> None:
         on_host = host.is_host(self._scale_tensor().device)
@@ -249,68 +251,13 @@ class DistGradScaler(TorchNames):
         if not self._enabled:
             return
         subjects = enter(self, "unscale_", optimizers, OptimizerState.check_unscale)
-        look_and_agree(self, "step", subjects, self._unscaled)
-
-    def _unscaled(self, subject: Subject) -> Local:
-        """Look at an optimizer's gradients and unscale them, through torch's own name for it."""
-        _, optimizer, state, source = subject
-        self._check_masters(optimizer, source)
-        scale = self._watch.scale_of(optimizer, state, source, self._scale_tensor())
-        allow_fp16 = self._fp16_grads == "inplace"
-        unscale: Callable[..., Sequence[Tensor]] = source.unscale
-        if not source.has_masters and overrides(self, "_unscale_grads_", DistGradScaler):
-            unscale = partial(self._flags_of_override, optimizer)
-        watches = self._schedule.watches_largest
-        local = unscaled(optimizer, source, scale, unscale, watches, allow_fp16)
-        state["stage"] = OptState.UNSCALED
-        state.in_place = True
-        return local
-
-    def _flags_of_override(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Sequence[Tensor]:
-        return list(self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values())
-
-    def _checked(self, subject: Subject) -> Local:
-        """Look at an optimizer's gradients and leave them as they are."""
-        _, optimizer, state, source = subject
-        self._check_masters(optimizer, source)
-        own = self._scale_tensor()
-        state.made_with = self._watch.scale_of(optimizer, state, source, own)
-        if overrides(self, "_unscale_grads_", DistGradScaler):
-            one, found = flag_of(True, own.device), flag_of(False, own.device)
-            return Local(self._flags_of_override(optimizer, one, found, True) or [found])
-        return checked(optimizer, source, own.device, self._schedule.watches_largest)
-
-    def _rechecked(self, subject: Subject) -> Local:
-        # An overflow stays one, though a clip may have put finite numbers in its place.
-        before = subject.state.flag()
-        device = self._scale_tensor().device
-        local = checked(subject.optimizer, subject.source, device, False)
-        return Local([*local.flags, *([] if before is None else [before])])
+        look_and_agree(self, "step", subjects, local_pass.unscale)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         subjects = enter(self, "_check_inf_per_device", (optimizer,), lambda state: None)
-        look_and_agree(self, "step", subjects, self._checked)
+        look_and_agree(self, "step", subjects, local_pass.check)
         found: dict[Any, Tensor] = subjects[0].state["found_inf_per_device"]
         return found
-
-    def _check_masters(self, optimizer: Any, source: Any) -> None:
-        """Refuse masters that the scaler was not told of, and the other way round."""
-        if source.has_masters == (self._fp16_grads == "master"):
-            return
-        name = type(optimizer).__name__
-        if source.has_masters:
-            raise SettingError(
-                f"{name} has master parameters and the scaler has fp16_grads="
-                f"{self._fp16_grads!r}: make it with fp16_grads='master', which unscales on the "
-                "way to them"
-            )
-        if any(p.dtype is torch.float16 for p in source.filled()):
-            raise SettingError(
-                f"fp16_grads='master', and {name} holds float16 parameters without masters: call "
-                "MasterParameters(optimizer) before the first step"
-            )
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -345,16 +292,16 @@ class DistGradScaler(TorchNames):
         state = subject.state
         if state["stage"] is OptState.READY:
             if state.wants_scaler:
-                look_and_agree(self, "step", [subject], self._checked)
-            elif self._only_checks(subject):
+                look_and_agree(self, "step", [subject], local_pass.check)
+            elif local_pass.only_checks(subject):
                 self._check_inf_per_device(optimizer)
             elif overrides(self, "unscale_", DistGradScaler):
                 self.unscale_(optimizer)
             else:
-                look_and_agree(self, "step", (subject,), self._unscaled)
+                look_and_agree(self, "step", (subject,), local_pass.unscale)
             stepping.agree_on_flags_of_others(self, subject)
         elif self._recheck:
-            look_and_agree(self, "recheck", [subject], self._rechecked)
+            look_and_agree(self, "recheck", [subject], local_pass.recheck)
         else:
             stepping.agree_on_flags_of_others(self, subject)
         return stepping.apply(self, subject, args, kwargs)
@@ -377,24 +324,16 @@ class DistGradScaler(TorchNames):
         ready = [s for s in subjects if s.state["stage"] is OptState.READY]
         again = [s for s in subjects if s.state["stage"] is OptState.UNSCALED]
         if ready or self._own_flags:
-            look_and_agree(self, "step", ready, self._look_before_step)
+            look_and_agree(self, "step", ready, local_pass.before_step)
         if again and self._recheck:
-            look_and_agree(self, "recheck", again, self._rechecked)
+            look_and_agree(self, "recheck", again, local_pass.recheck)
         return [stepping.apply(self, subject, (), {}) for subject in subjects]
-
-    def _only_checks(self, subject: Subject) -> bool:
-        """Return whether the optimizer's own kernel unscales."""
-        return not subject.source.has_masters and subject.state.takes_flags(subject.optimizer)
-
-    def _look_before_step(self, subject: Subject) -> Local:
-        only_checks = subject.state.wants_scaler or self._only_checks(subject)
-        return self._checked(subject) if only_checks else self._unscaled(subject)
 
     # -- what each call begins with --------------------------------------------------------------
 
     def _require_scale(self, call: str) -> None:
         # Where ranks agree, another rank may hold the loss (the last stage of a pipeline): there
-        # the message itself tells whether any rank called scale().
+        # the message itself says whether any rank called scale().
         if self._scale is not None or self._ranks.alone:
             self._check_scale_growth_tracker(call)
 
@@ -438,8 +377,10 @@ class DistGradScaler(TorchNames):
         """
         if not self._enabled:
             return
-        self._require_scale("update")
-        scale = self._scale_tensor()
+        scale = self._scale
+        if scale is None:
+            self._require_scale("update")
+            scale = self._scale_tensor()
         if new_scale is not None:
             scale.fill_(self._schedule.checked_scale(_one_number(new_scale), "new_scale"))
             self._largest = None
@@ -629,6 +570,24 @@ class DistGradScaler(TorchNames):
         """
         self._hooks.add(checked_hook(hook_state))
 
+    def detach(self, hook_state: object) -> None:
+        """Take back `attach`, as before another model is trained; messages are sent again.
+
+        Every rank calls it at the same point. Before a hook is attached whose model is gone, the
+        one of that model is best detached: the scaler keeps it alive.
+
+        Args:
+            hook_state: What was attached.
+
+        Raises:
+            ValueError: It is not attached.
+        """
+        if not self._hooks.remove(checked_hook(hook_state)):
+            raise ValueError(
+                f"detach() was given a {type(hook_state).__name__} that is not attached to this "
+                "scaler; give it what attach() was given"
+            )
+
     # -- uneven inputs ---------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -647,6 +606,12 @@ class DistGradScaler(TorchNames):
     def join_process_group(self) -> Any:
         """The group that the scaler agrees over, as ``Join`` asks for it."""
         return self._ranks.join_group()
+
+
+def _outside_the_graph(scaler: DistGradScaler, outputs: Any) -> Any:
+    # A compiled graph drops hooks on what it computes, and traces all that they reach: scale() runs
+    # as it stands, between two graphs.
+    return torch._compile._disable_dynamo(DistGradScaler.scale)(scaler, outputs)
 
 
 def _one_number(value: float | Tensor) -> float:

@@ -19,8 +19,8 @@ from distamp.errors import StageError
 __all__ = ["Group", "GroupLike", "Layout", "check_group", "resolve"]
 
 _HALF = 32
-# Messages with room for rows after rows were last sent.
-_ROOM_FOR_ROWS = 8
+# Messages that take rows after rows were last sent.
+_WITH_ROWS = 8
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
@@ -33,17 +33,17 @@ class Length:
     only what all ranks took part in.
 
     Args:
-        capacity: Optimizers that one message has room for.
+        capacity: Optimizers that one message takes.
         without_rows: Messages since rows were last sent.
     """
 
     capacity: int
     without_rows: int = 0
 
-    def room_for_rows(self) -> bool:
-        """Return whether the next message has room for rows, and count it."""
+    def takes_rows(self) -> bool:
+        """Return whether the next message takes rows, and count it."""
         self.without_rows += 1
-        return self.without_rows <= _ROOM_FOR_ROWS
+        return self.without_rows <= _WITH_ROWS
 
 
 # A ProcessGroup has no place for attributes, so this stands beside it, as long as it lives.
@@ -179,7 +179,7 @@ class Layout(NamedTuple):
 
     Args:
         size: Ranks.
-        capacity: Optimizers there is room for.
+        capacity: Optimizers that it takes.
         in_a_word: Optimizers whose flags share a word; 1 where those of one fill it.
         for_one: Words that the flags of one optimizer take.
         words: All words before the rows.
@@ -197,14 +197,14 @@ class Layout(NamedTuple):
             return optimizer * self.for_one + rank // _HALF, rank % _HALF
         return optimizer // self.in_a_word, optimizer % self.in_a_word * self.size + rank
 
-    def ranks(self, words: Sequence[int], optimizer: int) -> list[int]:
-        """Return the ranks of the group that set an optimizer's flag, the lowest first."""
-        found = []
-        for rank in range(self.size):
-            word, bit = self.bit(optimizer, rank)
-            if words[word] >> bit & 1:
-                found.append(rank)
-        return found
+    def found(self, words: Sequence[int], optimizer: int) -> int:
+        """Return the ranks of the group that set an optimizer's flag, a bit for each."""
+        if self.for_one == 1:
+            shift = optimizer % self.in_a_word * self.size
+            return words[optimizer // self.in_a_word] >> shift & (1 << self.size) - 1
+        start = optimizer * self.for_one
+        low = [word & 2**_HALF - 1 for word in words[start : start + self.for_one]]
+        return sum(word << _HALF * place for place, word in enumerate(low))
 
 
 @functools.lru_cache(maxsize=64)

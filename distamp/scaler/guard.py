@@ -54,9 +54,6 @@ class BackwardWatch:
         if node is None:
             return
         self._scaled_as_of = self._changes
-        if torch.compiler.is_compiling():
-            _outside_the_graph(self, scaled)
-            return
         if self._states.any:
             node.register_prehook(self._hook)
             return
@@ -216,11 +213,6 @@ def _has_values(gradient: Tensor) -> bool:
 
 def _scalar(value: float) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device="cpu")
-
-
-def _outside_the_graph(watch: BackwardWatch, scaled: Tensor) -> None:
-    # A compiled graph drops hooks on what it computes: this part of it runs as it stands.
-    torch._compile._disable_dynamo(BackwardWatch.watch)(watch, scaled)
 
 
 def _watching(state: OptimizerState) -> Callable[[], None]:

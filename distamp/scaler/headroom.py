@@ -27,7 +27,7 @@ class HeadroomSchedule(Schedule):
     """A schedule that follows the size of gradients and seldom has to overflow to learn more.
 
     Where ``torch.amp.GradScaler`` doubles the scale until it overflows, once per
-    ``growth_interval``, this keeps the scale a learned margin below where overflows were met:
+    ``growth_interval``, this keeps the scale a learned margin below where overflows were seen:
 
     - The scale moves against the level of the unscaled gradients, a running mean of the logarithm
       of the largest magnitude of all ranks, with no overflow and no waiting: by half, because the
@@ -62,8 +62,8 @@ class HeadroomSchedule(Schedule):
         super().__post_init__()
         for name in ("patience", "level_memory"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(f"{name} must be an integer >= 1, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise SettingError(f"{name} must be an integer >= 1 and < 2**31, not {value!r}")
 
     @property
     def initial_memory(self) -> tuple[int, ...]:
@@ -89,10 +89,16 @@ class HeadroomSchedule(Schedule):
 
         soon = (learned > 0) & (run < 2 * self.growth_interval)
         charged = (self._charge * (1 + soon.to(torch.int64))).masked_fill(run == 0, 0)
-        # A scale held by min_scale owes nothing.
-        owed = debt + (scale - moved - charged).clamp_(min=0)
+        # A scale that min_scale stopped adds no debt.
+        after_overflow = debt + (scale - moved - charged).clamp_(min=0)
         after_run = (run + 1).clamp_(max=_LONGEST_RUN).masked_fill(found, 0)
-        memory = (level, known, torch.where(found, owed, paid), after_run, learned | found)
+        memory = (
+            level,
+            known,
+            torch.where(found, after_overflow, paid),
+            after_run,
+            learned | found,
+        )
         tracker = (state.growth_tracker + 1).remainder(self.growth_interval).masked_fill(found, 0)
         return ScaleState(_exp(moved), tracker, state.hysteresis_tracker, torch.stack(memory))
 

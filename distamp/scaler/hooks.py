@@ -44,9 +44,20 @@ class Hooks:
 
     def add(self, hook: CommHook) -> None:
         """Join one more hook."""
+        self.remove(hook)
         self.joined.append(hook)
         # Its exchanges compare from the first on: a rank whose loss is not scaled is seen, too.
         hook.scale_changed(flag_of(True, "cpu"), 1)
+
+    def remove(self, hook: CommHook) -> bool:
+        """Forget a hook and all that was learned from hooks; return whether it was joined."""
+        left = [each for each in self.joined if each is not hook]
+        if len(left) == len(self.joined):
+            return False
+        self.joined = left
+        self._watches.clear()
+        self._announced.clear()
+        return True
 
     def scale_is(self, scale: Tensor, iteration: int, settings: Callable[[], str]) -> None:
         """Tell the hooks what the coming backward pass is scaled by."""
@@ -90,7 +101,7 @@ class Hooks:
         flags = [watch.found_inf() for watch in watches if watch is not None]
         return flags if len(flags) == len(watches) else None
 
-    def in_words(self, settings: str) -> str:
+    def as_text(self, settings: str) -> str:
         """Return the settings, and what else must be the same on all ranks because of hooks."""
         if not self.joined:
             return settings

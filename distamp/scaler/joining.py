@@ -61,7 +61,7 @@ def end_iteration(scaler: DistGradScaler) -> None:
     scaler._notified_join = False
     group = scaler._ranks.group_for(scaler._scale_tensor(), scaler._states)
     if group is not None:
-        exchange(group, 0, [], None, room=True, tail=(1, 1, 0, *_state(scaler)))
+        exchange(group, 0, [], None, takes_rows=True, tail=(1, 1, 0, *_state(scaler)))
 
 
 def _state(scaler: DistGradScaler) -> list[int]:

@@ -8,7 +8,7 @@ because NCCL has no OR: a rank adds only bits of its own, so the sum is a union.
 
     upper 32 bits of each word   the digest: a number made of what must be the same on every rank
     lower 32 bits                for each optimizer a bit for each rank: whether it overflowed there
-    rows, where there is room    for each rank three words: its part of a gradient norm and its
+    rows, where it takes them    for each rank three words: its part of a gradient norm and its
                                  largest gradient as float64, and a check of what counts as replica
 
 The ranks agree if the digests sum up to ``size`` times what this rank sent. It is a hash, so ranks
@@ -98,7 +98,8 @@ class Reply:
 
     def overflowed(self, optimizer: int) -> list[int]:
         """Return the ranks, by their global numbers, on which an optimizer overflowed; may wait."""
-        return [self.global_ranks[r] for r in self._layout.ranks(self._read(), optimizer)]
+        found = self._layout.found(self._read(), optimizer)
+        return [rank for place, rank in enumerate(self.global_ranks) if found >> place & 1]
 
     def flags(self, device: torch.device) -> list[Tensor]:
         """Return a 0-d float32 flag for each optimizer, exactly 0 or 1, without waiting.
@@ -107,11 +108,12 @@ class Reply:
         """
         layout = self._layout
         if self._words is not None:
-            return [_flag(layout.ranks(self._words, i), device) for i in range(self._optimizers)]
-        words = (
-            self._summed if self._summed.numel() == layout.words else self._summed[: layout.words]
-        )
-        differs = words.ne(_signed(self._expected << _HALF))
+            words = self._words
+            return [flag_of(layout.found(words, i) > 0, device) for i in range(self._optimizers)]
+        summed = self._summed
+        if summed.numel() != layout.words:
+            summed = summed[: layout.words]
+        differs = summed.ne(_signed(self._expected << _HALF))
         if layout.for_one > 1:
             differs = differs.view(layout.capacity, layout.for_one).any(1)
         flags = host.moved(differs, device, torch.float32)
@@ -130,10 +132,6 @@ class Reply:
         return words[start : start + size * ROW].view(size, ROW)
 
 
-def _flag(ranks: list[int], device: torch.device) -> Tensor:
-    return flag_of(bool(ranks), device)
-
-
 # -- the collective --------------------------------------------------------------------------------
 
 _SUM = dist.AllreduceOptions()
@@ -146,7 +144,7 @@ def exchange(
     flags: Sequence[Sequence[Tensor]],
     row: Tensor | None,
     *,
-    room: bool,
+    takes_rows: bool,
     tail: Sequence[int] = (),
 ) -> Reply:
     """Send this rank's words and return what all ranks sent.
@@ -156,7 +154,7 @@ def exchange(
         digest: 32 bits that all ranks must send alike.
         flags: For each optimizer its local flags, one for each device that holds gradients.
         row: int64 of shape (3,), this rank's part of a norm.
-        room: Whether the message has room for rows; the same on all ranks.
+        takes_rows: Whether the message takes rows; the same on all ranks.
         tail: Words for ranks that have no more inputs; the same number on all ranks.
 
     Raises:
@@ -165,7 +163,7 @@ def exchange(
     layout = group.layout()
     pack = _host_words if group.on_host else _device_words
     packed = pack(group, layout, digest, flags)
-    if room:
+    if takes_rows:
         rows = torch.zeros(group.size, ROW, dtype=torch.int64, device=group.device)
         if row is not None:
             rows[group.rank] = host.moved(row, group.device)
@@ -190,9 +188,10 @@ def _host_words(
 ) -> Tensor:
     words = [digest << _HALF] * layout.words
     for optimizer, of_devices in enumerate(flags):
-        if any(flag.item() for flag in of_devices):
-            word, bit = layout.bit(optimizer, group.rank)
-            words[word] |= 1 << bit
+        for flag in of_devices:
+            if flag.item():
+                word, bit = layout.bit(optimizer, group.rank)
+                words[word] |= 1 << bit
     return torch.tensor([_signed(word) for word in words], dtype=torch.int64, device="cpu")
 
 
@@ -227,7 +226,7 @@ def _sum(group: Group, packed: Tensor) -> None:
 
 
 def gather_rows(group: Group, row: Tensor) -> Tensor:
-    """Return every rank's row in a collective of their own, where a message had no room."""
+    """Return every rank's row in a collective of their own, where a message took none."""
     mine = row.to(group.device)
     everyone = torch.empty(group.size * ROW, dtype=torch.int64, device=group.device)
     dist.all_gather_into_tensor(everyone, mine, group=group.process_group)

@@ -269,12 +269,10 @@ class Records(dict[int, OptimizerState]):
     Asking for a missing one makes it, as torch's dict does.
     """
 
-    def __init__(self, states: OptimizerStates) -> None:
-        super().__init__()
-        self._states = states
+    states: OptimizerStates
 
     def __missing__(self, key: int) -> OptimizerState:
-        record = self[key] = self._states.by_id(key)
+        record = self[key] = self.states.by_id(key)
         return record
 
 
@@ -284,7 +282,12 @@ class OptimizerStates:
     def __init__(self) -> None:
         self._by_id: dict[int, OptimizerState] = {}
         self._seen = 0
-        self.records = Records(self)
+        self.begin_records()
+
+    def begin_records(self) -> None:
+        """Begin an iteration in which no optimizer has been seen."""
+        self.records = Records()
+        self.records.states = self
 
     @property
     def any(self) -> bool:
@@ -374,7 +377,7 @@ class OptimizerStates:
         """Forget what belonged to the iteration, and take over ``records`` of another's making."""
         for state in self.records.values():
             state.begin_iteration()
-        self.records = Records(self)
+        self.begin_records()
         for key, record in (records or {}).items():
             self.records[key].update(record)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distamp import host
 
-__all__ = ["PerDevice", "map_tensors", "scaled"]
+__all__ = ["PerDevice", "map_tensors"]
 
 
 class PerDevice:
@@ -28,13 +28,6 @@ class PerDevice:
             found = host.moved(self._source, device)
             self._copies[device] = found
         return found
-
-
-def scaled(output: Tensor, scale: Tensor) -> Tensor:
-    """Return ``output * scale``; float32 for a float16 output, which 65536 would overflow."""
-    if output.dtype is torch.float16:
-        output = output.float()
-    return output * scale
 
 
 def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -74,7 +74,7 @@ def find_overflows(named: Iterable[tuple[str, Tensor]], rank: int) -> list[Overf
     """Return this rank's overflows among the gradients of ``named`` parameters."""
     found = []
     for name, parameter in named:
-        for gradient in local_gradients([parameter], allow_fp16=True):
+        for gradient in local_gradients([parameter]):
             finite = gradient.isfinite()
             if finite.all():
                 continue

@@ -81,8 +81,12 @@ class Schedule:
         for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         interval: object = self.growth_interval
-        if isinstance(interval, bool) or not isinstance(interval, Integral) or interval < 1:
+        if isinstance(interval, bool) or not isinstance(interval, Integral):
             raise SettingError(f"growth_interval must be an integer >= 1, not {interval!r}")
+        if not 1 <= int(interval) < 2**63:
+            raise SettingError(
+                f"growth_interval must be an integer >= 1 and < 2**63, not {interval}"
+            )
         object.__setattr__(self, "growth_interval", int(interval))
         if not self.growth_factor > 1.0:
             raise SettingError(f"The growth factor must be > 1.0, not {self.growth_factor}")
@@ -211,8 +215,10 @@ class HysteresisSchedule(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         value = self.hysteresis
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SettingError(f"hysteresis must be an integer >= 1, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise SettingError(f"hysteresis must be an integer >= 1 and < 2**31, not {value!r}")
+        if not isinstance(self.consecutive, bool):
+            raise SettingError(f"consecutive must be True or False, not {self.consecutive!r:.80}")
 
     @property
     def initial_hysteresis(self) -> int:

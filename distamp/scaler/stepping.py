@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distamp import host
 from distamp.errors import LossScaleCollapse, StageError
-from distamp.scaler import overflow
+from distamp.scaler import local_pass, overflow
 from distamp.scaler.closure import step_or_restore
 from distamp.scaler.flow import Subject, look_and_agree
 from distamp.scaler.look import Local
@@ -30,7 +30,7 @@ def agree_on_flags_of_others(scaler: DistGradScaler, subject: Subject) -> None:
     if state.flag_agreed or not state["found_inf_per_device"] or scaler._ranks.alone:
         return
     flags = list(state["found_inf_per_device"].values())
-    look_and_agree(scaler, "step", [subject], lambda _: Local(flags), by_hooks=False)
+    look_and_agree(scaler, "step", [subject], lambda *_: Local(flags), by_hooks=False)
 
 
 def apply(
@@ -47,8 +47,7 @@ def apply(
     if state.wants_scaler:
         result = _step_with_scaler(scaler, subject, args, kwargs)
     elif state.takes_flags(optimizer):
-        deferred = not on_host and not leaves_garbage(optimizer)
-        if deferred or not (flag.item() if skipped is None else skipped):
+        if skipped is False or not _must_not_skip_inside(optimizer, flag, skipped):
             result = _step_with_flags(scaler, subject, flag, args, kwargs)
     else:
         # Where the host must wait for the flag, it learns first of what the ranks differ in.
@@ -59,6 +58,18 @@ def apply(
             result = given.step(*args, **kwargs)
     _finish(scaler, subject, flag, skipped)
     return result
+
+
+def _must_not_skip_inside(optimizer: Any, flag: Tensor, skipped: bool | None) -> bool:
+    """Return whether an optimizer that skips in its own kernel is not to be called this time.
+
+    torch calls it always. Its own optimizers do nothing on an overflow, so they are not called
+    where the host knows of it; another one may count its calls.
+    """
+    garbage = leaves_garbage(optimizer)
+    if skipped is None:
+        return garbage and bool(flag.item())
+    return skipped and (garbage or type(optimizer).__module__.startswith("torch.optim."))
 
 
 def _step_with_flags(
@@ -115,7 +126,7 @@ def step_with_closure(
         if error is None:
             scaler._require_scale("step")
         look_and_agree(
-            scaler, "closure", [subject], scaler._unscaled, refused=error, by_hooks=False
+            scaler, "closure", [subject], local_pass.unscale, refused=error, by_hooks=False
         )
         state["stage"] = OptState.READY
         flag = state.flag()

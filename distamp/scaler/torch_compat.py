@@ -18,7 +18,7 @@ from distamp.scaler.checkpoint import Saved, read_schedule, read_state, written_
 from distamp.scaler.groups import GroupLike
 from distamp.scaler.guard import BackwardWatch
 from distamp.scaler.optimizer_state import OptimizerStates, Records
-from distamp.scaler.schedule import ScaleState, Schedule
+from distamp.scaler.schedule import DynamicSchedule, ScaleState, Schedule
 from distamp.sources import GradientSource
 
 __all__ = ["TorchNames", "overrides"]
@@ -30,6 +30,32 @@ def overrides(scaler: object, name: str, base: type) -> bool:
     if kind is base:
         return name in scaler.__dict__
     return getattr(kind, name) is not getattr(base, name) or name in scaler.__dict__
+
+
+def _from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``torch.amp.GradScaler`` pickled, as a pickle of `DistGradScaler` says it.
+
+    Such a pickle names torch's class, which under ``distamp.install()`` is this one. A disabled
+    scaler of torch's has no settings.
+
+    Raises:
+        SettingError: A setting is outside its range.
+    """
+    names = ("_growth_factor", "_backoff_factor", "_growth_interval")
+    schedule = DynamicSchedule(**{name[1:]: state[name] for name in names if name in state})
+    left_out = {*names, "_per_optimizer_states"}
+    return {
+        **{name: value for name, value in state.items() if name not in left_out},
+        "_schedule": schedule,
+        "_fp16_grads": "error",
+        "_recheck": False,
+        "_max_consecutive_skips": None,
+        "_init_scale": schedule.checked_scale(state.get("_init_scale", 2.0**16)),
+        "_init_growth_tracker": state.get("_init_growth_tracker", 0),
+        "_init_hysteresis": schedule.initial_hysteresis,
+        "_init_memory": schedule.initial_memory,
+        "group_was_default": True,
+    }
 
 
 class TorchNames(torch.amp.GradScaler, Joinable):
@@ -54,7 +80,7 @@ class TorchNames(torch.amp.GradScaler, Joinable):
     _names: settings.Names
     _largest: Tensor | None
     _state: ScaleState | None
-    _in_words: tuple[Any, ...]
+    _known_settings: tuple[Any, ...]
     _known_live: tuple[Any, ...]
     _moves: int
     _recheck: bool
@@ -277,7 +303,7 @@ class TorchNames(torch.amp.GradScaler, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Joinable.__init__(self)
-        state = dict(state)
+        state = dict(state) if "_schedule" in state else _from_torch(state)
         was_default = state.pop("group_was_default")
         self.__dict__.update(state)
         self._names = settings.Names()
@@ -325,11 +351,11 @@ class TorchNames(torch.amp.GradScaler, Joinable):
         if self._scale is not None and not host.is_host(self._scale.device):
             self._known_live, self._moves = self._read_live_state(), 0
 
-    def _settings_in_words(self) -> str:
+    def _settings_text(self) -> str:
         """Return what must be the same on every rank; a collapse gathers from all, so its limit."""
-        known = self._in_words
+        known = self._known_settings
         if not known or known[0] is not self._schedule:
             words = f"{self._schedule}, recheck={self._recheck}"
             words = f"{words}, max_consecutive_skips={self._max_consecutive_skips}"
-            known = self._in_words = (self._schedule, words)
+            known = self._known_settings = (self._schedule, words)
         return str(known[1])

@@ -29,7 +29,7 @@ class _Look:
     width: float = 1.5
 
 
-# Told apart by colour-blind readers too.
+# Distinguishable for the colour-blind too.
 _LOOKS = (
     _Look("#1f5fae", "#b6cbe8", "-", 2.0),
     _Look("#d1701c", "#f2cfac", (0, (4, 2))),

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether its losses are also told in bits per byte."""
+        """Whether its losses are also given in bits per byte."""
         return any("bits_per_byte" in r for r in self.records)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -21,6 +22,7 @@ from launch.reporting.tracking import TRACKERS, trackers_for
 __all__ = ["PLOT", "Reporter", "RunReporter"]
 
 PLOT = "curves.png"
+T = TypeVar("T")
 # Without a terminal, a line this often.
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -39,6 +41,30 @@ _MEASURES = {
     "text": _Measure("bits_per_byte", "bits/byte", "tokens", "tok"),
     "images": _Measure("loss", "nats", "images", "images"),
 }
+
+
+class _Output:
+    """The standard output, without errors: a run goes on when its pipe or terminal is closed."""
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: sys.stdout.write(text)) or 0
+
+    def flush(self) -> None:
+        self._try(sys.stdout.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    @staticmethod
+    def _try(do: Callable[[], T]) -> T | None:
+        try:
+            return do()
+        except OSError:
+            # What is written there from now on, by the interpreter's end too, goes nowhere.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            return None
 
 
 class Reporter:
@@ -60,7 +86,7 @@ class Reporter:
         """Put on the disk what was taken: a checkpoint is about to be written."""
 
     def finish(self, more: dict[str, str]) -> None:
-        """Draw the plot and say where everything is; ``more`` is said with it."""
+        """Draw the plot and print where everything is, and ``more``."""
 
     def close(self) -> None:
         """Leave the terminal and the files in order, whatever happened."""
@@ -81,19 +107,28 @@ class RunReporter(Reporter):
         kind: What the data are, which decides what a loss is shown in.
         history: Records of the run so far, when it is resumed; metrics.jsonl starts with them.
         first: Steps done before.
+        unlock: Called once nothing more is written there.
     """
 
     def __init__(
-        self, folder: Path, config: Config, kind: str, history: list[Record], first: int
+        self,
+        folder: Path,
+        config: Config,
+        kind: str,
+        history: list[Record],
+        first: int,
+        unlock: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.config = config
         self.scales = config.level.scales
         self.measure = _MEASURES[kind]
-        self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        output: Any = _Output()
+        self.console = Console(file=output, highlight=False, soft_wrap=not sys.stdout.isatty())
         self.metrics = MetricsFile(folder, history)
         self.trackers = trackers_for(folder, config, history, first)
         self.first = first
+        self._unlock = unlock
         self.began = self.last = time.monotonic()
         self.shown_at = 0.0
         self.busy = 0.0
@@ -188,6 +223,7 @@ class RunReporter(Reporter):
             self.bar = None
         self.metrics.close()
         self._track("close", lambda flag: self.trackers[flag].close())
+        self._unlock()
 
     def _ends(self, records: list[Record]) -> dict[str, str]:
         """Say how the run began and how it ended."""
@@ -223,7 +259,7 @@ class RunReporter(Reporter):
         self._track("write", lambda flag: self.trackers[flag].write(written))
 
     def _track(self, what: str, do: Callable[[str], None]) -> None:
-        """Do something with each tracker; one that fails is told and left behind."""
+        """Do something with each tracker; one that fails is named and left out."""
         for flag in list(self.trackers):
             try:
                 do(flag)
@@ -235,7 +271,7 @@ class RunReporter(Reporter):
                 self.note(f"Warning: --{flag} cannot {what}: {reason}; the run goes on without it")
 
 
-# Of a validation: what is said, in a record, and how it is written.
+# Of a validation: its row in the summary, its name in a record, and its format.
 _ENDS = (
     ("Loss", "loss", "{:.4f}"),
     ("Bits per byte", "bits_per_byte", "{:.3f}"),

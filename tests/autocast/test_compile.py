@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp import autocast
-from distamp.autocast import AutocastState, OpLists, precision_report
+from distamp.autocast import AutocastState, OpLists, precision_report, propagate
 
 X = torch.ones(4, 4)
 LISTS = OpLists(fp32={"matmul"})
@@ -93,6 +93,18 @@ def test_an_applied_state_in_compiled_code_is_followed_or_refused_with_what_to_d
             return x @ x
 
     assert torch.compile(fn, backend="eager")(X.bfloat16()).dtype is torch.float32
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Apply it around the call"):
+        torch.compile(fn, backend="eager", fullgraph=True)(X)
+
+
+def test_a_propagated_function_is_compiled_without_a_warning_of_the_compilers() -> None:
+    with autocast("cpu", ops=LISTS):
+        fn = propagate(lambda x: x @ x)
+    compiled = torch.compile(fn, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled(X.bfloat16()).dtype is torch.float32
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Apply it around the call"):
         torch.compile(fn, backend="eager", fullgraph=True)(X)

@@ -315,6 +315,39 @@ def test_ranks_that_drift_apart_are_found_out_by_the_next_exchange(ranks4, what,
         assert "rank 1:" in said
 
 
+def _detached() -> tuple[list[int], bool]:
+    """The messages of six steps: joined with a hook, without, and joined with another model's."""
+    scaler = DistGradScaler("cpu", init_scale=1024.0)
+    messages = []
+    same = True
+    for joined in (True, False, True):
+        model = _model("plain")
+        state = comm_hooks.register(model, "fp16")
+        if joined:
+            scaler.attach(state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            sgd.zero_grad()
+            scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
+            with count_collectives() as log:
+                scaler.step(sgd)
+            scaler.update()
+            messages.append(log.count)
+        same &= agreed(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        if joined:
+            scaler.detach(state)
+            with pytest.raises(ValueError, match="not attached"):
+                scaler.detach(state)
+    return messages, same
+
+
+def test_a_hook_can_be_taken_back_and_another_attached(ranks2):
+    for messages, same in ranks2.run(_detached):
+        assert same
+        # The first message of each optimizer says that there will be no other.
+        assert messages == [1, 0, 1, 1, 1, 0]
+
+
 # -- uneven inputs ----------------------------------------------------------------------------
 
 

@@ -126,6 +126,22 @@ def test_encode_and_decode(wire, kind):
             assert same(*read)
 
 
+@by_name
+def test_several_programs_say_together_what_one_would(wire, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCKS", 16)
+    rows = Rows(0, 9001, 9001, 1, 9001).split_at([5000] if wire.block > 1 else [], CPU)
+    given = values_of(9001, 3)
+    # The largest finite magnitude lies in another program than the one that is not finite.
+    given[100], given[8000] = math.inf, 2.0**14
+    heads = []
+    for how in (reference, kernels):
+        heads.append(torch.tensor([0, -127]))
+        how.encode_rows(wire, given, room(wire, rows), rows, head=heads[-1])
+    assert heads[0].tolist() == heads[1].tolist()
+    assert heads[0][0] == 1
+    assert heads[0][1] in (14, 15)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @by_name
 def test_other_dtypes_are_encoded(wire, dtype):

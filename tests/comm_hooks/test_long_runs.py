@@ -147,33 +147,7 @@ def test_a_rank_that_is_gone_is_named_on_the_others(new_ranks):
         assert "step 3" in found[rank]
 
 
-# -- odd models -------------------------------------------------------------------------------
-
-
-class _Empty(nn.Module):
-    """A parameter without elements, in a bucket of its own dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.nothing = nn.Parameter(torch.zeros(0, 4, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.nothing.sum()
-
-
-def _empty(wire: str) -> bool:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(_Empty())
-    comm_hooks.register(model, wire)
-    for step in range(2):
-        model(inputs(step, 8)).square().mean().backward()
-    return bool(gradients(model).any()) and model.module.nothing.grad.shape == (0, 4)
-
-
-@pytest.mark.parametrize("wire", ["fp16", "int8", "bf16"])
-def test_a_bucket_without_elements_is_exchanged(ranks4, wire):
-    assert ranks4.run(_empty, wire) == [True] * 4
+# -- what is counted ---------------------------------------------------------------------------
 
 
 def _saved_without_backend() -> float:

@@ -27,7 +27,8 @@ def _wrap(wrapper: str) -> nn.Module:
     if wrapper == "FSDP1":
         return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    over = mesh((2, 2), ("replicate", "shard")) if wrapper == "HSDP" else mesh((4,), ("shard",))
+    shape, names = (dist.get_world_size(),), ("shard",)
+    over = mesh((2, 2), ("replicate", "shard")) if wrapper == "HSDP" else mesh(shape, names)
     for layer in net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=over, mp_policy=policy)
@@ -113,6 +114,34 @@ def test_what_does_not_fit_is_refused_in_one_line(ranks4, what, named):
     for said in ranks4.run(_refused, what):
         assert named in said
         assert "\n" not in said
+
+
+def _no_groups() -> list[str]:
+    said = []
+    for name, wrapper in (("process_group", "DDP"), ("replicas", "FSDP2")):
+        with pytest.raises(TypeError) as error:
+            comm_hooks.register(_wrap(wrapper), "fp16", **{name: mesh((4,), ("all",))})
+        said.append(str(error.value))
+    return said
+
+
+def test_a_mesh_in_the_place_of_a_group_is_refused(ranks4):
+    for said in ranks4.run(_no_groups):
+        assert said[0].startswith("process_group must be a ProcessGroup or None, not DeviceMesh")
+        assert said[1].startswith("replicas must be a ProcessGroup or None, not DeviceMesh")
+        assert "mesh.get_group()" in said[0]
+
+
+def _compiled(wrapper: str) -> int:
+    model = torch.compile(_wrap(wrapper), backend="eager")
+    state = comm_hooks.register(model, "fp16")
+    model(inputs(0, WIDTHS[0])).square().mean().backward()
+    return state.stats().exchanges
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_compiled_model_is_registered_as_one_that_is_not(ranks2, wrapper):
+    assert all(exchanges > 0 for exchanges in ranks2.run(_compiled, wrapper))
 
 
 def _other_format(other: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,7 @@ def test_selective_computes_no_product_again_and_full_does():
 def _train_compiled(folder: Path, flags: tuple[object, ...]) -> tuple[Rows, int]:
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()  # else what an earlier test compiled is found again
     counters.clear()
     rows = pooled.train(folder, (*flags, "--compile"))
     return rows, counters["stats"]["unique_graphs"]
@@ -112,8 +115,10 @@ def _train_compiled(folder: Path, flags: tuple[object, ...]) -> tuple[Rows, int]
 # The compiler looks at the .grad of a block's input; a user does not hear of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", ["none", *MODES])
+@pytest.mark.parametrize(
+    ("mode", "precision"),
+    [*(("none", precision) for precision in PRECISIONS), *((mode, "fp16") for mode in MODES)],
+)
 def test_compiled_blocks_train_as_others_do(text, tmp_path, precision, mode):
     flags = ("--data", text, *SMALL, *PRECISIONS[precision], "--checkpoint-activations", mode)
     expected = pooled.train(tmp_path / "eager", flags)
@@ -150,3 +155,18 @@ def test_so_they_do_in_every_layout(ranks4, text, tmp_path, strategy):
 )
 def test_what_cannot_be_is_refused(text, tmp_path, args, said):
     assert said in pooled.refusal("--data", text, *SMALL, *args, "--run-dir", tmp_path)
+
+
+def test_the_compiler_says_nothing_of_selective_checkpointing(monkeypatch, caplog):
+    import torch._logging._internal
+
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    torch._logging._internal.warning_once.cache_clear()
+    torch._dynamo.reset()
+    config = Config(compile=True, checkpoint_activations="selective")
+    model = GPT(replace(config.shape, layers=1, width=12))
+    prepare_blocks(model, config)
+    model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+    assert "context_fn" not in caplog.text
+    assert not any(row.levelname == "WARNING" for row in caplog.records)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distamp.initialize import Amp
+from launch import checkpoint, residuals
+from launch import job as launch_job
 from launch.job import Job
+from launch.ranks import Ranks
 from launch.strategies import STRATEGIES
 from launch.train import train as train_job
 from tests.launch import jobs, pooled, test_checkpoint
@@ -91,7 +97,7 @@ def test_replicas_may_send_with_error_feedback(ranks4, text, tmp_path):
     assert "as int8" in said
 
 
-def _owed(job: Job) -> dict[str, Tensor]:
+def _left_of_the_mean(job: Job) -> dict[str, Tensor]:
     """What rounding took from the mean of each parameter's gradients over these ranks."""
     found = job.run.amp.comm_hooks[0].state_dict()["residuals"]
     due = {}
@@ -102,25 +108,25 @@ def _owed(job: Job) -> dict[str, Tensor]:
     return due
 
 
-def _train_and_owe(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
-    return _owed(_trained(folder, flags))
+def _train_and_measure(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
+    return _left_of_the_mean(_trained(folder, flags))
 
 
-def _resume_and_owe(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
+def _resume_and_measure(folder: Path, flags: tuple[object, ...]) -> dict[str, Tensor]:
     job = pooled.job("--run-dir", folder, *flags, "--resume", folder, "--steps", 9)
     pooled._keep_groups()
-    return _owed(job)
+    return _left_of_the_mean(job)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_what_rounding_took_is_owed_to_the_mean_on_any_number_of_ranks(
+def test_what_rounding_took_comes_to_the_same_mean_on_any_number_of_ranks(
     ranks, text, tmp_path, strategy
 ):
     flags = ("--data", text, *SMALL, "--comm-hook", "int8", "--strategy", strategy)
-    due = ranks(4).run(_train_and_owe, tmp_path, flags)[0]
+    due = ranks(4).run(_train_and_measure, tmp_path, flags)[0]
     assert all(tensor.any() for tensor in due.values())
     for size in (4, 2, 8):
-        for found in ranks(size).run(_resume_and_owe, tmp_path, flags):
+        for found in ranks(size).run(_resume_and_measure, tmp_path, flags):
             assert found.keys() == due.keys()
             for name, tensor in found.items():
                 torch.testing.assert_close(tensor, due[name])
@@ -138,9 +144,38 @@ def test_a_run_with_error_feedback_goes_on_as_if_never_stopped(
     assert ranks4.run(pooled.train, tmp_path, (*flags, *middle))[0] == straight
 
 
-def test_a_run_without_error_feedback_leaves_what_was_owed(ranks, text, tmp_path):
+def _train_as_before(folder: Path, flags: tuple[object, ...]) -> Rows:
+    """Write checkpoints whose residuals have the name that they had at first."""
+
+    def former(amp: Amp, ranks: Ranks) -> dict[str, Tensor]:
+        found = residuals.residuals(amp, ranks)
+        return {f"owed.{name.split('.', 1)[1]}": tensor for name, tensor in found.items()}
+
+    def save(path: Path, ranks: Ranks, tensors: Any, about: dict[str, Any], keep: int) -> None:
+        about = {**about, "owed": about["residuals"]}
+        del about["residuals"]
+        assert about["owed"]
+        save_as_now(path, ranks, tensors, about, keep)
+
+    save_as_now = checkpoint.save
+    with (
+        mock.patch.object(launch_job, "residuals", former),
+        mock.patch.object(checkpoint, "save", save),
+    ):
+        return pooled.train(folder, flags)
+
+
+def test_residuals_are_read_under_their_former_name(ranks2, text, tmp_path):
+    flags = ("--data", text, *SMALL, "--comm-hook", "int8")
+    flags = (*flags, "--checkpoint-every", 3, "--keep-checkpoints", 9)
+    straight = ranks2.run(_train_as_before, tmp_path, flags)[0]
+    middle = ("--resume", tmp_path / "checkpoints" / "step-00000003")
+    assert ranks2.run(pooled.train, tmp_path, (*flags, *middle))[0] == straight
+
+
+def test_a_run_without_error_feedback_drops_residuals(ranks, text, tmp_path):
     flags = ("--data", text, *SMALL, "--strategy", "ddp")
-    ranks(2).run(_train_and_owe, tmp_path, (*flags, "--comm-hook", "int8"))
+    ranks(2).run(_train_and_measure, tmp_path, (*flags, "--comm-hook", "int8"))
     for wire in (("--comm-hook", "fp16"), ()):
         steps = [*range(7, 10)]
         again = (*flags, *wire, "--resume", tmp_path, "--steps", 9)

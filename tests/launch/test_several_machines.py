@@ -225,10 +225,8 @@ def test_slurm_script_trains_on_all_nodes_and_goes_on_when_requeued(
 
     first = subprocess.Popen(script, env=job, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     jobs.wait_for_step(repository / "runs" / "4321", 6, seconds=300)
-    for host in hosts:
-        for process in host.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+    for index in range(len(hosts)):
+        hosts.switch_off(index)
     first.wait(timeout=120)
     assert first.returncode != 0
     again = subprocess.run(
@@ -259,8 +257,8 @@ ELASTIC = (*TINY, "--steps", "40", "--evaluate-every", "40", "--checkpoint-every
 ELASTIC = (*ELASTIC, "--timeout", "20")
 
 
-def elastic(nodes: str, restarts: int, port: int) -> list[str]:
-    start = ["torchrun", "--nnodes", nodes, "--nproc-per-node", "2"]
+def elastic(nodes: str, restarts: int, port: int, processes: int = 2) -> list[str]:
+    start = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(processes)]
     start += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-id", f"run-{port}"]
     start += ["--rdzv-conf", "join_timeout=300,last_call_timeout=3"]
     return [*start, "--rdzv-endpoint", f"host0:{port}", str(ROOT / "launch" / "train.py")]
@@ -282,10 +280,8 @@ def on_hosts(
         try:
             yield started, logs
         finally:
-            for host in hosts:
-                for process in host.processes():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
+            for index in range(len(hosts)):
+                hosts.switch_off(index)
             for each in started:
                 each.wait(timeout=60)
 
@@ -305,39 +301,91 @@ def test_ranks_of_a_host_whose_link_is_cut_are_named_within_the_timeout(text, tm
             assert f"go on with --resume {folder}" in lost[0]
 
 
+def _going_on(log: Path, ranks: str) -> int:
+    """Wait until a run goes on with another number of ranks; return the step it goes on from."""
+    jobs.wait_for_text(log, f"with other settings: ranks {ranks}", seconds=300)
+    steps = re.findall(rf"Going on from .* at step (\d+), .* ranks {ranks}", log.read_text())
+    assert len(steps) == 1, log.read_text()
+    return int(steps[0])
+
+
+def _losses(folder: Path, after: int, end: int) -> list[dict[str, Any]]:
+    rows = jobs.without_speed(jobs.records(folder))
+    return [row for row in rows if "loss" in row and after < row["step"] <= end]
+
+
 def test_the_others_go_on_without_a_host_that_is_gone_and_with_one_that_comes_back(text, tmp_path):
     with netns.Hosts(2, rate="1gbit") as hosts:
         folder = tmp_path / "run"
-        run = ("--data", text, *ELASTIC, "--steps", 3000, "--evaluate-every", 3000)
-        run = (*run, "--checkpoint-every", 5, "--keep-checkpoints", 9999)
+        run = ("--data", text, *ELASTIC, "--steps", 100_000, "--evaluate-every", 100_000)
+        run = (*run, "--checkpoint-every", 50, "--keep-checkpoints", 9999)
         command = [*elastic("1:2", 5, 29602), *map(str, (*run, "--run-dir", folder))]
         with on_hosts(hosts, command, tmp_path) as (started, logs):
-            jobs.wait_for_step(folder, 7, seconds=300)
+            jobs.wait_for_step(folder, 51, seconds=300)
             hosts.cut(1)
-            jobs.wait_for_text(logs[0], "with other settings: ranks 4 -> 2", seconds=300)
+            first = _going_on(logs[0], "4 -> 2")
             assert "did not answer (on host1)" in logs[0].read_text()
-            for process in hosts[1].processes():  # the host is switched off, and on again
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            hosts.switch_off(1)
             started[1].wait(timeout=60)
             hosts.join(1)
             with (tmp_path / "again.log").open("wb") as log:
                 where = {"cwd": tmp_path, "env": ELASTIC_ENVIRONMENT}
                 options = {**where, "stdout": log, "stderr": log}
                 again = hosts[1].popen(command, **options)
-                assert started[0].wait(timeout=900) == 0, logs[0].read_text()
-                assert again.wait(timeout=60) == 0
-            said = logs[0].read_text()
-            assert "with other settings: ranks 2 -> 4" in said
-        rows = jobs.without_speed(jobs.records(folder))
-        assert [row["step"] for row in rows if "loss" in row] == [*range(1, 3001)]
+                second = _going_on(logs[0], "2 -> 4")
+                end = second + 20
+                jobs.wait_for_step(folder, end, seconds=300)
+            assert second > first
+        assert again.wait(timeout=60) != 0  # ended with its host
         # Each part has the losses of a run that was resumed by hand, on as many ranks of one host.
-        first, second = [int(s) for s in re.findall(r"Going on from .* at step (\d+)", said)]
-        for step, end, ranks in ((first, second, 2), (second, 3000, 4)):
+        for step, last, ranks in ((first, second, 2), (second, end, 4)):
             checkpoint = folder / "checkpoints" / f"step-{step:08d}"
             by_hand = tmp_path / str(step)
-            done = jobs.run(ranks, "--resume", checkpoint, "--run-dir", by_hand)
-            assert done.returncode == 0, done.stderr
-            expected = jobs.without_speed(jobs.records(by_hand))
-            part = [row for row in rows if "loss" in row and step < row["step"] <= end]
-            assert part == [r for r in expected if "loss" in r and step < r["step"] <= end]
+            more = ("--run-dir", by_hand, "--keep-checkpoints", 0)
+            resumed = jobs.start(ranks, "--resume", checkpoint, *more)
+            jobs.wait_for_step(by_hand, last)
+            resumed.kill(everything=True)
+            expected = _losses(by_hand, step, last)
+            assert len(expected) == last - step
+            assert _losses(folder, step, last) == expected
+
+
+# -- bytes that leave an interface ----------------------------------------------------------------
+
+# Two blocks, and what is outside of them: bytes, places, norm and head.
+WIDTH, BLOCKS = 128, 2
+IN_BLOCKS = BLOCKS * (12 * WIDTH**2 + 13 * WIDTH)
+OUTSIDE = (256 + 16 + 256 + 2) * WIDTH
+SHARDED = ("--layers", BLOCKS, "--width", WIDTH, "--heads", 2, "--block", 16, "--batch", 2)
+SHARDED = (*SHARDED, "--strategy", "fsdp2", "--precision", "bf16", "--evaluate-every", 100)
+SHARDED = (*SHARDED, "--keep-checkpoints", 0, "--warmup", 0)
+PASS = 64  # held-out sequences in one pass of two ranks
+
+
+def _sent(hosts: netns.Hosts, folder: Path, port: int, *flags: object) -> int:
+    """What the first of two hosts, a rank each, gave to the network in a run."""
+    folder.mkdir()
+    command = [*elastic("2", 0, port, 1), *map(str, (*SHARDED, "--run-dir", folder / "run"))]
+    before = hosts[0].sent()
+    with on_hosts(hosts, [*command, *map(str, flags)], folder) as (started, logs):
+        for process, log in zip(started, logs, strict=True):
+            assert process.wait(timeout=300) == 0, log.read_text()
+        return (hosts[0].sent() - before).payload
+
+
+@pytest.mark.parametrize(("more", "size"), [((), 2), (("--gather-fp32",), 4)], ids=["bf16", "fp32"])
+def test_bytes_that_sharding_gathers_and_reduces_on_the_interface(hosts, tmp_path, more, size):
+    data = ("--data", jobs.text_file(tmp_path, kilobytes=160), *more)
+    port = 29610 + 10 * size
+    one = _sent(hosts, tmp_path / "one", port, *data, "--steps", 1, "--validation-windows", PASS)
+    flags = ("--steps", 1, "--validation-windows", 11 * PASS)
+    passes = _sent(hosts, tmp_path / "passes", port + 1, *data, *flags)
+    flags = ("--steps", 21, "--validation-windows", PASS)
+    steps = _sent(hosts, tmp_path / "steps", port + 2, *data, *flags)
+    # A validation before the first step and one after the last; of two ranks each sends half.
+    gathered, step = (passes - one) / 20, (steps - one) / 20
+    print(f"a pass {gathered:,.0f} bytes, a step {step:,.0f}")
+    assert gathered == pytest.approx((IN_BLOCKS * size + OUTSIDE * 4) / 2, rel=0.03)
+    # Blocks are gathered for the backward pass too, and all gradients are reduced in fp32.
+    expected = 2 * IN_BLOCKS * size + OUTSIDE * 4 + (IN_BLOCKS + OUTSIDE) * 4
+    assert step == pytest.approx(expected / 2, rel=0.03)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +179,44 @@ def test_thirty_troubles_change_no_loss(tmp_path):
 def test_a_flag_that_cannot_be_read_is_kept_until_the_ranks_can_say_it_together():
     error = read(["--steps", "many"])
     assert "invalid literal" in str(error)
+
+
+# -- nobody is there to read ----------------------------------------------------------------------
+
+
+def test_a_run_whose_output_is_closed_trains_to_its_end(text, tmp_path):
+    command = [sys.executable, str(jobs.SCRIPT), "--data", text, *SMALL, "--run-dir", tmp_path]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*map(str, command)], text=True, **pipes) as process:
+        process.stdout.close()  # as of "| head"
+        _, err = process.communicate(timeout=jobs.TIMEOUT_S)
+    assert (process.returncode, err) == (0, "")
+    assert jobs.records(tmp_path)[-1]["step"] == 6
+
+
+def test_a_second_ctrl_c_ends_the_command_without_a_traceback(text, tmp_path, monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.train.run", interrupted)
+    assert main(["--data", str(text), *map(str, SMALL), "--run-dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_that_is_closed_asks_to_stop():
+    stop = Stop()
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.asked
+    assert stop.preempted.code == 129
+
+
+def test_under_nohup_it_does_not():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = Stop()
+    try:
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not stop.asked

@@ -2,7 +2,7 @@
 
 A program is a setting and a list of events; each event is one iteration of training with something
 in it. Where `programs` spreads one model in every layout and gives all ranks the same calls, these
-hold a few parameters whose values can be told exactly, and their ranks do not do the same.
+hold a few parameters whose values can be computed exactly, and their ranks do not do the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an asymmetric program should do, told without a scaler, in Python floats."""
+"""What an asymmetric program should do, found without a scaler, in Python floats."""
 
 from __future__ import annotations
 

@@ -116,9 +116,9 @@ def _judge(members: list[tuple[int, Outcome]], layout: type[Layout]) -> list[str
             ]
         for name, digest in o.digests.items():
             digests.setdefault(name, {}).setdefault(digest, []).append(rank)
-    for name, held in digests.items():
-        if len(held) > 1:
-            found.append(f"ranks hold different values of {name}: {sorted(held.values())}")
+    for name, kept in digests.items():
+        if len(kept) > 1:
+            found.append(f"ranks hold different values of {name}: {sorted(kept.values())}")
     return found
 
 

@@ -114,6 +114,40 @@ def test_a_norm_that_is_not_finite_changes_nothing(ranks2: RankPool) -> None:
         assert not result["stepped"]
 
 
+def _first_clip_meets(value: float, rank: int) -> tuple[list[float], float]:
+    """Two iterations over replicas and a part that began alike; the first meets ``value``."""
+    torch.manual_seed(0)
+    replica = nn.Parameter(torch.randn(6))
+    part = nn.Parameter(torch.full((6,), 1.0 + dist.get_rank()))
+    optimizer = torch.optim.SGD([replica, part], lr=0.1)
+    scaler = DistGradScaler("cpu", init_scale=1.0, growth_interval=1000)
+    norms = []
+    for bad in (True, False, False):
+        scaler.scale(torch.ones(()))
+        replica.grad = torch.full((6,), 2.0)
+        part.grad = torch.full((6,), 1.0 + dist.get_rank())
+        if bad and rank in (dist.get_rank(), EVERY_RANK):
+            replica.grad[0] = value
+        norms.append(scaler.clip_grad_norm_(optimizer, 1e9).item())
+        scaler.update(1.0)
+    ranks = dist.get_world_size()
+    return norms, math.sqrt(6 * 4 + 6 * sum((1.0 + r) ** 2 for r in range(ranks)))
+
+
+EVERY_RANK = -1
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("rank", [0, 1, EVERY_RANK])
+def test_a_first_clip_that_meets_inf_leaves_open_what_is_a_replica(
+    ranks2: RankPool, value: float, rank: int
+) -> None:
+    for norms, expected in ranks2.run(_first_clip_meets, value, rank):
+        assert not math.isfinite(norms[0])
+        # Replicas that were taken for parts would count twice from here on.
+        assert norms[1:] == pytest.approx([expected] * 2, rel=1e-6)
+
+
 def _one_process() -> tuple[nn.Linear, torch.optim.Optimizer, DistGradScaler]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

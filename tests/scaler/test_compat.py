@@ -111,13 +111,13 @@ def test_the_scale_tensor_keeps_its_identity_for_who_holds_it():
     parameter, optimizer = sgd(1.0)
     scaler = cpu_scaler(growth_interval=1)
     scaler.scale(torch.ones(()))
-    held = (scaler._scale, scaler._growth_tracker)
+    kept = (scaler._scale, scaler._growth_tracker)
     for gradient in (0.0, INF, 0.0):
         iteration(scaler, optimizer, parameter, gradient)
     scaler.update(4.0)
     scaler.load_state_dict(scaler.state_dict())
-    assert (scaler._scale, scaler._growth_tracker)[0] is held[0]
-    assert scaler._growth_tracker is held[1]
+    assert (scaler._scale, scaler._growth_tracker)[0] is kept[0]
+    assert scaler._growth_tracker is kept[1]
 
 
 # -- per-optimizer records -------------------------------------------------------------------------

@@ -106,6 +106,36 @@ def test_a_grad_scale_of_the_users_multiplies_as_in_torch():
     assert values == [0.75, 0.75]
 
 
+class Counts(torch.optim.Optimizer):
+    """A user's optimizer of the fused protocol, which logs what it is called with."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.calls: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append(self.found_inf.item())
+        for p in self.param_groups[0]["params"]:
+            if not self.found_inf:
+                p.data -= p.grad / self.grad_scale
+
+
+@pytest.mark.parametrize("make", [cpu_scaler, torch_scaler])
+def test_a_users_fused_optimizer_is_called_on_an_overflow_too(make):
+    parameter = leaf(1.0)
+    optimizer = Counts([parameter])
+    scaler = make()
+    for gradient in (0.25, INF, 0.25):
+        optimizer.zero_grad()
+        backward(scaler, parameter, gradient)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.calls == [0.0, 1.0, 0.0]
+    assert parameter.item() == 0.5
+
+
 class TakesScaler(torch.optim.SGD):
     """torch's older protocol: the scaler itself is an argument of ``step`` (Apex's fused LAMB)."""
 

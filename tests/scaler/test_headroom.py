@@ -266,17 +266,17 @@ def test_the_largest_magnitude_is_that_of_float64(on_device):
 
 
 def watched_by(scaler: DistGradScaler) -> list[float]:
-    """Collect what the schedule is told from now on."""
-    told: list[float] = []
+    """Collect the largest gradients that the schedule is given from now on."""
+    seen: list[float] = []
     schedule = scaler._schedule
     original = schedule.next_state
 
     def listening(state: ScaleState, found: Tensor, largest: Tensor | None = None) -> ScaleState:
-        told.append(NAN if largest is None else largest.item())
+        seen.append(NAN if largest is None else largest.item())
         return original(state, found, largest)
 
     object.__setattr__(schedule, "next_state", listening)
-    return told
+    return seen
 
 
 def headroom_scaler(**settings: Any) -> DistGradScaler:
@@ -287,7 +287,7 @@ def headroom_scaler(**settings: Any) -> DistGradScaler:
 def test_every_way_to_step_tells_the_largest_scaled_gradient(way):
     scaler = headroom_scaler()
     parameter, optimizer = sgd(1.0, 2.0, fused=way == "fused")
-    told = watched_by(scaler)
+    seen = watched_by(scaler)
     if way == "closure":
 
         def closure() -> float:
@@ -307,13 +307,13 @@ def test_every_way_to_step_tells_the_largest_scaled_gradient(way):
         else:
             scaler.step(optimizer)
     scaler.update()
-    assert told == [3.0 * 1024]
+    assert seen == [3.0 * 1024]
 
 
 def test_several_optimizers_are_watched_together_and_each_iteration_anew():
     scaler = headroom_scaler(growth_interval=10**6)
     pairs = [sgd(1.0), sgd(1.0)]
-    told = watched_by(scaler)
+    seen = watched_by(scaler)
     for sizes in ((5.0, 2.0), (1.0, 4.0)):
         for (parameter, optimizer), size in zip(pairs, sizes, strict=True):
             optimizer.zero_grad()
@@ -321,7 +321,7 @@ def test_several_optimizers_are_watched_together_and_each_iteration_anew():
         for _, optimizer in pairs:
             scaler.step(optimizer)
         scaler.update()
-    assert told == pytest.approx([5.0 * 1024, 4.0 * 1024], rel=1e-3)
+    assert seen == pytest.approx([5.0 * 1024, 4.0 * 1024], rel=1e-3)
 
 
 def test_other_schedules_look_for_nothing():

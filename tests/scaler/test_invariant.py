@@ -127,7 +127,7 @@ def test_known_faults_of_other_scalers_are_seen(
 
 def test_a_fault_that_does_not_land_is_a_complaint(judge):
     # Rank 3 holds no row of the layers that the second optimizer holds, so nothing can be planted
-    # there; said of optimizer 0 the same would be a mistake in the program.
+    # there; of optimizer 0 the same would be a mistake in the program.
     quiet = Iteration(faults=(Fault(3, "inf", optimizer=1),))
     assert judge.judge(Program("FSDP2", "SGD for-loop", (quiet,), 2)) == [[]]
     loud = Iteration(faults=(Fault(3, "inf", optimizer=2),))

@@ -1,4 +1,4 @@
-"""Ranks that part are told so, on every rank; ranks that only differ in what they hold are not."""
+"""Ranks that part raise, on every rank; ranks that only differ in what they hold do not."""
 
 from __future__ import annotations
 
@@ -163,15 +163,15 @@ def _pipeline(same_shapes: bool) -> Any:
     stage = nn.Linear(4, 4 if same_shapes else 3 + rank)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     scaler = DistGradScaler("cpu")
-    told = []
+    answers = []
     for iteration in range(4):
         if rank == dist.get_world_size() - 1:  # only the last stage holds the loss
             _ready(scaler)
         _fill(stage, INF if iteration == 1 and rank == 0 else 65536.0)
         scaler.step(optimizer)
         scaler.update()
-        told.append((scaler.stepped(optimizer), scaler.overflow_rank(optimizer)))
-    return told, scaler.get_scale()
+        answers.append((scaler.stepped(optimizer), scaler.overflow_rank(optimizer)))
+    return answers, scaler.get_scale()
 
 
 @pytest.mark.parametrize("same_shapes", [True, False])
@@ -264,16 +264,16 @@ def _made_anew(rank: int, world: int, path: str) -> Any:
 
     models, optimizers = _two(alike=False)
     scaler = DistGradScaler("cpu")
-    told = []
+    answers = []
     for name, bad in (("a", None), ("b", 1)):
         join(name)
         _ready(scaler)
         _fill(models[0], INF if bad == rank else 1.0)
         scaler.step(optimizers[0])
         scaler.update()
-        told.append(scaler.stepped(optimizers[0]))
+        answers.append(scaler.stepped(optimizers[0]))
         dist.destroy_process_group()
-    return told
+    return answers
 
 
 def _remake(path: str) -> Any:

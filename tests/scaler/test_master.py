@@ -142,9 +142,9 @@ def test_fp32_parameters_stay_as_they_are_and_are_stepped_beside_masters():
     expected = [v - 0.5 * p.grad / 1024.0 for v, p in zip(before, norm, strict=True)]
     scaler.step(optimizer)
     assert equal(norm, expected)
-    held = list(master_params(optimizer))
-    assert held[2] is norm[0]
-    assert held[3] is norm[1]
+    kept = list(master_params(optimizer))
+    assert kept[2] is norm[0]
+    assert kept[3] is norm[1]
     assert masters.nbytes == 4 * (64 + 8)
 
 
@@ -282,8 +282,8 @@ def test_a_skipped_step_changes_nothing(name):
     assert not scaler.stepped(optimizer)
     assert equal(model.parameters(), kept[0])
     assert equal([m for _, m in masters.pairs()], kept[1])
-    for number, held in optimizer.state_dict()["state"].items():
-        assert equal(held.values(), state["state"][number].values())
+    for number, kept in optimizer.state_dict()["state"].items():
+        assert equal(kept.values(), state["state"][number].values())
 
 
 def test_the_next_step_after_a_skipped_one_is_clean_with_model_zero_grad_alone():
@@ -660,14 +660,14 @@ def test_bf16_masters_need_no_scaler(scaler, zero_grad):
     assert equal(master_params(optimizer), hand.copies)
 
 
-@pytest.mark.parametrize("how", ["model", "masters", "optimizer, told of the pass"])
+@pytest.mark.parametrize("how", ["model", "masters", "optimizer that knows of the pass"])
 def test_without_a_scaler_a_gradient_is_thrown_away_as_documented(how):
     parameter = one(0.0, BF16)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     masters = MasterParameters(optimizer)
     for gradient in (100.0, 1.0):
         ZERO_GRADS[how.split(",")[0]](optimizer, nn.ParameterList([parameter]), masters)
-        if "told" in how:
+        if "knows" in how:
             masters.before_backward()
         (parameter.float().sum() * gradient).backward()
     optimizer.step()

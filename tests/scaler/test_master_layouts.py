@@ -167,13 +167,13 @@ def test_fused_and_foreach_kernels_step_sharded_masters(ranks4, name, kind):
 
 @pytest.mark.parametrize("name", ["FSDP1", "FSDP1 orig params", "FSDP2", "ZeRO", "OSS"])
 def test_sharded_masters_add_up_to_one_model(ranks4, name):
-    """FSDP1 pads its flat shards; nothing else is held twice."""
-    held = ranks4.run(with_masters, name, "SGD for-loop")
-    total = sum(rank["bytes"] for rank in held)
-    whole = 4 * held[0]["whole"]
+    """FSDP1 pads its flat shards; nothing else lies there twice."""
+    kept = ranks4.run(with_masters, name, "SGD for-loop")
+    total = sum(rank["bytes"] for rank in kept)
+    whole = 4 * kept[0]["whole"]
     padding = 4 * 4 * 4 if name == "FSDP1" else 0
     assert whole <= total <= whole + padding
-    assert max(rank["bytes"] for rank in held) < 0.6 * whole
+    assert max(rank["bytes"] for rank in kept) < 0.6 * whole
 
 
 # -- clipping --------------------------------------------------------------------------------------
@@ -241,9 +241,9 @@ def _whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if not hasattr(optimizer, "consolidate_state_dict"):
         return copy.deepcopy(optimizer.state_dict())
     optimizer.consolidate_state_dict(0)
-    held = [copy.deepcopy(optimizer.state_dict()) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(held)
-    return held[0]
+    kept = [copy.deepcopy(optimizer.state_dict()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(kept)
+    return kept[0]
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def loaded_model_alone(name: str) -> tuple[bool, bool]:
         not torch.equal(local(m), v) for (_, m), v in zip(masters.pairs(), values, strict=True)
     )
     layout.model.load_state_dict(before)
-    held = masters.state_dict()["masters"].values()
-    back = all(torch.equal(local(m), v) for m, v in zip(held, values, strict=True))
+    kept = masters.state_dict()["masters"].values()
+    back = all(torch.equal(local(m), v) for m, v in zip(kept, values, strict=True))
     return moved, back
 
 
@@ -356,15 +356,15 @@ def one_rank_is_unlike(how: str) -> str:
             [Partial()],
             run_check=False,
         )
-    said = ""
+    text = ""
     try:
         scaler.step(optimizer)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     after = layout.full_parameters()
     assert all(torch.equal(before[n], after[n]) for n in before), "nothing was stepped"
     del masters
-    return said
+    return text
 
 
 @pytest.mark.parametrize(
@@ -375,8 +375,8 @@ def one_rank_is_unlike(how: str) -> str:
     ],
 )
 def test_what_one_rank_cannot_do_is_raised_on_every_rank(ranks4, how, says):
-    for said in ranks4.run(one_rank_is_unlike, how):
-        assert says in said
+    for text in ranks4.run(one_rank_is_unlike, how):
+        assert says in text
 
 
 def overlapping() -> str:
@@ -392,4 +392,4 @@ def overlapping() -> str:
 
 
 def test_zero_that_steps_inside_backward_is_refused(ranks2):
-    assert all("set overlap_with_ddp=False" in said for said in ranks2.run(overlapping))
+    assert all("set overlap_with_ddp=False" in text for text in ranks2.run(overlapping))

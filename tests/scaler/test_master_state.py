@@ -50,8 +50,8 @@ class Job:
     def values(self) -> list[Tensor]:
         state = [
             value
-            for held in self.optimizer.state_dict()["state"].values()
-            for value in held.values()
+            for kept in self.optimizer.state_dict()["state"].values()
+            for value in kept.values()
             if isinstance(value, Tensor)
         ]
         return values([*self.model.parameters(), *master_params(self.optimizer), *state])
@@ -78,8 +78,8 @@ def test_state_that_an_optimizer_has_already_goes_on_in_float32(name):
     MasterParameters(optimizer)
     wide = optimizer.state_dict()["state"]
     assert wide.keys() == low.keys() == by_hand.state_dict()["state"].keys()
-    for number, held in wide.items():
-        for key, value in held.items():
+    for number, kept in wide.items():
+        for key, value in kept.items():
             if isinstance(value, Tensor):
                 assert value.dtype is F32
                 assert torch.equal(value, low[number][key].float())
@@ -99,8 +99,8 @@ def test_the_state_of_lbfgs_is_widened_all_through():
 
     optimizer.step(closure)
     MasterParameters(optimizer)
-    (held,) = optimizer.state.values()
-    tensors = [held["d"], held["prev_flat_grad"], *held["old_dirs"], *held["old_stps"]]
+    (kept,) = optimizer.state.values()
+    tensors = [kept["d"], kept["prev_flat_grad"], *kept["old_dirs"], *kept["old_stps"]]
     assert {t.dtype for t in tensors} == {F32}
     optimizer.step(closure)
 
@@ -135,8 +135,8 @@ def test_the_models_checkpoint_alone_refreshes_the_masters():
     saved = Job().train(0, 1).saved()
     resumed = Job(seed=1).train(5)
     resumed.model.load_state_dict(saved["model"])
-    held = resumed.masters.state_dict()["masters"]
-    assert equal(held.values(), [v.float() for v in saved["model"].values()])
+    kept = resumed.masters.state_dict()["masters"]
+    assert equal(kept.values(), [v.float() for v in saved["model"].values()])
 
     again = Job(seed=1).train(5)
     again.model.load_state_dict(saved["model"])
@@ -182,8 +182,8 @@ def test_the_optimizers_state_dict_is_that_of_an_fp32_run():
     job = Job().train(0, 1)
     fp32 = OPTIMIZERS["AdamW"](half_mlp().float().parameters())
     fp32.load_state_dict(job.optimizer.state_dict())
-    for held in fp32.state_dict()["state"].values():
-        assert held["exp_avg"].dtype is F32
+    for kept in fp32.state_dict()["state"].values():
+        assert kept["exp_avg"].dtype is F32
     assert equal(
         [h["exp_avg"] for h in fp32.state_dict()["state"].values()],
         [h["exp_avg"] for h in job.optimizer.state_dict()["state"].values()],

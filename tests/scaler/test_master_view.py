@@ -59,7 +59,7 @@ def _there_and_back(kind: str) -> tuple[bool, bool, bool]:
         for n, p in _named(model)
     )
     fp32 = any(
-        (held["master"] != held["master"].half().float()).any() for held in state["state"].values()
+        (kept["master"] != kept["master"].half().float()).any() for kept in state["state"].values()
     )
     other, its_optimizer, its_masters = trained(kind, seed=1, steps=0)
     set_optimizer_state_dict(other, its_masters.for_checkpoint(), state, options=FULL)
@@ -96,9 +96,9 @@ def test_state_that_no_step_has_made_yet_is_made_to_load_into():
     weights = [p.clone() for p in model.parameters()]
     state = saved(model, masters)["state"]
     assert all(
-        held.keys() == {"step", "exp_avg", "exp_avg_sq", "master"} for held in state.values()
+        kept.keys() == {"step", "exp_avg", "exp_avg_sq", "master"} for kept in state.values()
     )
-    assert all(held["step"] == 0 for held in state.values())
+    assert all(kept["step"] == 0 for kept in state.values())
     assert all(map(torch.equal, model.parameters(), weights))
 
 
@@ -107,10 +107,10 @@ def test_settings_of_groups_come_back_and_masters_stay_where_they_were():
     view = masters.for_checkpoint()
     state = view.state_dict()
     state["param_groups"][0]["lr"] = 0.125
-    held = list(optimizer.param_groups[0]["params"])
+    kept = list(optimizer.param_groups[0]["params"])
     view.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.125
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], kept, strict=True))
 
 
 def test_it_does_not_train():
@@ -138,5 +138,5 @@ def _refused() -> str:
 
 
 def test_a_wrapper_that_divides_its_state_is_refused(ranks2: RankPool):
-    said = ranks2.run(_refused)
-    assert all(text.startswith("ZeroRedundancyOptimizer divides its state") for text in said)
+    texts = ranks2.run(_refused)
+    assert all(text.startswith("ZeroRedundancyOptimizer divides its state") for text in texts)

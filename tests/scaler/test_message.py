@@ -42,7 +42,7 @@ def _ops_on_a_device() -> tuple[list[str], float]:
         flag = flag_of(dist.get_rank() == 1, CPU)
         ops = _Ops()
         with ops:
-            reply = exchange(group, 12345, [[flag]], None, room=False)
+            reply = exchange(group, 12345, [[flag]], None, takes_rows=False)
             (agreed,) = reply.flags(CPU)
     # What is made on the host to be copied into is none of the device's.
     on_device = [name for name in ops.seen if name != "aten::empty.memory_format"]
@@ -62,7 +62,7 @@ def _who_overflowed(on_device: bool, optimizers: int) -> Any:
         group.length.capacity = optimizers
         rank = dist.get_rank()
         flags = [[flag_of(i in (rank, optimizers - 1), CPU)] for i in range(optimizers)]
-        reply = exchange(group, 2**32 - 1, flags, None, room=False)
+        reply = exchange(group, 2**32 - 1, flags, None, takes_rows=False)
         values = [flag.item() for flag in reply.flags(CPU)]
         return values, [reply.overflowed(i) for i in range(optimizers)], reply.in_agreement
 
@@ -82,7 +82,9 @@ def test_each_flag_is_set_where_a_rank_set_it(
 def _another_digest(on_device: bool) -> Any:
     with mock.patch.object(host, "is_host", return_value=not on_device):
         group = Group(dist.group.WORLD, CPU)
-        reply = exchange(group, 7 + dist.get_rank(), [[flag_of(False, CPU)]], None, room=False)
+        reply = exchange(
+            group, 7 + dist.get_rank(), [[flag_of(False, CPU)]], None, takes_rows=False
+        )
         return [flag.item() for flag in reply.flags(CPU)], reply.in_agreement
 
 

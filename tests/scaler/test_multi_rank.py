@@ -136,5 +136,5 @@ def _swapped_later(sharded: bool) -> str:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "FSDP2"])
 def test_a_later_swap_of_alike_optimizers_is_noticed(ranks, sharded):
-    for said in ranks(WORLD).run(_swapped_later, sharded):
-        assert said.startswith("iteration 1: the ranks are not in lockstep")
+    for raised in ranks(WORLD).run(_swapped_later, sharded):
+        assert raised.startswith("iteration 1: the ranks are not in lockstep")

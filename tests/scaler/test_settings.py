@@ -116,13 +116,13 @@ def test_without_an_accelerator_none_is_cpu_and_enabled():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_device_that_is_not_there_warns_and_disables_as_torchs_does():
-    said = []
+    raised = []
     for kind in (torch.amp.GradScaler, DistGradScaler):
         with pytest.warns(UserWarning, match=r"GradScaler is enabled, but .* not available") as w:
             scaler = kind("cuda")
         assert not scaler.is_enabled()
-        said.append(w[0].filename)
-    assert said == [__file__, __file__], "the warning points at the caller"
+        raised.append(w[0].filename)
+    assert raised == [__file__, __file__], "the warning points at the caller"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

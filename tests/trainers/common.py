@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-__all__ = ["FAULT", "data", "digest", "faulty", "model", "needs", "plant_inf", "quiet"]
+from tests.ranks import RankPool
+
+__all__ = [
+    "FAULT",
+    "data",
+    "digest",
+    "faulty",
+    "in_ranks",
+    "model",
+    "needs",
+    "plant_inf",
+    "quiet",
+    "refusal",
+]
 
 # The step, counted from 0, in which rank 1 alone overflows.
 FAULT = 2
@@ -25,6 +42,37 @@ def needs(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}: make test-trainers", allow_module_level=True)
+
+
+def in_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test on one device in each rank: these import the trainer for other tests anyway."""
+
+    def run(ranks2: RankPool, **given: Any) -> None:
+        ranks2.run(_in_rank, test.__module__, test.__name__, given)
+
+    here = inspect.Parameter("ranks2", inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(test).parameters.values()
+    functools.update_wrapper(run, test)
+    vars(run)["body"] = vars(run).pop("__wrapped__")
+    vars(run)["__signature__"] = inspect.Signature([*parameters, here])
+    return run
+
+
+def _in_rank(module: str, name: str, given: dict[str, Any]) -> None:
+    quiet()
+    if "tmp_path" in given:
+        given["tmp_path"] /= str(rank())
+        given["tmp_path"].mkdir()
+    getattr(importlib.import_module(module), name).body(**given)
+
+
+def refusal(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What a call is refused with, for ranks: an exception that leaves one ends its pool."""
+    try:
+        function(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
 
 
 def quiet() -> None:

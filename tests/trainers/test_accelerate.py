@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -30,13 +33,16 @@ class Run:
 
     weights: float = 0.0
     scale: float = 0.0
+    growth: int = 0
     skipped: list[bool] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
     hooked: bool = False
 
 
-def accelerator_with(ours: str | None, parts: int = 1, precision: str = "fp16") -> Any:
+def accelerator_with(
+    ours: str | None, parts: int = 1, precision: str = "fp16", fsdp: int | None = None
+) -> Any:
     """An Accelerator on the CPU; with torch's scaler where it is not ours."""
     quiet()
     from accelerate import Accelerator
@@ -44,10 +50,44 @@ def accelerator_with(ours: str | None, parts: int = 1, precision: str = "fp16") 
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    made = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=parts)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    made = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=parts,
+        fsdp_plugin=None if fsdp is None else fsdp_plugin(fsdp),
+    )
     if ours is None and precision == "fp16":
-        made.scaler, made.native_amp = torch.amp.GradScaler("cpu", init_scale=SCALE), True
+        kind = ShardedGradScaler if fsdp == 1 else torch.amp.GradScaler
+        made.scaler, made.native_amp = kind("cpu", init_scale=SCALE), True
     return made
+
+
+def fsdp_plugin(version: int) -> Any:
+    """What makes Accelerate shard, on a CPU too."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    # Accelerate gives FSDP to ranks that have accelerators, and to no others.
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=10,
+        cpu_ram_efficient_loading=False,
+        sync_module_states=False,
+    )
+
+
+def flat(net: nn.Module) -> nn.Module:
+    """The model in FSDP1: Accelerate's own wrapping asks for an index that the CPU has not."""
+    half, cpu = torch.float16, torch.device("cpu")
+    precision = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
+    return FullyShardedDataParallel(
+        net, device_id=cpu, mixed_precision=precision, use_orig_params=True
+    )
 
 
 def train(
@@ -62,15 +102,18 @@ def train(
     steps: int = STEPS,
     settings: dict[str, Any] | None = None,
     optimizers: int = 1,
+    fsdp: int | None = None,
 ) -> Run:
     """A loop as Accelerate's documentation writes it."""
-    accelerator = accelerator_with(ours, parts)
+    accelerator = accelerator_with(ours, parts, fsdp=fsdp)
     from distamp.integrations.accelerate import prepare
 
     run = Run()
     net = model()
     net[0].register_forward_hook(lambda module, inputs, out: run.dtypes.add(out.dtype))
-    pieces = [net[::2]] if optimizers == 1 else list(net[::2])
+    pieces = [net] if optimizers == 1 else list(net[::2])
+    if fsdp == 1:
+        net = flat(net)
     made = [
         torch.optim.AdamW(each.parameters(), **({"lr": 0.01} | (settings or {}))) for each in pieces
     ]
@@ -88,7 +131,7 @@ def train(
         if number == steps * parts:
             break
         with accelerator.accumulate(net):
-            loss = (net(inputs) - targets).square().mean()
+            loss = (net(inputs).float() - targets).square().mean()
             if in_loss and number == FAULT and rank() == 1:
                 loss = loss * float("inf")
             accelerator.backward(loss)
@@ -108,11 +151,20 @@ def train(
             run.rates.append(made[0].param_groups[0]["lr"])
     if save is not None:
         accelerator.save_state(save)
-    run.weights = digest(net.parameters())
+    run.weights = digest_of(net)
     run.scale = accelerator.scaler.get_scale()
+    run.growth = accelerator.scaler._get_growth_tracker()
     if isinstance(net, DistributedDataParallel):
         run.hooked = net._get_ddp_logging_data().get("comm_hook") is not None
     return run
+
+
+def digest_of(net: nn.Module) -> float:
+    """One number for the whole weights, wherever ranks keep them."""
+    if isinstance(net, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(net):
+            return digest(net.parameters())
+    return digest(p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters())
 
 
 def together(runs: list[Run]) -> bool:
@@ -166,6 +218,39 @@ def test_a_hook_compresses_and_brings_the_news(ranks2, when):
 def test_two_optimizers_are_each_unscaled_by_their_own_scale(ranks2):
     runs = ranks2.run(train, optimizers=2)
     assert together(runs)
+
+
+# -- Accelerate's own FSDP -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"clip": 0.1}])
+def test_without_an_overflow_sharded_runs_are_accelerates_to_the_bit(ranks2, fsdp, options):
+    ours, *others = ranks2.run(train, fsdp=fsdp, fault=False, **options)
+    theirs, _ = ranks2.run(train, None, fsdp=fsdp, fault=False, **options)
+    assert ours == others[0] == theirs
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_sharded_ranks_skip_with_a_fused_optimizer_where_torchs_scaler_does_not_see_it(
+    ranks2, fsdp
+):
+    fused = {"fsdp": fsdp, "clip": None, "settings": {"fused": True}}
+    theirs = ranks2.run(train, None, **fused)
+    assert not any(any(run.skipped) for run in theirs)
+    runs = ranks2.run(train, **fused)
+    assert together(runs)
+    for run in runs:
+        assert run.skipped == [step == FAULT for step in range(STEPS)]
+        assert run.scale == SCALE / 2
+
+
+@pytest.mark.parametrize("first", [None, "before"])
+def test_a_sharded_checkpoint_goes_on_with_the_count_it_was_saved_with(ranks2, tmp_path, first):
+    """torch makes the optimizer's state by a step before it loads: no step to the scaler."""
+    ranks2.run(train, first, fsdp=2, save=str(tmp_path))
+    for run in ranks2.run(train, "after", fsdp=2, fault=False, load=str(tmp_path)):
+        assert run.growth == (STEPS - FAULT - 1) + STEPS
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from tests.trainers.common import data, digest, model, needs, plant_inf, quiet
+from tests.trainers.common import data, digest, in_ranks, model, needs, plant_inf, quiet, refusal
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
 needs("lightning")
@@ -83,13 +85,14 @@ def test_ranks_stay_together_where_fabrics_own_part(ranks2):
 
 @pytest.mark.parametrize("clip", [{"max_norm": 0.1}, {"clip_val": 0.01}])
 def test_a_fused_optimizer_is_clipped_as_one_that_is_not(ranks2, clip):
-    with pytest.raises(NotImplementedError, match="clipping"):
-        train(ours=False, devices=1, clip=clip, fused=True)
+    refused, _ = ranks2.run(refusal, train, ours=False, devices=1, clip=clip, fused=True)
+    assert refused.startswith("NotImplementedError: Gradient clipping")
     fused, plain = ranks2.run(train, clip=clip, fused=True), ranks2.run(train, clip=clip)
     assert fused[0][:2] == fused[1][:2]
     assert fused[0][0] == pytest.approx(plain[0][0], rel=1e-5)
 
 
+@in_ranks
 def test_lbfgs_learns():
     with pytest.raises(TypeError, match="LBFGS"):
         train(ours=False, devices=1, optimizer="LBFGS")
@@ -98,11 +101,72 @@ def test_lbfgs_learns():
     assert losses[:4] == sorted(losses[:4], reverse=True)
 
 
+@in_ranks
 def test_without_an_overflow_the_run_is_fabrics_to_the_bit():
-    ours, theirs = (train(each, devices=1, clip={"max_norm": 0.1}) for each in (True, False))
+    options: dict[str, Any] = {"devices": 1, "fault": False, "clip": {"max_norm": 0.1}}
+    ours, theirs = (train(each, **options) for each in (True, False))
     assert ours == theirs
 
 
+def train_sharded(
+    ours: bool = True, fault: bool = True, clip: dict[str, Any] | None = None, fused: bool = False
+) -> tuple[float, float, set[torch.dtype]]:
+    """Weights, loss scale and the dtypes of the first layer after five steps of FSDP1 in Fabric."""
+    quiet()
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.precision import FSDPPrecision as Theirs
+    from lightning.fabric.strategies import FSDPStrategy
+
+    from distamp.integrations.fabric import FSDPPrecision
+
+    class Fsdp(FSDPStrategy):
+        """Fabric refuses the class itself without a GPU, and no subclass."""
+
+    if ours:
+        plugin = FSDPPrecision("16-mixed", init_scale=SCALE)
+    else:
+        plugin = Theirs("16-mixed")
+        plugin.scaler = ShardedGradScaler("cpu", init_scale=SCALE)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=Fsdp(), plugins=plugin)
+    fabric.launch()
+    net = model()
+    dtypes: set[torch.dtype] = set()
+    net[0].register_forward_hook(lambda module, inputs, out: dtypes.add(out.dtype))
+    # Fabric does not tell it to be on the CPU.
+    net = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    net = fabric.setup_module(net)
+    stepper = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused))
+    for step, start in enumerate(range(0, 20, 4)):
+        inputs, targets = data()[start + 2 * fabric.global_rank :][:2]
+        stepper.zero_grad()
+        fabric.backward((net(inputs).float() - targets).square().mean())
+        if fault:
+            plant_inf(net.parameters(), step)
+        if clip:
+            fabric.clip_gradients(net, stepper, **clip, error_if_nonfinite=False)
+        stepper.step()
+    with FullyShardedDataParallel.summon_full_params(net):
+        return digest(net.parameters()), plugin.scaler.get_scale(), dtypes
+
+
+@pytest.mark.parametrize("clip", [None, {"max_norm": 0.1}])
+def test_fsdp_trains_in_float16_and_as_on_the_whole_model(ranks2, clip):
+    one, other = ranks2.run(train_sharded, clip=clip)
+    assert one == other
+    assert one[1:] == (SCALE / 2, {torch.float16})
+    whole, _ = ranks2.run(train, clip=clip)
+    assert one[0] == pytest.approx(whole[0], rel=1e-3)
+
+
+def test_fsdp_skips_with_a_fused_optimizer_where_torchs_scaler_parts_the_ranks(ranks2):
+    one, other = ranks2.run(train_sharded, ours=False, fused=True)
+    assert one[0] != other[0] or one[1] != SCALE / 2
+    one, other = ranks2.run(train_sharded, fused=True)
+    assert one == other
+    assert one[1] == SCALE / 2
+
+
+@in_ranks
 def test_fsdps_plugin_takes_a_scaler():
     from distamp import DistGradScaler
     from distamp.integrations.fabric import FSDPPrecision

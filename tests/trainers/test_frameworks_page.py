@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import socket
 import tempfile
 import types
 import warnings
@@ -273,17 +272,13 @@ def run(name: str, torchs: bool = False) -> tuple[float, float, str]:
 
 def run_alone(name: str, port: int) -> tuple[float, float, str]:
     """As `run`, where the code makes the process group."""
+    # The store is the test's, as it is torchrun's agent's: no port is let go and taken again.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
         return run(name)
     finally:
         dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_every_piece_of_code_is_run():
@@ -299,7 +294,8 @@ def test_every_piece_of_code_is_run():
 def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
     needs(GIVEN[name][0])
     if name == "torchtitan":  # makes its own process group
-        one, other = new_ranks(2, timeout=550).run(run_alone, name, free_port(), group="none")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        one, other = new_ranks(2, timeout=550).run(run_alone, name, store.port, group="none")
     else:
         one, other = ranks2.run(run, name)
     assert one == other

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from distamp import DistGradScaler
-from tests.trainers.common import FAULT, digest, needs, plant_inf, quiet
+from tests.trainers.common import FAULT, digest, needs, plant_inf, quiet, refusal
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 needs("accelerate", "transformers")
@@ -228,24 +227,26 @@ def test_a_hook_compresses_the_gradients(ranks2, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, False), (False, True), (True, True)])
-def test_a_checkpoint_of_either_goes_on_in_the_other(tmp_path: Path, first: bool, then: bool):
-    whole = train(str(tmp_path / "whole"), ours=first, fault=False)
-    folder = str(tmp_path / "parts")
-    train(folder, ours=first, fault=False, save_strategy="steps", save_steps=3)
-    state = torch.load(Path(folder) / "checkpoint-3" / "scaler.pt")
+def test_a_checkpoint_of_either_goes_on_in_the_other(
+    ranks2, tmp_path: Path, first: bool, then: bool
+):
+    folder = str(tmp_path)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    whole, _ = ranks2.run(train, folder, ours=first, fault=False, **saving)
+    state = torch.load(tmp_path / "checkpoint-3" / "scaler.pt")
     assert (state["scale"], state["_growth_tracker"]) == (SCALE, 3)
-    for each in Path(folder).glob("checkpoint-[45]"):
-        each.rename(tmp_path / each.name)
-    resumed = train(folder, ours=then, fault=False, resume=True)
+    (tmp_path / f"checkpoint-{STEPS}").rename(tmp_path / "last")
+    resumed, _ = ranks2.run(train, folder, ours=then, fault=False, resume=True)
     assert resumed.global_step == STEPS
     assert resumed.weights == whole.weights
 
 
-def test_at_bf16_the_mixin_changes_nothing(tmp_path):
-    quiet()
-    assert train(str(tmp_path), precision="bf16", mixin={}, fault=False).scale == 0.0
+def test_at_bf16_the_mixin_changes_nothing(ranks2, tmp_path):
+    run, _ = ranks2.run(train, str(tmp_path), precision="bf16", mixin={}, fault=False)
+    assert run.scale == 0.0
 
 
-def test_a_scaler_at_bf16_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="mixed_precision is 'bf16'"):
-        train(str(tmp_path), precision="bf16", mixin={"scaler": DistGradScaler("cpu")})
+def test_a_scaler_at_bf16_is_refused(ranks2, tmp_path):
+    mixin = {"scaler_settings": {"init_scale": 2.0}}
+    refused, _ = ranks2.run(refusal, train, str(tmp_path), precision="bf16", mixin=mixin)
+    assert "mixed_precision is 'bf16'" in refused

@@ -47,6 +47,9 @@ FAMILIES: tuple[frozenset[str], ...] = tuple(
         "multilabel_margin_loss multilabel_margin_loss_forward",
         """grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
         cudnn_grid_sampler""",
+        "max_pool1d max_pool1d_with_indices",
+        "max_pool2d max_pool2d_with_indices mkldnn_max_pool2d",
+        "max_pool3d max_pool3d_with_indices mkldnn_max_pool3d",
         "cat concat concatenate",
         "inverse linalg_inv linalg_inv_ex",
         "expm1 special_expm1",

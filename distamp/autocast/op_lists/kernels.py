@@ -48,19 +48,22 @@ class Key(NamedTuple):
     Attributes:
         name: The key's name; Python's enum lacks that of the second one below.
         key: The key.
-        guarded: Two device types that nothing computes on, and their autocast dtypes in a new
-            thread. torch.compile guards on these, so they can show it which lists are in force.
+        is_guarded: Whether torch.compile guards on whether a thread has the key.
+        unused_devices: Two device types that nothing computes on, and their autocast dtypes in a
+            new thread. torch.compile guards on these, so they can show it which lists are in force.
     """
 
     name: str
     key: DispatchKey
-    guarded: tuple[tuple[str, torch.dtype], tuple[str, torch.dtype]]
+    is_guarded: bool
+    unused_devices: tuple[tuple[str, torch.dtype], ...]
 
 
 # The uppermost autocast key, of the backend that torch leaves to others.
 _PRIVATEUSE1 = Key(
     "AutocastPrivateUse1",
     torch._C._dispatch_key_parse("AutocastPrivateUse1"),
+    True,
     (("privateuseone", torch.float16), ("ipu", torch.float16)),
 )
 # Where there is such a backend: a key above, which was reserved for deferred initialization and
@@ -69,6 +72,7 @@ _PRIVATEUSE1 = Key(
 _DEFERRED_INIT = Key(
     "DeferredInit",
     torch._C._dispatch_key_parse("DeferredInit"),
+    False,
     (("ipu", torch.float16), ("maia", torch.bfloat16)),
 )
 
@@ -220,7 +224,11 @@ def _binding(overload: OpOverload) -> Callable[..., Any]:
     schemas = [getattr(packet, it)._schema for it in packet.overloads()]
     of_tensors = [it for it in schemas if any("Tensor" in str(a.type) for a in it.arguments)]
     single = sum(not it.is_mutable for it in of_tensors) == 1
-    if namespace == "aten" and not name.startswith("_") and (single or name in _BOUND_BY_TYPE):
+    # The dispatcher leaves out arguments that have their default, and these bindings take another
+    # one for a reduction: none, where the op's is the mean.
+    reduces = any(argument.name == "reduction" for argument in overload._schema.arguments)
+    bound = namespace == "aten" and not name.startswith("_") and not reduces
+    if bound and (single or name in _BOUND_BY_TYPE):
         for module in ("_VariableFunctions", "_nn", "_linalg", "_fft"):
             found: Callable[..., Any] | None = getattr(getattr(torch._C, module), name, None)
             if found is not None:
@@ -240,7 +248,11 @@ def kernel({parameters}):
     key, exclude, to, own, rule = entry
     if to is None:
         to = lower(own) if own else widest(({passed},), rule)
+    try:
 {casts}
+    except AttributeError:
+        # A number stands where the op takes a tensor, as in x * 2.
+{numbers}
     set_excluded(KEY, True)
     if exclude:
         set_excluded(key, True)
@@ -280,6 +292,7 @@ def _kernel(op: _Op) -> Callable[..., Any]:
         "refuse_torchs_checkpoint": refuse_torchs_checkpoint,
         "castable": CASTABLE,
         "cast": cast,
+        "cast_any": cast_any,
         "cast_list": cast_list,
         "widest": widest,
         "lower": get_autocast_dtype,
@@ -306,6 +319,7 @@ def _source(op: _Op) -> tuple[str, dict[str, Any]]:
         for i in range(last + 1)
         if positional[i].has_default_value()
     }
+    tensors = [each for each in zip(names, kinds, strict=False) if each[1] in _CAST]
     rest = ["*rest"] if last + 1 < len(positional) else []
     keywords = ["**kwargs"] if keyword else []
     explicit = ""
@@ -323,11 +337,8 @@ def _source(op: _Op) -> tuple[str, dict[str, Any]]:
         explicit=explicit,
         passed=", ".join(names + rest),
         keywords="kwargs" if keyword else "{}",
-        casts="\n".join(
-            "    " + _CAST[kind].format(name)
-            for name, kind in zip(names, kinds, strict=False)
-            if kind in _CAST
-        ),
+        casts="\n".join(f"        {_CAST[kind].format(name)}" for name, kind in tensors),
+        numbers="\n".join(f"        {name} = cast_any({name}, to, rule)" for name, _ in tensors),
         calls=_calls(names, rest, keywords),
     )
     return source, defaults

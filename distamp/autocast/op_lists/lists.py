@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import is_grad_enabled, set_autocast_dtype, set_autocast_enabled
@@ -24,18 +24,20 @@ from distamp.autocast.op_lists.documented import documented_categories
 from distamp.autocast.op_lists.families import RUNS_AS
 from distamp.autocast.op_lists.kernels import (
     Entry,
+    Key,
     entries_of,
     is_registered,
     key_of_lists,
     slots_of,
 )
 from distamp.autocast.op_lists.rules import Category, Rule, stash
-from distamp.autocast.threads.thread_state import ThreadState, local
+from distamp.autocast.threads.thread_state import local
 
 __all__ = ["ListsInForce", "OpLists", "current", "enter", "push", "restore"]
 
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 set_included = torch._C._dispatch_tls_set_dispatch_key_included
+set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 @dataclass(frozen=True)
@@ -176,23 +178,31 @@ class ListsInForce:
         lists: The lists by device type.
         rules: What they say of each op, by the number of its kernel.
         entries: The usual cases among these, in the form that kernels read.
-        has_rules: Whether they say anything else than torch's.
-        key: The kernels' dispatch key.
-        device_type: The device type that is enabled to show torch.compile that there are lists.
-        guarded: The dtypes that show it which; None for the first lists of the process.
+        key: The kernels' dispatch key; None where they say nothing else than torch's lists do.
+        shown: What shows torch.compile which lists these are.
     """
 
     lists: tuple[tuple[str, OpLists], ...]
     rules: Mapping[int, tuple[Rule, ...]]
     entries: dict[int, Entry]
-    has_rules: bool
-    key: DispatchKey
+    key: DispatchKey | None
+    shown: tuple[_Shown, ...]
+
+
+class _Shown(NamedTuple):
+    """A device type that nothing computes on, whose autocast torch.compile guards on.
+
+    Attributes:
+        device_type: Is enabled while the lists are in force.
+        dtype: Its dtype then; and ``usual`` otherwise, as in a new thread.
+    """
+
     device_type: str
-    guarded: tuple[torch.dtype, torch.dtype | None] | None
+    dtype: torch.dtype
+    usual: torch.dtype
 
 
-# The dtype of the first device type says which lists of the process are in force, and where that is
-# not enough, that of the second. Most processes need one: the dtype of a new thread.
+# The usual one first, which needs no change.
 _DTYPES = tuple(
     sorted(
         {it for it in vars(torch).values() if isinstance(it, torch.dtype)},
@@ -233,18 +243,26 @@ def _add(lists: tuple[tuple[str, OpLists], ...]) -> None:
                 )
             by_slot = slots_of(rules)
             key = key_of_lists()
-            second, first = divmod(len(_made), len(_DTYPES))
-            guarded = _DTYPES[first], _DTYPES[second - 1] if second else None
             _made[lists] = ListsInForce(
                 lists,
                 by_slot,
                 entries_of(by_slot),
-                bool(by_slot),
-                key.key,
-                key.guarded[0][0],
-                guarded if _made else None,
+                key.key if by_slot else None,
+                _shown(key, len(_made)) if by_slot else (),
             )
             _tag_compile_caches()
+
+
+def _shown(key: Key, number: int) -> tuple[_Shown, ...]:
+    """What tells some lists of the process from all others: a dtype, beyond so many of them two."""
+    if number == 0 and key.is_guarded:
+        return ()
+    more, number = divmod(number, len(_DTYPES))
+    numbers = [number, more - 1] if more else [number]
+    return tuple(
+        _Shown(device_type, _DTYPES[at], usual)
+        for (device_type, usual), at in zip(key.unused_devices, numbers, strict=False)
+    )
 
 
 def _rules(lists: tuple[tuple[str, OpLists], ...]) -> dict[OpOverload, list[Rule]]:
@@ -305,17 +323,13 @@ def push(ops: OpLists, device_type: str) -> _Entered:
     Raises:
         ValueError: ``ops`` are a document's lists, and it has none for ``device_type``.
     """
-    thread = local.state
-    found = thread.lists
-    if found is None:
-        was, lists = None, ops._alone.get(device_type) or _make(((device_type, ops),))
-    else:
-        was = found[0]
-        others = tuple(each for each in was.lists if each[0] != device_type)
+    found = local.state.lists
+    lists = ops._alone.get(device_type)
+    if lists is None or found is not None:
+        was = () if found is None else found[0].lists
+        others = tuple(each for each in was if each[0] != device_type)
         lists = _make((*others, (device_type, ops)))
-    thread.lists = lists, is_grad_enabled(), saved_tensor_hooks(True)
-    if lists is not was:
-        _follow(thread, lists, was)
+    restore((lists, is_grad_enabled(), saved_tensor_hooks(True)))
     return found
 
 
@@ -332,40 +346,41 @@ def enter(lists: ListsInForce | None) -> _Entered:
 
 @never_compiled
 def restore(entered: _Entered) -> None:
-    """Make this thread follow what :func:`push` or :func:`enter` found."""
+    """Make this thread follow what :func:`push` or :func:`enter` found; None is torch's own."""
     thread = local.state
-    was = None if thread.lists is None else thread.lists[0]
-    lists = None if entered is None else entered[0]
+    found = thread.lists
     thread.lists = entered
-    if lists is not was:
-        _follow(thread, lists, was)
-
-
-@never_compiled
-def _follow(thread: ThreadState, lists: ListsInForce | None, was: ListsInForce | None) -> None:
-    """Go from some lists to others; None is torch's own."""
+    if found is not None:
+        was = found[0]
+        if entered is not None and entered[0] is was:
+            return
+        if was.key is not None:
+            set_excluded(was.key, True)
+        if was.shown:
+            _show_usual(was)
     if thread.weights:
         thread.weights = {}
-    if lists is None:
-        assert was is not None
+    if entered is None:
         thread.entries = _NO_ENTRIES
-        set_included(was.key, False)
-        set_autocast_enabled(was.device_type, False)
-    else:
-        thread.entries = lists.entries
-        set_included(lists.key, lists.has_rules)
-        set_autocast_enabled(lists.device_type, True)
-        if thread.stashed is not lists:
-            stash(lists)
-            thread.stashed = lists
-    now = None if lists is None else lists.guarded
-    if now is not (None if was is None else was.guarded):
-        _guard(*(now or (None, None)))
+        return
+    lists = entered[0]
+    thread.entries = lists.entries
+    stash(lists)
+    if lists.shown:
+        _show(lists)
+    if lists.key is not None:
+        # A thread of autograd's loses both with the backward pass that it ran.
+        set_included(lists.key, True)
+        set_excluded(lists.key, False)
 
 
-def _guard(first: torch.dtype | None, second: torch.dtype | None) -> None:
-    """Show torch.compile which lists of several are in force."""
-    (device_type, dtype), (second_device_type, second_dtype) = key_of_lists().guarded
-    set_autocast_dtype(device_type, first or dtype)
-    set_autocast_enabled(second_device_type, second is not None)
-    set_autocast_dtype(second_device_type, second or second_dtype)
+def _show(lists: ListsInForce) -> None:
+    for device_type, dtype, _ in lists.shown:
+        set_autocast_enabled(device_type, True)
+        set_autocast_dtype(device_type, dtype)
+
+
+def _show_usual(lists: ListsInForce) -> None:
+    for device_type, _, usual in lists.shown:
+        set_autocast_enabled(device_type, False)
+        set_autocast_dtype(device_type, usual)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -44,17 +45,18 @@ def _stash_steals() -> bool:
     return steals
 
 
-_STASH_STEALS = _stash_steals()
-
-
-def stash(value: object) -> None:
-    """Keep an object with this thread's dispatch keys.
-
-    They travel together into autograd's own threads, which a threading.local would not.
-    """
-    if _STASH_STEALS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+def _stash_with_a_reference(value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(_TLS_KEY, value)
+
+
+# Keeps an object with this thread's dispatch keys. They travel together into autograd's own
+# threads, which a threading.local would not.
+stash: Callable[[object], None] = (
+    _stash_with_a_reference
+    if _stash_steals()
+    else functools.partial(torch._C._stash_obj_in_tls, _TLS_KEY)
+)
 
 
 def stashed() -> Any:

@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from distamp.autocast.preflight.device import simulated_device
 from distamp.autocast.preflight.engine import engine_without_device
 from distamp.autocast.preflight.finding import Finding
+from distamp.autocast.preflight.packed import with_lengths
 from distamp.autocast.preflight.swap import modules_of, swapped
 from distamp.autocast.preflight.values import Values
 from distamp.autocast.report.attribution import module_names, tensors_in
@@ -163,6 +164,10 @@ class _Step:
         self.values.load(made, tensor)
         return made.requires_grad_(tensor.requires_grad)
 
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for one of the model's or its inputs'; others are kept."""
+        return self._stand_ins.get(id(tensor), tensor)
+
     # -- the step
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -253,27 +258,36 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # A parameter that the model keeps where swapped does not look, in a tuple say: autocast
+        # must not find it on its own device.
+        args, kwargs = tree_map_only(torch.Tensor, self._step.stand_in, (args, kwargs or {}))
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (args[0], "cuda", *args[2:])
         if func is torch.Tensor.to:
             args = (args[0], *map(_numbered, args[1:]))
         if "device" in kwargs:
             kwargs = kwargs | {"device": _numbered(kwargs["device"])}
+        failures: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError)
         if func in _ARRAYS and args[0].device.type == "cpu":
-            return self._step.values.array(args[0])
+            func, args, kwargs = self._array, args[:1], {}
+            failures = (TypeError,)  # NumPy has no bfloat16.
+        else:
+            func, args = with_lengths(func, args, self._step.values.real)
         try:
             return func(*args, **kwargs)
         except (*_NOT_SIMULATED, AssertionError):
             self._failed_in(func)
             raise
-        except (RuntimeError, NotImplementedError) as error:
+        except failures as error:
             where = self._failed_in(func)
             out = self._in_float32(func, args, kwargs, error)
             what = f"raises under autocast: {_first_line(error)}"
             self._step._note("autocast-error", *where, what, _advice(_name(func)))
             self.failed = None
             return out
+
+    def _array(self, tensor: torch.Tensor) -> Any:
+        return self._step.values.real(tensor).numpy().copy()
 
     def _failed_in(self, func: Any) -> tuple[str, str]:
         self.failed = self._step.recorder.where()[0], _name(func)

@@ -224,10 +224,10 @@ class Values(TorchDispatchMode):
         with _for_real():
             _store(fake, _Place.of(fake), real.detach().to("cpu"))
 
-    def array(self, tensor: torch.Tensor) -> Any:
-        """The values of a fake tensor as a NumPy array, made up if unknown."""
+    def real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a fake tensor, made up if unknown."""
         with _for_real():
-            return self._value(tensor).numpy().copy()
+            return self._value(tensor)
 
     # -- one op
 

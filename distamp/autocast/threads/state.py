@@ -70,7 +70,7 @@ class AutocastState:
         lists = op_lists.current()
         if lists is not None:
             # Two device types only show torch.compile the lists.
-            unused = dict(key_of_lists().guarded)
+            unused = dict(key_of_lists().unused_devices)
             devices = tuple(
                 (name, False, unused[name]) if name in unused else (name, enabled, dtype)
                 for name, enabled, dtype in devices
@@ -165,7 +165,7 @@ class _Propagated:
         self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Applied(self.state):
+        with self.state.apply():
             return self.__wrapped__(*args, **kwargs)
 
 

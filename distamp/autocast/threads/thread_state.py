@@ -9,8 +9,9 @@ import torch
 
 __all__ = ["ThreadState", "local"]
 
-# A region that was entered; and what it found: enabled, dtype, cache_enabled, ThreadState.lists.
-_Region = tuple[Any, bool, torch.dtype, bool, Any]
+# A region that was entered; what it found: enabled, dtype, cache_enabled and, if it has lists,
+# ThreadState.lists; and whether it is part of an export.
+_Region = tuple[Any, bool, torch.dtype, bool, Any, bool]
 
 
 class ThreadState:
@@ -22,17 +23,15 @@ class ThreadState:
             the saved tensor hooks then; None where torch's own lists are.
         entries: The rules of those lists, for their kernels; empty where there are none.
         weights: Casts of weights that the kernels keep until the lists change.
-        stashed: The lists last stored for autograd's own threads.
     """
 
-    __slots__ = ("entries", "lists", "regions", "stashed", "weights")
+    __slots__ = ("entries", "lists", "regions", "weights")
 
     def __init__(self) -> None:
         self.regions: list[_Region] = []
         self.lists: tuple[Any, bool, Any] | None = None
         self.entries: dict[int, Any] = {}
         self.weights: dict[int, Any] = {}
-        self.stashed: Any = None
 
 
 class _Local(threading.local):

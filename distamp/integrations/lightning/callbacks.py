@@ -98,6 +98,10 @@ class _StepsWithOptimizer:
         self._trainer, self._scaler = trainer, scaler
         self._step = pl_module.lr_scheduler_step
 
+    def __reduce__(self) -> Any:
+        """Be the module's own hook in its copies, which have no Trainer."""
+        return self._step.__reduce__()
+
     def __call__(self, scheduler: Any, metric: Any) -> None:
         by_step = any(
             config.scheduler is scheduler and config.interval == "step"

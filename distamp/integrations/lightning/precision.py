@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from distamp.autocast import autocast
 from distamp.errors import SettingError
 from distamp.integrations.packages import lightning_package
 from distamp.integrations.scaling import (
-    checked_scaler,
     first_optimizer,
-    is_unscaled,
-    refuse_settings,
+    fp16_region,
+    scaler_for,
+    unscale_once,
 )
 from distamp.scaler import DistGradScaler
 
@@ -57,7 +56,7 @@ class _Scaled(_plugins.Precision):
         if result is None and model.automatic_optimization:
             self._after_closure(model, optimizer)
             return None
-        self._unscale(optimizer)
+        unscale_once(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
@@ -77,10 +76,6 @@ class _Scaled(_plugins.Precision):
         self.scaler.update()
         return output
 
-    def _unscale(self, optimizer: Any) -> None:
-        if self.scaler is not None and not is_unscaled(self.scaler, optimizer):
-            self.scaler.unscale_(first_optimizer(optimizer))
-
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
@@ -91,7 +86,7 @@ class _Scaled(_plugins.Precision):
         if self.scaler is None or clip_val <= 0:
             _plugins.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
         elif gradient_clip_algorithm == "value":
-            self._unscale(optimizer)
+            unscale_once(self.scaler, optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
         else:
             self.scaler.clip_grad_norm_(first_optimizer(optimizer), clip_val)
@@ -127,10 +122,7 @@ class MixedPrecision(_Scaled, _plugins.MixedPrecision):
     def __init__(
         self, precision: str, device: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
-        if precision == "16-mixed":
-            scaler = checked_scaler(scaler, device, settings)
-        elif precision == "bf16-mixed":
-            refuse_settings(precision, scaler, settings)
+        scaler = scaler_for(precision, scaler, device, settings)
         _plugins.MixedPrecision.__init__(self, precision, device, scaler)
 
 
@@ -156,22 +148,14 @@ class FSDPPrecision(_Scaled, _plugins.FSDPPrecision):
         self, precision: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
         _plugins.FSDPPrecision.__init__(self, precision)
-        if precision == "16-mixed":
-            # What FSDP reduced in float16 it gives to the optimizer in the parameters' float32.
-            self.scaler = checked_scaler(scaler, None, settings)
-        else:
-            refuse_settings(precision, scaler, settings)
+        # What FSDP reduced in float16 it gives to the optimizer in the parameters' float32.
+        self.scaler = scaler_for(precision, scaler, None, settings)
 
-    def forward_context(self) -> Any:
-        if self.scaler is None:
-            return super().forward_context()
-        return self._region()
-
-    @contextmanager
-    def _region(self) -> Generator[None, None, None]:
-        accelerator = torch.accelerator.current_accelerator()
-        with autocast("cpu" if accelerator is None else accelerator.type, dtype=torch.float16):
-            yield
+    def forward_context(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = (
+            super().forward_context() if self.scaler is None else fp16_region()
+        )
+        return context
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each rank's part of the gradients: the same as clipping the whole."""

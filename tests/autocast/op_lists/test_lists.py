@@ -15,14 +15,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.op_reference.observed import NATIVE, observe
+from benchmarks.op_reference.samples import SAMPLES
 from distamp import autocast
 from distamp.autocast import OpLists, op_lists
 from distamp.autocast.op_lists import kernels, registered
 from distamp.autocast.op_lists import lists as lists_module
 from distamp.autocast.op_lists.families import FAMILIES
 from distamp.autocast.op_lists.names import documented, documents, overloads
-from distamp.autocast.op_reference import NATIVE, observe
-from distamp.autocast.op_reference.samples import SAMPLES
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SEED = torch.Generator().manual_seed(0)
@@ -563,3 +563,65 @@ def test_lists_on_a_gpu() -> None:
     assert F.linear(x, weight).dtype is FP32
     with torch.autocast("cuda"):
         assert F.linear(x, weight).dtype is torch.float16
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x * 2": lambda x: x * 2,
+    "2 * x": lambda x: 2 * x,
+    "x + 1.5": lambda x: x + 1.5,
+    "1 - x": lambda x: 1 - x,
+    "x / 3": lambda x: x / 3,
+    "x // 2": lambda x: x // 2,
+    "xlogy": lambda x: torch.xlogy(2.0, x),
+    "sparse": lambda x: (x.to_sparse() * 2).to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    ("category", "of_fp32", "of_bf16"),
+    [("lower_precision", BF16, BF16), ("fp32", FP32, FP32), ("promote", FP32, BF16)],
+)
+def test_an_op_with_a_number_for_a_tensor(
+    name: str, category: str, of_fp32: torch.dtype, of_bf16: torch.dtype
+) -> None:
+    listed = {"mul", "add", "sub", "rsub", "div", "floor_divide", "xlogy"}
+    compute, x = NUMBERS[name], torch.tensor([1.0, 2.0])
+    with autocast("cpu", ops=OpLists(**{category: listed})):  # type: ignore[arg-type]
+        got = compute(x), compute(x.bfloat16())
+    for result, dtype in zip(got, (of_fp32, of_bf16), strict=True):
+        assert result.dtype is dtype
+        assert torch.equal(result, compute(x.to(dtype)))
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "l1_loss": lambda x, y, r: F.l1_loss(x, y, reduction=r),
+    "mse_loss": lambda x, y, r: F.mse_loss(x, y, reduction=r),
+    "soft_margin_loss": lambda x, y, r: F.soft_margin_loss(x, y.sign(), reduction=r),
+    "triplet_margin_loss": lambda x, y, r: F.triplet_margin_loss(x, y, y.flip(0), reduction=r),
+    "binary_cross_entropy_with_logits": lambda x, y, r: F.binary_cross_entropy_with_logits(
+        x, y.sigmoid(), reduction=r
+    ),
+    "cross_entropy": lambda x, y, r: F.cross_entropy(x, torch.arange(4), reduction=r),
+    "nll_loss": lambda x, y, r: F.nll_loss(x, torch.arange(4), reduction=r),
+}
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_listed_loss_keeps_its_reduction(name: str, reduction: str) -> None:
+    """The mean is the op's default, which the dispatcher does not hand on."""
+    for category, dtype in (("lower_precision", BF16), ("promote", FP32)):
+        with autocast("cpu", ops=OpLists(**{category: {name}})):  # type: ignore[arg-type]
+            got = LOSSES[name](X, W, reduction)
+        want = LOSSES[name](X.to(dtype), W.to(dtype), reduction)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got, want)
+
+
+def test_pooling_that_gives_indices_is_of_one_family_with_pooling() -> None:
+    image = X[None, None]
+    with autocast("cpu", ops=OpLists(lower_precision={"max_pool2d"})):
+        for indices in (False, True):
+            out = F.max_pool2d(image, 2, return_indices=indices)
+            assert (out[0] if indices else out).dtype is BF16

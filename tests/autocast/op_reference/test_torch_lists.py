@@ -77,7 +77,7 @@ warnings.simplefilter("ignore")
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
-from distamp.autocast.op_reference.reference import _LastInputs
+from benchmarks.op_reference.observed import LastInputs
 from distamp.autocast.devices import autocast_without_device
 
 LISTS = {
@@ -104,7 +104,7 @@ with torch.no_grad() if real else FakeTensorMode(allow_non_fake_inputs=True):
             if call is None:
                 call = getattr(torch.Tensor, op)
             try:
-                with _LastInputs() as inputs, autocast_without_device("cuda", torch.float16):
+                with LastInputs() as inputs, autocast_without_device("cuda", torch.float16):
                     out = call(*args, **kwargs)
                 out = out[0] if isinstance(out, (tuple, list)) else out
                 got = out.dtype if isinstance(out, torch.Tensor) else want

@@ -424,3 +424,73 @@ def test_all_of_it_is_printed_and_written(tmp_path):
 
 def test_a_model_with_nothing_to_mend_says_so():
     assert as_lines(preflight(mlp(), torch.randn(4, 8), measure=False).findings) == ["No findings."]
+
+
+class PackedSequences(nn.Module):
+    """A bidirectional LSTM over sequences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8, padding_idx=0)
+        self.lstm = nn.LSTM(8, 8, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Leave out the padding."""
+        lengths = (ids != 0).sum(1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(ids), lengths, batch_first=True, enforce_sorted=False
+        )
+        padded, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return self.head(padded.mean(1))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_packed_sequences_are_simulated(device_type):
+    ids = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]])
+    result = preflight(PackedSequences(), ids, device_type, torch.bfloat16, measure=False)
+    assert result.finished, str(result)
+    assert "lstm" in result.visited
+
+
+class ToNumPy(nn.Module):
+    """Hands its output to NumPy, which has no bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale by a number that NumPy works out."""
+        y = self.layer(x)
+        return y * float(y.detach().cpu().numpy().max())
+
+
+def test_numpy_that_takes_no_bfloat16_is_an_error_of_the_region_and_not_of_the_step():
+    pytest.importorskip("numpy")
+    x = torch.ones(2, 8)
+    with pytest.raises(TypeError), torch.autocast("cpu"):
+        ToNumPy()(x)
+    result = preflight(ToNumPy(), x, "cpu", torch.bfloat16, measure=False)
+    assert [f.rule for f in result.errors] == ["autocast-error"]
+    assert result.finished
+
+
+class InATuple(nn.Module):
+    """Computes with a parameter that it keeps in a tuple too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.weights = (self.weight,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        return x @ self.weights[0]
+
+
+def test_a_parameter_kept_in_a_tuple_is_on_the_device_too():
+    result = preflight(InATuple(), torch.ones(2, 8), "cuda", torch.float16, measure=False)
+    assert [f.rule for f in result.errors] == []
+    (product,) = [row for row in result.report.rows if row.op == "mm" and row.phase == "forward"]
+    assert product.inputs == ("float16",)

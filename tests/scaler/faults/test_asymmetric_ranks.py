@@ -77,7 +77,7 @@ def test_a_late_backward_on_one_rank_stops_every_rank_by_its_next_message(
     assert errors[0] is None
     assert errors[1] is not None
     assert errors[1][0] == "StageError"
-    # The others may have stepped, and that is said, with the optimizer's name.
+    # The others may have stepped, and the error says so, with the optimizer's name.
     assert "one step ahead" in errors[1][1]
     assert "SGD" in errors[1][1]
     assert steps == 1

@@ -1,4 +1,4 @@
-"""Ranks that clip by another norm than the others are told so: their parameters would part."""
+"""Ranks that clip by another norm than the others raise: their parameters would part."""
 
 from __future__ import annotations
 

@@ -250,6 +250,33 @@ def test_whole_iterations_train(compiled: bool) -> None:
     assert (parameter.item(), scaler.get_scale()) == (0.5, 2048.0)
 
 
+def test_a_compiled_loss_is_traced_up_to_scale_and_nothing_of_the_scaler_is() -> None:
+    parameter = leaf(4.0, dtype=torch.float16)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    MasterParameters(optimizer)
+    scaler = cpu_scaler(fp16_grads="master")
+    ops: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        ops.extend(node.name for node in graph.graph.nodes if "call" in node.op)
+        return graph.forward
+
+    def loss_of(parameter: Tensor, gradient: float) -> Tensor:
+        return scaler.scale((parameter.float() * gradient).sum()) * 1.0
+
+    compiled = torch.compile(loss_of, backend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled(parameter, 0.5).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert parameter.item() == 2.5
+    # What stands before scale(), and the product by 1.0 after it.
+    assert ops == ["float_1", "mul", "sum_1", "mul"]
+
+
 def test_the_scale_that_compiled_code_used_is_the_one_gradients_are_divided_by() -> None:
     (p, q), (a, b) = _pair_of_optimizers()
     scaler = cpu_scaler()

@@ -1,3 +1,3 @@
-"""Data that op_lists and op_reference read."""
+"""The lists of torch's documents."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""op_reference: what autocast does with each op, as documented, as registered and as observed."""
+"""What autocast does with each op, observed by running it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,45 +17,26 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.op_reference.samples import SAMPLES, Inputs
+from distamp import op_reference
 from distamp.autocast.devices import autocast_without_device, is_here
 from distamp.autocast.op_lists import names
-from distamp.autocast.op_lists.registered import BANNED, registered
+from distamp.autocast.op_lists.registered import BANNED
 from distamp.autocast.op_lists.rules import Category
-from distamp.autocast.op_reference.samples import SAMPLES, Inputs
 
-__all__ = ["NATIVE", "OpReference", "observe", "op_reference"]
+__all__ = ["NATIVE", "LastInputs", "agrees", "observe", "observed"]
 
 # An op on no list whose own type promotion does what a promote op does.
 NATIVE = "promote without autocast"
 _REAL = {torch.complex64: torch.float32, torch.complex32: torch.float16}
 
 
-@dataclass(frozen=True)
-class OpReference:
-    """One op's category from three sources.
-
-    Attributes:
-        name: The op, as the documents write it, or else as the dispatcher does.
-        documented: Document to category, for the documents that list it.
-        registered: ``"lower_precision"``, ``"fp32"``, ``"promote"``, ``"banned"`` (it raises) or
-            ``"unlisted"``; None where the running torch has no such op.
-        observed: The same, from running it; ``"promote without autocast"`` for an unlisted op that
-            promotes by itself; None where it could not be run.
-    """
-
-    name: str
-    documented: Mapping[str, str]
-    registered: str | None
-    observed: str | None
-
-    def agrees(self, document: str) -> bool:
-        """Whether the running torch does what a document that lists the op says."""
-        says = self.documented[document]
-        does = self.observed if self.observed is not None else self.registered
-        return says == does or (says == Category.PROMOTE.value and does == NATIVE)
+def agrees(says: str, does: str | None) -> bool:
+    """Whether what an op does is what a document says of it."""
+    return says == does or (says == Category.PROMOTE.value and does == NATIVE)
 
 
-class _LastInputs(TorchDispatchMode):
+class LastInputs(TorchDispatchMode):
     """Keeps the floating point dtype of the last op's inputs, for ops that return none."""
 
     dtype: torch.dtype | None = None
@@ -90,7 +70,7 @@ def _dtype(
         warnings.simplefilter("ignore")
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        inputs = stack.enter_context(_LastInputs())  # type: ignore[no-untyped-call]
+        inputs = stack.enter_context(LastInputs())  # type: ignore[no-untyped-call]
         try:
             found = {
                 _REAL.get(it.dtype, it.dtype)
@@ -139,71 +119,31 @@ def observe(name: str, device_type: str, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def _registered(name: str, device_type: str) -> str | None:
-    if not names.known(name):
-        return None
-    found = {
-        category if isinstance(category, str) else category.value
-        for op in names.resolve(name)
-        if (category := registered(device_type).get(op)) is not None
-    }
-    return found.pop() if len(found) == 1 else Category.UNLISTED.value
-
-
-def _here(device_type: str) -> dict[str, OpReference]:
-    documented: dict[str, dict[str, str]] = {}
-    for document in names.documents():
-        for category, listed in names.documented(document).get(device_type, {}).items():
-            for name in listed:
-                documented.setdefault(name, {})[document] = category
-    covered = {op for name in documented if names.known(name) for op in names.resolve(name)}
-    every = sorted({*documented, *(set(registered(device_type)) - covered)})
-    return {
-        name: OpReference(
-            name,
-            documented.get(name, {}),
-            _registered(name, device_type),
-            observe(name, device_type),
-        )
-        for name in every
-    }
+    row = op_reference(device_type).get(name)
+    return None if row is None else row.registered
 
 
 @functools.cache
-def op_reference(device_type: str) -> Mapping[str, OpReference]:
-    """What autocast does with each op: as documented, as registered in this torch, as observed.
-
-    Torch has the documents and the behaviour, and nothing that compares them.
+def observed(device_type: str) -> Mapping[str, str | None]:
+    """What each op does, for the ops of the reference; None where it could not be run.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` and so on. Where the device is missing its ops run on
             fake tensors, in a process of their own, which some of them could abort.
 
-    Returns:
-        Op to :class:`OpReference`, for every op that a document lists or this torch registers.
-
     Raises:
-        ValueError: This torch has no autocast for ``device_type``.
         RuntimeError: The process of its own failed.
     """
-    if not torch.amp.is_autocast_available(device_type):
-        raise ValueError(f"this torch has no autocast for {device_type!r}")
     if is_here(device_type):
-        return _here(device_type)
+        return {name: observe(name, device_type) for name in op_reference(device_type)}
+    program = (
+        f"import json, sys; from {__name__} import observe, op_reference; kind = sys.argv[1]\n"
+        "print(json.dumps({name: observe(name, kind) for name in op_reference(kind)}))"
+    )
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; from {__name__} import _print; _print(sys.argv[1])",
-            device_type,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", program, device_type], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         raise RuntimeError(f"observing {device_type} ops failed:\n{done.stderr[-2000:]}")
-    return {row["name"]: OpReference(**row) for row in json.loads(done.stdout.splitlines()[-1])}
-
-
-def _print(device_type: str) -> None:
-    print(json.dumps([asdict(row) for row in _here(device_type).values()]))
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found

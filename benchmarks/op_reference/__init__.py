@@ -1,0 +1,1 @@
+"""What the op reference page is written from: ops run one by one."""

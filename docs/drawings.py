@@ -1,0 +1,157 @@
+"""Draw the figures of the concept pages: ``python docs/drawings.py`` writes them as SVG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+matplotlib.rcParams.update({"svg.hashsalt": "distamp", "font.size": 11})
+from matplotlib import pyplot  # noqa: E402
+
+FOLDER = Path(__file__).with_name("images")
+BLUE, ORANGE, GREY, GREEN = "#dbeafe", "#ffedd5", "#f3f4f6", "#dcfce7"
+
+
+def canvas(width: float, height: float) -> Any:
+    """Return axes in inches, without a frame."""
+    figure = pyplot.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return axes
+
+
+def box(axes: Any, x: float, y: float, text: str, colour: str = GREY, w: float = 1.35) -> None:
+    """Draw a box of height 0.7 with its centre at (x, y)."""
+    style = {"boxstyle": "round,pad=0.02,rounding_size=0.08", "fc": colour, "ec": "#374151"}
+    patch = matplotlib.patches.FancyBboxPatch((x - w / 2, y - 0.35), w, 0.7, lw=1.2, **style)
+    axes.add_patch(patch)
+    axes.text(x, y, text, ha="center", va="center", fontsize=10.5)
+
+
+def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], **style: Any) -> None:
+    """Draw an arrow."""
+    look = {"arrowstyle": "-|>", "color": "#374151", "lw": 1.3, **style}
+    axes.annotate("", end, start, arrowprops=look)
+
+
+def save(axes: Any, name: str) -> None:
+    """Write a figure."""
+    path = FOLDER / f"concept_{name}.svg"
+    axes.figure.savefig(path, metadata={"Date": None}, facecolor="white")
+    pyplot.close(axes.figure)
+    print(f"wrote {path}")
+
+
+def one_step() -> None:
+    """From the loss to the update."""
+    axes = canvas(9.4, 3.0)
+    upper = [("forward\nin fp16", BLUE), ("loss\nin fp32", GREY), ("x scale", ORANGE),
+             ("backward\nin fp16", BLUE), ("gradients,\nscaled", ORANGE)]  # fmt: skip
+    lower = [("unscale\nand check", GREY), ("one message:\nanyone inf?", GREEN), ("clip", GREY),
+             ("step,\nor skip", GREEN), ("new scale,\nthe same\neverywhere", ORANGE)]  # fmt: skip
+    for y, boxes in ((2.35, upper), (0.75, lower)):
+        for index, (text, colour) in enumerate(boxes):
+            x = 0.95 + 1.87 * index
+            box(axes, x, y, text, colour)
+            if index:
+                arrow(axes, (x - 1.87 + 0.7, y), (x - 0.7, y))
+    axes.plot([8.43, 8.43, 0.95, 0.95], [1.95, 1.55, 1.55, 1.55], color="#374151", lw=1.3)
+    arrow(axes, (0.95, 1.56), (0.95, 1.13))
+    save(axes, "one_step")
+
+
+def ranks() -> None:
+    """Where ranks can differ, and what they agree on."""
+    axes = canvas(9.4, 3.4)
+    for rank, y, found in ((0, 2.75, "inf found"), (1, 0.65, "all finite")):
+        axes.text(0.15, y, f"rank {rank}", va="center", fontweight="bold")
+        box(axes, 1.6, y, "gradients of\nthis rank", BLUE)
+        box(axes, 3.4, y, found, ORANGE if rank == 0 else GREY)
+        box(axes, 8.5, y, "skip,\nhalve the scale", GREEN, w=1.6)
+        arrow(axes, (2.3, y), (2.7, y))
+        arrow(axes, (4.1, y), (5.0, 1.95 if rank == 0 else 1.45))
+        arrow(axes, (6.85, 1.95 if rank == 0 else 1.45), (7.65, y))
+    text = "one all-reduce:\nflags, and a hash of call,\nscale and settings"
+    box(axes, 5.92, 1.7, text, GREEN, w=2.0)
+    axes.text(5.92, 0.55, "without it rank 1 would step here", ha="center", color="#9a3412")
+    save(axes, "ranks")
+
+
+def loss_scale() -> None:
+    """What float16 loses of small gradients, and what a scale saves."""
+    _, axes = pyplot.subplots(figsize=(9.4, 3.4), layout="constrained")
+    generator = torch.Generator().manual_seed(0)
+    logs = torch.randn(200_000, generator=generator) * 4.0 - 21.0
+    counts, edges = torch.histogram(logs, bins=80, range=(-40.0, 16.0))
+    middle = (edges[:-1] + edges[1:]) / 2
+    highest = counts.max()
+    for shift, colour, label in ((0, "#9ca3af", "gradients as they are"),
+                                 (16, "#1d4ed8", "the same, times $2^{16}$")):  # fmt: skip
+        axes.fill_between(middle + shift, counts / highest, alpha=0.45, color=colour, label=label)
+    axes.axvspan(-40, -24, color="#fee2e2", zorder=0)
+    axes.axvspan(16, 22, color="#fee2e2", zorder=0)
+    axes.axvspan(-24, -14, color="#fef9c3", zorder=0)
+    axes.text(-39.5, 1.12, "becomes 0", color="#991b1b")
+    axes.text(-23.8, 1.12, "loses digits", color="#854d0e")
+    axes.text(-13.8, 1.12, "float16 keeps 11 bits")
+    axes.text(16.2, 1.12, "inf", color="#991b1b")
+    small = torch.tensor(1e-8).log2().item()
+    arrow(axes, (small, 0.12), (small + 16, 0.12), color="black", lw=1.6)
+    axes.plot([small], [0.12], "o", color="black")
+    axes.text(small + 0.4, 0.17, "a gradient of 1e-8")
+    axes.set(xlim=(-40, 22), ylim=(0, 1.25), yticks=[])
+    axes.set_xlabel("size of a gradient, as a power of two")
+    axes.legend(loc="center right", frameon=False)
+    save(axes, "loss_scale")
+
+
+def wire() -> None:
+    """What crosses the wire of one piece of a bucket."""
+    axes = canvas(9.4, 3.3)
+    axes.text(0.15, 3.0, "a block: at most 256 elements of one parameter", fontweight="bold")
+    box(axes, 1.0, 2.35, "unit\n2 bytes", ORANGE, w=1.4)
+    box(axes, 4.3, 2.35, "256 payloads of 2 bytes (fp16, int16) or 1 byte (int8, fp8)", BLUE, w=5.0)
+    axes.text(7.0, 2.35, "value = payload x unit;\nsign of unit: inf or NaN inside", va="center")
+    stages = [("each rank:\nencode", BLUE), ("send each part\nto its owner", GREY),
+              ("owner:\nsum in fp32", GREEN), ("encode the mean,\nsend to all", GREY),
+              ("each rank:\ndecode", BLUE)]  # fmt: skip
+    for index, (text, colour) in enumerate(stages):
+        x = 1.0 + 1.85 * index
+        box(axes, x, 0.9, text, colour, w=1.5)
+        if index:
+            arrow(axes, (x - 1.85 + 0.76, 0.9), (x - 0.76, 0.9))
+    axes.text(4.7, 0.2, "rounded twice, however many ranks; never inside a sum", ha="center")
+    save(axes, "wire")
+
+
+def precision() -> None:
+    """What runs in which precision, in a region of float16."""
+    axes = canvas(9.4, 3.2)
+    axes.text(0.15, 2.95, "float32", fontweight="bold")
+    axes.text(0.15, 1.55, "float16", fontweight="bold")
+    top = {0.95: "weights", 4.3: "softmax, norms,\nlosses, sums", 6.35: "gradients of\nweights",
+           8.35: "optimizer,\nits state"}  # fmt: skip
+    for x, text in top.items():
+        box(axes, x, 2.35, text, GREY, w=1.6)
+    box(axes, 2.6, 0.9, "linear, matmul,\nconv, attention", BLUE, w=1.7)
+    box(axes, 6.35, 0.9, "backward of\nthe same", BLUE, w=1.6)
+    arrow(axes, (0.95, 1.95), (2.0, 1.3))
+    axes.text(0.55, 1.15, "cast,\nkept for\nthe region", fontsize=9.5, va="center")
+    arrow(axes, (3.0, 1.3), (3.9, 1.95))
+    arrow(axes, (4.75, 1.95), (5.7, 1.3))
+    axes.text(4.75, 1.3, "times\nthe scale", fontsize=9.5, va="center")
+    arrow(axes, (6.35, 1.3), (6.35, 1.95))
+    arrow(axes, (7.2, 2.35), (7.5, 2.35))
+    others = "add, mul, relu and most others run in the dtype that they are given"
+    axes.text(4.7, 0.2, others, ha="center")
+    save(axes, "precision")
+
+
+if __name__ == "__main__":
+    for draw in (one_step, ranks, loss_scale, wire, precision):
+        draw()

@@ -1,0 +1,45 @@
+"""Triton's kernels can be compiled for GPUs, which needs none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from distamp.comm_hooks import WIRE_FORMATS
+
+KERNELS = ["encode_kernel", "decode_kernel", "sum_kernel", "sum_encode_kernel"]
+
+
+def compiled(capability: int, formats: list[str]) -> list[list[str]]:
+    pytest.importorskip("triton", reason="needs the package triton, of the test extra")
+    command = [sys.executable, "-m", "tests.comm_hooks.compiled_kernels", str(capability)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [*command, "--formats", *formats],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def check(capability: int, formats: list[str]) -> None:
+    lines = compiled(capability, formats)
+    # A product that is fused with a sum is not rounded as torch's is.
+    assert lines == [[str(capability), kernel, name, "0"] for kernel in KERNELS for name in formats]
+
+
+def test_kernels_compile_for_a_gpu_and_round_every_product():
+    check(90, ["fp16", "int8"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_every_format_compile(capability):
+    check(capability, list(WIRE_FORMATS))

@@ -1,0 +1,128 @@
+"""Models of odd parameters: without elements, of complex numbers, or frozen ones."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import comm_hooks
+from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, wrapped
+from tests.ranks import mesh
+
+
+class _Empty(nn.Module):
+    """A parameter without elements, in a bucket of its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.nothing = nn.Parameter(torch.zeros(0, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.nothing.sum()
+
+
+def _empty(wire: str) -> bool:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(_Empty())
+    comm_hooks.register(model, wire)
+    for step in range(2):
+        model(inputs(step, 8)).square().mean().backward()
+    return bool(gradients(model).any()) and model.module.nothing.grad.shape == (0, 4)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "int8", "bf16"])
+def test_a_bucket_without_elements_is_exchanged(ranks4, wire):
+    assert ranks4.run(_empty, wire) == [True] * 4
+
+
+class _Complex(nn.Module):
+    """A complex parameter beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(40, 9, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.randn(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs() + self.bias
+
+
+def _reals(model: nn.Module) -> Tensor:
+    flat = [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in model.parameters()]
+    return torch.cat([each.flatten() for each in flat])
+
+
+def _complex(wire: str) -> tuple[float, bool, float]:
+    """The error against DDP without a hook, and how far a hook that was saved and loaded is."""
+    plain, _ = wrapped(_Complex(), None)
+    model, state = wrapped(_Complex(), wire)
+    for step in range(3):
+        if step == 2:
+            buffer = io.BytesIO()
+            torch.save(state.state_dict(), buffer)
+            buffer.seek(0)
+            again, loaded = wrapped(_Complex(), wire, find_unused_parameters=False)
+            again(inputs(0, 40)).sum().backward()
+            loaded.load_state_dict(torch.load(buffer))
+        for each in (plain, model, *([again] if step == 2 else [])):
+            each.zero_grad()
+            each(inputs(step, 40)).sum().backward()
+    mine, true = _reals(model), _reals(plain)
+    error = ((mine - true).norm() / true.norm()).item()
+    return error, agreed(mine), (mine - _reals(again)).norm().item()
+
+
+@pytest.mark.parametrize("wire", list(comm_hooks.WIRE_FORMATS))
+def test_complex_gradients_are_exchanged(ranks4, wire):
+    for error, same, resumed in ranks4.run(_complex, wire):
+        assert error <= BOUNDS[wire]
+        assert same
+        assert resumed == 0.0
+
+
+# -- frozen parameters under FSDP2 ----------------------------------------------------------------
+
+
+class _Adapted(nn.Module):
+    """A frozen weight between trained parameters, of which one has much smaller gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.zeros(72, 67))
+        self.bias = nn.Parameter(torch.zeros(64))
+        self.frozen = nn.Parameter(torch.zeros(50, 50), requires_grad=False)
+        self.after = nn.Parameter(torch.zeros(40, 67))
+
+    def gradients_of(self, rank: int) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(rank)
+        sizes = ((72, 67), 1.0), ((64,), 1e-6), ((40, 67), 1.0)
+        return [torch.randn(shape, generator=draw) * size for shape, size in sizes]
+
+    def forward(self, given: list[Tensor]) -> Tensor:
+        trained = (self.before, self.bias, self.after)
+        return torch.stack([(p * g).sum() for p, g in zip(trained, given, strict=True)]).sum()
+
+
+def _beside_frozen() -> tuple[float, dict[str, int]]:
+    net = _Adapted()
+    model = fully_shard(net, mesh=mesh((dist.get_world_size(),), ("shard",)))
+    state = comm_hooks.register(model, "int16")
+    model(net.gradients_of(dist.get_rank())).backward()
+    mean = torch.stack([net.gradients_of(r)[1].double() for r in range(dist.get_world_size())])
+    mean = mean.mean(0)
+    found = net.bias.grad.full_tensor().double()
+    return ((found - mean).norm() / mean.norm()).item(), dict(state.stats().fallbacks)
+
+
+def test_blocks_begin_at_parameters_beside_frozen_ones(ranks4):
+    for error, fallbacks in ranks4.run(_beside_frozen):
+        assert error <= 4e-4
+        assert fallbacks == {}

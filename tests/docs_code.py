@@ -1,0 +1,132 @@
+"""The code on the pages of README and docs: found, given a stage, and run.
+
+Blocks of one page run one after the other, each seeing the names of those before it. What a page
+needs (``model``, ``optimizer``, ``batches``, ``loss_fn``, ``schedule``) is on the stage;
+the CPU stands in the place of CUDA. A comment before a block says what is special about it::
+
+    <!-- ranks: 2 -->            the whole page runs on that many ranks, with a process group
+    <!-- not run: the reason --> it is compiled, and not run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["PAGES", "Block", "blocks_of", "inline_code", "ranks_of", "run_page"]
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Pages whose code has a test of its own, with what it needs.
+OWN_TESTS = {
+    "frameworks.md": "tests/trainers/test_frameworks_page.py",
+    "moving_from_apex.md": "tests/test_moving_from_apex.py",
+    "training.md": "tests/launch/test_newcomer.py",
+}
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<how>[^>]*?) -->\n+)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
+    r"(?P<code>.*?)^ *```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of code.
+
+    Args:
+        language: As the fence has it.
+        code: Its text.
+        line: Where it begins on the page.
+        how: The comment before it.
+    """
+
+    language: str
+    code: str
+    line: int
+    how: str
+
+    @property
+    def reason(self) -> str:
+        """Why it is not run; empty if it is."""
+        return self.how.removeprefix("not run:").strip() if self.how.startswith("not run:") else ""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of a page, in order."""
+    text = page.read_text()
+    found = []
+    for match in _BLOCK.finditer(text):
+        indent = len(match["indent"])
+        code = "\n".join(line[indent:] for line in match["code"].splitlines()) + "\n"
+        line = text.count("\n", 0, match.start("language")) + 1
+        found.append(Block(match["language"], code, line, match["how"] or ""))
+    return found
+
+
+def inline_code(page: Path) -> list[str]:
+    """Return what stands between single backticks, outside of blocks."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text()))
+
+
+def ranks_of(page: Path) -> int:
+    """Return how many ranks a page's code is for."""
+    sizes = [int(b.how.split(":")[1]) for b in blocks_of(page) if b.how.startswith("ranks:")]
+    return max(sizes, default=1)
+
+
+def stage() -> dict[str, Any]:
+    """Return what pages take for granted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return {
+        "__name__": "__page__",
+        "torch": torch,
+        "nn": nn,
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.LinearLR(optimizer),
+        "batches": [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)],
+        "loss_fn": nn.functional.mse_loss,
+    }
+
+
+def run_page(path: str) -> list[str]:
+    """Run the code of a page; returns what went wrong, with page and line."""
+    page, names, faults = Path(path), stage(), []
+    logging.disable(logging.WARNING)
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.chdir(folder)
+        for block in blocks_of(page):
+            if block.language != "python":
+                continue
+            code = block.code.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+            # Lines as they are on the page.
+            compiled = compile("\n" * block.line + code, str(page), "exec")
+            if block.reason:
+                continue
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    exec(compiled, names)
+            except Exception as error:
+                faults.append(f"{page.name}:{block.line}: {type(error).__name__}: {error}"[:500])
+        os.chdir(before)
+    logging.disable(logging.NOTSET)
+    if dist.is_initialized():
+        dist.barrier()
+    return faults

@@ -1,0 +1,121 @@
+"""Every block of code of README and docs runs, and every command names what exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distamp.__main__ import parser
+from tests.docs_code import OWN_TESTS, PAGES, ROOT, Block, blocks_of, ranks_of, run_page
+
+WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
+HERE = [page for page in WITH_CODE if page.name not in OWN_TESTS]
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in HERE if ranks_of(p) == 1], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    assert run_page(str(page)) == []
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in HERE if ranks_of(p) == 2], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_the_code_of_a_page_for_two_ranks_runs_on_two(ranks2: Any, page: Path) -> None:
+    assert ranks2.run(run_page, str(page)) == [[], []]
+
+
+def test_pages_with_a_test_of_their_own_have_it() -> None:
+    for page, test in OWN_TESTS.items():
+        assert page in (ROOT / test).read_text(), page
+
+
+def test_code_that_is_not_run_says_why() -> None:
+    left_out = [b for page in HERE for b in blocks_of(page) if b.how.startswith("not run")]
+    assert all(len(block.reason) > 10 for block in left_out)
+    assert len(left_out) <= 12, "run it, or leave it out of the docs"
+
+
+def test_a_mistake_on_a_page_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    assert run_page(str(page)) == ["page.md:7: AssertionError: "]
+
+
+def commands() -> list[tuple[Path, str]]:
+    """Every command of a shell that a page shows."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        lines = [line for b in blocks_of(page) if b.language in ("console", "bash") for line in
+                 _joined(b)]  # fmt: skip
+        lines += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+        lines += re.findall(r"`((?:python|torchrun|make) [^`\n]+)`", text)
+        found += [(page, line) for line in lines]
+    return found
+
+
+def _joined(block: Block) -> list[str]:
+    return block.code.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_name_what_exists(page: Path) -> None:
+    faults = []
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for where, line in commands():
+        if where != page:
+            continue
+        for module in re.findall(r"python\d? (?:-\w+ )*-m ([\w.]+)", line):
+            if module.split(".")[0] in ("distamp", "launch", "benchmarks", "tests"):
+                faults += [] if _is_module(module) else [f"no module {module}: {line}"]
+        for script in re.findall(
+            r"(?<!/)\b((?:launch|examples|benchmarks|docs)/[\w./]+\.(?:py|sh))", line
+        ):
+            faults += [] if (ROOT / script).is_file() else [f"no file {script}: {line}"]
+        if line.startswith("make "):
+            target = line.split()[1].strip("`")
+            faults += [] if target in targets else [f"no target {target}: {line}"]
+        faults += _wrong_flags(line)
+    assert faults == []
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+def _wrong_flags(line: str) -> list[str]:
+    """Flags of our two command lines that neither has."""
+    from launch.help import help_text
+
+    found = re.search(r"(-m distamp (\w+)|launch/train\.py)(.*)", line)
+    if found is None or "--completion" in line:
+        return []
+    if found[2]:
+        commands = parser()._subparsers._group_actions[0].choices
+        if found[2] not in commands:
+            return [f"no command {found[2]}: {line}"]
+        known = commands[found[2]].format_help()
+    else:
+        known = help_text() + " --help"
+    try:
+        words = shlex.split(found[3].split("#")[0].split("|")[0], comments=True)
+    except ValueError:
+        words = found[3].split()
+    flags = [word.split("=")[0] for word in words if word.startswith("--")]
+    return [f"no flag {flag}: {line}" for flag in flags if flag not in known]
+
+
+def test_commands_are_found_and_wrong_flags_too() -> None:
+    assert len(commands()) > 80
+    assert importlib.util.find_spec("launch.help") is not None
+    assert _wrong_flags("torchrun launch/train.py --precisoin fp16") != []
+    assert _wrong_flags("python -m distamp doctor --jsonl") != []
+    assert _wrong_flags("torchrun --nproc-per-node 2 launch/train.py --precision fp16") == []

@@ -1,0 +1,284 @@
+"""Damaged states: a clear error, and the object is as it was.
+
+A state is damaged in one place: a value of a wrong type, shape or range, a key that is missing or
+has another name, or a bit of the saved file that is flipped. What loads must leave an object that
+works.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distamp import DistampError, DistGradScaler, comm_hooks, initialize
+from distamp.scaler import HeadroomSchedule, HysteresisSchedule, MasterParameters
+
+CLEAR = (DistampError, ValueError, TypeError)
+WRONG: list[Any] = [
+    None,
+    True,
+    "65536",
+    b"\x00",
+    -1,
+    0,
+    2**70,
+    float("nan"),
+    float("inf"),
+    -0.0,
+    1j,
+    [],
+    [1, 2, 3],
+    {},
+    {"scale": 1.0},
+    torch.tensor(float("nan")),
+    torch.zeros(3),
+    torch.zeros(0),
+    torch.zeros(2, 2, dtype=torch.complex64),
+    torch.tensor(7, dtype=torch.int64),
+    object(),
+]
+
+
+@dataclass
+class Subject:
+    """Something that loads: how, and everything that loading could have changed."""
+
+    state: dict[str, Any]
+    load: Callable[[Any], None]
+    seen: Callable[[], Any]
+    works: Callable[[], None]
+
+
+def scaler() -> Subject:
+    made, step = _training(DistGradScaler("cpu", init_scale=2.0**10))
+    return Subject(made.state_dict(), made.load_state_dict, lambda: _of(made), step)
+
+
+def schedule() -> Subject:
+    made, step = _training(DistGradScaler("cpu", schedule=HysteresisSchedule(hysteresis=2)))
+    return Subject(
+        made.schedule_state_dict(), made.load_schedule_state_dict, lambda: _of(made), step
+    )
+
+
+def headroom() -> Subject:
+    made, step = _training(DistGradScaler("cpu", schedule=HeadroomSchedule()))
+    return Subject(
+        made.schedule_state_dict(), made.load_schedule_state_dict, lambda: _of(made), step
+    )
+
+
+def masters() -> Subject:
+    model = nn.Linear(3, 2).half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    made = MasterParameters(optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 3).half()).float().sum().backward()
+        optimizer.step()
+
+    step()
+    return Subject(
+        made.state_dict(),
+        made.load_state_dict,
+        lambda: (made.state_dict(), model.state_dict()),
+        step,
+    )
+
+
+def amp() -> Subject:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    made = initialize(model, optimizer, "O2")
+
+    def step() -> None:
+        made.zero_grad()
+        made.backward(made.model(torch.ones(1, 3).half()).float().sum())
+        made.step()
+
+    step()
+    return Subject(
+        made.state_dict(),
+        made.load_state_dict,
+        lambda: (made.state_dict(), model.state_dict()),
+        step,
+    )
+
+
+def _training(made: DistGradScaler) -> tuple[DistGradScaler, Callable[[], None]]:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        made.scale(weight.sum()).backward()
+        made.step(optimizer)
+        made.update()
+
+    step()
+    return made, step
+
+
+def _of(made: DistGradScaler) -> Any:
+    return made.state_dict(), made.schedule_state_dict()
+
+
+SUBJECTS = {each.__name__: each for each in (scaler, schedule, headroom, masters, amp)}
+
+
+def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value of a nested state."""
+    if isinstance(state, (dict, list, tuple)):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield (*path, key)
+            yield from places(value, (*path, key))
+
+
+def damaged(state: dict[str, Any], path: tuple[Any, ...], how: Any) -> Any:
+    """A copy with another value at ``path``, without that key, or with it under another name."""
+    changed = copy.deepcopy(state)
+    *parents, last = path
+    inner: Any = changed
+    for each in parents:
+        inner = inner[each]
+    if isinstance(inner, tuple):
+        return changed
+    if how == "missing":
+        del inner[last]
+    elif how == "renamed":
+        if isinstance(inner, dict):
+            inner["another"] = inner.pop(last)
+    else:
+        inner[last] = how
+    return changed
+
+
+def loads_or_refuses(subject: Subject, state: Any, what: str) -> bool:
+    """Whether it loaded; an error must be a clear one, after which all is as it was."""
+    before = copy.deepcopy(subject.seen())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = _error_of(subject.load, state)
+    assert error is None or str(error), f"{what}: an error without a message"
+    assert error is None or _same(subject.seen(), before), f"{what}: changed, then {error}"
+    return error is None
+
+
+def _error_of(load: Callable[[Any], None], state: Any) -> Exception | None:
+    try:
+        load(state)
+    except CLEAR as error:
+        return error
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_value_of_the_wrong_kind_is_refused_or_works(name: str) -> None:
+    refused, faults = damage(SUBJECTS[name])
+    assert faults == []
+    assert refused > 20
+
+
+def damage(make: Callable[[], Subject]) -> tuple[int, list[str]]:
+    """How many damaged states were refused, and what went wrong with any."""
+    refused, faults, subject = 0, [], make()
+    for path in places(subject.state):
+        for how in ["missing", "renamed", *WRONG]:
+            what = f"{'.'.join(map(str, path))} = {how!r}"
+            try:
+                if not loads_or_refuses(subject, damaged(subject.state, path, how), what):
+                    refused += 1
+                    continue
+                subject.works()
+            except Exception as error:
+                faults.append(f"{what}: {type(error).__name__}: {error}"[:300])
+            subject = make()
+    return refused, faults
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_is_no_state_at_all_is_refused(name: str) -> None:
+    subject, faults = SUBJECTS[name](), []
+    for state in [*WRONG, 3, "state", ()]:
+        try:
+            loaded = loads_or_refuses(subject, state, repr(state))
+        except RuntimeError as error:  # torch's, of an empty state
+            loaded = "empty" not in str(error)
+        except Exception as error:
+            faults.append(f"{state!r}: {type(error).__name__}: {error}"[:200])
+            continue
+        if loaded and state != {}:
+            faults.append(f"{state!r} was loaded")
+    assert faults == []
+    subject.works()
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_file_with_a_flipped_bit_is_refused_or_works(name: str) -> None:
+    subject, draw = SUBJECTS[name](), random.Random(0)
+    buffer = io.BytesIO()
+    torch.save(subject.state, buffer)
+    whole = buffer.getvalue()
+    for _ in range(300):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                state = torch.load(io.BytesIO(flipped), weights_only=True)
+        except Exception:
+            continue  # torch's own refusal
+        if loads_or_refuses(subject, state, f"{name} state with a flipped bit"):
+            subject.works()
+            subject = SUBJECTS[name]()
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_state_loads_with_weights_only(name: str) -> None:
+    subject = SUBJECTS[name]()
+    buffer = io.BytesIO()
+    torch.save(subject.state, buffer)
+    buffer.seek(0)
+    subject.load(torch.load(buffer, weights_only=True))
+    assert _same(subject.seen(), SUBJECTS[name]().seen()) or name in ("masters", "amp")
+    subject.works()
+
+
+def hook() -> Subject:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
+    made = comm_hooks.register(model, "int8")
+
+    def works() -> None:
+        model(torch.ones(2, 5)).sum().backward()
+
+    works()
+    return Subject(made.state_dict(), made.load_state_dict, made.state_dict, works)
+
+
+def damage_a_hook() -> list[str]:
+    return damage(hook)[1]
+
+
+def test_a_damaged_state_of_a_hook_is_refused_or_works(new_ranks: Any) -> None:
+    assert new_ranks(1).run(damage_a_hook) == [[]]
