@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
+from launch.data import Data
 from launch.train import main
 from tests.launch import jobs, pooled
 from tests.launch.test_strategies import SMALL, _agree
@@ -212,3 +215,47 @@ def test_none_are_kept_where_none_are_wanted(text, tmp_path, capsys):
     assert not (tmp_path / "checkpoints").exists()
     assert math.isfinite(jobs.records(tmp_path)[-1]["validation_loss"])
     assert "--resume" not in capsys.readouterr().out
+
+
+# -- models of one's own --------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A byte model with a mistake."""
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.embed, self.unused = nn.Embedding(256, 256), nn.Linear(2, 2)
+        self.unused.requires_grad_(mistake == "unused")
+        self.embed.requires_grad_(mistake != "frozen")
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.embed(x)
+        if self.mistake == "short":
+            return logits[:, :-1]
+        if self.mistake == "nan":
+            return logits * math.nan
+        return (logits,) if self.mistake == "tuple" else logits
+
+
+def make_own(data: Data, mistake: str) -> Own:
+    return Own(mistake)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "strategy", "message"),
+    [
+        ("short", "none", "--model: it must return logits (32, 16, classes), not (32, 15, 256)"),
+        ("tuple", "none", "--model: it must return logits (32, 16, classes), not tuple"),
+        ("frozen", "fsdp2", "make_own: it has no parameter to train"),
+        ("unused", "ddp", "unused.weight takes no part in what it returns, and DDP waits for"),
+        ("nan", "none", "step 0: the validation loss is nan: --model"),
+    ],
+)
+def test_a_model_with_a_mistake_is_one_line(text, tmp_path, capsys, mistake, strategy, message):
+    model = ("--model", f"{__name__}:make_own", "--model-args", f"mistake={mistake}")
+    assert main(_flags(text, tmp_path, *model, "--strategy", strategy)) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
