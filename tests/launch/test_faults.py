@@ -30,7 +30,7 @@ def _flags(text: Path, folder: Path, *more: object) -> list[str]:
 # -- advice that can be followed ------------------------------------------------------------------
 
 
-def test_before_the_first_checkpoint_nobody_is_told_to_resume(text, tmp_path):
+def test_before_the_first_checkpoint_nobody_is_advised_to_resume(text, tmp_path):
     job = pooled.job(*_flags(text, tmp_path / "run"))
     job.report.close()
     assert "--resume" not in job.position
@@ -125,10 +125,10 @@ def test_flags_given_beside_resume_win_and_are_named(text, tmp_path, capsys):
     capsys.readouterr()
     more = ["--steps", "8", "--lr=0.5", "--evaluate-every", "4", "--opt-level", "O2"]
     assert main(["--resume", str(tmp_path / "run"), *more]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
     assert (
         "with other settings: precision fp16 -> None, opt_level None -> O2, steps 6 -> 8,"
-        " lr 0.01 -> 0.5, evaluate_every 3 -> 4" in said
+        " lr 0.01 -> 0.5, evaluate_every 3 -> 4" in shown
     )
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["lr"], config["shape"]["width"]) == (0.5, 16)
@@ -154,7 +154,7 @@ def test_config_takes_the_flags_of_another_run_and_not_its_folder(text, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "shown"),
     [
         (None, "no such file"),
         ("{", "it is no JSON"),
@@ -162,13 +162,13 @@ def test_config_takes_the_flags_of_another_run_and_not_its_folder(text, tmp_path
         ('{"steps": "many"}', "invalid literal for int"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_one_line(tmp_path, capsys, content, said):
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, capsys, content, shown):
     path = tmp_path / "config.json"
     if content is not None:
         path.write_text(content)
     assert main(["--config", str(path)]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert shown in err
     assert err.count("\n") == 1
 
 

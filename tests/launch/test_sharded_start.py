@@ -268,10 +268,10 @@ def _refusal(shares: Shares, ranks: int, monkeypatch: pytest.MonkeyPatch, have: 
     return str(refused.value)
 
 
-def test_what_a_rank_needs_depends_on_the_layout_and_what_fits_is_said(monkeypatch):
-    said = _refusal(Shares(), 8, monkeypatch, 80 * 2**30)
-    assert "3.4e+10 parameters under ddp need 507 GiB on each of 8 ranks, and there are 80" in said
-    assert "--strategy fsdp2 on 8 ranks with that much each would fit (68 GiB)" in said
+def test_what_a_rank_needs_depends_on_the_layout_and_what_fits_is_reported(monkeypatch):
+    shown = _refusal(Shares(), 8, monkeypatch, 80 * 2**30)
+    assert "3.4e+10 parameters under ddp need 507 GiB on each of 8 ranks, and there are 80" in shown
+    assert "--strategy fsdp2 on 8 ranks with that much each would fit (68 GiB)" in shown
     assert "no number of ranks would do" in _refusal(Shares(), 8, monkeypatch, 2**30)
 
 
