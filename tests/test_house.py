@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
     "scaler": {*FOUNDATION, *GRADIENTS, "masters"},
-    "comm_hooks": FOUNDATION,
+    "comm_hooks": {*FOUNDATION, "host"},
     # The documents' other spellings, thin modules over the rooms.
     "device_amp": {"autocast", "scaler"},
     "cuda": {"device_amp"},
@@ -53,8 +53,8 @@ ROOMS: dict[str, set[str]] = {
         "cpu",
         "cuda",
     },
-    # Tries every other room.
-    "doctor": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
+    # Tries every other room, and what `import distamp` gives.
+    "doctor": {"", *FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
     "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize", "doctor"},
 }
 # Behind extras: only inside functions.
