@@ -660,14 +660,14 @@ def test_bf16_masters_need_no_scaler(scaler, zero_grad):
     assert equal(master_params(optimizer), hand.copies)
 
 
-@pytest.mark.parametrize("how", ["model", "masters", "optimizer that knows of the pass"])
+@pytest.mark.parametrize("how", ["model", "masters", "optimizer, knowing of the pass"])
 def test_without_a_scaler_a_gradient_is_thrown_away_as_documented(how):
     parameter = one(0.0, BF16)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     masters = MasterParameters(optimizer)
     for gradient in (100.0, 1.0):
         ZERO_GRADS[how.split(",")[0]](optimizer, nn.ParameterList([parameter]), masters)
-        if "knows" in how:
+        if "knowing" in how:
             masters.before_backward()
         (parameter.float().sum() * gradient).backward()
     optimizer.step()
