@@ -271,7 +271,7 @@ class _Functions(TorchFunctionMode):
             return format(args[0].item(), args[1])
         failures: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError)
         if func in _ARRAYS and args[0].device.type == "cpu":
-            func, args, kwargs = self._array, args[:1], {}
+            func, args, kwargs = self._step.values.array, args[:1], {}
             failures = (TypeError,)  # NumPy has no bfloat16.
         else:
             func, args = with_lengths(func, args, self._step.values.real)
@@ -287,9 +287,6 @@ class _Functions(TorchFunctionMode):
             self._step._note("autocast-error", *where, what, _advice(_name(func)))
             self.failed = None
             return out
-
-    def _array(self, tensor: torch.Tensor) -> Any:
-        return self._step.values.real(tensor).numpy().copy()
 
     def _failed_in(self, func: Any) -> tuple[str, str]:
         self.failed = self._step.recorder.where()[0], _name(func)

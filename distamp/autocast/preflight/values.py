@@ -224,6 +224,11 @@ class Values(TorchDispatchMode):
         with _for_real():
             _store(fake, _Place.of(fake), real.detach().to("cpu"))
 
+    def array(self, tensor: torch.Tensor) -> Any:
+        """The values of a fake tensor as a NumPy array, made up if unknown."""
+        with _for_real():
+            return self._value(tensor).numpy().copy()
+
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values of a fake tensor, made up if unknown."""
         with _for_real():
