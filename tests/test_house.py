@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
     "scaler": {*FOUNDATION, *GRADIENTS, "masters"},
-    "comm_hooks": FOUNDATION,
+    "comm_hooks": {*FOUNDATION, "host"},
     # The documents' other spellings, thin modules over the rooms.
     "device_amp": {"autocast", "scaler"},
     "cuda": {"device_amp"},
