@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): once, and torch is large, so this takes minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy hatchling editables wheel "setuptools<81"
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fairscale,tensorboard,report,test,lint,docs,package]"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fairscale,tensorboard,report,test,lint,docs]"
 	@touch $(READY)
 
 train: $(READY)
@@ -65,6 +65,7 @@ docs-check: $(READY)
 	$(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
 
 package: $(READY)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt build twine check-wheel-contents
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*

@@ -92,14 +92,17 @@ def stage() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
     return {
         "__name__": "__page__",
+        "inputs": batches[0][0],
+        "targets": batches[0][1],
         "torch": torch,
         "nn": nn,
         "model": model,
         "optimizer": optimizer,
         "schedule": torch.optim.lr_scheduler.LinearLR(optimizer),
-        "batches": [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)],
+        "batches": batches,
         "loss_fn": nn.functional.mse_loss,
     }
 

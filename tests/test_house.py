@@ -53,8 +53,8 @@ ROOMS: dict[str, set[str]] = {
         "cpu",
         "cuda",
     },
-    # Tries every other room.
-    "doctor": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
+    # Tries every other room, and what `import distamp` gives.
+    "doctor": {"", *FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
     "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize", "doctor"},
 }
 # Behind extras: only inside functions.

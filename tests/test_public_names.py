@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import distamp
+from distamp import comm_hooks
+from distamp.scaler import MasterParameters
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -63,6 +66,41 @@ def _source(module: str) -> str:
 def test_the_pages_do_name_what_they_describe() -> None:
     found = set().union(*map(names_on, PAGES))
     assert {"distamp.autocast", "distamp.DataParallel", "distamp.pin_precision"} <= found
+
+
+# What pages call the objects that they make, and what those are.
+OBJECTS: dict[str, object] = {
+    "scaler": distamp.DistGradScaler("cpu"),
+    "amp": distamp.initialize(nn.Linear(2, 2), opt_level="O0"),
+    "hook": comm_hooks.CommHookState,
+    "masters": MasterParameters,
+    "comm_hooks": comm_hooks,
+}
+_ATTRIBUTE = re.compile(rf"(?<![\w.\"'/-])({'|'.join(OBJECTS)})\.([a-z_]\w*)")
+# Apex's, on the pages that put it beside ours.
+APEXS = {"scale_loss", "master_params", "half_function", "float_function", "promote_function",
+         "register_half_function", "register_float_function", "register_promote_function",
+         "disable_casts", "initialize"}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_method_on_a_page_exists(page: Path) -> None:
+    code = "\n".join(_CODE.findall(page.read_text()))
+    missing = {
+        f"{name}.{attribute}"
+        for name, attribute in _ATTRIBUTE.findall(code)
+        if not hasattr(OBJECTS[name], attribute)
+        and not (name == "amp" and attribute in APEXS)
+        and attribute not in ("py", "md")
+    }
+    assert missing == set()
+
+
+def test_methods_on_pages_are_found() -> None:
+    code = "`scaler.stepped(optimizer)` `amp.no_sync()` `scaler.no_such_thing`"
+    found = _ATTRIBUTE.findall(code)
+    assert ("scaler", "no_such_thing") in found
+    assert len(found) == 3
 
 
 STATEMENTS = [

@@ -238,11 +238,8 @@ class Ranks:
         unsent, self._unsent = self._unsent, None
         error = question.error()
         scaled = question.scaled or self._scaled
-        marks = (
-            ()
-            if scaled and error is None and unsent is None
-            else (error is not None, unsent is not None, scaled)
-        )
+        usual = scaled and error is None and unsent is None
+        marks = () if usual else (error is not None, unsent is not None, scaled)
         flags = [local.flags for local in question.locals]
         if question.flags:
             flags += [[flag] for flag in question.flags]
