@@ -250,8 +250,7 @@ class Ranks:
         pending = _Pending(
             self, group, reply, question, states, self.iteration, not marks, error, unsent
         )
-        # Whether to wait is decided by what is the same on all ranks. Where ranks hold different
-        # parameters their norm plans differ at first, and that is no overflow.
+        # What is the same on all ranks decides whether to wait; norm plans may rightly differ once.
         measured = bool(question.states) and all(state.measured for state in question.states)
         now = reply.known or tail or (question.wants_rows and not (takes_rows and measured))
         if now or not all(state.agreed for state in question.states):
@@ -261,7 +260,7 @@ class Ranks:
         device = question.scale.device
         rows = None
         if question.wants_rows:
-            rows = reply.rows() if takes_rows else message.gather_rows(group, _row(row))
+            rows = reply.rows() if takes_rows else message.gather_rows(group, row)
         agreed = reply.flags(device)
         if marks and not pending.checked:
             agreed = [flag_of(True, device) for _ in agreed]
@@ -290,10 +289,6 @@ class Ranks:
         self._scaled = True
 
 
-def _row(row: Tensor | None) -> Tensor:
-    return torch.zeros(message.ROW, dtype=torch.int64, device="cpu") if row is None else row
-
-
 @functools.lru_cache(maxsize=64)
 def _checksum(text: str) -> int:
     # Unlike hash(), which differs between processes for text.
@@ -320,8 +315,7 @@ class _Pending:
     def check(self) -> None:
         """Raise on every rank what any rank's message demands."""
         self.checked = True
-        # Read even where this rank knows that they differ: else it would take its flags from the
-        # device, where numbers that differ set all of them, and skip what the others step.
+        # Read always: the device's own flags are all set where numbers differ, rightly or not.
         in_agreement = self.reply.in_agreement
         if not (self.plain and in_agreement):
             if self.reply.present < self.group.size:

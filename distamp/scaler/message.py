@@ -225,9 +225,10 @@ def _sum(group: Group, packed: Tensor) -> None:
         ) from error
 
 
-def gather_rows(group: Group, row: Tensor) -> Tensor:
-    """Return every rank's row in a collective of their own, where a message took none."""
-    mine = row.to(group.device)
+def gather_rows(group: Group, row: Tensor | None) -> Tensor:
+    """Return every rank's row, zeros for None, in a collective of their own."""
+    mine = torch.zeros(ROW, dtype=torch.int64, device="cpu") if row is None else row
+    mine = mine.to(group.device)
     everyone = torch.empty(group.size * ROW, dtype=torch.int64, device=group.device)
     dist.all_gather_into_tensor(everyone, mine, group=group.process_group)
     return everyone.view(group.size, ROW)

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.simulated.long_run FILE cells [LAYOUT ...]
+    python -m tests.simulated.long_run FILE cells [LAYOUT | LAYOUT/OPTIMIZER ...]
     python -m tests.simulated.long_run FILE random DRAWS SEED
 
 Runs every cell of these layouts, of all when none is given, or so many random programs, each under
@@ -76,9 +76,11 @@ def _random(log: _Log, draws: int, seed: int) -> None:
 def _cells(log: _Log, layouts: list[str]) -> None:
     from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, cells_of, wrong_cells
 
-    for layout in layouts or [each for each in LAYOUTS if each not in EXCEPTIONS]:
+    for wanted in layouts or [each for each in LAYOUTS if each not in EXCEPTIONS]:
+        layout, _, only = wanted.partition("/")
         pair = _pair(4 if layout in FOUR_RANKS else 2)
-        for kind in dict.fromkeys(kind for _, kind, *_ in cells_of(layout)):
+        kinds = [only] if only else [kind for _, kind, *_ in cells_of(layout)]
+        for kind in dict.fromkeys(kinds):
             count = len(list(cells_of(layout, kind)))
             run = lambda pair=pair, layout=layout, kind=kind: wrong_cells(pair, layout, kind)  # noqa: E731
             log.run(f"cells of {layout}, {kind}, on {pair.ranks} ranks", count, run)

@@ -143,11 +143,17 @@ class Pair:
 
     def wrong(self, program: Program, schedule: str, seed: int = 0) -> list[str]:
         """Everything that is not as it should be under this schedule."""
-        refused = self._there.refused(program)
         try:
-            (there,) = Judge(self.sim.under(schedule, seed)).run([program], "distamp")
-        except RankError as error:
-            return [str(error)]
+            found = self._wrong(program, schedule, seed)
+        except RankError as error:  # of either side: it says which
+            found = [str(error)]
+        if found:
+            self.close()
+        return found
+
+    def _wrong(self, program: Program, schedule: str, seed: int) -> list[str]:
+        refused = self._there.refused(program)
+        (there,) = Judge(self.sim.under(schedule, seed)).run([program], "distamp")
         found = complaints(program, there, refused)
         if refused is None and program.astray is None and self._here.refused(program) is None:
             (here,) = self._here.run([program], "distamp")
@@ -155,8 +161,6 @@ class Pair:
             # device's doing.
             found = [each for each in found if each not in complaints(program, here)]
             found += _differences(here, there)
-        if found:
-            self.close()
         return found
 
     def close(self) -> None:

@@ -175,13 +175,13 @@ def test_bitwise_reductions_are_refused(sim2):
 
 def _sparse() -> None:
     embedding = nn.Embedding(4, 2, sparse=True).to("sim")
-    embedding(torch.tensor([1], device="sim")).sum().backward()
+    embedding(torch.arange(2, device="sim")).square().sum().backward()
     assert embedding.weight.grad is not None
     dist.all_reduce(embedding.weight.grad)
 
 
 def test_sparse_tensors_are_refused(sim2):
-    with pytest.raises(RankError, match="NCCL does not support all_reduce with sparse tensors"):
+    with pytest.raises(RankError, match="no sparse tensor in c10d::allreduce_"):
         sim2.run(_sparse)
 
 
