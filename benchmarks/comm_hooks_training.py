@@ -95,8 +95,8 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
         steps, losses = zip(*curve, strict=True)
         top.plot(steps, losses, color=color, lw=1.4, marker="o", ms=3, label=name)
         if name != FP32 and fp32:
-            apart = [100 * (loss / fp32[step] - 1) for step, loss in curve]
-            bottom.plot(steps, apart, color=color, lw=1.2, marker="o", ms=3)
+            difference = [100 * (loss / fp32[step] - 1) for step, loss in curve]
+            bottom.plot(steps, difference, color=color, lw=1.2, marker="o", ms=3)
     bottom.axhspan(-0.5, 0.5, color="#e8eef7", zorder=0)
     bottom.axhline(0, color=COLORS[0], lw=1)
     top.set_ylabel("validation loss (nats per byte)")

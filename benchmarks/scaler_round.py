@@ -1,4 +1,4 @@
-"""A whole unscale-sync-step-update round of DistGradScaler beside torch's and fairscale's scalers.
+"""A whole round (scale, unscale, sync, step, update) beside torch's and fairscale's scalers.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scaler_round [--ranks 1 2 4] [--rounds 40] [--fused]
         [--parameters 10 100 1000 10000] [--elements 25000] [--device cuda]
@@ -134,10 +134,11 @@ def contenders(
 
 
 def _round(scaler: Any, opts: list[torch.optim.Optimizer], device: str) -> Callable[[], None]:
-    scaler.scale(torch.ones((), device=device))
+    loss = torch.ones((), device=device, requires_grad=True) * 1.0
     grouped = isinstance(scaler, DistGradScaler) and len(opts) > 1
 
     def run() -> None:
+        scaler.scale(loss)
         if grouped:
             scaler.step_all(opts)
         else:

@@ -121,12 +121,12 @@ def link_speed(megabytes: int = 8) -> float:
     The best of three: what the links carry when nothing is computed.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    data, room = torch.zeros(2, megabytes << 20, dtype=torch.uint8)
+    data, received = torch.zeros(2, megabytes << 20, dtype=torch.uint8)
     best = 0.0
     for _ in range(3):
         dist.barrier()
         began = time.perf_counter()
-        work = [dist.irecv(room, (rank - 1) % size), dist.isend(data, (rank + 1) % size)]
+        work = [dist.irecv(received, (rank - 1) % size), dist.isend(data, (rank + 1) % size)]
         for each in work:
             if each is not None:
                 each.wait()
@@ -157,7 +157,7 @@ def main() -> None:
     torch.manual_seed(0)
     # Imported while a group exists, it would keep the group's threads alive for ever.
     importlib.import_module("torch._dynamo")
-    # Newer spellings of reduce_scatter_tensor and its kin, which the oldest torch lacks.
+    # Newer spellings of reduce_scatter_tensor and others, which the oldest torch lacks.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     measure = importlib.import_module(module).rank
     dist.init_process_group("gloo")

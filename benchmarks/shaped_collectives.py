@@ -93,13 +93,13 @@ def rank(size: int, rounds: int) -> dict[str, Any]:
     return {"link": link_speed(), "rounds": measured_in_turn(contenders, rounds, warmup=1)}
 
 
-def _by_peers(room: torch.Tensor, data: torch.Tensor, in_flight: int) -> None:
+def _by_peers(received: torch.Tensor, data: torch.Tensor, in_flight: int) -> None:
     """Do an all-to-all by messages: to the next rank, from the one before, then one further.
 
     With one peer in flight a link carries one stream in each direction at a time.
     """
     me, world = dist.get_rank(), dist.get_world_size()
-    to, from_ = data.chunk(world), room.chunk(world)
+    to, from_ = data.chunk(world), received.chunk(world)
     from_[me].copy_(to[me])
     works: list[Any] = []
     for distance in range(1, world):
@@ -113,19 +113,19 @@ def _by_peers(room: torch.Tensor, data: torch.Tensor, in_flight: int) -> None:
         work.wait()
 
 
-def _at_once(room: torch.Tensor, data: torch.Tensor) -> None:
-    dist.all_to_all_single(room, data)
+def _at_once(received: torch.Tensor, data: torch.Tensor) -> None:
+    dist.all_to_all_single(received, data)
 
 
-def _in_turn(room: torch.Tensor, data: torch.Tensor) -> None:
-    _by_peers(room, data, 1)
+def _in_turn(received: torch.Tensor, data: torch.Tensor) -> None:
+    _by_peers(received, data, 1)
 
 
-def _answered(room: torch.Tensor, data: torch.Tensor) -> None:
+def _answered(received: torch.Tensor, data: torch.Tensor) -> None:
     """As distamp's hooks do it: the next row is sent when the last one was received."""
     world = dist.get_world_size()
     staggered_all_to_all(
-        room.view(world, -1),
+        received.view(world, -1),
         data.view(world, -1),
         dist.get_rank(),
         receive=lambda row, source, tag: dist.irecv(row, source, tag=tag),
@@ -134,7 +134,7 @@ def _answered(room: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def _all_reduce(
-    room: torch.Tensor,
+    received: torch.Tensor,
     data: torch.Tensor,
     all_to_all: Callable[[torch.Tensor, torch.Tensor], None],
     pieces: int = 1,
@@ -146,7 +146,7 @@ def _all_reduce(
     """
     me, world = dist.get_rank(), dist.get_world_size()
     gathers = []
-    for out, piece in zip(room.chunk(pieces), data.chunk(pieces), strict=True):
+    for out, piece in zip(received.chunk(pieces), data.chunk(pieces), strict=True):
         all_to_all(out, piece)
         part = piece.chunk(world)[me].clone()
         gather = dist.all_gather_into_tensor(piece, part, async_op=True)

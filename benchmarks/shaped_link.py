@@ -10,8 +10,8 @@ others. A step takes as long as its slowest rank. Bytes come from the interfaces
 headers, and stand beside what distamp's ``stats()`` counted. ``compute`` is the same step with
 nothing sent; ``auto`` is what ``register(model, "auto")`` chose, which is printed.
 
-fsdp2 times forward and backward apart. By default weights are gathered again in the backward pass;
-with ``--keep`` they are not, and what the backward pass sends is gradients alone.
+fsdp2 times forward and backward by themselves. By default weights are gathered again in the
+backward pass; with ``--keep`` they are not, and what the backward pass sends is gradients alone.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def table(ranks: list[dict[str, Any]], names: list[str], phase: str, weights: fl
     title = phase if FORWARD in ranks[0]["rounds"][names[0]][0] else "step"
     head = [f"{title} with", "seconds", "of fp32's", "of torch fp16's", "MB sent"]
     if phase == BACKWARD:
-        head += ["of them gradients", "of fp32's", "by stats()", "apart"]
+        head += ["of them gradients", "of fp32's", "by stats()", "difference"]
     return markdown(head, rows)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
-__all__ = ["never_compiled"]
+__all__ = ["never_compiled", "never_followed"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -21,4 +21,14 @@ def never_compiled(fn: _F) -> _F:
     """
     code: Any = fn
     eval_frame.set_code_exec_strategy(code.__code__, _SKIP)
+    return fn
+
+
+def never_followed(fn: _F) -> _F:
+    """Keep torch.compile from following calls of a function too: a graph breaks before it.
+
+    torch 2.14 warns of what it met in a function where a graph breaks inside.
+    """
+    code: Any = never_compiled(fn)
+    code._torchdynamo_disable = True
     return fn

@@ -197,7 +197,7 @@ class Engine:
                 the number of ranks.
             terms: How many contributions are added up, here and later: where they are so large that
                 the sum may be inf, the result says so. None for the exact answer, of an average.
-            before: What the exchange that ``values`` come from said.
+            before: What the exchange that ``values`` come from found.
             feedback: What rounding took from earlier exchanges of the same layout.
 
         Raises:

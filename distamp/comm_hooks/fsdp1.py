@@ -54,7 +54,7 @@ def register_fsdp1(model: FullyShardedDataParallel, wire: WireFormat | None) -> 
     assert group is not None
     assert device is not None
     numel = sum(sum(_numels(unit)) for unit in units)
-    agree(AUTO if wire is None else wire.name, numel, group, device)
+    agree(AUTO if wire is None else wire.name, {group: numel})
     choice = _choose(model, units, group, device) if wire is None else None
     if choice is not None:
         if not choice.compressed:

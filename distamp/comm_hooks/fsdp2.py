@@ -48,7 +48,7 @@ class WireReduceScatter:
     Attributes:
         iteration: The last one, as the state counts them, in which gradients were reduced.
         nonfinite: 0-d bool, the same on all ranks of the group (and its replicas): whether a
-            gradient reduced in that iteration held inf or NaN on any of them, or was so large
+            gradient reduced in that iteration had inf or NaN on any of them, or was so large
             (1e34) that sums may; None before, and always under torch's own HSDP, whose all-reduce
             between replicas says nothing.
     """
@@ -312,11 +312,9 @@ def _agree(name: str, groups: list[Any], replicas: ProcessGroup | None) -> None:
     """Compare format and model among the ranks that will exchange."""
     numels: dict[ProcessGroup, int] = {}
     for group in groups:
-        for ranks in (group.mesh_info.shard_process_group, replicas):
-            if ranks is not None:
-                numels[ranks] = numels.get(ranks, 0) + _numel(group)
-    for ranks, numel in numels.items():
-        agree(name, numel, ranks, groups[0].device)
+        for ranks in (*torch_compat.mesh_groups(group), *([] if replicas is None else [replicas])):
+            numels[ranks] = numels.get(ranks, 0) + _numel(group)
+    agree(name, numels)
 
 
 def _divisor(op: Any, size: int) -> float:

@@ -65,7 +65,7 @@ def encode_rows(
     Args:
         wire: The format.
         values: 1-D, contiguous, floating.
-        out: uint8 (rows, at least the bytes of a wire); rows may lie apart.
+        out: uint8 (rows, at least the bytes of a wire), of any stride between rows.
         rows: Where they lie in ``values``.
         divisor: Divides in fp32, before the cast.
         head: int64 (2,); gets 1 if anything is inf or NaN, and the largest exponent, where these

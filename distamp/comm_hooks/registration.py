@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.agreement import agree
+from distamp.comm_hooks.agreement import agree, refuse
 from distamp.comm_hooks.auto import as_it_is, choose_for_ddp, fits
 from distamp.comm_hooks.choice import AUTO
 from distamp.comm_hooks.ddp import wire_hook
@@ -57,12 +57,27 @@ def register(
         ValueError: Unknown format; a module that is none of the wrappers, or has a hook already; a
             group of other ranks; a wire that is wider than the gradients.
         TypeError: A group that is no ProcessGroup, such as a DeviceMesh.
-        LockstepError: A rank registers another format, or holds another model; on all ranks.
+        LockstepError: A rank registers another format, has another model, or refuses what it was
+            given; on all other ranks.
         RuntimeError: FSDP2 of a torch that has no place for a hook.
     """
+    model = torch_compat.not_compiled(model)
+    try:
+        return _registered(model, wire, process_group, replicas)
+    except (TypeError, ValueError):
+        # The other ranks may have nothing to refuse, and wait for this one.
+        refuse(_groups(model, process_group, replicas))
+        raise
+
+
+def _registered(
+    model: nn.Module,
+    wire: str,
+    process_group: ProcessGroup | None,
+    replicas: ProcessGroup | None,
+) -> CommHookState:
     chosen = None if wire == AUTO else _named(wire)
     _check_groups(process_group=process_group, replicas=replicas)
-    model = torch_compat.not_compiled(model)
     if replicas is not None and not _holds_fsdp2(model):
         raise ValueError(
             f"replicas are for a model that fully_shard was applied to, not {type(model).__name__}"
@@ -86,6 +101,23 @@ def register(
         _check_ranks(process_group, ranks, "sharded")
         return register_fsdp2(model, chosen, replicas=replicas)
     raise ValueError(_unsuitable(model))
+
+
+def _groups(model: Any, process_group: object, replicas: object) -> list[ProcessGroup]:
+    """Return the groups that are to agree, in the order in which they do."""
+    if isinstance(model, DistributedDataParallel):
+        own = model.process_group
+        given = isinstance(process_group, ProcessGroup) and _ranks(process_group) == _ranks(own)
+        return [process_group if given else own]  # type: ignore[list-item]
+    if torch_compat.is_fsdp1(model):
+        return [model.process_group]
+    modules = filter(torch_compat.is_fsdp2, model.modules())
+    found: dict[ProcessGroup, None] = {}
+    for group in (group for each in modules for group in torch_compat.param_groups(each)):
+        found |= dict.fromkeys(torch_compat.mesh_groups(group))
+        if isinstance(replicas, ProcessGroup):
+            found[replicas] = None
+    return [*found]
 
 
 def _named(name: str) -> WireFormat:
@@ -130,7 +162,7 @@ def _register_ddp(
     if wire is not None:
         _check_width(wire, trained)
     numel = sum(parameter.numel() for parameter in trained)
-    agree(AUTO if wire is None else wire.name, numel, group, torch_compat.device_of(group))
+    agree(AUTO if wire is None else wire.name, {group: numel})
     choice = choose_for_ddp(model, group) if wire is None else None
     if choice is not None:
         wire = wire_format(choice.wire) if choice.compressed else None

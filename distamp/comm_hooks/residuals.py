@@ -1,7 +1,7 @@
 """What rounding took from a bucket's gradients, kept until the next exchange gives it back.
 
 Kept in unscaled units, so a change of the loss scale does not touch it, and put back to where it
-was when the step that an exchange was made for is skipped, or when the exchange met inf or NaN.
+was when the step that an exchange was made for is skipped, or when the exchange found inf or NaN.
 """
 
 from __future__ import annotations

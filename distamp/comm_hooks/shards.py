@@ -50,9 +50,9 @@ class ShardedWatch:
     """See `distamp.protocols.GradientWatch`; of whole FSDP2 modules.
 
     No message is sent while all of an optimizer's gradients came through FSDP2's exchanges and were
-    finite everywhere, for those told every rank. Once one was not, the ranks find out by a message
-    whose it was, as without a hook. FSDP1 does not tell its hook whose gradient it has, so there
-    the message stays.
+    finite everywhere, which all ranks then know. Once one was not, the ranks find out by a message
+    whose it was, as without a hook. An FSDP1 hook does not know whose gradient it has, so there the
+    message stays.
 
     Args:
         buckets: Counts iterations.

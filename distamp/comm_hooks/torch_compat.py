@@ -36,6 +36,7 @@ __all__ = [
     "is_fsdp2",
     "is_hsdp",
     "is_non_member",
+    "mesh_groups",
     "new_gloo",
     "not_compiled",
     "numels_in",
@@ -81,7 +82,7 @@ def device_of(group: ProcessGroup) -> torch.device:
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """Return which backend serves tensors of a device, whatever ``init_process_group`` was told."""
+    """Return which backend serves tensors of a device, whatever ``init_process_group`` got."""
     name: str = group._get_backend(device).name()
     return name
 
@@ -205,6 +206,13 @@ def param_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def mesh_groups(group: Any) -> list[ProcessGroup]:
+    """Return the ranks of a parameter group: those it is sharded over, and torch's replicas."""
+    names = ("shard_process_group", "replicate_process_group")
+    found = (getattr(group.mesh_info, name, None) for name in names)
+    return [ranks for ranks in found if ranks is not None]
 
 
 def custom_reduce_scatter(group: Any) -> str | None:

@@ -250,8 +250,10 @@ class Ranks:
         pending = _Pending(
             self, group, reply, question, states, self.iteration, not marks, error, unsent
         )
-        # Whether to wait is decided by what is the same on all ranks.
-        now = reply.known or tail or (question.wants_rows and not takes_rows)
+        # Whether to wait is decided by what is the same on all ranks. Where ranks hold different
+        # parameters their norm plans differ at first, and that is no overflow.
+        measured = bool(question.states) and all(state.measured for state in question.states)
+        now = reply.known or tail or (question.wants_rows and not (takes_rows and measured))
         if now or not all(state.agreed for state in question.states):
             pending.check()
         else:
@@ -334,6 +336,7 @@ class _Pending:
             length.without_rows = 0
         for state in self.question.states:
             state.agreed = True
+            state.measured = state.measured or self.question.wants_rows
 
     def _state(self) -> Statement:
         question, unsent = self.question, self.unsent

@@ -106,10 +106,11 @@ class Norm:
             alike: 0-d bool, whether they are.
         """
         plan, norms, tables = self.plan, self.norms, agreed.tables
-        assert plan is not None
-        assert norms is not None
+        if plan is None or norms is None:
+            # This rank could not measure: no rank steps, and all raise at the next message.
+            return torch.full_like(whole, torch.inf)
         reply = agreed.reply if agreed.with_rows else None
-        if tables is None and plan.is_refuted(alike, self.norm_type, reply):
+        if tables is None and plan.is_refuted(alike, self.norm_type, group, reply):
             plan.look_again()
             tables = gather(group, plan.table(norms))
         if tables is None:

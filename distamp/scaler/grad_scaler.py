@@ -295,7 +295,7 @@ class DistGradScaler(TorchNames):
                 look_and_agree(self, "step", [subject], local_pass.check)
             elif local_pass.only_checks(subject):
                 self._check_inf_per_device(optimizer)
-            elif overrides(self, "unscale_", DistGradScaler):
+            elif overrides(self, _UNSCALE):
                 self.unscale_(optimizer)
             else:
                 look_and_agree(self, "step", (subject,), local_pass.unscale)
@@ -317,8 +317,7 @@ class DistGradScaler(TorchNames):
         optimizers = list(optimizers)
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
-        names = ("step", "unscale_", "_check_inf_per_device")
-        if any(overrides(self, name, DistGradScaler) for name in names):
+        if any(overrides(self, own) for own in (_STEP, _UNSCALE, _CHECK)):
             return [self.step(optimizer) for optimizer in optimizers]
         subjects = enter(self, "step_all", optimizers, OptimizerState.check_step)
         ready = [s for s in subjects if s.state["stage"] is OptState.READY]
@@ -606,6 +605,11 @@ class DistGradScaler(TorchNames):
     def join_process_group(self) -> Any:
         """The group that the scaler agrees over, as ``Join`` asks for it."""
         return self._ranks.join_group()
+
+
+# As they are before anybody patches the class.
+_STEP, _UNSCALE = DistGradScaler.step, DistGradScaler.unscale_
+_CHECK = DistGradScaler._check_inf_per_device
 
 
 def _outside_the_graph(scaler: DistGradScaler, outputs: Any) -> Any:

@@ -14,7 +14,7 @@ from distamp.errors import SettingError
 from distamp.gradients import check_finite, flag_of, largest_magnitude, local_gradients
 from distamp.scaler.look import Local
 from distamp.scaler.optimizer_state import OptState
-from distamp.scaler.torch_compat import TorchNames, overrides
+from distamp.scaler.torch_compat import UNSCALE_GRADS, overrides
 from distamp.sources import GradientSource
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def unscale(scaler: DistGradScaler, subject: Subject) -> Local:
         _refuse_masters(scaler, optimizer, source)
     scale = scaler._watch.scale_of(optimizer, state, source, scaler._scale_tensor())
     way: Callable[[Tensor, Tensor, bool], Sequence[Tensor]] = source.unscale
-    if not source.has_masters and overrides(scaler, "_unscale_grads_", TorchNames):
+    if not source.has_masters and overrides(scaler, UNSCALE_GRADS):
         way = partial(_flags_of_override, scaler, optimizer)
     largest = None
     if scaler._schedule.watches_largest:
@@ -69,7 +69,7 @@ def check(scaler: DistGradScaler, subject: Subject) -> Local:
         _refuse_masters(scaler, optimizer, source)
     own = scaler._scale_tensor()
     state.made_with = scaler._watch.scale_of(optimizer, state, source, own)
-    if overrides(scaler, "_unscale_grads_", TorchNames):
+    if overrides(scaler, UNSCALE_GRADS):
         one, found = flag_of(True, own.device), flag_of(False, own.device)
         return Local(_flags_of_override(scaler, optimizer, one, found, True) or [found])
     return _check(optimizer, source, own.device, watch=scaler._schedule.watches_largest)

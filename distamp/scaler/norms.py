@@ -23,6 +23,7 @@ from torch import Tensor
 from distamp import host
 from distamp.errors import SettingError
 from distamp.gradients import is_dtensor, local_of, summed_values
+from distamp.scaler.groups import Group
 from distamp.scaler.message import Reply
 
 __all__ = [
@@ -88,6 +89,7 @@ class NormPlan:
     key: int
     used: bool = False
     _earlier: Reply | None = None
+    _group: weakref.ref[Group] | None = None
 
     @classmethod
     def alone(cls, parameters: Sequence[Tensor], device: torch.device) -> NormPlan:
@@ -193,7 +195,9 @@ class NormPlan:
         # Else inf and NaN tell nothing of replicas: the keys still differ, so that the ranks
         # compare again at the next call.
 
-    def is_refuted(self, alike: Tensor, norm_type: float, reply: Reply | None) -> bool:
+    def is_refuted(
+        self, alike: Tensor, norm_type: float, group: Group, reply: Reply | None
+    ) -> bool:
         """Return whether replicas turned out to be none; the same on every rank.
 
         On a device only the first answer is waited for; of later ones, that of the call before is
@@ -202,8 +206,11 @@ class NormPlan:
         Args:
             alike: 0-d bool, what the checks of all ranks add up to.
             norm_type: The order of the norm.
+            group: The ranks; to others than before, every answer is the first.
             reply: What brought the checks; None if they came in a collective of their own.
         """
+        if self._group is None or self._group() is not group:
+            self._group, self._earlier, self.used = weakref.ref(group), None, False
         if host.is_host(alike.device) or not self.used or reply is None:
             self.used = True
             return not bool(alike)

@@ -61,6 +61,7 @@ class OptimizerState(dict[str, Any]):
         fingerprint: What it is made of, as a number; 0 until it is first named in a message.
         identity: The number that names it in messages.
         agreed: Whether the ranks have compared what they call by this number.
+        measured: Whether they have compared how its norm adds up.
         wants_scaler: Whether its ``step`` takes the scaler itself: torch's older protocol.
         in_place: Whether its gradients were unscaled where they lie, in this iteration.
         late: Whether gradients arrived after they had been unscaled.
@@ -83,6 +84,7 @@ class OptimizerState(dict[str, Any]):
         self.fingerprint = 0
         self.identity = 0
         self.agreed = False
+        self.measured = False
         self.wants_scaler = False
         self.in_place = False
         self.late = False
@@ -382,7 +384,7 @@ class OptimizerStates:
     def forget_agreements(self) -> None:
         """Compare identities anew at the next message, as after a change of group."""
         for state in self._by_id.values():
-            state.agreed = False
+            state.agreed = state.measured = False
             state.fingerprint = state.identity = 0
 
 

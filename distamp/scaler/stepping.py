@@ -16,7 +16,7 @@ from distamp.scaler.flow import Subject, look_and_agree
 from distamp.scaler.look import Local
 from distamp.scaler.optimizer_state import OptState, leaves_garbage
 from distamp.scaler.settings import stacklevel_of_caller
-from distamp.scaler.torch_compat import TorchNames, overrides
+from distamp.scaler.torch_compat import MAYBE_OPT_STEP, overrides
 
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
@@ -52,7 +52,7 @@ def apply(
     else:
         # Where the host must wait for the flag, it learns first of what the ranks differ in.
         scaler._ranks.drain()
-        if skipped is None or overrides(scaler, "_maybe_opt_step", TorchNames):
+        if skipped is None or overrides(scaler, MAYBE_OPT_STEP):
             result = scaler._maybe_opt_step(given, state, *args, **kwargs)
         elif not skipped:
             result = given.step(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from distamp.scaler.optimizer_state import OptimizerStates, Records
 from distamp.scaler.schedule import DynamicSchedule, ScaleState, Schedule
 from distamp.sources import GradientSource
 
-__all__ = ["TorchNames", "overrides"]
+__all__ = ["MAYBE_OPT_STEP", "UNSCALE_GRADS", "TorchNames", "overrides"]
 
 
-def overrides(scaler: object, name: str, base: type) -> bool:
-    """Return whether a subclass, or the object itself, has another method of this name."""
-    kind = type(scaler)
-    if kind is base:
-        return name in scaler.__dict__
-    return getattr(kind, name) is not getattr(base, name) or name in scaler.__dict__
+def overrides(scaler: object, own: Callable[..., Any]) -> bool:
+    """Return whether something stands in place of one of this package's methods.
+
+    In a subclass, in the object itself, or patched into the class.
+    """
+    name = own.__name__
+    return getattr(type(scaler), name) is not own or name in scaler.__dict__
 
 
 def _from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,3 +360,8 @@ class TorchNames(torch.amp.GradScaler, Joinable):
             words = f"{words}, max_consecutive_skips={self._max_consecutive_skips}"
             known = self._known_settings = (self._schedule, words)
         return str(known[1])
+
+
+# As they are before anybody patches the class.
+UNSCALE_GRADS = TorchNames._unscale_grads_
+MAYBE_OPT_STEP = TorchNames._maybe_opt_step

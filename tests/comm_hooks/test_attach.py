@@ -132,7 +132,7 @@ def _compare(cells: list[tuple[str, str, Fault | None]]) -> list[Any]:
         mine = fault is not None and (
             layout != "two groups" or fault.rank // 2 == dist.get_rank() // 2
         )
-        # A hook that is told of skips and scales feeds other errors back than one that is not.
+        # A hook that hears of skips and scales feeds other errors back than one that is not.
         fed_back = WIRE_FORMATS[wire].needs_error_feedback
         if not (
             did == did_without
@@ -310,9 +310,9 @@ def _astray(what: str) -> str:
 
 @pytest.mark.parametrize(("what", "when"), [("scale", "step 2"), ("order", "step 3")])
 def test_ranks_that_drift_apart_are_found_out_by_the_next_exchange(ranks4, what, when):
-    for said in ranks4.run(_astray, what):
-        assert said.startswith(f"{when}: the ranks are not in lockstep")
-        assert "rank 1:" in said
+    for line in ranks4.run(_astray, what):
+        assert line.startswith(f"{when}: the ranks are not in lockstep")
+        assert "rank 1:" in line
 
 
 def _detached() -> tuple[list[int], bool]:

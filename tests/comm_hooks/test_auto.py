@@ -113,11 +113,11 @@ def _chosen(wrapper: str) -> tuple[str, str, list[str], str, bool, float, bool, 
 def test_all_ranks_choose_alike_and_say_so(ranks, size, wrapper):
     answers = ranks(size).run(_chosen, wrapper)
     wire, first, *_ = answers[0]
-    for rank, (_, choice, ways, logged, same, error, untouched, said) in enumerate(answers):
+    for rank, (_, choice, ways, logged, same, error, untouched, message) in enumerate(answers):
         assert choice == first, "and from the same times"
         assert wire in ways == ["fp32", "fp16", "int8"][: 3 if wrapper == "DDP" else 2]
-        assert said.startswith(f"auto chose {wire}")
-        assert said.startswith(logged or "auto"), "the same line, and on rank 0 alone"
+        assert message.startswith(f"auto chose {wire}")
+        assert message.startswith(logged or "auto"), "the same line, and on rank 0 alone"
         assert bool(logged) == (rank == 0)
         assert same
         assert error <= (1e-6 if wire == "fp32" else 2 * BOUNDS[wire])
@@ -305,11 +305,11 @@ def _refused(what: str) -> str:
     ],
 )
 def test_what_cannot_be_chosen_for_is_refused_on_all_ranks(ranks2, what, named):
-    for said in ranks2.run(_refused, what):
-        assert named in said
-        assert "\n" not in said
+    for message in ranks2.run(_refused, what):
+        assert named in message
+        assert "\n" not in message
     if what == "an unknown name":
-        assert said.endswith("or auto")
+        assert message.endswith("or auto")
 
 
 def _one_dies() -> str:

@@ -404,8 +404,8 @@ def _other_bucket(what: str) -> str:
 
 @pytest.mark.parametrize("what", ["format", "length"])
 def test_a_rank_with_another_format_or_length_is_named_on_all_ranks(ranks4, what):
-    said = ranks4.run(_other_bucket, what)
-    assert len(set(said)) == 1
-    assert "rank 1: bucket 0 of" in said[0]
-    assert "rank 0, 2, 3: bucket 0 of" in said[0]
-    assert "\n" not in said[0]
+    message = ranks4.run(_other_bucket, what)
+    assert len(set(message)) == 1
+    assert "rank 1: bucket 0 of" in message[0]
+    assert "rank 0, 2, 3: bucket 0 of" in message[0]
+    assert "\n" not in message[0]

@@ -121,10 +121,10 @@ def _out_of_step(what: str) -> str:
 
 @pytest.mark.parametrize("what", ["count", "layout"])
 def test_a_rank_in_another_exchange_is_named_on_all_ranks(ranks4, what):
-    said = ranks4.run(_out_of_step, what)
+    message = ranks4.run(_out_of_step, what)
     for rank in (0, 2, 3):
-        assert said[rank].startswith("this rank exchanges bucket 0, and rank 1 something else")
-    assert "and rank 0, 2, 3 something else" in said[1]
+        assert message[rank].startswith("this rank exchanges bucket 0, and rank 1 something else")
+    assert "and rank 0, 2, 3 something else" in message[1]
 
 
 def _unlike(what: str) -> str:
@@ -140,9 +140,9 @@ def _unlike(what: str) -> str:
 
 @pytest.mark.parametrize("what", ["format", "length", "parameters"])
 def test_what_is_new_is_compared_before_it_is_sent(ranks4, what):
-    said = set(ranks4.run(_unlike, what))
+    message = set(ranks4.run(_unlike, what))
     if what != "parameters":
-        assert len(said) == 1
-        assert "rank 0, 2, 3: bucket 3 of 256 torch.float32 elements as fp16" in said.pop()
+        assert len(message) == 1
+        assert "rank 0, 2, 3: bucket 3 of 256 torch.float32 elements as fp16" in message.pop()
     else:
-        assert all("with other parameters in it" in each for each in said)
+        assert all("with other parameters in it" in each for each in message)

@@ -228,7 +228,7 @@ def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets(ranks4, wire):
 def _bad_states() -> list[str]:
     _, state = wrapped(mlp(*WIDTHS), "int8")
     good = state.state_dict()
-    said = []
+    message = []
     bad: list[dict[str, Any]] = [
         {**copy.deepcopy(good), "version": 7},
         {**copy.deepcopy(good), "residuals": {"nobody": torch.zeros(2, 1)}},
@@ -236,8 +236,8 @@ def _bad_states() -> list[str]:
     for each in bad:
         with pytest.raises(ValueError) as error:
             state.load_state_dict(each)
-        said.append(str(error.value))
-    return said
+        message.append(str(error.value))
+    return message
 
 
 def test_states_that_do_not_fit_are_refused(ranks2):

@@ -266,7 +266,7 @@ def test_a_scaler_hears_of_inf_from_the_exchange(ranks2):
     steps = [[True, True], [True, True], [False, True], [True, True], [False, True]]
     for (stepped, messages, value), (expected_steps, _, exact) in zip(hooked, without, strict=True):
         assert stepped == expected_steps == steps, "the same skips as without"
-        assert messages[0] == 2, "the first time both are told of"
+        assert messages[0] == 2, "the first time both hear of"
         assert messages[1] == messages[3] == 0, "then no message while all is finite"
         assert value == pytest.approx(exact, rel=1e-3)
 
@@ -338,9 +338,9 @@ def _refused2(case: str) -> str:
     ],
 )
 def test_what_fsdp2_cannot_do_is_said(ranks2, case, match):
-    for said in ranks2.run(_refused2, case):
-        assert "\n" not in said
-        assert re.search(match, said), said
+    for message in ranks2.run(_refused2, case):
+        assert "\n" not in message
+        assert re.search(match, message), message
 
 
 def _apart(wrapper: str, other: str) -> str:
@@ -529,6 +529,6 @@ def _refused1(case: str) -> str:
     ],
 )
 def test_what_fsdp1_cannot_do_is_said(ranks2, case, match):
-    for said in ranks2.run(_refused1, case):
-        assert "\n" not in said
-        assert match in said
+    for message in ranks2.run(_refused1, case):
+        assert "\n" not in message
+        assert match in message

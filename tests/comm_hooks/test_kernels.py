@@ -70,8 +70,8 @@ def geometry(numel: int, seed: int, wire: WireFormat) -> Rows:
     return rows.split_at(edges if wire.block > 1 else [], CPU)
 
 
-def room(wire: WireFormat, rows: Rows, count: int | None = None) -> Tensor:
-    """Zeroed rows that lie apart, as those of an exchange do."""
+def empty(wire: WireFormat, rows: Rows, count: int | None = None) -> Tensor:
+    """Zeroed rows with gaps between them, as those of an exchange have."""
     nbytes = wire.nbytes(rows.length, rows.extra)
     nbytes += -nbytes % 16
     return torch.zeros(count or rows.count, 48 + nbytes, dtype=torch.uint8)[:, 48:]
@@ -111,7 +111,7 @@ def test_encode_and_decode(wire, kind):
         divisor = (1.0, 3.0, 4.0, 0.25)[seed]
         out, head = [], []
         for how in (reference, kernels):
-            out.append(room(wire, rows))
+            out.append(empty(wire, rows))
             head.append(torch.tensor([0, -127]))
             left = how.encode_rows(wire, given, out[-1], rows, divisor=divisor, head=head[-1])
             assert left is None
@@ -136,7 +136,7 @@ def test_several_programs_say_together_what_one_would(wire, monkeypatch):
     heads = []
     for how in (reference, kernels):
         heads.append(torch.tensor([0, -127]))
-        how.encode_rows(wire, given, room(wire, rows), rows, head=heads[-1])
+        how.encode_rows(wire, given, empty(wire, rows), rows, head=heads[-1])
     assert heads[0].tolist() == heads[1].tolist()
     assert heads[0][0] == 1
     assert heads[0][1] in (14, 15)
@@ -147,14 +147,14 @@ def test_several_programs_say_together_what_one_would(wire, monkeypatch):
 def test_other_dtypes_are_encoded(wire, dtype):
     rows = geometry(5000, 4, wire)
     given = values_of(5000, 1).to(dtype)
-    out = [room(wire, rows), room(wire, rows)]
+    out = [empty(wire, rows), empty(wire, rows)]
     reference.encode_rows(wire, given, out[0], rows, divisor=4.0)
     kernels.encode_rows(wire, given, out[1], rows, divisor=4.0)
     assert same(parts(wire, out[1], rows)[1], parts(wire, out[0], rows)[1])
 
 
 def wires_of(wire: WireFormat, rows: Rows, count: int, kind: str) -> Tensor:
-    wires = room(wire, rows, count)
+    wires = empty(wire, rows, count)
     for each in range(count):
         given = values_of(rows.total, 50 + each, kind if each == 1 else "plain")
         reference.encode_rows(wire, given, wires[each : each + 1], rows, divisor=float(count))
@@ -179,7 +179,7 @@ def test_sums(wire, kind):
             reference.sum_rows(wire, wires, totals[0], rows)
             kernels.sum_rows(wire, wires, totals[1], rows)
             assert same(*totals)
-        out, head = [room(wire, rows), room(wire, rows)], []
+        out, head = [empty(wire, rows), empty(wire, rows)], []
         for how, to in zip((reference, kernels), out, strict=True):
             head.append(torch.tensor([0, -127]))
             how.sum_encode_rows(wire, wires, to, rows, head=head[-1])
@@ -197,7 +197,7 @@ def test_what_rounding_takes(name, scale):
         left = []
         for how in (reference, kernels):
             feedback = Feedback(before, scale)
-            out = room(wire, rows)
+            out = empty(wire, rows)
             left.append(how.encode_rows(wire, given, out, rows, divisor=3.0, feedback=feedback))
         assert same(*left)
         assert left[0].any()
@@ -206,7 +206,7 @@ def test_what_rounding_takes(name, scale):
         left = []
         for how in (reference, kernels):
             feedback = Feedback(None if before is None else before[:4000], scale)
-            out = room(wire, rows)
+            out = empty(wire, rows)
             left.append(how.sum_encode_rows(wire, wires, out, rows, feedback=feedback))
         assert same(*left)
 

@@ -73,7 +73,7 @@ def _bytes_of_residuals(wire: str, attach: bool) -> float:
     """Bytes a parameter that are there after some steps, and would not be with fp16."""
     from distamp import DistGradScaler
 
-    held = []
+    kept = []
     for name in ("fp16", wire):
         before = _bytes_living()
         model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))
@@ -87,17 +87,17 @@ def _bytes_of_residuals(wire: str, attach: bool) -> float:
             scaler.scale(model(inputs(step, 256)).square().mean()).backward()
             scaler.step(sgd)
             scaler.update()
-        held.append(_bytes_living() - before)
+        kept.append(_bytes_living() - before)
         numel = sum(p.numel() for p in model.parameters())
         del model, state, scaler, sgd
-    return (held[1] - held[0]) / numel
+    return (kept[1] - kept[0]) / numel
 
 
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
 def test_residuals_hold_four_to_five_bytes_a_parameter(ranks4, wire, attach):
-    for held in ranks4.run(_bytes_of_residuals, wire, attach):
-        assert 3.9 <= held <= 5.2
+    for kept in ranks4.run(_bytes_of_residuals, wire, attach):
+        assert 3.9 <= kept <= 5.2
 
 
 # -- a failure --------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def _fails(how: str, buckets: int) -> str:
     """What the backward pass says where rank 1 fails, or is gone, in its third step."""
     model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002 if buckets > 1 else 25)
     comm_hooks.register(model, "fp16")
-    said = ""
+    message = ""
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         if how == "dies":
@@ -120,21 +120,21 @@ def _fails(how: str, buckets: int) -> str:
         try:
             model(inputs(step, WIDTHS[0])).square().mean().backward()
         except RuntimeError as error:
-            said = f"in pass {step}: {error}"
+            message = f"in pass {step}: {error}"
             break
     with pytest.raises(RuntimeError) as again:
         model(inputs(0, WIDTHS[0])).square().mean().backward()
-    return said + "; again: " + str(again.value)
+    return message + "; again: " + str(again.value)
 
 
 @pytest.mark.parametrize("buckets", [1, 6])
 def test_an_exchange_that_fails_on_one_rank_is_named_on_every_rank(new_ranks, buckets):
-    for said in new_ranks(3, group_timeout=60).run(_fails, "raises", buckets):
-        assert said.startswith("in pass 2: ")
-        assert "rank 1" in said
-        assert "bucket 0" in said
-        assert "step 3" in said
-        assert "out of memory" in said
+    for message in new_ranks(3, group_timeout=60).run(_fails, "raises", buckets):
+        assert message.startswith("in pass 2: ")
+        assert "rank 1" in message
+        assert "bucket 0" in message
+        assert "step 3" in message
+        assert "out of memory" in message
 
 
 def test_a_rank_that_is_gone_is_named_on_the_others(new_ranks):
@@ -172,7 +172,7 @@ def test_what_is_saved_is_right_where_no_backend_was_named(new_ranks):
 
 
 def _copied(how: str, wire: str) -> tuple[list[str], float, bool]:
-    """What was warned of, and whether a copy sends what it is said to once it is registered."""
+    """What was warned of, and whether a copy sends what it says once it is registered."""
     model, state = wrapped(mlp(*WIDTHS), wire)
     model(inputs(0, WIDTHS[0])).square().mean().backward()
     with warnings.catch_warnings(record=True) as caught:

@@ -16,27 +16,27 @@ class _Log:
     """Staged jobs that write down what they do; the first waits to begin until it is let go."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.go = threading.Event()
 
     def job(self, name: str, *, failing: int | None = None) -> Callable[[], Staged[Tensor]]:
         def staged() -> Staged[Tensor]:
             self.go.wait(60)
             for stage in range(3):
-                self.said.append(f"{name}{stage}")
+                self.lines.append(f"{name}{stage}")
                 if stage == failing:
                     raise RuntimeError(f"{name} failed")
                 if stage < 2:
                     yield
-            return torch.tensor(len(self.said))
+            return torch.tensor(len(self.lines))
 
         return staged
 
     def plain(self, name: str) -> Callable[[], Tensor]:
         def job() -> Tensor:
             self.go.wait(60)
-            self.said.append(name)
-            return torch.tensor(len(self.said))
+            self.lines.append(name)
+            return torch.tensor(len(self.lines))
 
         return job
 
@@ -53,7 +53,7 @@ def test_the_first_message_of_the_next_follows_the_last_of_the_one_before(log):
     results = [runner.submit(log.job(name)) for name in "abc"]
     log.go.set()
     assert [int(result.wait()) for result in results] == [4, 7, 9]
-    assert log.said == ["a0", "a1", "b0", "a2", "b1", "c0", "b2", "c1", "c2"]
+    assert log.lines == ["a0", "a1", "b0", "a2", "b1", "c0", "b2", "c1", "c2"]
 
 
 def test_one_that_comes_alone_does_not_wait_for_another(log):
@@ -61,7 +61,7 @@ def test_one_that_comes_alone_does_not_wait_for_another(log):
     log.go.set()
     assert int(runner.submit(log.job("a")).wait()) == 3
     assert int(runner.submit(log.job("b")).wait()) == 6
-    assert log.said == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert log.lines == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
 def test_what_is_over_is_told_before_the_next_is_begun(log):
@@ -73,11 +73,11 @@ def test_what_is_over_is_told_before_the_next_is_begun(log):
         waiting.wait(60)
         return torch.zeros(())
 
-    held = runner.submit(second)
+    kept = runner.submit(second)
     log.go.set()
     assert [int(result.wait()) for result in results] == [1, 2]
     waiting.set()
-    held.wait()
+    kept.wait()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -93,7 +93,7 @@ def test_one_that_fails_leaves_the_others_whole(log, name, stage):
                 result.wait()
         else:
             result.wait()
-            assert f"{each}2" in log.said
+            assert f"{each}2" in log.lines
 
 
 def test_no_thread_stays(log):

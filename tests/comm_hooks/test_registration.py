@@ -111,25 +111,25 @@ def _refused(what: str) -> str:
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(ranks4, what, named):
-    for said in ranks4.run(_refused, what):
-        assert named in said
-        assert "\n" not in said
+    for message in ranks4.run(_refused, what):
+        assert named in message
+        assert "\n" not in message
 
 
 def _no_groups() -> list[str]:
-    said = []
+    message = []
     for name, wrapper in (("process_group", "DDP"), ("replicas", "FSDP2")):
         with pytest.raises(TypeError) as error:
             comm_hooks.register(_wrap(wrapper), "fp16", **{name: mesh((4,), ("all",))})
-        said.append(str(error.value))
-    return said
+        message.append(str(error.value))
+    return message
 
 
 def test_a_mesh_in_the_place_of_a_group_is_refused(ranks4):
-    for said in ranks4.run(_no_groups):
-        assert said[0].startswith("process_group must be a ProcessGroup or None, not DeviceMesh")
-        assert said[1].startswith("replicas must be a ProcessGroup or None, not DeviceMesh")
-        assert "mesh.get_group()" in said[0]
+    for message in ranks4.run(_no_groups):
+        assert message[0].startswith("process_group must be a ProcessGroup or None, not DeviceMesh")
+        assert message[1].startswith("replicas must be a ProcessGroup or None, not DeviceMesh")
+        assert "mesh.get_group()" in message[0]
 
 
 def _compiled(wrapper: str) -> int:
@@ -152,13 +152,40 @@ def _other_format(other: str) -> str:
     return str(error.value)
 
 
+def _refuses_alone(wrapper: str) -> str:
+    """One rank misspells the format."""
+    model = _wrap("FSDP2" if wrapper == "replicas" else wrapper)
+    kwargs = {}
+    if wrapper == "replicas":
+        # Two replicas of two ranks each: rank 2 is in the groups of ranks 3 and 0.
+        over = mesh((2, 2), ("replicate", "shard"))
+        model = fully_shard(mlp(*WIDTHS), mesh=over["shard"])
+        kwargs = {"replicas": over["replicate"].get_group()}
+    try:
+        comm_hooks.register(model, "fp61" if dist.get_rank() == 2 else "fp16", **kwargs)
+    except (ValueError, LockstepError) as error:
+        message = f"{type(error).__name__}: {error}"
+    comm_hooks.register(model, "fp16", **kwargs)  # nothing was registered by the failed call
+    return message
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2", "HSDP", "replicas"])
+def test_a_rank_that_refuses_alone_keeps_no_other_waiting(ranks4, wrapper):
+    messages = ranks4.run(_refuses_alone, wrapper, timeout=60)
+    assert messages[2].startswith("ValueError: unknown wire format 'fp61'")
+    for rank in (0, 1, 3):
+        assert messages[rank].startswith("LockstepError: the ranks register different hooks: ")
+        if wrapper in ("DDP", "FSDP1", "FSDP2"):
+            assert "rank 2: none, as it raised an error of its own" in messages[rank]
+
+
 @pytest.mark.parametrize("other", ["int8", "fp16_plain"])
 def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4, other):
-    said = (
+    message = (
         "the ranks register different hooks: rank 0, 1, 3: fp16 for 9701 elements; "
         f"rank 2: {other} for 9701 elements. Give every rank the same format and model"
     )
-    assert set(ranks4.run(_other_format, other)) == {said}
+    assert set(ranks4.run(_other_format, other)) == {message}
 
 
 def test_there_must_be_a_process_group(ranks2):
@@ -185,7 +212,7 @@ def _fairscale() -> str:
 
 def test_fairscale_has_no_place_for_a_hook(ranks2):
     pytest.importorskip("fairscale")
-    assert all("reduce_fp16=True" in said for said in ranks2.run(_fairscale))
+    assert all("reduce_fp16=True" in message for message in ranks2.run(_fairscale))
 
 
 def _wrong_state(state: Any) -> str:
@@ -197,4 +224,4 @@ def _wrong_state(state: Any) -> str:
 
 
 def test_a_drop_in_takes_a_group_none_or_its_own_state(ranks2):
-    assert all("not str" in said for said in ranks2.run(_wrong_state, "fp16"))
+    assert all("not str" in message for message in ranks2.run(_wrong_state, "fp16"))

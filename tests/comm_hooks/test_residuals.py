@@ -12,18 +12,18 @@ from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
 
 
 def lossy(wire: WireFormat, scales: list[float], feedback: bool) -> tuple[float, float]:
-    """The relative error of the unscaled sum over all steps, and of what is still owed."""
+    """The relative error of the unscaled sum over all steps, and of what is left."""
     generator = torch.Generator().manual_seed(0)
     exact, arrived = torch.zeros(2, 1000, dtype=torch.float64)
     residual = torch.zeros(1000)
     for scale in scales:
         gradient = torch.randn(1000, generator=generator)
-        owed = compensate(gradient * scale, residual, scale)
-        read = wire.decode(wire.encode(owed), 1000)
+        whole = compensate(gradient * scale, residual, scale)
+        read = wire.decode(wire.encode(whole), 1000)
         exact += gradient.double()
         arrived += read.double() / scale
         if feedback:
-            residual = new_residual(owed, read, scale)
+            residual = new_residual(whole, read, scale)
     owed_still = exact - arrived - residual.double()
     return float((exact - arrived).norm() / exact.norm()), float(owed_still.norm() / exact.norm())
 
@@ -46,13 +46,13 @@ def test_the_error_of_a_sum_falls_by_several_times(name):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_inf_and_nan_owe_nothing(value):
-    owed = torch.tensor([1.5, value])
-    residual = new_residual(owed, torch.tensor([1.0, value]), 2.0)
+    whole = torch.tensor([1.5, value])
+    residual = new_residual(whole, torch.tensor([1.0, value]), 2.0)
     assert residual.tolist() == [0.25, 0.0]
 
 
 def test_gradients_of_other_dtypes_are_added_up_in_fp32():
     gradient = torch.full((4,), 2048.0, dtype=torch.float16)
-    owed = compensate(gradient, torch.full((4,), 0.25), torch.tensor(2.0))
-    assert owed.dtype == torch.float32
-    assert owed.tolist() == [2048.5] * 4
+    whole = compensate(gradient, torch.full((4,), 0.25), torch.tensor(2.0))
+    assert whole.dtype == torch.float32
+    assert whole.tolist() == [2048.5] * 4

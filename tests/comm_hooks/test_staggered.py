@@ -26,11 +26,11 @@ def _exchanged(numel: int) -> bool:
 
     sent = torch.cat([row(rank, target) for target in range(size)])
     due = torch.cat([row(source, rank) for source in range(size)])
-    rooms = [torch.zeros_like(sent) for _ in range(2)]
-    works = [channel.all_to_all(room, sent) for room in rooms]
+    all_received = [torch.zeros_like(sent) for _ in range(2)]
+    works = [channel.all_to_all(received, sent) for received in all_received]
     for work in works:
         work.wait()
-    return all(torch.equal(room, due) for room in rooms)
+    return all(torch.equal(received, due) for received in all_received)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -61,16 +61,16 @@ class _Post:
 
 
 class _Reading:
-    def __init__(self, post: _Post, room: Tensor, source: int, target: int, tag: int) -> None:
-        self._given = (post, room, source, target, tag)
+    def __init__(self, post: _Post, received: Tensor, source: int, target: int, tag: int) -> None:
+        self._given = (post, received, source, target, tag)
 
     def wait(self) -> None:
-        post, room, source, target, tag = self._given
+        post, received, source, target, tag = self._given
         # A slow receiver: another rank is well ahead of it.
         threading.Event().wait(0.002 * target)
         data = post.box(source, target, tag).get(timeout=60)
         post.change(source, data, -1)
-        room.copy_(data)
+        received.copy_(data)
 
 
 def _most_under_way(size: int, numel: int) -> list[int]:
@@ -78,8 +78,8 @@ def _most_under_way(size: int, numel: int) -> list[int]:
     post = _Post(size)
 
     def rank(me: int) -> None:
-        def receive(room: Tensor, source: int, tag: int) -> Any:
-            return _Reading(post, room, source, me, tag)
+        def receive(received: Tensor, source: int, tag: int) -> Any:
+            return _Reading(post, received, source, me, tag)
 
         def send(data: Tensor, target: int, tag: int) -> None:
             post.change(me, data, 1)

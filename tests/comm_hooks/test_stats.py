@@ -90,5 +90,5 @@ def _trained() -> str:
 
 
 def test_a_hook_says_what_it_saved(ranks2):
-    for said in ranks2.run(_trained):
-        assert said.startswith("1 exchanges sent 2.48 kB as fp16; 4.81 kB uncompressed, 48% saved")
+    for line in ranks2.run(_trained):
+        assert line.startswith("1 exchanges sent 2.48 kB as fp16; 4.81 kB uncompressed, 48% saved")

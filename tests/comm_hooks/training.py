@@ -85,13 +85,13 @@ def gradients(model: nn.Module) -> Tensor:
 
 def agreed(values: Tensor) -> bool:
     """Whether all ranks hold the same bits."""
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, values.numpy().tobytes())
-    return all(each == held[0] for each in held)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values.numpy().tobytes())
+    return all(each == everyone[0] for each in everyone)
 
 
 def average(values: Tensor, wire: str) -> tuple[Tensor, Any]:
-    """``values`` averaged by an exchange in this format, and what it said."""
+    """``values`` averaged by an exchange in this format, and what it message."""
     state = comm_hooks.CommHookState(wire)
     parameter = nn.Parameter(torch.zeros(()))
     averaged = state.average(0, values.clone(), [parameter]).wait()
@@ -108,7 +108,7 @@ def errors(
     modes: Sequence[contextlib.AbstractContextManager[Any]] = (),
     **settings: Any,
 ) -> list[float]:
-    """Relative L2 error against plain DDP in each iteration; inf where ranks are apart."""
+    """Relative L2 error against plain DDP in each iteration; inf where ranks differ."""
     plain, _ = wrapped(net, None, **settings)
     hooked, _ = wrapped(net, wire, **settings)
     found = []

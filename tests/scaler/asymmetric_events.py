@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
+from tests.place import here
 from tests.ranks import subgroup
 from tests.scaler.asymmetric_programs import WORLD, Event
 from tests.scaler.asymmetric_reference import INIT_SCALE, gradient_of
@@ -199,7 +200,7 @@ def _replace(runner: Runner, event: Event) -> None:
     runner.plain(event)
     slot = runner.slots[_chosen(runner, event)]
     old = slot.parameters[0]
-    values = [torch.ones(1) for _ in range(50)]
+    values = [torch.ones(1, device=here()) for _ in range(50)]
     new = nn.Parameter(old.detach().clone())
     address = id(old)
     (place,) = (i for i, p in enumerate(slot.inner.param_groups[0]["params"]) if p is old)
@@ -229,7 +230,7 @@ def _beside(runner: Runner, event: Event, optimizer: Any, parameter: Tensor) -> 
 
 def _born(runner: Runner, event: Event) -> None:
     dtype = torch.float16 if runner.setting.masters else torch.float32
-    parameter = nn.Parameter(torch.ones(1, dtype=dtype))
+    parameter = nn.Parameter(torch.ones(1, dtype=dtype, device=here()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     if runner.setting.masters:
         runner.kept.append(MasterParameters(optimizer))
@@ -237,12 +238,12 @@ def _born(runner: Runner, event: Event) -> None:
 
 
 def _slotted(runner: Runner, event: Event) -> None:
-    parameter = nn.Parameter(torch.ones(1))
+    parameter = nn.Parameter(torch.ones(1, device=here()))
     _beside(runner, event, Slotted([parameter]), parameter)
 
 
 def _takes_scaler(runner: Runner, event: Event) -> None:
-    parameter = nn.Parameter(torch.ones(1))
+    parameter = nn.Parameter(torch.ones(1, device=here()))
     optimizer = TakesScaler([parameter])
     for index in runner.every():
         runner.backward(index)

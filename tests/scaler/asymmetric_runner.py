@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distamp.scaler import MasterParameters
+from tests.place import device_type, here
 from tests.scaler import asymmetric_events as events
 from tests.scaler.asymmetric_programs import ENDING, WORLD, Event, Program, Seen, Setting
 from tests.scaler.asymmetric_reference import (
@@ -84,7 +85,7 @@ class Runner:
 
     def new_scaler(self) -> Any:
         return SCALERS[self.setting.scaler](
-            "cpu",
+            device_type(),
             init_scale=INIT_SCALE,
             growth_interval=self.setting.growth_interval,
             process_group=self.group,
@@ -98,7 +99,7 @@ class Runner:
         if index >= self.setting.optimizers:
             sizes = [1]
         parameters = [
-            nn.Parameter(torch.full((size,), value, dtype=dtype))
+            nn.Parameter(torch.full((size,), value, dtype=dtype, device=here()))
             for size, value in zip(sizes, values, strict=True)
         ]
         if len(parameters) > 1 and self.rank == 1:
@@ -119,7 +120,7 @@ class Runner:
             self.backward_of(parameter, gradient)
 
     def backward_of(self, parameter: Tensor, gradient: float) -> None:
-        self.scaled(parameter, torch.tensor(gradient)).backward()
+        self.scaled(parameter, torch.tensor(gradient).to(here())).backward()
 
     def scaled(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         if not self.setting.compiled:

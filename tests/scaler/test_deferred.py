@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler, host
 from distamp.errors import LockstepError
+from distamp.scaler import message
 from tests.ranks import RankPool
 
 _READS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero")
@@ -107,6 +108,58 @@ def test_the_deferred_path_decides_as_the_immediate_one(ranks2: RankPool) -> Non
     expected = [p.detach() for m in models for p in m.parameters()]
     for result in results:
         torch.testing.assert_close(result["weights"], expected)
+
+
+def _steps_together(calls: list[str]) -> Any:
+    """Step the optimizers of each call at once; rank 0 reads replies late, as kernels skip there.
+
+    Rank 1's optimizers are stepped by the host, which reads every reply before.
+    """
+    rank = torch.distributed.get_rank()
+    group = torch.distributed.new_group([0, 1])
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
+    optimizers = [torch.optim.AdamW([p], lr=0.1, fused=rank == 0) for p in parameters]
+    scaler = DistGradScaler("cpu", process_group=group)
+    lengths: list[int] = []
+    original = message._sum
+
+    def noting(group: Any, packed: Tensor) -> None:
+        lengths.append(packed.numel())
+        original(group, packed)
+
+    loss = torch.ones((), requires_grad=True)
+    with _as_accelerator([]), mock.patch.object(message, "_sum", noting):
+        for call in calls:
+            scaler.scale(loss)
+            for p in parameters:
+                p.grad = torch.full_like(p, 65536.0)
+            scaler.step_all([optimizers[int(number)] for number in call])
+            scaler.update()
+    taken = [scaler.step_counts(o).taken for o in optimizers[: len(set("".join(calls)))]]
+    return lengths, taken, scaler.get_scale()
+
+
+EACH = ["0", "1", "2", "3"]  # at first sight of an optimizer every rank reads the reply at once
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [*EACH, "012", "012"],
+        [*EACH, "01", "0123", "0", "0123"],
+        [*EACH, "0123", "01", "23", "3210"],
+    ],
+    ids=" ".join,
+)
+def test_messages_are_as_long_on_a_rank_that_has_not_read_the_last_reply(
+    ranks2: RankPool, calls: list[str]
+) -> None:
+    first, second = ranks2.run(_steps_together, calls)
+    assert first == second
+    lengths, taken, scale = first
+    assert lengths[-1] >= len(calls[-1])  # one message takes them all by then
+    assert taken == ["".join(calls).count(number) for number in "0123"]
+    assert scale == 2.0**16
 
 
 def test_ranks_apart_step_nothing_and_all_raise_at_the_next_call(ranks2: RankPool) -> None:

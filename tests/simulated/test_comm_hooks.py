@@ -15,7 +15,7 @@ from distamp import DistGradScaler, comm_hooks
 from distamp.errors import LockstepError
 from tests.ranks import mesh
 
-SCHEDULES = [("late", 0), ("late_others", 0), ("random", 1), ("random", 2)]
+SCHEDULES = [("late", 0), ("late_others", 0), ("random", 1)]
 # Relative L2 error of a whole gradient, and how many values of the loss scale are tried.
 BOUNDS = {"fp16": 4e-4, "bf16": 4e-3, "int16": 1e-4, "int8": 2e-2}
 
@@ -135,11 +135,8 @@ def test_shards_are_reduced_under_every_schedule(sim2, wrapper):
     [("DDP", "fp16"), ("DDP", "int8"), ("FSDP2", "int16"), ("HSDP", "fp16"), ("replicas", "fp16")],
 )
 def test_four_ranks(sim_ranks, wrapper, wire):
-    for schedule, seed in (("late", 0), ("random", 3)):
-        for errors, _ in sim_ranks(4).run(
-            _errors, wrapper, wire, True, schedule=schedule, seed=seed
-        ):
-            assert max(errors) < 1.5 * BOUNDS[wire]
+    for errors, _ in sim_ranks(4).run(_errors, wrapper, wire, True):
+        assert max(errors) < 1.5 * BOUNDS[wire]
 
 
 # -- what the headers say ---------------------------------------------------------------------

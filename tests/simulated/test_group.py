@@ -164,6 +164,27 @@ def test_dtypes_that_nccl_refuses_are_refused(sim2):
         sim2.run(_short)
 
 
+def _bits() -> None:
+    dist.all_reduce(torch.ones(2, dtype=torch.int64, device="sim"), op=dist.ReduceOp.BOR)
+
+
+def test_bitwise_reductions_are_refused(sim2):
+    with pytest.raises(RankError, match="NCCL has no such reduction"):
+        sim2.run(_bits)
+
+
+def _sparse() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True).to("sim")
+    embedding(torch.tensor([1], device="sim")).sum().backward()
+    assert embedding.weight.grad is not None
+    dist.all_reduce(embedding.weight.grad)
+
+
+def test_sparse_tensors_are_refused(sim2):
+    with pytest.raises(RankError, match="NCCL does not support all_reduce with sparse tensors"):
+        sim2.run(_sparse)
+
+
 def _barrier() -> Any:
     from tests.simulated.device import counted
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.host import HostCopy
+from tests.simulated.pools import SimPool
 from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, Pair, program_of, sample
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
@@ -242,3 +244,13 @@ def test_replicas_that_turn_out_to_be_none_are_noticed_at_the_next_call(sim2):
         for norms in found:
             assert norms[:3] == [2.0] * 3
             assert norms[4:] == [10.0, 10.0]  # the root of 6 ** 2 + 8 ** 2
+
+
+@pytest.mark.usefixtures("sim2")
+def test_a_group_of_the_device_alone():
+    """As after init_process_group("nccl"): no gloo, so what ranks compare goes by the device."""
+    with contextlib.closing(SimPool(2, backend="sim:simccl")) as pool:
+        expected = [True, 64.0, True, 128.0, False, 64.0, True, 64.0]
+        assert [found for found, _ in pool.run(_one_rank_has_the_loss)] == [expected] * 2
+        norms = pool.run(_norms_of_parameters_that_stop_being_replicas)
+        assert [each[4:] for each in norms] == [[10.0, 10.0]] * 2

@@ -103,21 +103,46 @@ def preflight(
         done = Simulation(findings=[_sharded(wrapped[0])])
     else:
         _check_tensors(model)
-        args, kwargs = _arguments(example_inputs)
-        job = Job(
-            model,
-            args,
-            kwargs,
-            device_type,
-            dtype,
-            loss_fn=loss_fn,
-            param_dtype=getattr(mixed_precision, "param_dtype", None),
-            buffer_dtype=getattr(mixed_precision, "buffer_dtype", None),
-            cast_inputs=_casts_inputs(mixed_precision),
-            backward=backward,
-        )
+        job = _job(model, example_inputs, device_type, dtype, loss_fn, mixed_precision, backward)
         done = _look(job, measure)
-    findings += done.findings
+    return _result(model, device_type, dtype, backward, findings, done, allow_unfinished)
+
+
+def _job(
+    model: nn.Module,
+    example_inputs: Any,
+    device_type: str,
+    dtype: torch.dtype,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    mixed_precision: Any,
+    backward: bool,
+) -> Job:
+    args, kwargs = _arguments(example_inputs)
+    return Job(
+        model,
+        args,
+        kwargs,
+        device_type,
+        dtype,
+        loss_fn=loss_fn,
+        param_dtype=getattr(mixed_precision, "param_dtype", None),
+        buffer_dtype=getattr(mixed_precision, "buffer_dtype", None),
+        cast_inputs=_casts_inputs(mixed_precision),
+        backward=backward,
+    )
+
+
+def _result(
+    model: nn.Module,
+    device_type: str,
+    dtype: torch.dtype,
+    backward: bool,
+    findings: list[Finding],
+    done: Simulation,
+    allow_unfinished: bool,
+) -> Preflight:
+    """What was found in the settings and in the simulation, together."""
+    findings = findings + done.findings
     if allow_unfinished:
         findings = [
             replace(f, severity="warning") if f.rule == "not-simulated" else f for f in findings

@@ -25,7 +25,9 @@ def with_lengths(
         args: Its arguments.
         real: Gives the values of a fake tensor.
     """
-    if (func in _RECURRENT or func in _WRITTEN_OUT) and isinstance(args[1], FakeTensor):
+    takes_lengths = func in _RECURRENT or func in _WRITTEN_OUT
+    # A hidden state may stand in their place.
+    if takes_lengths and isinstance(args[1], FakeTensor) and args[1].dtype is torch.int64:
         return _WRITTEN_OUT.get(func, func), (args[0], real(args[1]), *args[2:])
     return func, args
 

@@ -267,6 +267,8 @@ class _Functions(TorchFunctionMode):
             args = (args[0], *map(_numbered, args[1:]))
         if "device" in kwargs:
             kwargs = kwargs | {"device": _numbered(kwargs["device"])}
+        if func is torch.Tensor.__format__ and not args[0].dim():
+            return format(args[0].item(), args[1])
         failures: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError)
         if func in _ARRAYS and args[0].device.type == "cpu":
             func, args, kwargs = self._array, args[:1], {}

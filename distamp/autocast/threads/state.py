@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from distamp.autocast import op_lists
-from distamp.autocast.compiler import never_compiled
+from distamp.autocast.compiler import never_compiled, never_followed
 from distamp.autocast.op_lists.kernels import key_of_lists
 from distamp.autocast.threads import suspension
 from distamp.autocast.threads.thread_state import local
@@ -126,7 +126,7 @@ class _Applied:
         self._state = state
         self._nesting = 0
 
-    @never_compiled
+    @never_followed
     def __enter__(self) -> AutocastState:
         if self._nesting:
             raise RegionError("an applied state was entered twice; call apply() for each use")
@@ -142,7 +142,7 @@ class _Applied:
             torch.clear_autocast_cache()
         return self._state
 
-    @never_compiled
+    @never_followed
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         local.state.regions = self._regions
         op_lists.enter(None)

@@ -453,6 +453,17 @@ def test_packed_sequences_are_simulated(device_type):
     assert "lstm" in result.visited
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_simulated_without_packing_too(kind):
+    result = preflight(kind(8, 8, 2, bidirectional=True), torch.ones(3, 2, 8), measure=False)
+    assert result.finished, str(result)
+
+
+def test_a_number_can_be_formatted():
+    result = preflight(inside(lambda x: x * len(f"{x.mean():.3f}")), torch.ones(2, 8))
+    assert result.finished, str(result)
+
+
 class ToNumPy(nn.Module):
     """Hands its output to NumPy, which has no bfloat16."""
 

@@ -5,9 +5,11 @@ torch.amp.GradScaler is the reference throughout: one class is written over both
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +77,41 @@ def test_every_override_is_called_where_torch_calls_it(
 ) -> None:
     ours = _calls(DistGradScaler, fused, how, gradients)
     assert ours == _calls(torch.amp.GradScaler, fused, how, gradients)
+
+
+PATCHED = ("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
+
+
+def _noting(log: list[Any], name: str, original: Any) -> Any:
+    def noting(*args: Any) -> Any:
+        log.append(name)
+        return original(*args)
+
+    return noting
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("where", ["class", "object"])
+def test_what_is_patched_in_is_called_where_torch_calls_it(where: str, fused: bool) -> None:
+    logs = []
+    for base in (torch.amp.GradScaler, DistGradScaler):
+        log: list[Any] = []
+        scaler = base("cpu", init_scale=1024.0)
+        parameter = leaf(1.0)
+        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+        with contextlib.ExitStack() as stack:
+            target: Any = base if where == "class" else scaler
+            for name in PATCHED:
+                noting = _noting(log, name, getattr(target, name))
+                stack.enter_context(mock.patch.object(target, name, noting))
+            for gradient in (0.25, INF, 0.25):
+                optimizer.zero_grad()
+                backward(scaler, parameter, gradient)
+                scaler.step(optimizer)
+                scaler.update()
+        logs.append([*log, parameter.item(), scaler.get_scale()])
+    assert logs[0] == logs[1]
+    assert len(logs[1]) > 5
 
 
 def _calls_on_a_rank(base: str, fused: bool) -> list[Any]:
