@@ -108,9 +108,11 @@ class Job:
             return
         where = {n: f"{record[n]:g}" for n in ("learning_rate", "gradient_norm") if n in record}
         more = "".join(f", at {n.replace('_', ' ')} {v}" for n, v in where.items() if n != name)
+        what = f"step {record['step']}: the {name.replace('_', ' ')} is {record[name]}{more}"
+        if record["step"] == 0:  # nothing was trained that other flags would train otherwise
+            raise UsageError(f"{what}: --model {self.config.model} starts so (--allow-nan goes on)")
         raise UsageError(
-            f"step {record['step']}: the {name.replace('_', ' ')} is {record[name]}{more};"
-            f" {self.advice} (a smaller --lr may help; --allow-nan goes on all the same)"
+            f"{what}; {self.advice} (a smaller --lr may help; --allow-nan goes on all the same)"
         )
 
     def losses(self, loss: float) -> dict[str, float]:
@@ -262,6 +264,8 @@ def _build(planned: Plan, ranks: Ranks) -> RunState:
         model = init_model(recipe, planned.data, config.seed, device)
     else:
         model = sketch.model
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"--model {config.model}: it has no parameter to train")
     model = cast_model(model, config.level)
     prepare_blocks(model, config)
     context = ParallelContext(config, ranks, device, planned.data.sample, sketch)

@@ -281,5 +281,12 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     Args:
         logits: (..., classes).
         targets: int64 (...).
+
+    Raises:
+        UsageError: A model of the user's own returned something else than logits of this shape.
     """
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(shape, tuple) or shape[:-1] != tuple(targets.shape):
+        expected = ", ".join(map(str, targets.shape))
+        raise UsageError(f"--model: it must return logits ({expected}, classes), not {shape}")
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

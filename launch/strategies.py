@@ -198,6 +198,12 @@ def _replicated(
         wrapped(torch.cat([context.sample] * 2).to(context.device)).sum().backward()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise UsageError(
+            f"--model {context.config.model}: {unused[0]} takes no part in what it returns, and DDP"
+            " waits for its gradient; freeze it (requires_grad_(False)), or take --strategy fsdp2"
+        )
     wrapped.zero_grad(set_to_none=True)
     return data_parallel(context, wrapped, model, optimizer)
 

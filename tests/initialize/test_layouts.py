@@ -191,30 +191,30 @@ def _overflow(layout: str, level: str) -> tuple[list[bool], float, bool]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks2: RankPool, layout):
     levels = ("O2",) if layout in CASTS_BY_ITSELF else ("O1", "O2")
-    for said in ranks2.run(overflow_on_one_rank, layout, levels, timeout=PATIENCE_S):
-        assert said == {level: ([False, True], 2.0**9, True) for level in levels}
+    for shown in ranks2.run(overflow_on_one_rank, layout, levels, timeout=PATIENCE_S):
+        assert shown == {level: ([False, True], 2.0**9, True) for level in levels}
 
 
 def shards_of_masters() -> dict[str, tuple[int, int]]:
     """Return bytes of this rank's masters, and of fp32 copies of the whole model."""
-    held = {}
+    kept = {}
     for layout in LAYOUTS:
         amp = made(layout, "O2")
         model = sum(p.numel() * 4 for p in net(batchnorm=False).parameters())
-        held[layout] = sum(masters.nbytes for masters in amp.masters), model
-    return held
+        kept[layout] = sum(masters.nbytes for masters in amp.masters), model
+    return kept
 
 
 def test_masters_are_sharded_as_the_optimizer_is(ranks2: RankPool):
     ranks = ranks2.run(shards_of_masters, timeout=PATIENCE_S)
     for layout in LAYOUTS:
-        held, model = zip(*(rank[layout] for rank in ranks), strict=True)
+        kept, model = zip(*(rank[layout] for rank in ranks), strict=True)
         if layout in CASTS_BY_ITSELF:
-            assert held == (0, 0), "its own float32 shards are the masters"
+            assert kept == (0, 0), "its own float32 shards are the masters"
         elif layout in ("plain", "DDP"):
-            assert held == model
+            assert kept == model
         else:
-            assert sum(held) == pytest.approx(model[0], rel=1e-2)
+            assert sum(kept) == pytest.approx(model[0], rel=1e-2)
 
 
 def accumulate(layout: str, level: str) -> tuple[list[Tensor], list[Tensor], int, int]:
@@ -306,7 +306,7 @@ def test_a_comm_hook_carries_gradients_and_overflows(ranks2: RankPool, level, wi
         assert taken == [True, False, True, True, True]
         assert all(map(torch.equal, values, ranks[0][1]))
         if wire == "fp16":
-            assert last == 0, "the exchange of gradients has told already"
+            assert last == 0, "the exchange of gradients has brought it already"
 
 
 def second_pass_through_ddp() -> str:
@@ -322,8 +322,8 @@ def second_pass_through_ddp() -> str:
 
 
 def test_a_second_pass_that_ddp_would_not_reduce_is_refused(ranks2: RankPool):
-    for said in ranks2.run(second_pass_through_ddp, timeout=PATIENCE_S):
-        assert "Add the losses up" in said
+    for shown in ranks2.run(second_pass_through_ddp, timeout=PATIENCE_S):
+        assert "Add the losses up" in shown
 
 
 def passes_that_ddp_reduces() -> list[bool]:
@@ -361,8 +361,8 @@ def several_losses_without_syncing() -> str:
 
 
 def test_scales_that_cannot_be_changed_later_are_refused(ranks2: RankPool):
-    for said in ranks2.run(several_losses_without_syncing, timeout=PATIENCE_S):
-        assert "take one loss scale" in said
+    for shown in ranks2.run(several_losses_without_syncing, timeout=PATIENCE_S):
+        assert "take one loss scale" in shown
 
 
 def test_replicas_of_dataparallel_compute_in_the_levels_dtype():

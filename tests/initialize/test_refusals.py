@@ -59,7 +59,7 @@ def test_settings_that_contradict_each_other(level, overrides, reason):
         ("lose_scale", "it takes keep_batchnorm_fp32"),
     ],
 )
-def test_what_apex_took_and_this_does_not_is_told_its_replacement(name, hint):
+def test_what_apex_took_and_this_does_not_names_its_replacement(name, hint):
     with pytest.raises(TypeError, match=hint):
         initialize(net(), None, "O1", **{name: 1})
 
@@ -161,42 +161,44 @@ def _partly_sharded() -> nn.Module:
     ],
 )
 def test_a_wrapper_around_a_model_that_is_still_to_be_cast(ranks2: RankPool, kind, name):
-    for said in ranks2.run(wrapped_before_the_cast, timeout=PATIENCE_S):
+    for shown in ranks2.run(wrapped_before_the_cast, timeout=PATIENCE_S):
         level = "'O3'" if kind == "FSDP2" else "'O2'"
-        assert f"the order is cast_model(model, {level}), {name}, the optimizer" in said[kind]
-        assert "\n" not in said[kind]
+        assert f"the order is cast_model(model, {level}), {name}, the optimizer" in shown[kind]
+        assert "\n" not in shown[kind]
 
 
 def other_orders() -> dict[str, str]:
     shard = mesh((dist.get_world_size(),), ("shard",))
-    said: dict[str, str] = {}
+    shown: dict[str, str] = {}
     try:
         cast_model(DistributedDataParallel(net()), "O2")
     except SettingError as error:
-        said["cast_model after DDP"] = str(error)
-    said["two levels"] = _refused(DistributedDataParallel(cast_model(net(), "O2")), "O3")
+        shown["cast_model after DDP"] = str(error)
+    shown["two levels"] = _refused(DistributedDataParallel(cast_model(net(), "O2")), "O3")
     model = net(batchnorm=False)
     early = sgd(model)
     fully_shard(model, mesh=shard)
     try:
         initialize(model, early, "O1")
     except SettingError as error:
-        said["optimizer before fully_shard"] = str(error)
+        shown["optimizer before fully_shard"] = str(error)
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
     casting = fully_shard(net(batchnorm=False), mesh=shard, mp_policy=policy)
-    said["a policy at O1"] = _refused(casting, "O1")
-    said["a policy at O3"] = _refused(casting, "O3")
+    shown["a policy at O1"] = _refused(casting, "O1")
+    shown["a policy at O3"] = _refused(casting, "O3")
     both = cast_model(net(batchnorm=False), "O2")
-    said["policy and cast"] = _refused(fully_shard(both, mesh=shard, mp_policy=policy), "O2")
-    said["batch norm in a policy"] = _refused(
+    shown["policy and cast"] = _refused(fully_shard(both, mesh=shard, mp_policy=policy), "O2")
+    shown["batch norm in a policy"] = _refused(
         fully_shard(net(), mesh=shard, mp_policy=policy), "O2"
     )
-    said["batch norm in a group"] = _refused(fully_shard(cast_model(net(), "O2"), mesh=shard), "O2")
+    shown["batch norm in a group"] = _refused(
+        fully_shard(cast_model(net(), "O2"), mesh=shard), "O2"
+    )
     settings = MixedPrecision(param_dtype=torch.float16)
-    said["batch norm in FSDP1"] = _refused(
+    shown["batch norm in FSDP1"] = _refused(
         FullyShardedDataParallel(net(), mixed_precision=settings, device_id=CPU), "O2"
     )
-    return said
+    return shown
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,6 @@ def other_orders() -> dict[str, str]:
     ],
 )
 def test_an_order_or_mixture_that_cannot_work(ranks2: RankPool, case, reason):
-    for said in ranks2.run(other_orders, timeout=PATIENCE_S):
-        assert reason in said[case]
-        assert "\n" not in said[case]
+    for shown in ranks2.run(other_orders, timeout=PATIENCE_S):
+        assert reason in shown[case]
+        assert "\n" not in shown[case]

@@ -47,7 +47,7 @@ class Troubled:
     arguments: tuple[object, ...]
     folder: Path
     seed: int
-    said: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
     torchruns: int = 0
 

@@ -20,8 +20,8 @@ SKIPPING = (*SKIPPING, "--keep-checkpoints", 9)
 
 def finish(folder: Path, *flags: object) -> dict[str, Any]:
     """Do a run as the command does; return its summary, and what the last checkpoint holds."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
         job = pooled.job("--run-dir", folder, *flags)
         with job.report:
             with job.trace:
@@ -33,4 +33,4 @@ def finish(folder: Path, *flags: object) -> dict[str, Any]:
         pooled._keep_groups()
     newest = max((folder / "checkpoints").glob("step-*")) / "manifest.json"
     manifest = json.loads(newest.read_text())
-    return {"summary": summary, "printed": said.getvalue(), "manifest": manifest}
+    return {"summary": summary, "printed": shown.getvalue(), "manifest": manifest}

@@ -145,7 +145,7 @@ def test_so_they_do_in_every_layout(ranks4, text, tmp_path, strategy):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "shown"),
     [
         (("--compile", "--strategy", "dp"), "--compile: --strategy dp copies the model"),
         (("--checkpoint-activations", "full", "--strategy", "dp"), "take ddp"),
@@ -153,8 +153,8 @@ def test_so_they_do_in_every_layout(ranks4, text, tmp_path, strategy):
         (("--compile", "--model", "tests.launch.test_models:make_own"), "has no blocks"),
     ],
 )
-def test_what_cannot_be_is_refused(text, tmp_path, args, said):
-    assert said in pooled.refusal("--data", text, *SMALL, *args, "--run-dir", tmp_path)
+def test_what_cannot_be_is_refused(text, tmp_path, args, shown):
+    assert shown in pooled.refusal("--data", text, *SMALL, *args, "--run-dir", tmp_path)
 
 
 def test_the_compiler_says_nothing_of_selective_checkpointing(monkeypatch, caplog):

@@ -158,8 +158,8 @@ def test_resuming_from_what_is_no_checkpoint_is_refused(text, tmp_path, content)
     folder.mkdir(parents=True)
     if content is not None:
         (folder / "manifest.json").write_bytes(content)
-    said = pooled.refusal("--data", text, *SMALL, "--resume", tmp_path / "old")
-    assert said.startswith(f"--resume {tmp_path / 'old'}: step-00000001 is not whole")
+    shown = pooled.refusal("--data", text, *SMALL, "--resume", tmp_path / "old")
+    assert shown.startswith(f"--resume {tmp_path / 'old'}: step-00000001 is not whole")
     assert "no such run" in pooled.refusal("--data", text, "--resume", tmp_path / "nowhere")
     assert "no checkpoint in it" in pooled.refusal("--data", text, "--resume", tmp_path)
 
@@ -181,10 +181,10 @@ def _files_at_most(size: int) -> Iterator[None]:
 
 
 def _two_saves(folder: Path, data: Path) -> tuple[str, list[str], Rows]:
-    """Save with room, without, and with room again; return what was said and what there is."""
+    """Save with room, without, and with room again; return what was printed and what there is."""
     job = pooled.job("--data", data, *SMALL, *FP16, "--run-dir", folder)
-    said: list[str] = []
-    job.report.note = said.append  # type: ignore[method-assign]
+    shown: list[str] = []
+    job.report.note = shown.append  # type: ignore[method-assign]
     checkpoints = folder / "checkpoints"
     job.run.progress.step = 1
     job.save(must=False)
@@ -198,27 +198,27 @@ def _two_saves(folder: Path, data: Path) -> tuple[str, list[str], Rows]:
     with _files_at_most(20_000), pytest.raises(UsageError, match="File too large"):
         job.save(must=True)
     job.report.close()
-    return whole, said, [*after, checkpoint.find(folder, job.ranks)[0].name]
+    return whole, shown, [*after, checkpoint.find(folder, job.ranks)[0].name]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(ranks, text, tmp_path, world):
     if world == 1:
-        whole, said, names = _two_saves(tmp_path, text)
+        whole, shown, names = _two_saves(tmp_path, text)
     else:
-        whole, said, names = ranks(2).run(_two_saves, tmp_path, text)[0]
+        whole, shown, names = ranks(2).run(_two_saves, tmp_path, text)[0]
     assert whole == "step-00000001"
     assert names == ["step-00000001", "step-00000003"]
-    assert len(said) == 1
-    assert "File too large" in said[0]
-    assert "the run goes on and tries again" in said[0]
+    assert len(shown) == 1
+    assert "File too large" in shown[0]
+    assert "the run goes on and tries again" in shown[0]
 
 
 def test_metrics_that_cannot_be_written_are_written_later(text, tmp_path):
     job = pooled.job("--data", text, *SMALL, "--run-dir", tmp_path)
     record = {**job.losses(1.0), "loss_scale": 1.0, "skipped": 0}
-    said: list[str] = []
-    job.report.note = said.append  # type: ignore[method-assign]
+    shown: list[str] = []
+    job.report.note = shown.append  # type: ignore[method-assign]
     with job.report:
         for step in range(100):  # far more than what the run prints, which may be a file too
             job.report.step({"step": step, **record}, tokens=1)
@@ -226,7 +226,7 @@ def test_metrics_that_cannot_be_written_are_written_later(text, tmp_path):
             job.report.step({"step": 100, **record}, tokens=1)
         job.report.step({"step": 101, **record}, tokens=1)
     assert [row["step"] for row in jobs.records(tmp_path)] == list(range(102))
-    assert said == ["Warning: cannot write metrics.jsonl: File too large; the run goes on"]
+    assert shown == ["Warning: cannot write metrics.jsonl: File too large; the run goes on"]
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_refused_before_training(tmp_path):
@@ -248,9 +248,9 @@ def _not_shared(folder: Path) -> str:
 
 
 def test_a_folder_that_the_ranks_do_not_share_is_refused(ranks2, tmp_path):
-    said = ranks2.run(_not_shared, tmp_path)
-    assert len(set(said)) == 1
-    assert "rank 1 does not see what rank 0 writes there" in said[0]
+    shown = ranks2.run(_not_shared, tmp_path)
+    assert len(set(shown)) == 1
+    assert "rank 1 does not see what rank 0 writes there" in shown[0]
 
 
 def test_the_manifest_says_what_the_run_is(text, tmp_path):

@@ -51,12 +51,12 @@ def test_gradients_sent_in_fp16_train_as_those_sent_in_fp32(
 ):
     flags = ("--data", text, *SMALL, *PRECISIONS["fp16"], "--strategy", strategy)
     flags = (*flags, "--comm-hook", "fp16", "--checkpoint-every", 3, "--keep-checkpoints", 9)
-    rows, said = ranks4.run(_train_and_sum_up, tmp_path, flags)[0]
+    rows, shown = ranks4.run(_train_and_sum_up, tmp_path, flags)[0]
     # What travels is rounded to fp16, as autocast's own gradients are.
     _agree(rows, alone["fp16"], "fp16")
-    assert "as fp16" in said
-    assert "saved" in said
-    assert " x " not in said, "something went another way"
+    assert "as fp16" in shown
+    assert "saved" in shown
+    assert " x " not in shown, "something went another way"
     middle = ("--resume", tmp_path / "checkpoints" / "step-00000003")
     assert ranks4.run(pooled.train, tmp_path, (*flags, *middle))[0] == rows
 
@@ -75,8 +75,8 @@ def test_a_run_that_overflows_goes_on_with_other_hooks(
 
 def test_a_hook_for_what_takes_none_is_refused(ranks4, text):
     flags = ("--data", text, *SMALL, "--comm-hook", "fp16")
-    said = ranks4.run(pooled.refusal, *flags, "--strategy", "sharded_ddp")[0]
-    assert said == (
+    shown = ranks4.run(pooled.refusal, *flags, "--strategy", "sharded_ddp")[0]
+    assert shown == (
         "--comm-hook fp16: it is for ddp, fsdp1, fsdp2, hsdp, zero1, and this is sharded_ddp"
     )
     assert "and this is none" in pooled.refusal(*flags)
@@ -85,16 +85,16 @@ def test_a_hook_for_what_takes_none_is_refused(ranks4, text):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_auto_says_what_it_chose(ranks4, text, tmp_path, strategy):
     flags = ("--data", text, *SMALL, "--strategy", strategy, "--comm-hook", "auto")
-    rows, said = ranks4.run(_train_and_sum_up, tmp_path, flags)[0]
+    rows, shown = ranks4.run(_train_and_sum_up, tmp_path, flags)[0]
     assert rows
-    assert said.startswith("auto chose ")
-    assert "fp16 " in said
+    assert shown.startswith("auto chose ")
+    assert "fp16 " in shown
 
 
 def test_replicas_may_send_with_error_feedback(ranks4, text, tmp_path):
     flags = ("--data", text, *SMALL, "--comm-hook", "int8")
-    _, said = ranks4.run(_train_and_sum_up, tmp_path, (*flags, "--strategy", "ddp"))[0]
-    assert "as int8" in said
+    _, shown = ranks4.run(_train_and_sum_up, tmp_path, (*flags, "--strategy", "ddp"))[0]
+    assert "as int8" in shown
 
 
 def _left_of_the_mean(job: Job) -> dict[str, Tensor]:
@@ -187,9 +187,9 @@ def test_a_run_without_error_feedback_drops_residuals(ranks, text, tmp_path):
 def test_shards_are_refused_what_needs_error_feedback(ranks4, text, tmp_path, strategy):
     flags = ("--data", text, *SMALL, "--comm-hook", "int8", "--strategy", strategy)
     refused = ranks4.run(pooled.refusal, *flags, "--run-dir", tmp_path / "run")
-    said = (
+    shown = (
         "--comm-hook int8: it needs error feedback, which sharded gradients have not; it is for"
         f" ddp and zero1, and this is {strategy}"
     )
-    assert refused == [said] * 4
+    assert refused == [shown] * 4
     assert not (tmp_path / "run").exists()

@@ -114,11 +114,11 @@ def test_runs_of_different_length_are_also_compared_where_both_were_validated(tm
     for row in long_rows:
         if "validation_loss" in row and row["step"] == 8:
             row["validation_loss"] = 1.0
-    said = compare(read_runs([short, _run(tmp_path / "long", long_rows)]))
-    table = _table(str(said))
+    shown = compare(read_runs([short, _run(tmp_path / "long", long_rows)]))
+    table = _table(str(shown))
     assert table["validation loss"] == ["2.0000", "1.0000", "-50.00%"]
     assert table["validation loss at step 4"] == ["2.0000", "2.0000"]
-    assert any("end at different steps" in note for note in said.notes)
+    assert any("end at different steps" in note for note in shown.notes)
 
 
 def test_accuracies_differ_by_points(tmp_path):
@@ -136,8 +136,8 @@ def test_more_than_two_runs_are_compared(tmp_path):
     folders = [
         _run(tmp_path / name, _rows(2, loss)) for name, loss in zip("abc", (1, 2, 3), strict=True)
     ]
-    said = compare(read_runs(folders))
-    assert _table(str(said))["validation loss"] == ["1.0000", "2.0000", "3.0000"]
+    shown = compare(read_runs(folders))
+    assert _table(str(shown))["validation loss"] == ["1.0000", "2.0000", "3.0000"]
     assert len(picture(read_runs(folders)).axes[0].lines) == 6
 
 
@@ -145,9 +145,9 @@ def test_more_than_two_runs_are_compared(tmp_path):
 def test_a_last_line_half_written_by_a_killed_run_is_passed_over(tmp_path, tail):
     killed = _run(tmp_path / "killed", _rows(4), tail=tail)
     whole = _run(tmp_path / "whole", _rows(4))
-    said = compare(read_runs([killed, whole]))
-    assert _table(str(said))["step"] == ["4", "4"]
-    assert said.notes[0] == "killed: its last line is half written and was passed over"
+    shown = compare(read_runs([killed, whole]))
+    assert _table(str(shown))["step"] == ["4", "4"]
+    assert shown.notes[0] == "killed: its last line is half written and was passed over"
 
 
 def test_a_killed_run_with_nothing_half_written_has_no_note(tmp_path):
@@ -181,10 +181,10 @@ def test_what_differs_between_the_runs_is_noted(tmp_path, settings, note):
     shape = {"width": 96}
     one = _run(tmp_path / "one", _rows(2), model="gpt", data=None, shape=shape, run_dir="a")
     settings = {"data": None, "shape": shape, "run_dir": "b", **settings} if settings else {}
-    said = compare(read_runs([one, _run(tmp_path / "other", _rows(2), **settings)]))
-    assert len(said.notes) == 1
-    assert note in said.notes[0]
-    assert "\n" not in said.notes[0]
+    shown = compare(read_runs([one, _run(tmp_path / "other", _rows(2), **settings)]))
+    assert len(shown.notes) == 1
+    assert note in shown.notes[0]
+    assert "\n" not in shown.notes[0]
 
 
 def test_text_beside_images_is_noted_and_drawn_in_nats(tmp_path):
@@ -205,7 +205,7 @@ def _no_step(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "shown"),
     [
         (lambda folder: folder, "run: no such folder; give the folder of a run"),
         (_no_metrics, "run: no metrics.jsonl in it; give the folder of a run"),
@@ -213,7 +213,7 @@ def _no_step(folder: Path) -> Path:
     ],
     ids=["missing", "no metrics", "no step"],
 )
-def test_a_folder_that_holds_no_run_is_one_line_and_exit_code_2(tmp_path, capsys, make, said):
+def test_a_folder_that_holds_no_run_is_one_line_and_exit_code_2(tmp_path, capsys, make, shown):
     whole = _run(tmp_path / "whole", _rows(2))
     out = tmp_path / "out.png"
     given = [str(whole), str(make(tmp_path / "run")), "--out", str(out)]
@@ -222,12 +222,12 @@ def test_a_folder_that_holds_no_run_is_one_line_and_exit_code_2(tmp_path, capsys
     assert not printed.out
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
-    assert said in printed.err
+    assert shown in printed.err
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("names", "out", "said"),
+    ("names", "out", "shown"),
     [
         (("a",), "out.png", "compare needs two runs or more, got 1"),
         (("a", "a"), "out.png", "given twice; there is nothing to compare"),
@@ -236,13 +236,13 @@ def test_a_folder_that_holds_no_run_is_one_line_and_exit_code_2(tmp_path, capsys
         (tuple("abcdefg"), "out.png", "1 to 6 runs can be drawn over each other, got 7"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(tmp_path, monkeypatch, capsys, names, out, said):
+def test_what_cannot_be_compared_is_one_line(tmp_path, monkeypatch, capsys, names, out, shown):
     monkeypatch.chdir(tmp_path)
     for name in set(names):
         _run(tmp_path / name, _rows(2))
     assert main([*names, "--out", out]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert shown in err
     assert err.count("\n") == 1
 
 

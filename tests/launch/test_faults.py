@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
+from launch.data import Data
 from launch.train import main
 from tests.launch import jobs, pooled
 from tests.launch.test_strategies import SMALL, _agree
@@ -27,7 +30,7 @@ def _flags(text: Path, folder: Path, *more: object) -> list[str]:
 # -- advice that can be followed ------------------------------------------------------------------
 
 
-def test_before_the_first_checkpoint_nobody_is_told_to_resume(text, tmp_path):
+def test_before_the_first_checkpoint_nobody_is_advised_to_resume(text, tmp_path):
     job = pooled.job(*_flags(text, tmp_path / "run"))
     job.report.close()
     assert "--resume" not in job.position
@@ -122,10 +125,10 @@ def test_flags_given_beside_resume_win_and_are_named(text, tmp_path, capsys):
     capsys.readouterr()
     more = ["--steps", "8", "--lr=0.5", "--evaluate-every", "4", "--opt-level", "O2"]
     assert main(["--resume", str(tmp_path / "run"), *more]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
     assert (
         "with other settings: precision fp16 -> None, opt_level None -> O2, steps 6 -> 8,"
-        " lr 0.01 -> 0.5, evaluate_every 3 -> 4" in said
+        " lr 0.01 -> 0.5, evaluate_every 3 -> 4" in shown
     )
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["lr"], config["shape"]["width"]) == (0.5, 16)
@@ -151,7 +154,7 @@ def test_config_takes_the_flags_of_another_run_and_not_its_folder(text, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "shown"),
     [
         (None, "no such file"),
         ("{", "it is no JSON"),
@@ -159,13 +162,13 @@ def test_config_takes_the_flags_of_another_run_and_not_its_folder(text, tmp_path
         ('{"steps": "many"}', "invalid literal for int"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_one_line(tmp_path, capsys, content, said):
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, capsys, content, shown):
     path = tmp_path / "config.json"
     if content is not None:
         path.write_text(content)
     assert main(["--config", str(path)]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert shown in err
     assert err.count("\n") == 1
 
 
@@ -212,3 +215,47 @@ def test_none_are_kept_where_none_are_wanted(text, tmp_path, capsys):
     assert not (tmp_path / "checkpoints").exists()
     assert math.isfinite(jobs.records(tmp_path)[-1]["validation_loss"])
     assert "--resume" not in capsys.readouterr().out
+
+
+# -- models of one's own --------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A byte model with a mistake."""
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.embed, self.unused = nn.Embedding(256, 256), nn.Linear(2, 2)
+        self.unused.requires_grad_(mistake == "unused")
+        self.embed.requires_grad_(mistake != "frozen")
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.embed(x)
+        if self.mistake == "short":
+            return logits[:, :-1]
+        if self.mistake == "nan":
+            return logits * math.nan
+        return (logits,) if self.mistake == "tuple" else logits
+
+
+def make_own(data: Data, mistake: str) -> Own:
+    return Own(mistake)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "strategy", "message"),
+    [
+        ("short", "none", "--model: it must return logits (32, 16, classes), not (32, 15, 256)"),
+        ("tuple", "none", "--model: it must return logits (32, 16, classes), not tuple"),
+        ("frozen", "fsdp2", "make_own: it has no parameter to train"),
+        ("unused", "ddp", "unused.weight takes no part in what it returns, and DDP waits for"),
+        ("nan", "none", "step 0: the validation loss is nan: --model"),
+    ],
+)
+def test_a_model_with_a_mistake_is_one_line(text, tmp_path, capsys, mistake, strategy, message):
+    model = ("--model", f"{__name__}:make_own", "--model-args", f"mistake={mistake}")
+    assert main(_flags(text, tmp_path, *model, "--strategy", strategy)) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

@@ -43,7 +43,7 @@ def test_no_flag_takes_more_than_two_lines():
     assert max(map(len, help_text(100).splitlines())) <= 100
 
 
-def test_a_default_is_said_once_and_nothing_is_none():
+def test_a_default_is_reported_once_and_nothing_is_none():
     entries = {name: " ".join(lines) for name, lines in _entries(100).items()}
     assert "None" not in help_text(100)
     for kind in (Config, Shape):

@@ -136,7 +136,7 @@ def make_nothing(data: Data) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "args", "said"),
+    ("model", "args", "shown"),
     [
         ("gtp", (), "--model gtp: it must be gpt, digits, hf:NAME or module:factory"),
         ("hf:gtp2", (), "has no causal language model and no image classifier of this type"),
@@ -148,10 +148,10 @@ def make_nothing(data: Data) -> str:
         (f"{__name__}:make_nothing", (), "it returned str, not a Module"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused_by_name(model, args, said):
+def test_a_model_that_cannot_be_is_refused_by_name(model, args, shown):
     with pytest.raises(UsageError, match="--model") as refused:
         _build(Config(model=model, model_args=args))
-    assert said in str(refused.value)
+    assert shown in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -209,14 +209,14 @@ def test_a_folder_of_pictures_is_learnt(tmp_path):
 
 def test_pictures_that_cannot_be_read_or_have_no_classes_are_refused(tmp_path):
     folder = _pictures(tmp_path / "pictures")
-    said = pooled.refusal("--data", folder, "--run-dir", tmp_path / "run")
-    assert said == f"--data {folder}: images, and --model gpt is for text"
-    said = pooled.refusal("--model", "digits", "--data", folder / "dark")
-    assert "pictures of 0 classes; put those of each class into a folder of its own" in said
+    shown = pooled.refusal("--data", folder, "--run-dir", tmp_path / "run")
+    assert shown == f"--data {folder}: images, and --model gpt is for text"
+    shown = pooled.refusal("--model", "digits", "--data", folder / "dark")
+    assert "pictures of 0 classes; put those of each class into a folder of its own" in shown
     (folder / "dark" / "broken.png").write_bytes(b"no picture")
-    said = pooled.refusal("--model", "digits", "--data", folder, "--image-size", 8)
-    assert "cannot read" in said
-    assert "\n" not in said
+    shown = pooled.refusal("--model", "digits", "--data", folder, "--image-size", 8)
+    assert "cannot read" in shown
+    assert "\n" not in shown
 
 
 def test_images_come_in_an_order_that_depends_on_the_seed_and_once_an_epoch():

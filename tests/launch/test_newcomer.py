@@ -68,5 +68,5 @@ def test_what_the_page_adds_trains_and_goes_on_as_everything_else_does(
     monkeypatch.setattr(launch.strategies, "ddp_static", None, raising=False)
     _add()
     _agree(straight, pooled.train(tmp_path / "alone", (*FLAGS, *flags)), precision)
-    said = pooled.refusal(*FLAGS, *flags, "--strategy", "ddp_static")
-    assert said.startswith("--strategy ddp_static: it needs several ranks; torchrun")
+    shown = pooled.refusal(*FLAGS, *flags, "--strategy", "ddp_static")
+    assert shown.startswith("--strategy ddp_static: it needs several ranks; torchrun")

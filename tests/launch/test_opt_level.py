@@ -151,9 +151,9 @@ def test_masters_reach_other_ranks_and_strategies_exactly(
         everyone = ranks(world).run(_weights, tmp_path, args)
     # ZeRO and OSS hold the masters of one weight on one rank alone.
     for name, value in expected.items():
-        held = [weights[name] for weights, _ in everyone]
-        assert any(torch.equal(one, value) for one in held), name
-        assert all(torch.equal(one.half(), value.half()) for one in held), name
+        kept = [weights[name] for weights, _ in everyone]
+        assert any(torch.equal(one, value) for one in kept), name
+        assert all(torch.equal(one.half(), value.half()) for one in kept), name
     assert all(dtypes == {torch.float32} for _, dtypes in everyone)
 
 
@@ -300,7 +300,7 @@ def test_batch_norms_stay_in_fp32_where_the_level_says_so(ranks, tmp_path, strat
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "shown"),
     [
         (["--opt-level", "O4"], "--opt-level O4: opt_level must be one of ['O0', 'O1', 'O2'"),
         (["--opt-level", "02"], "the O is a letter"),
@@ -323,9 +323,9 @@ def test_batch_norms_stay_in_fp32_where_the_level_says_so(ranks, tmp_path, strat
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_levels_and_overrides_that_contradict_each_other_are_refused(text, tmp_path, args, said):
+def test_levels_and_overrides_that_contradict_each_other_are_refused(text, tmp_path, args, shown):
     refusal = pooled.refusal("--data", text, *SMALL, *args, "--run-dir", tmp_path / "run")
-    assert said in refusal
+    assert shown in refusal
     assert "\n" not in refusal
     assert not (tmp_path / "run").exists()
 
@@ -333,9 +333,9 @@ def test_levels_and_overrides_that_contradict_each_other_are_refused(text, tmp_p
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
 def test_a_wire_that_saves_nothing_is_refused_on_every_rank(ranks2, text, tmp_path, strategy):
     args = ("--data", text, *SMALL, "--opt-level", "O2", "--comm-hook", "fp16")
-    said = ranks2.run(pooled.refusal, *args, "--strategy", strategy, "--run-dir", tmp_path / "run")
-    assert len(set(said)) == 1
-    assert said[0].startswith("--comm-hook fp16: gradients at --opt-level O2 are fp16 already")
+    shown = ranks2.run(pooled.refusal, *args, "--strategy", strategy, "--run-dir", tmp_path / "run")
+    assert len(set(shown)) == 1
+    assert shown[0].startswith("--comm-hook fp16: gradients at --opt-level O2 are fp16 already")
     assert not (tmp_path / "run").exists()
 
 

@@ -161,17 +161,17 @@ def test_the_summary_says_what_travels_without_a_hook(ranks2, text, tmp_path):
     parameters = sum(p.numel() for p in job.run.model.parameters())
     for strategy in ("fsdp1", "fsdp2"):  # whose ranks hold parts
         flags = ("--data", text, *SMALL, "--steps", 1, "--strategy", strategy)
-        said = ranks2.run(finish, tmp_path / strategy, *flags, timeout=TIMEOUT_S)[0]["summary"][
+        shown = ranks2.run(finish, tmp_path / strategy, *flags, timeout=TIMEOUT_S)[0]["summary"][
             "Gradients"
         ]
-        assert said == f"{parameters * 4 / 1e6:.3g} MB of float32 a step, sent as they are"
+        assert shown == f"{parameters * 4 / 1e6:.3g} MB of float32 a step, sent as they are"
 
 
 def test_the_summary_says_what_a_hook_sent_and_saved(ranks2, text, tmp_path):
     flags = ("--data", text, *SMALL, "--strategy", "fsdp2", "--comm-hook", "fp16")
-    said = ranks2.run(finish, tmp_path, *flags, timeout=TIMEOUT_S)[0]["summary"]["Gradients"]
-    found = re.search(r"exchanges sent .* as fp16; .* uncompressed, (\d+)% saved", said)
-    assert found is not None, said
+    shown = ranks2.run(finish, tmp_path, *flags, timeout=TIMEOUT_S)[0]["summary"]["Gradients"]
+    found = re.search(r"exchanges sent .* as fp16; .* uncompressed, (\d+)% saved", shown)
+    assert found is not None, shown
     assert int(found[1]) > 40
 
 
@@ -200,12 +200,12 @@ def test_peak_memory_of_a_gpu_is_what_tensors_took():
 def _hold(megabytes: int) -> str:
     ranks = pooled.here()
     held = torch.ones(megabytes * 250_000 * (ranks.rank == 1))
-    said = largest_peak(torch.device("cpu"), ranks)
+    shown = largest_peak(torch.device("cpu"), ranks)
     del held
-    return said
+    return shown
 
 
-def test_the_largest_peak_over_the_ranks_is_said_with_its_rank(new_ranks):
+def test_the_largest_peak_over_the_ranks_is_reported_with_its_rank(new_ranks):
     one, other = new_ranks(2).run(_hold, 800)
     assert one == other
     assert "at most on rank 1 (resident" in one
@@ -239,13 +239,13 @@ def test_a_picture_that_cannot_be_written_is_a_warning(text, tmp_path):
 
 def test_checkpoints_that_cannot_be_written_are_a_warning_until_the_last(text, tmp_path):
     job = pooled.job("--data", text, *SMALL, "--checkpoint-every", 2, "--run-dir", tmp_path)
-    said: list[str] = []
-    job.report.note = said.append  # type: ignore[method-assign]
+    shown: list[str] = []
+    job.report.note = shown.append  # type: ignore[method-assign]
     (tmp_path / "checkpoints").touch()  # a file in the place of the folder
     with job.report, pytest.raises(UsageError, match=r"cannot write .*checkpoints"):
         train_job(job)
-    assert len(said) == 2  # after steps 2 and 4; after the last there is no other time
-    assert all("the run goes on and tries again at the next save" in line for line in said)
+    assert len(shown) == 2  # after steps 2 and 4; after the last there is no other time
+    assert all("the run goes on and tries again at the next save" in line for line in shown)
     assert job.run.progress.step == 6
     (tmp_path / "checkpoints").unlink()
     job.save(must=True)

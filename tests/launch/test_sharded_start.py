@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from launch.networks import GPT
 from launch.ranks import Ranks
 from launch.sketch import Sketch, sketch
 from launch.train import train as train_job
-from tests.launch import pooled
+from tests.launch import jobs, pooled
 from tests.launch.test_strategies import PRECISIONS, SMALL, _agree, alone, text
 
 __all__ = ["alone", "text"]
@@ -268,10 +270,10 @@ def _refusal(shares: Shares, ranks: int, monkeypatch: pytest.MonkeyPatch, have: 
     return str(refused.value)
 
 
-def test_what_a_rank_needs_depends_on_the_layout_and_what_fits_is_said(monkeypatch):
-    said = _refusal(Shares(), 8, monkeypatch, 80 * 2**30)
-    assert "3.4e+10 parameters under ddp need 507 GiB on each of 8 ranks, and there are 80" in said
-    assert "--strategy fsdp2 on 8 ranks with that much each would fit (68 GiB)" in said
+def test_what_a_rank_needs_depends_on_the_layout_and_what_fits_is_reported(monkeypatch):
+    shown = _refusal(Shares(), 8, monkeypatch, 80 * 2**30)
+    assert "3.4e+10 parameters under ddp need 507 GiB on each of 8 ranks, and there are 80" in shown
+    assert "--strategy fsdp2 on 8 ranks with that much each would fit (68 GiB)" in shown
     assert "no number of ranks would do" in _refusal(Shares(), 8, monkeypatch, 2**30)
 
 
@@ -296,3 +298,33 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch):
         check_memory(
             LARGE, Config(precision="bf16"), torch.device("cpu"), Ranks(0, 0, 8), found, "fsdp2"
         )
+
+
+# -- what malloc keeps ----------------------------------------------------------------------------
+
+FREED = """
+import sys, torch
+from launch.memory import Needs, return_freed_memory
+return_freed_memory(Needs(int(sys.argv[1]), 0, 0, 0, 0), torch.device("cpu"))
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+del_me = torch.ones(31 << 18)  # what malloc takes from its heap grows with what was freed
+del del_me
+kept, freed = [], []
+for _ in range(50):
+    freed.append(torch.ones(1 << 20))
+    kept.append(torch.ones(1000))
+before = resident()
+del freed
+print((before - resident()) / (50 << 22))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc alone has it")
+@pytest.mark.parametrize(("needed", "returned"), [(0, False), (1 << 60, True)])
+def test_malloc_returns_what_is_freed_where_memory_is_scarce(needed, returned):
+    command = [sys.executable, "-c", FREED, str(needed)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=jobs.ROOT, check=True)
+    assert (float(done.stdout) > 0.9) == returned

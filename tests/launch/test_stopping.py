@@ -67,8 +67,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_loses_nothing(
     ranks2, text, tmp_path, strategy, who
 ):
     # The signal comes after step 2 has been agreed on, so that the next step is the last.
-    said = ranks2.run(_train_and_stop, tmp_path, text, strategy, who, signal.SIGTERM)
-    assert said == [(143, 3), (143, 3)]
+    shown = ranks2.run(_train_and_stop, tmp_path, text, strategy, who, signal.SIGTERM)
+    assert shown == [(143, 3), (143, 3)]
 
     flags = ("--data", text, *SMALL, "--strategy", strategy)
     resumed = ranks2.run(pooled.train, tmp_path, (*flags, "--resume", tmp_path))[0]
@@ -136,8 +136,8 @@ def _lose_rank_1(port: int) -> str:
 
 def test_ranks_say_which_of_them_is_gone(new_ranks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    said = new_ranks(3).run(_lose_rank_1, store.port, may_die=[1])
-    assert [said[0], said[2]] == ["rank 1 was killed or crashed"] * 2
+    shown = new_ranks(3).run(_lose_rank_1, store.port, may_die=[1])
+    assert [shown[0], shown[2]] == ["rank 1 was killed or crashed"] * 2
 
 
 def test_an_error_that_is_not_about_ranks_is_left_alone():
@@ -153,12 +153,12 @@ def test_a_killed_rank_is_named_and_torchrun_goes_on_by_itself(text, tmp_path):
         jobs.wait_for_step(folder, 12)
         os.kill(started.workers()[-1], signal.SIGKILL)
         assert started.process.wait(jobs.TIMEOUT_S) == 0, (tmp_path / "log").read_text()
-    said = (tmp_path / "log").read_text()
-    lines = [line for line in said.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1, said
+    shown = (tmp_path / "log").read_text()
+    lines = [line for line in shown.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, shown
     assert "rank 1 was killed or crashed in step " in lines[0]
     assert f"go on with --resume {folder}" in lines[0]
-    assert f"Going on from {folder} at step " in said
+    assert f"Going on from {folder} at step " in shown
     assert [r["step"] for r in jobs.records(folder) if "loss" in r] == list(range(1, 41))
 
 

@@ -148,10 +148,10 @@ def _local(tensor: torch.Tensor) -> int:
     ],
 )
 def test_each_rank_holds_its_part_alone(ranks4, text, tmp_path, strategy, parameters, state):
-    held = ranks4.run(_bytes_held, strategy, text, tmp_path)
+    kept = ranks4.run(_bytes_held, strategy, text, tmp_path)
     whole = ranks4.run(_bytes_held, "ddp", text, tmp_path / "ddp")[0]
-    assert sum(p for p, _ in held) == pytest.approx(4 * whole[0] / parameters, rel=0.1)
-    assert sum(s for _, s in held) == pytest.approx(4 * whole[1] / state, rel=0.1)
+    assert sum(p for p, _ in kept) == pytest.approx(4 * whole[0] / parameters, rel=0.1)
+    assert sum(s for _, s in kept) == pytest.approx(4 * whole[1] / state, rel=0.1)
 
 
 def _first_and_second_pass_agree(data: Path, folder: Path) -> bool:
@@ -189,7 +189,7 @@ def test_gradients_travel_in_the_last_microbatch_alone(ranks2, text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "shown"),
     [
         (["--strategy", "none"], "--strategy none: it is for one process"),
         (["--strategy", "dp"], "--strategy dp: it is for one process"),
@@ -211,14 +211,14 @@ def test_gradients_travel_in_the_last_microbatch_alone(ranks2, text, tmp_path):
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_a_combination_that_cannot_be_is_refused_on_every_rank(ranks4, text, tmp_path, args, said):
+def test_a_combination_that_cannot_be_is_refused_on_every_rank(ranks4, text, tmp_path, args, shown):
     refusals = ranks4.run(pooled.refusal, "--data", text, "--run-dir", tmp_path, *SMALL, *args)
     assert len(set(refusals)) == 1
-    assert said in refusals[0]
+    assert shown in refusals[0]
     assert "\n" not in refusals[0]
 
 
 @pytest.mark.parametrize("strategy", TRAINED)
 def test_one_process_is_refused_what_needs_several(text, strategy):
-    said = pooled.refusal("--data", text, *SMALL, "--strategy", strategy)
-    assert said.startswith(f"--strategy {strategy}: it needs several ranks; torchrun")
+    shown = pooled.refusal("--data", text, *SMALL, "--strategy", strategy)
+    assert shown.startswith(f"--strategy {strategy}: it needs several ranks; torchrun")

@@ -141,8 +141,8 @@ class Failing:
 
 @pytest.mark.usefixtures("tensorboard")
 def test_a_tracker_that_fails_is_left_behind_and_the_run_goes_on(text, tmp_path):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
         job = pooled.job("--data", text, *SMALL, "--run-dir", tmp_path, "--tensorboard")
         assert isinstance(job.report, RunReporter)
         job.report.trackers["tensorboard"].close()
@@ -150,9 +150,9 @@ def test_a_tracker_that_fails_is_left_behind_and_the_run_goes_on(text, tmp_path)
         with job.report:
             train_job(job)
             job.report.finish(job.summary())
-    assert said.getvalue().count("Warning: --tensorboard cannot write: [Errno 28] No space") == 1
+    assert shown.getvalue().count("Warning: --tensorboard cannot write: [Errno 28] No space") == 1
     assert jobs.records(tmp_path)[-1]["step"] == 6
-    assert "--logdir" not in said.getvalue()
+    assert "--logdir" not in shown.getvalue()
 
 
 @pytest.mark.usefixtures("tensorboard")
@@ -162,8 +162,8 @@ def test_a_full_disk_costs_tensorboards_events_and_not_the_run(text, tmp_path, m
     monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_type))
     before = set(threading.enumerate())
     job = pooled.job("--data", text, *SMALL, "--run-dir", tmp_path, "--tensorboard")
-    said: list[str] = []
-    job.report.note = said.append  # type: ignore[method-assign]
+    shown: list[str] = []
+    job.report.note = shown.append  # type: ignore[method-assign]
     record = {**job.losses(1.0), "loss_scale": 1.0, "stepped": True, "skipped": 0}
     with job.report:
         for step in range(1, 40):
@@ -176,9 +176,9 @@ def test_a_full_disk_costs_tensorboards_events_and_not_the_run(text, tmp_path, m
             job.report.step({"step": 40, **record}, tokens=1)
             job.report.flush()
         job.report.step({"step": 41, **record}, tokens=1)
-    assert len(said) == 1
-    assert said[0].startswith("Warning: --tensorboard cannot ")
-    assert said[0].endswith("the run goes on without it")
+    assert len(shown) == 1
+    assert shown[0].startswith("Warning: --tensorboard cannot ")
+    assert shown[0].endswith("the run goes on without it")
     assert jobs.records(tmp_path)[-1]["step"] == 41
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=2)  # one that did not meet the error itself waits for more
@@ -186,7 +186,7 @@ def test_a_full_disk_costs_tensorboards_events_and_not_the_run(text, tmp_path, m
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_missing_package_is_said_in_one_line_before_training(
+def test_a_missing_package_is_reported_in_one_line_before_training(
     text, tmp_path, monkeypatch, capsys, package
 ):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None if name == package else 1)

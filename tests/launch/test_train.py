@@ -33,7 +33,7 @@ KILLED = (
 
 @dataclass
 class Finished:
-    """A run that has ended, and what it said."""
+    """A run that has ended, and what it printed."""
 
     folder: Path
     done: subprocess.CompletedProcess[str]
@@ -137,7 +137,7 @@ def _tiny(folder: Path, text: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "shown"),
     [
         (["--precision", "fp64"], "invalid choice 'fp64'"),
         (["--width", "17"], "--width 17: it must be a multiple of --heads 2"),
@@ -160,13 +160,13 @@ def _tiny(folder: Path, text: Path, *more: str) -> list[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_argument_is_one_line(text, tmp_path, capsys, args, said):
+def test_bad_argument_is_one_line(text, tmp_path, capsys, args, shown):
     assert main(_tiny(tmp_path / "run", text, *args)) == 2
 
     out, err = capsys.readouterr()
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert shown in err
     assert not out
     assert not (tmp_path / "run").exists()
 
@@ -208,7 +208,7 @@ def test_resuming_another_model_text_or_finished_run_is_refused(text, tmp_path, 
     assert "all its 2 steps are done" in err
 
 
-def test_folder_that_holds_a_run_is_kept_unless_told_otherwise(text, tmp_path, capsys):
+def test_folder_that_holds_a_run_is_kept_unless_it_is_overwritten(text, tmp_path, capsys):
     assert main(_tiny(tmp_path / "run", text)) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
 

@@ -76,11 +76,13 @@ def _full_disk_for_rank_1(folder: Path, *flags: object) -> dict[str, Any]:
         return finish(folder, *flags)
 
 
-def test_a_trace_that_cannot_be_written_whole_is_said_and_the_run_goes_on(ranks2, text, tmp_path):
+def test_a_trace_that_cannot_be_written_whole_is_a_warning_and_the_run_goes_on(
+    ranks2, text, tmp_path
+):
     flags = ("--data", text, *SMALL, "--steps", 8, "--profile")
     ended = ranks2.run(_full_disk_for_rank_1, tmp_path, *flags, timeout=TIMEOUT_S)
-    said = {each["summary"]["Trace"] for each in ended}
-    assert said == {"rank 1 cannot write rank-1.json (is the disk full?)"}
+    shown = {each["summary"]["Trace"] for each in ended}
+    assert shown == {"rank 1 cannot write rank-1.json (is the disk full?)"}
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0.json"]
     assert ended[0]["manifest"]["progress"]["step"] == 8
 
@@ -123,8 +125,8 @@ def test_a_report_is_of_the_first_step_alone(text, tmp_path, microbatches):
 
 def _check_report(folder: Path) -> list[dict[str, Any]]:
     """A product of the first block ran in fp16 and a norm in fp32, forward and backward."""
-    said = (folder / "precision.txt").read_text()
-    assert said.startswith("Precision report: ")
+    shown = (folder / "precision.txt").read_text()
+    assert shown.startswith("Precision report: ")
     rows: list[dict[str, Any]] = json.loads((folder / "precision.json").read_text())["rows"]
     phases = set()
     for row in rows:
@@ -160,17 +162,17 @@ def test_nccl_without_a_gpu_is_refused_on_every_rank(ranks2, text, tmp_path, cap
 
 
 def _command(port: int, *args: object) -> tuple[int, str]:
-    """The whole command on this rank, as torchrun starts it; its code and what it said."""
+    """The whole command on this rank, as torchrun starts it; its code and what it printed."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    said, wrong = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):
+    shown, wrong = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(wrong):
         code = main([*map(str, args)])
     return code, wrong.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "said"),
+    ("flags", "code", "shown"),
     [
         (("--backend", "gloo"), 0, ""),
         (("--backend", "nccl"), 2, f"error: {NO_NCCL}\n"),
@@ -179,13 +181,13 @@ def _command(port: int, *args: object) -> tuple[int, str]:
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may be here")
 def test_two_ranks_take_gloo_and_say_once_what_they_do_not_take(
-    new_ranks, text, tmp_path, flags, code, said
+    new_ranks, text, tmp_path, flags, code, shown
 ):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = ("--data", text, *SMALL, "--run-dir", tmp_path, *flags)
     ended = new_ranks(2).run(_command, store.port, *run, group="none", timeout=TIMEOUT_S)
     assert [each for each, _ in ended] == [code] * 2
-    assert ended[0][1].startswith(said)
+    assert ended[0][1].startswith(shown)
     assert ended[0][1].count("\n") == (code > 0)
     assert ended[1][1] == ""
     assert bool(jobs.records(tmp_path)) == (code == 0)
