@@ -58,11 +58,11 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 docs: docs-check
-	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
 
 # A link that leads nowhere, a name that mkdocstrings does not find: any warning is an error.
 docs-check: $(READY)
-	$(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
 
 package: $(READY)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt build twine check-wheel-contents
