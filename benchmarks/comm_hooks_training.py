@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import markdown
 from distamp import comm_hooks
-from launch.config import parse
+from launch.command_line import parse
 from launch.job import prepare
 from launch.ranks import Ranks
 from launch.train import train

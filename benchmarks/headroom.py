@@ -39,7 +39,7 @@ from benchmarks.common import environment, interleave, markdown, ratio
 from benchmarks.scaler_round import NoFusedStep, NoStep
 from distamp import DistGradScaler
 from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule
-from launch.config import parse
+from launch.command_line import parse
 from launch.job import Job, prepare
 from launch.models import mean_loss
 from launch.ranks import Ranks

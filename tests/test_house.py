@@ -222,3 +222,10 @@ def test_no_file_of_the_package_is_long():
 
 def _lines(path: Path) -> int:
     return len(path.read_text().splitlines())
+
+
+def test_every_benchmark_finds_what_it_imports():
+    names = [f"benchmarks.{path.stem}" for path in sorted((ROOT / "benchmarks").glob("*.py"))]
+    code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
