@@ -1,4 +1,4 @@
-"""A whole round (scale, unscale, sync, step, update) beside torch's and fairscale's scalers.
+"""A round of scale, unscale, step and update of DistGradScaler beside torch's and fairscale's.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scaler_round [--ranks 1 2 4] [--rounds 40] [--fused]
         [--parameters 10 100 1000 10000] [--elements 25000] [--device cuda]
