@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distamp.errors import GradientError, LockstepError, SettingError, StageError
+from distamp.errors import LockstepError, StageError
 from distamp.gradients import flag_of
 from distamp.optimizers import describe
 from distamp.scaler import fingerprint, message
@@ -28,6 +28,7 @@ from distamp.scaler.look import Local
 from distamp.scaler.message import Reply
 from distamp.scaler.norms import Entry
 from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
+from distamp.scaler.peer_errors import portable, raised_on
 
 __all__ = ["Agreed", "Question", "Ranks"]
 
@@ -94,6 +95,7 @@ class Agreed(NamedTuple):
         reply: Who overflowed.
         rows: The rows of all ranks, int64 (ranks, 3), if asked for.
         with_rows: Whether they came in the reply, and not in a collective of their own.
+        late: Whether some rank has yet to read the reply; then none may act on what it says.
         tables: What all ranks hold, where their norm plans differ.
         compared: Whether the ranks compared more than the number, and found it the same.
     """
@@ -102,6 +104,7 @@ class Agreed(NamedTuple):
     reply: Reply
     rows: Tensor | None
     with_rows: bool
+    late: bool
     tables: list[list[Entry]] | None
     compared: bool
 
@@ -123,6 +126,7 @@ class Statement:
     scaled: bool
     norms: int
     table: list[Entry] | None
+    late: bool
     error: tuple[type[Exception], str] | None
     unsent: tuple[type[Exception], str] | None
 
@@ -251,20 +255,26 @@ class Ranks:
             self, group, reply, question, states, self.iteration, not marks, error, unsent
         )
         # What is the same on all ranks decides whether to wait; norm plans may rightly differ once.
-        measured = bool(question.states) and all(state.measured for state in question.states)
-        now = reply.known or tail or (question.wants_rows and not (takes_rows and measured))
-        if now or not all(state.agreed for state in question.states):
+        plans = {state.norms for state in question.states} or {0}
+        now = reply.known or tail or (question.wants_rows and not takes_rows)
+        now = now or not all(state.agreed for state in question.states)
+        first = question.norms and 0 in plans
+        # Where ranks agree, a plan that is new on one is new on all: they all wait for this one.
+        is_new = question.norms and plans != {question.norms}
+        if now or first or (is_new and reply.in_agreement):
             pending.check()
         else:
+            pending.late = True
             self._pending.append(pending)
         device = question.scale.device
         rows = None
         if question.wants_rows:
             rows = reply.rows() if takes_rows else message.gather_rows(group, row)
         agreed = reply.flags(device)
-        if marks and not pending.checked:
+        if pending.late and (marks or reply.known):
             agreed = [flag_of(True, device) for _ in agreed]
-        return Agreed(agreed, reply, rows, takes_rows, pending.tables, pending.compared)
+        late, tables = pending.late, pending.tables
+        return Agreed(agreed, reply, rows, takes_rows, late, tables, pending.compared and not late)
 
     def drain(self) -> None:
         """Read the replies that are still on the device, and raise what they demand."""
@@ -308,13 +318,12 @@ class _Pending:
     plain: bool
     error: Exception | None
     unsent: Exception | None
-    checked: bool = False
+    late: bool = False
     compared: bool = False
     tables: list[list[Entry]] | None = None
 
     def check(self) -> None:
         """Raise on every rank what any rank's message demands."""
-        self.checked = True
         # Read always: the device's own flags are all set where numbers differ, rightly or not.
         in_agreement = self.reply.in_agreement
         if not (self.plain and in_agreement):
@@ -326,16 +335,20 @@ class _Pending:
             self._compare()
         length = self.group.length
         length.capacity = max(length.capacity, self.question.total)
-        if self.question.wants_rows:
+        # Inside Join not all ranks took part.
+        if self.question.wants_rows and not self.question.tail:
             length.without_rows = 0
+        norms = self.question.norms
+        if norms and (self.tables is not None or (self.late and not self.reply.replicas_agree())):
+            norms = 0
         for state in self.question.states:
             state.agreed = True
-            state.measured = state.measured or self.question.wants_rows
+            state.norms = norms if self.question.norms else state.norms
 
     def _state(self) -> Statement:
         question, unsent = self.question, self.unsent
         table = None
-        if question.table is not None and self.error is None:
+        if question.table is not None and self.error is None and not self.late:
             table = question.table()
         return Statement(
             question.call,
@@ -354,8 +367,9 @@ class _Pending:
             question.scaled,
             question.norms,
             table,
-            None if self.error is None else _portable(self.error),
-            None if unsent is None else _portable(unsent),
+            self.late,
+            None if self.error is None else portable(self.error),
+            None if unsent is None else portable(unsent),
         )
 
     def _compare(self) -> None:
@@ -372,6 +386,7 @@ class _Pending:
                 "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
             )
         self.ranks.note_scaled()
+        self.late = any(statement.late for statement in everyone)
         for place, state in enumerate(self.question.states):
             identities = [statement.identities[place] for statement in everyone]
             if len(set(identities)) == 1:
@@ -387,13 +402,13 @@ class _Pending:
         ranks = self.group.global_ranks
         for rank, statement in zip(ranks, everyone, strict=True):
             if statement.error is not None:
-                raise self.error or _raised_on(rank, statement.error)
+                raise self.error or raised_on(rank, statement.error)
         if all(statement.unsent is not None for statement in everyone):
             return  # the same mistake everywhere, which every rank has raised
         for rank, statement in zip(ranks, everyone, strict=True):
             if statement.unsent is not None:
                 kind, text = statement.unsent
-                raise _raised_on(rank, (kind, f"an error was raised on rank {rank} alone: {text}"))
+                raise raised_on(rank, (kind, f"an error was raised on rank {rank} alone: {text}"))
 
 
 def _swapped(everyone: Sequence[Statement], place: int) -> bool:
@@ -418,30 +433,3 @@ def _raise_mismatch(group: Group, everyone: Sequence[Statement]) -> None:
         + "\nEvery rank must make the same scaler calls, with the same optimizers in the same "
         "order and the same settings."
     )
-
-
-# -- errors that travel ----------------------------------------------------------------------------
-
-_KNOWN: tuple[type[Exception], ...] = (
-    ValueError,
-    TypeError,
-    OSError,
-    RuntimeError,
-    torch.OutOfMemoryError,
-    GradientError,
-    StageError,
-    SettingError,
-)
-
-
-def _portable(error: Exception) -> tuple[type[Exception], str]:
-    """Return an error as another rank can raise it, which may not have its type."""
-    kind = type(error)
-    if kind in _KNOWN:
-        return kind, str(error)
-    return RuntimeError, f"{kind.__name__}: {error}"
-
-
-def _raised_on(rank: int, error: tuple[type[Exception], str]) -> Exception:
-    kind, text = error
-    return kind(f"{text} (raised on rank {rank}; every rank stops here)")

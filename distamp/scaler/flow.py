@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,8 +17,8 @@ from distamp.scaler.agreement import Agreed, Question, Ranks
 from distamp.scaler.groups import Group
 from distamp.scaler.guard import take_over_shared
 from distamp.scaler.look import Local, looked_at, nothing_found
-from distamp.scaler.message import gather, gather_rows
-from distamp.scaler.norms import NormPlan, norms_of, total_norm
+from distamp.scaler.message import exchange, gather, gather_rows
+from distamp.scaler.norms import UNMEASURED, NormPlan, norms_of, total_norm
 from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates
 from distamp.sources import GradientSource, source_of
 
@@ -96,22 +96,36 @@ class Norm:
         is_max = self.norm_type == float("inf")
         return (part if is_max else part.pow(1.0 / self.norm_type)).float()
 
-    def agreed_total(self, group: Group, agreed: Agreed, whole: Tensor, alike: Tensor) -> Tensor:
+    def agreed_total(
+        self, group: Group, agreed: Agreed, whole: Tensor, tail: Sequence[int] = ()
+    ) -> Tensor:
         """Return the norm of the whole gradient; find out anew who holds replicas where need be.
 
         Args:
             group: The ranks.
             agreed: What they agree on.
             whole: 0-d, the norm if replicas are what the plan takes them for.
-            alike: 0-d bool, whether they are.
+            tail: Of the message, inside ``Join``.
         """
+        if agreed.late:
+            # Parts of plans that differ make no norm: no rank steps, and all compare or raise at
+            # the next message. Until then no rank knows what the others do, so none gathers.
+            return torch.where(agreed.reply.differs(), torch.inf, whole)
         plan, norms, tables = self.plan, self.norms, agreed.tables
-        if plan is None or norms is None:
-            # This rank could not measure: no rank steps, and all raise at the next message.
-            return torch.full_like(whole, torch.inf)
-        reply = agreed.reply if agreed.with_rows else None
-        if tables is None and plan.is_refuted(alike, self.norm_type, group, reply):
-            plan.look_again()
+        assert plan is not None
+        assert norms is not None
+        present = agreed.reply.present
+        if present < group.size:
+            # Ranks without inputs hold what Join joins, replicas, but take part in messages alone.
+            weights = torch.where(plan.weights == 1.0 / group.size, 1.0 / present, plan.weights)
+            row = replace(plan, weights=weights).row(norms, self.norm_type, None)
+            reply = exchange(group, 0, [], row, takes_rows=True, tail=tail)
+            return total_norm(reply.rows(), self.norm_type)[0]
+        rows = agreed.reply.rows_on_host() if agreed.with_rows else agreed.rows
+        assert rows is not None
+        # Of inf and NaN the bits tell nothing.
+        differ = bool(rows[:, 2].sum()) and bool(total_norm(rows, self.norm_type)[0].isfinite())
+        if tables is None and differ:
             tables = gather(group, plan.table(norms))
         if tables is None:
             return whole
@@ -248,6 +262,7 @@ def _question(
         scaler._scale_called,
         refused=refused,
         wants_rows=norm is not None or scaler._watches_largest(call),
+        norms=0 if norm is None else UNMEASURED,
         read_live=scaler._read_live_state,
     )
     if question.wants_rows and question.error() is None:
@@ -293,11 +308,12 @@ def _note(
     if agreed.rows is None:
         return
     order = 2.0 if norm is None else norm.norm_type
-    whole, largest, alike = total_norm(agreed.rows, order)
+    whole, largest = total_norm(agreed.rows, order)
     if scaler._watches_largest(question.call):
         scaler._note_largest(largest.to(question.scale.device))
     if norm is not None:
-        norm.total = norm.agreed_total(group, agreed, whole, alike).to(question.scale.device)
+        total = norm.agreed_total(group, agreed, whole, question.tail)
+        norm.total = total.to(question.scale.device)
 
 
 def agree_on_norm(
@@ -319,8 +335,8 @@ def agree_on_norm(
             question.refused = error
     agreed = ranks.agree(group, question, states)
     assert agreed.rows is not None
-    whole, _, alike = total_norm(agreed.rows, norm.norm_type)
-    norm.total = norm.agreed_total(group, agreed, whole, alike).to(scale.device)
+    whole, _ = total_norm(agreed.rows, norm.norm_type)
+    norm.total = norm.agreed_total(group, agreed, whole).to(scale.device)
 
 
 def _through_hooks(

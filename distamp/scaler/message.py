@@ -119,13 +119,24 @@ class Reply:
         flags = host.moved(differs, device, torch.float32)
         return list(flags.unbind())[: self._optimizers]
 
+    def differs(self) -> Tensor:
+        """Return whether some rank sent another digest: 0-d bool, without waiting."""
+        upper = self._summed[:1].view(torch.int32)[1]
+        return upper.ne(_signed(self._expected << _HALF) >> _HALF)
+
     def rows(self) -> Tensor:
         """Return every rank's row, int64 of shape (ranks, 3), without waiting."""
         return self._rows_in(self._summed)
 
     def rows_on_host(self) -> Tensor:
         """Return the same on the host; may wait."""
+        if host.is_host(self._summed.device):
+            return self.rows()
         return self._rows_in(torch.tensor(self._read(), dtype=torch.int64, device="cpu"))
+
+    def replicas_agree(self) -> bool:
+        """Return whether replicas have the same gradients, by their rows; may wait."""
+        return not self.rows_on_host()[:, 2].sum()
 
     def _rows_in(self, words: Tensor) -> Tensor:
         start, size = self._layout.words, self._layout.size

@@ -23,10 +23,9 @@ from torch import Tensor
 from distamp import host
 from distamp.errors import SettingError
 from distamp.gradients import is_dtensor, local_of, summed_values
-from distamp.scaler.groups import Group
-from distamp.scaler.message import Reply
 
 __all__ = [
+    "UNMEASURED",
     "Declared",
     "NormPlan",
     "NormPlans",
@@ -42,6 +41,9 @@ _ODD = 0x9E3779B97F4A7C15
 
 # How a parameter is spread over the ranks.
 UNKNOWN, PART, REPLICA, COPY = "unknown", "part", "replica", "copy"
+
+#: In place of a plan's number, of a rank that has none because of an error.
+UNMEASURED = -1
 
 Declared = Callable[[Tensor], bool]
 
@@ -87,9 +89,6 @@ class NormPlan:
     weights: Tensor
     checks: Tensor | None
     key: int
-    used: bool = False
-    _earlier: Reply | None = None
-    _group: weakref.ref[Group] | None = None
 
     @classmethod
     def alone(cls, parameters: Sequence[Tensor], device: torch.device) -> NormPlan:
@@ -143,7 +142,10 @@ class NormPlan:
         return all(reference() is not None for reference in self.parameters)
 
     def table(self, norms: Tensor) -> list[Entry]:
-        """Return what the other ranks need to know to find replicas."""
+        """Return what the other ranks need to know to find replicas; reads all values anew."""
+        # A plan of another rank may be newer than this one, of values that have moved since.
+        parameters = [p for reference in self.parameters if (p := reference()) is not None]
+        self.values = _values_of(parameters)
         return [
             Entry(value, kind, weight, norm)
             for value, (kind, weight), norm in zip(
@@ -194,33 +196,6 @@ class NormPlan:
             self.key = _hash([[(e.key, e.kind, e.norm.hex()) for e in table] for table in tables])
         # Else inf and NaN tell nothing of replicas: the keys still differ, so that the ranks
         # compare again at the next call.
-
-    def is_refuted(
-        self, alike: Tensor, norm_type: float, group: Group, reply: Reply | None
-    ) -> bool:
-        """Return whether replicas turned out to be none; the same on every rank.
-
-        On a device only the first answer is waited for; of later ones, that of the call before is
-        looked at, whose message the host has read by now.
-
-        Args:
-            alike: 0-d bool, what the checks of all ranks add up to.
-            norm_type: The order of the norm.
-            group: The ranks; to others than before, every answer is the first.
-            reply: What brought the checks; None if they came in a collective of their own.
-        """
-        if self._group is None or self._group() is not group:
-            self._group, self._earlier, self.used = weakref.ref(group), None, False
-        if host.is_host(alike.device) or not self.used or reply is None:
-            self.used = True
-            return not bool(alike)
-        earlier, self._earlier = self._earlier, reply
-        return earlier is not None and not total_norm(earlier.rows_on_host(), norm_type)[2]
-
-    def look_again(self) -> None:
-        """Read the values anew, as after the replicas turned out to be none."""
-        parameters = [p for reference in self.parameters if (p := reference()) is not None]
-        self.values = _values_of(parameters)
 
 
 class NormPlans:
@@ -286,21 +261,20 @@ def _count_by_rank(members: list[tuple[int, int]]) -> dict[int, int]:
     return counts
 
 
-def total_norm(rows: Tensor, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm, the largest gradient and whether replicas agree, from the rows of all ranks.
+def total_norm(rows: Tensor, norm_type: float) -> tuple[Tensor, Tensor]:
+    """Return the norm and the largest gradient, from the rows of all ranks.
 
     Args:
         rows: int64 of shape (ranks, 3).
         norm_type: The order of the norm; inf for the largest magnitude.
 
     Returns:
-        0-d float32, 0-d float32 and 0-d bool.
+        0-d float32 and 0-d float32.
     """
     values = rows[:, :2].contiguous().view(torch.float64)
     parts = values[:, 0]
     norm = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
-    alike = rows[:, 2].sum().eq(0) | ~norm.isfinite()
-    return norm.float(), values[:, 1].max().float(), alike
+    return norm.float(), values[:, 1].max().float()
 
 
 def kinds_of(

@@ -61,7 +61,7 @@ class OptimizerState(dict[str, Any]):
         fingerprint: What it is made of, as a number; 0 until it is first named in a message.
         identity: The number that names it in messages.
         agreed: Whether the ranks have compared what they call by this number.
-        measured: Whether they have compared how its norm adds up.
+        norms: The number of the norm plan that they compared last; 0 if the next clip compares.
         wants_scaler: Whether its ``step`` takes the scaler itself: torch's older protocol.
         in_place: Whether its gradients were unscaled where they lie, in this iteration.
         late: Whether gradients arrived after they had been unscaled.
@@ -84,7 +84,7 @@ class OptimizerState(dict[str, Any]):
         self.fingerprint = 0
         self.identity = 0
         self.agreed = False
-        self.measured = False
+        self.norms = 0
         self.wants_scaler = False
         self.in_place = False
         self.late = False
@@ -384,8 +384,8 @@ class OptimizerStates:
     def forget_agreements(self) -> None:
         """Compare identities anew at the next message, as after a change of group."""
         for state in self._by_id.values():
-            state.agreed = state.measured = False
-            state.fingerprint = state.identity = 0
+            state.agreed = False
+            state.fingerprint = state.identity = state.norms = 0
 
 
 def _reference(optimizer: Any, forget: Callable[[Any], None]) -> Callable[[], Any]:
