@@ -56,8 +56,8 @@ class _Line(nn.Module):
         return self.weight * x
 
 
-def _joined(batches: tuple[int, int], plain_before: int) -> Any:
-    """Clips inside Join, after steps that do not clip; and once more afterwards, on all ranks."""
+def _joined(batches: tuple[int, int], plain_before: int, anew: bool) -> Any:
+    """Clips inside Join, after steps that do not clip; and once afterwards, on all ranks."""
     from torch.distributed.algorithms.join import Join
 
     model = DistributedDataParallel(_Line())
@@ -78,17 +78,21 @@ def _joined(batches: tuple[int, int], plain_before: int) -> Any:
     with Join([model, scaler]):
         for _ in range(batches[dist.get_rank()]):
             step(clips=True)
+    if anew:
+        scaler = DistGradScaler("cpu", init_scale=4.0)
     step(clips=True)
     return norms
 
 
 # DDP divides by the ranks that there were at first: a batch of one rank alone has half the norm.
-@pytest.mark.parametrize("plain_before", [0, 12])
+@pytest.mark.parametrize(
+    ("plain_before", "anew"), [(0, False), (12, False), (12, True)], ids=["", "late", "anew"]
+)
 @pytest.mark.parametrize("batches", [(1, 3), (3, 1), (2, 2), (0, 2)])
 def test_clips_inside_join_are_of_the_whole_gradient(
-    pair: RankPool, batches: tuple[int, int], plain_before: int
+    pair: RankPool, batches: tuple[int, int], plain_before: int, anew: bool
 ) -> None:
-    results = pair.run(_joined, batches, plain_before)
+    results = pair.run(_joined, batches, plain_before, anew)
     both = min(batches)
     for count, norms in zip(batches, results, strict=True):
         assert norms == pytest.approx([1.0] * both + [0.5] * (count - both) + [1.0], rel=1e-6)
