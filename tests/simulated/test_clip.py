@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler
+from distamp.scaler.headroom import HeadroomSchedule
 from tests.scaler.faults.tools import error_of
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
@@ -23,8 +24,8 @@ SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
 class _Stage:
     """One stage of a pipeline: parameters of its own, all of value 1, and lr 1."""
 
-    def __init__(self, *sizes: int) -> None:
-        self.scaler = DistGradScaler("sim", init_scale=64.0)
+    def __init__(self, *sizes: int, **settings: Any) -> None:
+        self.scaler = DistGradScaler("sim", init_scale=64.0, **settings)
         self.parameters: list[nn.Parameter] = []
         self.optimizer: Any = None
         for size in sizes:
@@ -39,13 +40,17 @@ class _Stage:
         else:
             self.optimizer.add_param_group({"params": self.parameters[-1:]})
 
-    def step(self, factor: float = 1.0, clipped: Any = None) -> tuple[float, bool, list[float]]:
+    def step(
+        self, factor: float = 1.0, clipped: Any = None, clips: bool = True
+    ) -> tuple[float, bool, list[float]]:
         """One iteration whose gradients are all ``factor``; norm, whether it stepped, change."""
         before = [float(p.detach().sum()) for p in self.parameters]
         self.optimizer.zero_grad()
         loss = torch.stack([p.sum() for p in self.parameters]).sum() * factor
         self.scaler.scale(loss).backward()
-        norm = self.scaler.clip_grad_norm_(clipped or self.optimizer, 1.0)
+        norm = torch.zeros(())
+        if clips:
+            norm = self.scaler.clip_grad_norm_(clipped or self.optimizer, 1.0)
         self.scaler.step(self.optimizer)
         stepped = self.scaler.stepped(self.optimizer)
         self.scaler.update()
@@ -79,6 +84,19 @@ def test_stages_whose_first_clip_overflows_clip_from_the_next_on(sim2):
     for schedule, seed in SCHEDULES:
         found = sim2.run(_first_overflows, schedule=schedule, seed=seed)
         _check(found, [7] * 4, may_skip={0})
+
+
+def _watched_first() -> Any:
+    """Steps whose messages take the largest gradient, and then clips."""
+    stage = _Stage(3 + dist.get_rank(), schedule=HeadroomSchedule())
+    for _ in range(3):
+        stage.step(clips=False)
+    return [stage.step() for _ in range(3)]
+
+
+def test_stages_whose_largest_gradient_was_watched_before_clip_from_the_first_on(sim2):
+    for schedule, seed in SCHEDULES:
+        _check(sim2.run(_watched_first, schedule=schedule, seed=seed), [7] * 3, may_skip=set())
 
 
 def _added(ranks: list[int], sizes: tuple[int, int]) -> Any:
