@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.arriving import Reports
-from distamp.comm_hooks.buckets import Bucket, Buckets, Watch
+from distamp.comm_hooks.buckets import Bucket, Buckets, Watch, reals_in
 from distamp.comm_hooks.channel import Channel, check_member, resolve_group
 from distamp.comm_hooks.choice import Choice
 from distamp.comm_hooks.engine import Engine
@@ -318,7 +318,7 @@ class CommHookState:
     def _check_residual(self, name: str, residual: object) -> None:
         """Refuse what is not as `state_dict` has it: fp32 of shape (2, numel), finite."""
         parameter = self._parameters[name]()
-        numel = "numel" if parameter is None else parameter.numel()
+        numel = "numel" if parameter is None else reals_in(parameter)
         if not isinstance(residual, Tensor) or residual.dtype is not torch.float32:
             raise ValueError(f"the residuals of {name!r} must be fp32, not {residual!r:.80}")
         if residual.ndim != 2 or len(residual) != 2 or residual.shape[1] not in (numel, "numel"):

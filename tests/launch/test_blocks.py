@@ -157,6 +157,7 @@ def test_what_cannot_be_is_refused(text, tmp_path, args, shown):
     assert shown in pooled.refusal("--data", text, *SMALL, *args, "--run-dir", tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_compiler_says_nothing_of_selective_checkpointing(monkeypatch, caplog):
     import torch._logging._internal
 

@@ -118,6 +118,7 @@ def test_a_manifest_with_any_bit_flipped_is_the_same_or_not_whole(text, tmp_path
     _run(text, tmp_path)
     path, draw = _newest(tmp_path), random.Random(0)
     _, whole, _ = checkpoint.find(path, pooled.here())
+    rest = {name: value for name, value in whole.items() if name != "digest"}
     content = (path / "manifest.json").read_bytes()
     for _ in range(200):
         flipped = bytearray(content)
@@ -126,7 +127,7 @@ def test_a_manifest_with_any_bit_flipped_is_the_same_or_not_whole(text, tmp_path
         with contextlib.suppress(UsageError):
             found = checkpoint.find(path, pooled.here())[1]
             # Only the name of the digest itself may have changed.
-            assert {name: found[name] for name in whole} == whole
+            assert {name: found[name] for name in whole if name != "digest"} == rest
 
 
 def test_a_run_whose_every_checkpoint_is_damaged_is_refused(text, tmp_path):

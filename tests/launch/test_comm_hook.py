@@ -179,7 +179,7 @@ def test_a_run_without_error_feedback_drops_residuals(ranks, text, tmp_path):
     for wire in (("--comm-hook", "fp16"), ()):
         steps = [*range(7, 10)]
         again = (*flags, *wire, "--resume", tmp_path, "--steps", 9)
-        rows = ranks(2).run(pooled.train, tmp_path / "other", again)[0]
+        rows = ranks(2).run(pooled.train, tmp_path / (wire[-1] if wire else "none"), again)[0]
         assert [row["step"] for row in rows if row["step"] > 6 and "loss" in row] == steps
 
 

@@ -142,13 +142,13 @@ def test_masters_reach_other_ranks_and_strategies_exactly(
     ranks, o2, text, tmp_path, world, strategy
 ):
     args = (*flags(text, "O2"), "--steps", 6, "--resume", o2)
-    expected, _ = ranks(4).run(_weights, tmp_path, (*args, "--strategy", "fsdp1"))[0]
+    expected, _ = ranks(4).run(_weights, tmp_path / "same", (*args, "--strategy", "fsdp1"))[0]
     assert any((t != t.half().float()).any() for t in expected.values()), "these are no masters"
     args = (*args, "--strategy", strategy)
     if world == 1:
-        everyone = [_weights(tmp_path, args)]
+        everyone = [_weights(tmp_path / "other", args)]
     else:
-        everyone = ranks(world).run(_weights, tmp_path, args)
+        everyone = ranks(world).run(_weights, tmp_path / "other", args)
     # ZeRO and OSS hold the masters of one weight on one rank alone.
     for name, value in expected.items():
         kept = [weights[name] for weights, _ in everyone]

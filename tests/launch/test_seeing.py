@@ -241,6 +241,7 @@ def test_checkpoints_that_cannot_be_written_are_a_warning_until_the_last(text, t
     job = pooled.job("--data", text, *SMALL, "--checkpoint-every", 2, "--run-dir", tmp_path)
     shown: list[str] = []
     job.report.note = shown.append  # type: ignore[method-assign]
+    (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").touch()  # a file in the place of the folder
     with job.report, pytest.raises(UsageError, match=r"cannot write .*checkpoints"):
         train_job(job)

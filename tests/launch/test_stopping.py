@@ -205,8 +205,13 @@ def test_a_second_ctrl_c_ends_the_command_without_a_traceback(text, tmp_path, mo
 
 def test_a_terminal_that_is_closed_asks_to_stop():
     stop = Stop()
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGHUP)
+    # The tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert stop.asked
     assert stop.preempted.code == 129
 

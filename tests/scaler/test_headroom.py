@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distamp import DistGradScaler
 from distamp.errors import SettingError
 from distamp.gradients import largest_magnitude
-from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule, look
+from distamp.scaler import DynamicSchedule, HeadroomSchedule, ScaleState, Schedule, local_pass
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, iteration, sgd, torch_scaler
@@ -327,7 +327,7 @@ def test_several_optimizers_are_watched_together_and_each_iteration_anew():
 def test_other_schedules_look_for_nothing():
     scaler = cpu_scaler()
     parameter, optimizer = sgd(1.0)
-    with mock.patch.object(look, "largest_magnitude", side_effect=AssertionError):
+    with mock.patch.object(local_pass, "largest_magnitude", side_effect=AssertionError):
         iteration(scaler, optimizer, parameter, 1.0)
         with pytest.raises(AssertionError):
             iteration(headroom_scaler(), optimizer, parameter, 1.0)
