@@ -197,8 +197,8 @@ def _ranks(group: Any) -> list[int]:
 
 def _second(name: str) -> str:
     return (
-        f"the model has a communication hook already ({name}), and can have one; wrap the model "
-        "anew to register another"
+        f"the model has a communication hook already ({name}), and can have only one; to register "
+        "another, wrap the model again"
     )
 
 

@@ -228,7 +228,7 @@ def _checked_count(count: int) -> int:
 
 
 _APEX = {
-    "cast_model_type": "the level says it: O2 and O3 cast the model to float16, bf16-O2 and "
+    "cast_model_type": "choose it by the level: O2 and O3 cast the model to float16, bf16-O2 and "
     "bf16-O3 to bfloat16",
     "patch_torch_functions": "nothing is patched: O1 casts inside amp.autocast()",
     "cast_model_outputs": "pass opt_level=Precision.of(level).replaced(output=dtype)",

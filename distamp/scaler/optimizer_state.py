@@ -240,8 +240,8 @@ class OptimizerState(dict[str, Any]):
 
 
 _CLOSED = (
-    "{}() is called for an optimizer that an error closed for this iteration; call update() and go "
-    "on with the next. The error was: {}"
+    "{}() is called for an optimizer that an error closed for this iteration; call update() and "
+    "continue with the next iteration. The error was: {}"
 )
 
 
