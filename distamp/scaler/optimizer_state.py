@@ -361,7 +361,7 @@ class OptimizerStates:
         state = self.get(optimizer)
         if state is None:
             raise StageError(
-                f"{question}() is asked before {before} was called for this "
+                f"{question}() was called before {before} for this "
                 f"{type(unwrapped(optimizer)).__name__}"
             )
         return state
