@@ -29,11 +29,11 @@ __all__ = [
 
 
 class DistampError(Exception):
-    """Base of the errors that have a name of their own here."""
+    """Base class of the named errors of distamp."""
 
 
 class SettingError(DistampError, ValueError, AssertionError):
-    """A setting is outside what is allowed; torch asserts some of these, hence the bases."""
+    """A setting is outside its range; torch asserts some of these, hence the bases."""
 
 
 class StageError(DistampError, RuntimeError, AssertionError):
@@ -45,15 +45,15 @@ class GradientError(DistampError, RuntimeError):
 
 
 class LockstepError(DistampError, RuntimeError):
-    """The ranks of a group hold different calls, optimizers, scales or settings."""
+    """The ranks of a group differ in calls, optimizers, scales or settings."""
 
 
 class LossScaleCollapse(DistampError, RuntimeError):
     """More steps in a row were skipped than ``max_consecutive_skips`` allows.
 
     Attributes:
-        report: The ``OverflowReport`` of the step that reached the limit, or None where it could
-            not be taken.
+        report: The ``OverflowReport`` of the step that reached the limit, or None if there could
+            be none.
     """
 
     def __init__(self, message: str, report: object | None = None) -> None:

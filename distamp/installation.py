@@ -213,8 +213,8 @@ def install() -> Installation:
     if late:
         shown = ", ".join(late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
         warnings.warn(
-            "distamp.install() came too late for what had taken torch's GradScaler before, which "
-            f"goes on with torch's: {shown}. Call install() before these are imported",
+            "distamp.install() was called after these had imported torch's GradScaler, and they "
+            f"still use it: {shown}. Call install() before you import them",
             RuntimeWarning,
             stacklevel=2,
         )

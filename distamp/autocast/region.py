@@ -56,31 +56,33 @@ _accepted: set[tuple[str, torch.dtype | None, bool]] = set()
 
 
 class autocast(torch.autocast):
-    """Run a region in mixed precision, each op in the dtype autocast's lists give it.
+    """Run a region in mixed precision, each op in the dtype that autocast's lists give it.
 
-    A :class:`torch.autocast` (``isinstance`` holds), a context manager and a decorator, that
-    differs in this:
+    A subclass of :class:`torch.autocast`, a context manager and a decorator. It differs from
+    torch's class in these points:
 
     - One object may be entered again while it is entered, and by several threads at once. torch's
-      keeps what it found on itself, and so leaves autocast on, or in another thread's state.
+      class saves the previous state on the object, and so leaves autocast on, or sets another
+      thread's state.
     - A decorated generator or coroutine is outside the region while it is suspended, and a ``with``
-      whose body suspends is refused. torch's leaks into what the thread runs meanwhile.
-    - A region of another dtype inside a region does not take the outer one's casts of weights, and
+      whose body suspends raises. torch's region leaks into what the thread runs meanwhile.
+    - A region of another dtype inside a region does not use the outer one's cast weights, and
       an optimizer's step inside a region drops them. A ``torch.autocast`` of another dtype inside
-      this one does take them, and raises, as inside torch's own.
+      this one does use them, and raises, as inside torch's own.
     - ``ops`` changes the op lists for the region.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"`` and so on.
-        dtype: What lower precision ops compute in. None takes the thread's current dtype for the
+        dtype: The dtype of lower precision ops. None means the thread's current dtype for the
             device type, by default ``torch.float16`` on CUDA and ``torch.bfloat16`` on CPU.
-        enabled: False makes a region in which ops run in the dtype of their inputs.
-        cache_enabled: Whether casts of weights are kept until the outermost region ends. None takes
+        enabled: If False, ops in the region run in the dtype of their inputs.
+        cache_enabled: Whether cast weights are cached until the outermost region ends. None means
             the thread's current setting.
-        ops: Op lists for this region, where they differ from torch's.
+        ops: Op lists for this region, if they differ from torch's.
 
     Raises:
-        ValueError: ``device_type`` is not a string, or ``cache_enabled`` none of the above.
+        ValueError: ``device_type`` is not a string, or ``cache_enabled`` is not True, False or
+            None.
         TypeError: ``dtype`` is not a :class:`torch.dtype`, or ``ops`` not an :class:`OpLists`.
         RuntimeError: This torch has no autocast for ``device_type``.
         RegionError: On entering: the body suspends its function. On leaving: another thread, or

@@ -69,5 +69,5 @@ def _gathered(row: Sequence[int], group: ProcessGroup) -> list[list[int]]:
 
 def _text(row: Sequence[int]) -> str:
     if tuple(row) == _REFUSED:
-        return "none, as it raised an error of its own"
+        return "none, because it raised another error"
     return f"{_FORMATS[row[0]]} for {row[1]} elements"

@@ -34,32 +34,32 @@ def register(
 ) -> CommHookState:
     """Average the gradients of a wrapped model through a wire format.
 
-    Unlike ``model.register_comm_hook`` it finds the wrapper's own place for a hook, and checks that
-    format, gradients and group fit. Every rank calls it at the same point, between any two backward
+    Unlike ``model.register_comm_hook``, it works for each wrapper, and checks that format,
+    gradients and group fit. Call it on every rank at the same point, between any two backward
     passes.
 
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
-            holds modules to which ``fully_shard`` was applied; compiled or not.
+            contains modules to which ``fully_shard`` was applied; compiled or not.
         wire: ``"fp16"``, ``"fp16_plain"`` (torch's hook to the bit), ``"bf16"``, ``"int16"``; under
-            DDP also ``"int8"`` and ``"fp8_e4m3"``, whose errors are fed back. ``"auto"`` times
-            gradients as they are, ``"fp16"`` and under DDP ``"int8"`` for some seconds on the
-            ranks' own link, and takes the most exact that is not slower; the same on all ranks.
-            ``stats().choice`` says what and why, as a line of the logger does on rank 0.
-        process_group: The ranks to average over; None takes the model's own, and no others fit.
-        replicas: For replicas of a one-dimensional FSDP2: the ranks that hold the same shard, to
-            average between them through the wire too.
+            DDP also ``"int8"`` and ``"fp8_e4m3"``, with error feedback. ``"auto"`` times
+            uncompressed gradients, ``"fp16"`` and under DDP ``"int8"`` for some seconds on the
+            link between the ranks. It takes the most exact one that is not slower, the same on all
+            ranks. ``stats().choice`` and, on rank 0, the logger report the choice and the reason.
+        process_group: The ranks to average over: the model's own, or None for these.
+        replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard, to
+            average between them in the wire format too.
 
     Returns:
-        The state of the hook: its ``stats()``, and what ``DistGradScaler.attach`` takes.
+        The state of the hook: it has ``stats()``, and is the argument of ``DistGradScaler.attach``.
 
     Raises:
-        ValueError: Unknown format; a module that is none of the wrappers, or has a hook already; a
-            group of other ranks; a wire that is wider than the gradients.
-        TypeError: A group that is no ProcessGroup, such as a DeviceMesh.
-        LockstepError: A rank registers another format, has another model, or refuses what it was
-            given; on all other ranks.
-        RuntimeError: FSDP2 of a torch that has no place for a hook.
+        ValueError: The format is unknown; the module is not one of these wrappers, or has a hook
+            already; the group has other ranks; the format is wider than the gradients.
+        TypeError: A group is not a ProcessGroup (a DeviceMesh, for example).
+        LockstepError: A rank registers another format, has another model, or raises one of the
+            errors above; raised on all other ranks.
+        RuntimeError: This torch's FSDP2 does not support hooks.
     """
     model = torch_compat.not_compiled(model)
     try:
@@ -197,8 +197,8 @@ def _ranks(group: Any) -> list[int]:
 
 def _second(name: str) -> str:
     return (
-        f"the model has a communication hook already ({name}), and can have one; wrap the model "
-        "anew to register another"
+        f"the model has a communication hook already ({name}), and can have only one; to register "
+        "another, wrap the model again"
     )
 
 

@@ -111,8 +111,8 @@ class Amp:
         """
         if len(self.models) != 1:
             raise ValueError(
-                f"amp.model stands for one model and {len(self.models)} were given to initialize; "
-                "take them from amp.models"
+                f"amp.model needs exactly one model, and initialize was given {len(self.models)}; "
+                "use amp.models"
             )
         return self.models[0]
 
@@ -232,7 +232,7 @@ class Amp:
         if not 0 <= loss_id < self._num_losses:
             raise ValueError(
                 f"loss_id must be at least 0 and below num_losses={self._num_losses}, not "
-                f"{loss_id}; for more losses with scales of their own: initialize(..., num_losses=)"
+                f"{loss_id}; for more losses with separate scales: initialize(..., num_losses=)"
             )
 
     # -- clip and step ---------------------------------------------------------------------------

@@ -64,8 +64,8 @@ def cast_model(
     before = cast_as(model)
     if before is not None and _layout(before) != _layout(precision):
         raise SettingError(
-            f"the model was cast for {before.level} (parameters {before.param}) before, and cannot "
-            f"become {precision.level} from that: what was rounded is lost; build it anew"
+            f"the model was already cast for {before.level} (parameters {before.param}) and cannot "
+            f"be cast for {precision.level}, because rounding lost precision; build the model again"
         )
     if not precision.casts_model or before is not None:
         return model

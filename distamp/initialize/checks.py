@@ -147,9 +147,8 @@ def check_optimizers(
         if strange and (left_out or strange == len(parameters)):
             raise SettingError(
                 f"{strange} of the {len(parameters)} parameters of optimizer {number} "
-                f"({type(optimizer).__name__}) are none of the model's; a wrapper that shards "
-                "puts others in their place, so make the optimizer after it, from "
-                "model.parameters()"
+                f"({type(optimizer).__name__}) do not belong to the model; a wrapper that shards "
+                "replaces parameters, so make the optimizer after it, from model.parameters()"
             )
         if precision.param is torch.float16 and not precision.master_weights:
             _check_eps(optimizer, precision)
@@ -177,15 +176,15 @@ def check_comm_hook(
     """
     if comm_hook is None and replicas is not None:
         raise SettingError(
-            "replicas are averaged by a communication hook, and comm_hook is None: pass "
+            "replicas= needs a communication hook to average them; comm_hook is None: pass "
             "comm_hook='fp16', or apply fully_shard with the whole mesh and leave replicas out"
         )
     for wrapping in wrappings:
         if comm_hook is not None and wrapping.name in (None, "DataParallel"):
             raise SettingError(
-                f"comm_hook={comm_hook!r} says how gradients travel between ranks, and this model "
-                "has no wrapper that sends them; wrap it in DistributedDataParallel or FSDP first, "
-                "or leave comm_hook out"
+                f"comm_hook={comm_hook!r} needs a wrapper that reduces gradients between ranks; "
+                "this model has none: wrap it in DistributedDataParallel or FSDP first, or leave "
+                "comm_hook out"
             )
 
 

@@ -33,7 +33,7 @@ __all__ = ["Overrides", "initialize"]
 
 
 class Overrides(TypedDict, total=False):
-    """What can be given to `initialize` by name beside the level."""
+    """Keyword arguments of `initialize` besides the level."""
 
     keep_batchnorm_fp32: bool | str | None
     master_weights: bool | None
@@ -56,32 +56,32 @@ def initialize(
     replicas: ProcessGroup | None = None,
     **overrides: Unpack[Overrides],
 ) -> Amp:
-    """Make a model and its optimizers ready to train at a level of precision.
+    """Prepare a model and its optimizers for training at a level of precision.
 
-    As ``apex.amp.initialize``, in every layout, with nothing patched: DDP, FSDP1, FSDP2,
-    fairscale's wrappers and DataParallel are recognised. A model is cast in place where it is
-    plain or in DataParallel; any other wrapper must come after `cast_model`, and what cannot work
-    is refused with the order to do it in.
+    Like ``apex.amp.initialize``, but in every layout and without patching: DDP, FSDP1, FSDP2,
+    fairscale's wrappers and DataParallel are recognised. A model that is plain or in DataParallel
+    is cast in place. For any other wrapper, call `cast_model` before wrapping; if not, the error
+    gives the right order.
 
     Args:
-        model: The model as it is to be called, wrapped or not; or several.
-        optimizers: One or several, over parameters of the models; None to run the model alone.
+        model: The model that you call, wrapped or not; or several.
+        optimizers: One or several, over parameters of the models; None to only run the model.
         opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
-        process_group: The ranks that hold a part of the models; see `DistGradScaler`.
-        comm_hook: The wire format in which gradients travel between the ranks, such as ``"fp16"``;
+        process_group: The ranks that have a part of the models; see `DistGradScaler`.
+        comm_hook: The wire format of gradients between the ranks, such as ``"fp16"``;
             see ``distamp.comm_hooks.register``. The scaler then learns of overflows from them.
-        replicas: With ``comm_hook``, for FSDP2 over the shard dimension of a mesh alone: the ranks
-            that hold the same shard, between which the hook averages too.
+        replicas: With ``comm_hook``, for FSDP2 over only the shard dimension of a mesh: the ranks
+            that have the same shard, between which the hook averages too.
         overrides: ``keep_batchnorm_fp32``, ``master_weights`` and ``loss_scale`` (a number or
-            ``"dynamic"``) as in Apex, None leaving the level's own; ``num_losses``, each with a
-            scale of its own; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of the
+            ``"dynamic"``) as in Apex, or None for the level's default; ``num_losses``, each with a
+            separate scale; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of the
             scaler; ``ops`` and ``cache_enabled`` of the autocast region.
 
     Raises:
         SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
-            or an optimizer do not go with it; says what to do instead.
+            or an optimizer does not fit it. The message gives the correction.
         TypeError: There is no such override.
-        ValueError: The wrapper cannot take this ``comm_hook``.
+        ValueError: The wrapper does not support this ``comm_hook``.
 
     Source: Apex's documentation of amp.initialize.
     """
@@ -228,7 +228,7 @@ def _checked_count(count: int) -> int:
 
 
 _APEX = {
-    "cast_model_type": "the level says it: O2 and O3 cast the model to float16, bf16-O2 and "
+    "cast_model_type": "choose it by the level: O2 and O3 cast the model to float16, bf16-O2 and "
     "bf16-O3 to bfloat16",
     "patch_torch_functions": "nothing is patched: O1 casts inside amp.autocast()",
     "cast_model_outputs": "pass opt_level=Precision.of(level).replaced(output=dtype)",

@@ -44,6 +44,6 @@ def refuse_second_master(parameter: Tensor, before: Sequence[Tensor]) -> None:
     its = getattr(parameter, "_distamp_master", None)
     if any(parameter is other for other in before) or (its is not None and its.is_live):
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has a master already, in this "
-            "optimizer or another: two would drift apart, so let one optimizer hold it, once"
+            f"a parameter of shape {tuple(parameter.shape)} has a master already, in this or "
+            "another optimizer; two masters would differ, so give it to one optimizer, once"
         )

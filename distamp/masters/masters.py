@@ -26,27 +26,27 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class MasterParameters(GradientSource):
-    """fp32 copies of an optimizer's fp16 and bf16 parameters, which it steps in their place.
+    """fp32 copies of an optimizer's fp16 and bf16 parameters, which it steps instead of these.
 
-    Differs from ``apex.amp`` in that no method of the optimizer is replaced: the masters stand in
-    its ``param_groups``, and two of torch's own hooks around ``step`` take the gradients over and
+    Differs from ``apex.amp`` in that no method of the optimizer is replaced: the masters are in
+    its ``param_groups``, and two of torch's hooks around ``step`` convert the gradients and
     write the parameters back. The optimizer's state moves to the masters, in float32. Parameters
-    of other dtypes (a batch norm in float32) stay as they are, and frozen ones get a master in the
+    of other dtypes (a batch norm in float32) do not change, and frozen ones get a master in the
     first step after they begin to require gradients.
 
-    Made once, after the model is cast and wrapped and the optimizer is made. With
-    `DistGradScaler`, ``fp16_grads="master"`` unscales in float32 on the way to the masters;
-    without a scaler the gradients are taken as they are. Either way the model's own gradients are
-    freed as they are taken, so none is counted twice. Each rank holds masters of what its
-    optimizer steps and nothing else: of its shard under FSDP, ZeroRedundancyOptimizer and OSS.
+    Create it once, after you cast and wrap the model and create the optimizer. With
+    `DistGradScaler`, ``fp16_grads="master"`` unscales in float32 into the masters;
+    without a scaler the gradients are used as they are. In both cases the model's own gradients are
+    freed when they are converted, so none is counted twice. Each rank has masters only of the
+    parameters that its optimizer steps: of its shard under FSDP, ZeroRedundancyOptimizer and OSS.
 
     Args:
-        optimizer: Holds float16 or bfloat16 parameters; may have state already.
+        optimizer: Has float16 or bfloat16 parameters; may have state already.
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: There is nothing to make masters of, the optimizer or one of its parameters has
-            masters already, or its layout cannot have any.
+        ValueError: No parameter needs a master, the optimizer or one of its parameters has
+            masters already, or masters are not possible in its layout.
 
     Example::
 

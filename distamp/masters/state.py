@@ -94,7 +94,7 @@ def read_masters(
     version, saved = state.get("version"), state.get("masters")
     if not isinstance(version, int) or version != 1 or not isinstance(saved, Mapping):
         raise ValueError(
-            "this is no state of master parameters (a dict with 'version': 1 and 'masters'); it "
+            "this is not a state of master parameters (a dict with 'version': 1 and 'masters'); it "
             f"has the keys {sorted(map(str, state))}"
         )
     if saved.keys() != own.keys():

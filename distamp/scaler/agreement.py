@@ -428,7 +428,7 @@ def _raise_mismatch(group: Group, everyone: Sequence[Statement]) -> None:
         for rank, each in zip(group.global_ranks, shown, strict=True)
     ]
     raise LockstepError(
-        "the ranks are not in lockstep; nothing was stepped by this call. They hold\n"
+        "the ranks are not in lockstep; nothing was stepped by this call. They have\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same scaler calls, with the same optimizers in the same "
         "order and the same settings."

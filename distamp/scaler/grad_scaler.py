@@ -42,34 +42,35 @@ _FP16_MAX = 65504.0
 class DistGradScaler(TorchNames):
     """A ``torch.amp.GradScaler`` whose ranks always take, or skip, a step together.
 
-    Differs from ``torch.amp.GradScaler`` in that found-inf is reduced over ``process_group`` in one
-    message for each ``unscale_`` or ``step``, for plain, fused, sharded and empty gradients alike;
-    from ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`` in that this holds for
-    every optimizer and layout, and in the order of ``growth_factor`` and ``backoff_factor``. The
-    scale stays within ``[min_scale, max_scale]`` for ever.
+    Differs from ``torch.amp.GradScaler`` in that found-inf is reduced over ``process_group``, in
+    one message for each ``unscale_`` or ``step``, for plain, fused, sharded and empty gradients.
+    Differs from ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`` in that it does so
+    for every optimizer and layout, and in the order of ``growth_factor`` and ``backoff_factor``.
+    The scale always stays within ``[min_scale, max_scale]``.
 
     Args:
         device: Device type of the loss scale, such as ``"cuda"``. None: the accelerator if there is
-            one, else ``"cpu"``. A device that is not there warns and disables, as in torch.
+            one, else ``"cpu"``. If the device is not available, the scaler warns and is disabled,
+            as in torch.
         init_scale: The first loss scale.
         growth_factor: Multiplies the scale after ``growth_interval`` clean iterations; > 1.
         backoff_factor: Multiplies the scale after an overflow; between 0 and 1.
         growth_interval: Clean iterations in a row before the scale grows.
-        enabled: If False, ``step`` only calls ``optimizer.step()`` and the rest does nothing. All
-            ranks of a group must enable alike.
-        process_group: The ranks that hold a part of the model: a ProcessGroup, a DeviceMesh (all
-            its dimensions as one group) or None for the default group when torch.distributed is
-            initialised, else this process alone. Resolved at each message, not here.
+        enabled: If False, ``step`` only calls ``optimizer.step()``, and the other methods do
+            nothing. It must be the same on all ranks of a group.
+        process_group: The ranks that have a part of the model: a ProcessGroup, a DeviceMesh (all
+            its dimensions as one group), or None for the default group if torch.distributed is
+            initialised, else for this process only. Resolved at each message, not here.
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
-        schedule: How the scale moves, in place of the five settings above. See
+        schedule: The rule that changes the scale, instead of the five settings above. See
             `distamp.scaler.schedule`.
-        fp16_grads: What to do with float16 gradients: ``"error"`` refuses them exactly where torch
-            does; ``"inplace"`` unscales them in place as ShardedGradScaler does, where values below
-            6e-8 times the scale become zero; ``"master"`` unscales them in float32, on the way to
-            the optimizer's `MasterParameters`.
-        recheck: Check again in ``step`` what was changed after ``unscale_`` (a clip that divides by
-            zero, say), with one more message.
+        fp16_grads: What to do with float16 gradients. ``"error"`` raises exactly where torch
+            raises. ``"inplace"`` unscales them in place, as ShardedGradScaler does; values below
+            6e-8 times the scale become zero. ``"master"`` unscales them in float32, into the
+            optimizer's `MasterParameters`.
+        recheck: In ``step``, check again what was changed after ``unscale_`` (by a clip that
+            divides by zero, for example). Costs one more message.
         max_consecutive_skips: Raise `LossScaleCollapse` at this many skipped steps of one optimizer
             in a row.
         named_parameters: ``model.named_parameters()``, for names in `overflow_report`.
@@ -77,7 +78,7 @@ class DistGradScaler(TorchNames):
     Raises:
         SettingError: A setting is outside its range (a ValueError, and an AssertionError as in
             torch).
-        TypeError: ``device`` or ``process_group`` is of another kind.
+        TypeError: ``device`` or ``process_group`` has another type.
 
     Example::
 
@@ -90,7 +91,7 @@ class DistGradScaler(TorchNames):
             scaler.step(optimizer)
             scaler.update()
 
-    The logger ``distamp.scaler`` says at INFO, on rank 0, which steps were skipped and why.
+    On rank 0, the logger ``distamp.scaler`` reports at INFO which steps were skipped and why.
 
     Source: torch.amp's documentation; Micikevicius et al., "Mixed Precision Training", 2018.
     """
@@ -166,14 +167,15 @@ class DistGradScaler(TorchNames):
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or every tensor of a nested structure, by the loss scale.
 
-        As ``torch.amp.GradScaler.scale``, which knows lists, tuples and iterables; namedtuples and
-        mappings keep their type here. float16 outputs of any shape come back as float32.
+        Like ``torch.amp.GradScaler.scale``, which accepts lists, tuples and iterables. Also accepts
+        namedtuples and mappings, and keeps their type. float16 outputs of any shape are returned as
+        float32.
 
         Args:
             outputs: A Tensor or an iterable, mapping or nesting of Tensors, of any shape.
 
         Raises:
-            ValueError: Something in ``outputs`` is no Tensor.
+            ValueError: Something in ``outputs`` is not a Tensor.
         """
         if not self._enabled:
             return outputs
@@ -223,10 +225,9 @@ class DistGradScaler(TorchNames):
             return
         if self._ranks.rank == 0:
             warnings.warn(
-                f"scale() was given a float16 loss at loss scale {scale:g}: the "
-                "gradient that enters it is the loss scale, which float16 cannot hold above "
-                f"{_FP16_MAX:g}. "
-                "Take the loss in float32: loss_fn(output.float(), target)",
+                f"scale() was given a float16 loss at loss scale {scale:g}. The first gradient is "
+                f"the loss scale itself, and float16 has no values above {_FP16_MAX:g}. "
+                "Compute the loss in float32: loss_fn(output.float(), target)",
                 stacklevel=settings.stacklevel_of_caller(),
             )
 
@@ -235,12 +236,12 @@ class DistGradScaler(TorchNames):
     def unscale_(self, *optimizers: torch.optim.Optimizer) -> None:
         """Divide the optimizers' gradients by the loss scale and agree on found-inf.
 
-        As ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. It is
-        the message that ``step`` would send, so a rank may call it alone for one optimizer, to log
+        Like ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. It is
+        the message that ``step`` would send. So one rank may call it for one optimizer, to log
         a gradient, if it issues no other collective before its ``step``.
 
         Args:
-            optimizers: Those whose gradients are to be clipped or looked at before ``step``.
+            optimizers: Those whose gradients you want to clip or read before ``step``.
 
         Raises:
             StageError: Called twice for an optimizer, or after its ``step``.
@@ -264,18 +265,18 @@ class DistGradScaler(TorchNames):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer if no rank found inf or NaN, else skip on every rank.
 
-        As ``torch.amp.GradScaler.step``; sends the message if ``unscale_`` has not. Unlike there, a
-        closure (LBFGS) is welcome, by position or by name: it zeroes the gradients, computes the
-        loss, runs ``scaler.scale(loss).backward()`` and returns the unscaled loss. Each evaluation
-        is unscaled and agreed on by itself.
+        Like ``torch.amp.GradScaler.step``; sends the message if ``unscale_`` has not. Unlike
+        torch's, it supports a closure (LBFGS), by position or by name. The closure zeroes the
+        gradients, computes the loss, runs ``scaler.scale(loss).backward()`` and returns the
+        unscaled loss. Each evaluation is unscaled and agreed on separately.
 
         Args:
-            optimizer: The optimizer whose parameters are to be updated.
+            optimizer: The optimizer whose parameters to update.
             args: Passed to ``optimizer.step``.
             kwargs: Passed to ``optimizer.step``.
 
         Returns:
-            What ``optimizer.step`` returns; None for a skipped step.
+            The result of ``optimizer.step``; None for a skipped step.
 
         Raises:
             StageError: A second ``step`` before ``update``, or gradients added after ``unscale_``.
@@ -309,10 +310,11 @@ class DistGradScaler(TorchNames):
     def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
         """Step several optimizers with one message for all of them.
 
-        Each is skipped or stepped by its own flag, as after a ``step`` of its own.
+        Each optimizer is stepped or skipped by its own gradients, as with separate calls of
+        ``step``.
 
         Returns:
-            What each ``optimizer.step()`` returned; None for a skipped step.
+            The result of each ``optimizer.step()``; None for a skipped step.
         """
         optimizers = list(optimizers)
         if not self._enabled:
@@ -363,12 +365,12 @@ class DistGradScaler(TorchNames):
     # -- update ----------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale by the schedule, or set it, and begin the next iteration.
+        """Update the scale by the schedule, or set it, and begin the next iteration.
 
-        As ``torch.amp.GradScaler.update``, and the scale stays within its bounds.
+        Like ``torch.amp.GradScaler.update``, but the scale stays within its bounds.
 
         Args:
-            new_scale: A float, an int, or a tensor of one element: the scale from now on.
+            new_scale: The new scale: a float, an int, or a tensor of one element.
 
         Raises:
             StageError: No optimizer was checked since the last ``update``.
@@ -421,7 +423,8 @@ class DistGradScaler(TorchNames):
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
 
-        Stays answerable after ``update``, so that a learning-rate schedule or an EMA can be gated.
+        Also works after ``update``. Use it to advance a learning-rate schedule or an EMA only on
+        steps that were taken.
 
         Raises:
             StageError: ``step(optimizer)`` was never called.
@@ -430,11 +433,11 @@ class DistGradScaler(TorchNames):
             return True
         last = self._states.asked("stepped", optimizer, "step()").last_step
         if last is None:
-            raise StageError("stepped() is asked before step() was called for this optimizer")
+            raise StageError("stepped() was called before step() for this optimizer")
         return not last.item()
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Return the flag of the last check, agreed on by all ranks; never waits.
+        """Return the flag of the last check, the same on all ranks; never waits.
 
         Returns:
             0-d float32: 1.0 if a rank found inf or NaN, else 0.0.
@@ -447,14 +450,14 @@ class DistGradScaler(TorchNames):
         found = self._states.asked("found_inf", optimizer).found_inf
         if found is None:
             raise StageError(
-                "found_inf() is asked before unscale_() or step() was called for this optimizer"
+                "found_inf() was called before unscale_() or step() for this optimizer"
             )
         return found
 
     def overflow_rank(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Return the lowest rank on which the last check found inf or NaN; may wait.
 
-        The message carries it, so every rank knows. None if no rank overflowed; 0 without a group.
+        Every rank returns the same: None if no rank overflowed; 0 without a group.
 
         Raises:
             StageError: The scaler never saw the optimizer.
@@ -484,34 +487,34 @@ class DistGradScaler(TorchNames):
         replicated: Declared | None = None,
         sharded: Declared | None = None,
     ) -> Tensor:
-        """Clip the norm of the whole gradient, of which every rank may hold a part.
+        """Clip gradients by the norm of the whole model, which may be sharded over the ranks.
 
-        As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, under DDP, FSDP, tensor and
-        pipeline parallel and their mixtures. Gradients still scaled are unscaled first, in the same
-        message. A norm that is inf or NaN leaves the gradients as they are: the step is skipped.
+        Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, under DDP, FSDP, tensor and
+        pipeline parallel and their mixtures. Scaled gradients are unscaled first, in the same
+        message. If the norm is inf or NaN, the gradients do not change, and the step is skipped.
 
-        What several ranks hold alike counts once. DTensors say how they are spread. Of a plain
-        tensor ranks find out: it counts as a replica among the ranks where its value agrees to the
-        bit and the norm of its gradient agrees, and for itself elsewhere. Megatron's
-        ``tensor_model_parallel`` (a part) and ``shared`` (a copy of a tied weight) are read too.
+        Replicas count once. DTensors have placements that show how they are sharded. For plain
+        tensors the ranks find this out: a tensor counts as a replica among the ranks where its
+        value is equal to the bit and the norm of its gradient agrees, and as a separate part
+        elsewhere. Megatron's ``tensor_model_parallel`` (a part) and ``shared`` (a copy of a tied
+        weight) are read too.
 
         Args:
-            optimizer_or_parameters: An optimizer, or parameters that optimizers of this scaler
-                hold.
-            max_norm: The largest norm to leave; > 0.
+            optimizer_or_parameters: An optimizer, or parameters of this scaler's optimizers.
+            max_norm: The largest norm after clipping; > 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
-            replicated: Says of a parameter of the model that every rank of the group holds the
-                same, whatever rounding has done to its gradient.
-            sharded: Says of a parameter that every rank of the group holds another part, though
-                they may look alike.
+            replicated: Takes a parameter of the model; returns whether every rank of the group has
+                the same values, even if rounding makes their gradients differ.
+            sharded: Takes a parameter of the model; returns whether every rank of the group has a
+                different part, even if the parts look equal.
 
         Returns:
             The norm before clipping, unscaled: 0-d float32, the same on every rank. A disabled
-            scaler returns that of what this rank holds, as torch does.
+            scaler returns the norm of this rank's gradients, as torch does.
 
         Raises:
-            StageError: Parameters were given whose gradients were not unscaled, and no optimizer
-                that this scaler has seen holds them.
+            StageError: The gradients of the given parameters are not unscaled, and the parameters
+                belong to no optimizer that this scaler has seen.
             SettingError: ``max_norm`` or ``norm_type`` is not a positive number, or a parameter is
                 declared both.
         """
@@ -521,16 +524,17 @@ class DistGradScaler(TorchNames):
         return clipping.clip(self, given, max_norm, norm_type, replicated, sharded)
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> OverflowReport:
-        """Return which gradients hold inf or NaN, on which rank; every rank must call it.
+        """Return which gradients have inf or NaN, on which rank; every rank must call it.
 
-        To be called after a skipped step and before ``zero_grad``.
+        Call it after a skipped step and before ``zero_grad``.
 
         Args:
-            model: For names, and for parameters of no optimizer. Else ``named_parameters`` of the
-                constructor, the optimizer's own names, or group and index.
+            model: Gives the names, and includes parameters of no optimizer. Without it, names come
+                from the constructor's ``named_parameters`` or the optimizer, or are group and
+                index.
 
         Raises:
-            StageError: No rank holds such a gradient; raised on every rank.
+            StageError: No rank has such a gradient; raised on every rank.
         """
         report = overflow.report(self, model)
         if not report.overflows:
@@ -541,42 +545,42 @@ class DistGradScaler(TorchNames):
         return report
 
     def send_flags(self, flags: Sequence[Tensor]) -> None:
-        """Let flags of the caller's own travel in the next message; the same number on every rank.
+        """Send the caller's own flags in the next message; the same number on every rank.
 
         Args:
-            flags: 0-d float32, exactly 0 or 1.
+            flags: Each 0-d float32, exactly 0 or 1.
         """
         self._own_flags = list(flags)
 
     def agreed_flags(self) -> list[Tensor]:
-        """Return the flags of the last `send_flags`, set where any rank had set them; 0-d."""
+        """Return the flags of the last `send_flags`, each 1 if any rank had set it; 0-d."""
         return self._agreed_flags
 
     def attach(self, hook_state: object) -> None:
         """Learn of inf and NaN from the communication hook that averages the gradients.
 
-        Every rank calls it at the same point. From the second step of an optimizer on, all of whose
-        gradients come through the hook, the ranks know from the exchange itself whether to skip:
-        there is no message, and where a fused kernel unscales no pass over the gradients either.
-        Steps are skipped as without. Ranks that drift apart are found out at the next exchange.
+        Call it on every rank at the same point. If all gradients of an optimizer come through the
+        hook, then from its second step on the ranks know from the exchange whether to skip. There
+        is no message, and if a fused kernel unscales, no pass over the gradients either. The same
+        steps are skipped as without `attach`. A rank mismatch raises at the next exchange.
 
         Args:
-            hook_state: What ``distamp.comm_hooks.register`` returned.
+            hook_state: The result of ``distamp.comm_hooks.register``.
 
         Raises:
-            ValueError: The state of torch's PowerSGD, which does not survive loss scaling.
-            TypeError: Something else that is no hook's state.
+            ValueError: It is the state of torch's PowerSGD, which does not survive loss scaling.
+            TypeError: It is not the state of a hook.
         """
         self._hooks.add(checked_hook(hook_state))
 
     def detach(self, hook_state: object) -> None:
-        """Take back `attach`, as before another model is trained; messages are sent again.
+        """Undo `attach`, for example before you train another model; messages are sent again.
 
-        Every rank calls it at the same point. Before a hook is attached whose model is gone, the
-        one of that model is best detached: the scaler keeps it alive.
+        Call it on every rank at the same point. The scaler keeps an attached hook alive, so detach
+        it when its model is no longer used.
 
         Args:
-            hook_state: What was attached.
+            hook_state: The attached state.
 
         Raises:
             ValueError: It is not attached.
@@ -584,13 +588,13 @@ class DistGradScaler(TorchNames):
         if not self._hooks.remove(checked_hook(hook_state)):
             raise ValueError(
                 f"detach() was given a {type(hook_state).__name__} that is not attached to this "
-                "scaler; give it what attach() was given"
+                "scaler; pass what you passed to attach()"
             )
 
     # -- uneven inputs ---------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what stands in for this scaler on a rank that has no more inputs.
+        """Return the hook that acts for this scaler on a rank without more inputs.
 
         See ``torch.distributed.algorithms.Join``: ``with Join([model, scaler])``.
         """
@@ -598,12 +602,12 @@ class DistGradScaler(TorchNames):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the loss scale, as ``Join`` asks for it."""
+        """The device of the loss scale, for ``Join``."""
         return self._scale_tensor().device
 
     @property
     def join_process_group(self) -> Any:
-        """The group that the scaler agrees over, as ``Join`` asks for it."""
+        """The group of the scaler's ranks, for ``Join``."""
         return self._ranks.join_group()
 
 

@@ -24,28 +24,27 @@ _LONGEST_RUN = 2**31
 
 @dataclass(frozen=True)
 class HeadroomSchedule(Schedule):
-    """A schedule that follows the size of gradients and seldom has to overflow to learn more.
+    """A schedule that follows the magnitude of gradients, and seldom overflows to learn more.
 
-    Where ``torch.amp.GradScaler`` doubles the scale until it overflows, once per
-    ``growth_interval``, this keeps the scale a learned margin below where overflows were seen:
+    ``torch.amp.GradScaler`` doubles the scale until it overflows, once per ``growth_interval``.
+    This schedule keeps the scale below the overflows that it saw, by a margin that it learns:
 
-    - The scale moves against the level of the unscaled gradients, a running mean of the logarithm
-      of the largest magnitude of all ranks, with no overflow and no waiting: by half, because the
-      largest may be of a parameter whose gradient was never float16.
+    - The scale moves against the level of the unscaled gradients, by half of its change, without
+      overflow or waiting. The level is a running mean of the logarithm of the largest magnitude of
+      all ranks. By half, because the largest may be of a gradient that was never float16.
     - Until the first overflow the scale also grows by ``growth_factor`` per ``growth_interval``.
     - An overflow multiplies the scale by ``backoff_factor``. A quarter of this (of its logarithm)
-      is charged to the margin, and half if two growth intervals have not passed since the one
-      before. The rest is a debt, which clean iterations pay back at ``growth_factor`` per
-      ``growth_interval``. Overflows in a row say little of the margin: after the first all is debt.
-    - The margin is probed slowly and ever faster: what an overflow charged is won back in
-      ``patience * growth_interval`` clean iterations. So that is about how often it overflows where
-      gradients stay as they are.
+      is added to the margin; half, if fewer than two growth intervals have passed since the
+      previous overflow. The rest is a debt, which clean iterations pay back at ``growth_factor``
+      per ``growth_interval``. After the first of several overflows in a row, all is debt.
+    - Probing is slow at first and then faster: the scale regains the margin of one overflow in
+      ``patience * growth_interval`` clean iterations. If gradients do not change, this is about
+      how often it overflows.
 
-    So nothing has to be known of where an overflow begins, in the gradients of activations or of
-    parameters.
+    It does not matter where an overflow begins, in the gradients of activations or of parameters.
 
     Args:
-        patience: Growth intervals between two overflows, about; torch's rule overflows in each.
+        patience: About how many growth intervals between two overflows; torch's rule: one.
         level_memory: Iterations over which the level is averaged.
 
     Raises:

@@ -303,8 +303,8 @@ def kinds_of(
         is_part = sharded is not None and bool(sharded(parameter))
         if is_replica and is_part:
             raise SettingError(
-                f"a parameter of shape {tuple(parameter.shape)} is declared replicated= and "
-                "sharded=; every rank holds either the same of it or another part"
+                f"a parameter of shape {tuple(parameter.shape)} is declared both replicated= and "
+                "sharded=; declare it replicated if every rank has the same values, else sharded"
             )
         if is_part:
             kinds.append((PART, 1.0))

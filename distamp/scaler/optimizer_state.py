@@ -240,8 +240,8 @@ class OptimizerState(dict[str, Any]):
 
 
 _CLOSED = (
-    "{}() is called for an optimizer that an error closed for this iteration; call update() and go "
-    "on with the next. The error was: {}"
+    "{}() is called for an optimizer that an error closed for this iteration; call update() and "
+    "continue with the next iteration. The error was: {}"
 )
 
 
@@ -361,7 +361,7 @@ class OptimizerStates:
         state = self.get(optimizer)
         if state is None:
             raise StageError(
-                f"{question}() is asked before {before} was called for this "
+                f"{question}() was called before {before} for this "
                 f"{type(unwrapped(optimizer)).__name__}"
             )
         return state

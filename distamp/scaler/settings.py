@@ -48,7 +48,7 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
     try:
         device_type = torch.device(device).type
     except RuntimeError as error:
-        raise ValueError(f"device {device!r} is no device torch knows: {error}") from None
+        raise ValueError(f"device {device!r} is not a device that torch knows: {error}") from None
     there = device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
     return device_type, there
 

@@ -192,7 +192,7 @@ class TorchNames(torch.amp.GradScaler, Joinable):
 
     @property
     def process_group(self) -> GroupLike:
-        """The group as given; assign to it after unpickling or after a group was made anew."""
+        """The group as given; assign to it after unpickling or after a group was made again."""
         return self._ranks.process_group
 
     @process_group.setter
@@ -311,8 +311,8 @@ class TorchNames(torch.amp.GradScaler, Joinable):
         self._start(None)
         if not was_default:
             self._ranks.lost_group = (
-                "this scaler was pickled with a process group of its own, which a pickle cannot "
-                "carry; set scaler.process_group (None is the default group) before using it"
+                "this scaler was pickled with a process group, which cannot be pickled; assign "
+                "scaler.process_group (None is the default group) before you use the scaler"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -176,7 +176,7 @@ def test_a_rank_that_refuses_alone_keeps_no_other_waiting(ranks4, wrapper):
     for rank in (0, 1, 3):
         assert messages[rank].startswith("LockstepError: the ranks register different hooks: ")
         if wrapper in ("DDP", "FSDP1", "FSDP2"):
-            assert "rank 2: none, as it raised an error of its own" in messages[rank]
+            assert "rank 2: none, because it raised another error" in messages[rank]
 
 
 @pytest.mark.parametrize("other", ["int8", "fp16_plain"])

@@ -129,7 +129,7 @@ def test_casting_twice_is_casting_once():
 @pytest.mark.parametrize("other", ["O3", "bf16-O2"])
 def test_a_cast_model_cannot_become_another(other):
     model = cast_model(net(), "O2")
-    with pytest.raises(SettingError, match="build it anew"):
+    with pytest.raises(SettingError, match="build the model again"):
         cast_model(model, other)
 
 

@@ -48,7 +48,7 @@ def test_settings_that_contradict_each_other(level, overrides, reason):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("cast_model_type", "the level says it"),
+        ("cast_model_type", "choose it by the level"),
         ("patch_torch_functions", "nothing is patched"),
         ("cast_model_outputs", "replaced"),
         ("enabled", "opt_level='O0'"),
@@ -73,7 +73,7 @@ def test_a_half_model_at_a_level_of_float32_weights(level, dtype):
 
 
 def test_an_optimizer_over_another_models_parameters():
-    with pytest.raises(SettingError, match="none of the model's"):
+    with pytest.raises(SettingError, match="do not belong to the model"):
         initialize(net(), sgd(net()), "O1")
 
 
@@ -93,13 +93,13 @@ def test_a_model_that_was_cast_for_another_level():
 
 def test_a_comm_hook_where_nothing_communicates():
     model = net()
-    with pytest.raises(SettingError, match="no wrapper that sends them"):
+    with pytest.raises(SettingError, match="needs a wrapper that reduces gradients"):
         initialize(model, sgd(model), "O1", comm_hook="fp16")
 
 
 def test_replicas_that_nothing_would_average():
     model = net()
-    with pytest.raises(SettingError, match="averaged by a communication hook"):
+    with pytest.raises(SettingError, match="needs a communication hook to average them"):
         initialize(model, sgd(model), "O1", replicas=dist.ProcessGroup(0, 1))
 
 

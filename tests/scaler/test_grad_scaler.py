@@ -342,7 +342,7 @@ def test_counts_are_kept_for_each_optimizer():
     for _, optimizer in both:
         scaler.step(optimizer)
     assert [scaler.step_counts(o) for _, o in both] == [StepCounts(1, 0), StepCounts(0, 1)]
-    with pytest.raises(StageError, match=r"step_counts\(\) is asked before"):
+    with pytest.raises(StageError, match=r"step_counts\(\) was called before"):
         scaler.step_counts(sgd(1.0)[1])
 
 
@@ -364,14 +364,14 @@ def test_found_inf_is_a_0_d_flag_known_from_unscale_on():
 def test_questions_before_their_time_are_named():
     parameter, optimizer = sgd(1.0)
     scaler = cpu_scaler()
-    with pytest.raises(StageError, match=r"stepped\(\) is asked before step\(\)"):
+    with pytest.raises(StageError, match=r"stepped\(\) was called before step\(\)"):
         scaler.stepped(optimizer)
-    with pytest.raises(StageError, match=r"found_inf\(\) is asked before"):
+    with pytest.raises(StageError, match=r"found_inf\(\) was called before"):
         scaler.found_inf(optimizer)
     backward(scaler, parameter, 0.25)
     scaler.unscale_(optimizer)
     assert scaler.found_inf(optimizer).item() == 0.0
-    with pytest.raises(StageError, match=r"stepped\(\) is asked before step\(\)"):
+    with pytest.raises(StageError, match=r"stepped\(\) was called before step\(\)"):
         scaler.stepped(optimizer)
 
 

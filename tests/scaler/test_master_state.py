@@ -161,7 +161,7 @@ def test_the_state_holds_the_masters_by_the_optimizers_own_numbers():
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ({}, "no state of master parameters"),
+        ({}, "not a state of master parameters"),
         ({"version": 1, "masters": {0: torch.ones(1)}}, r"masters of parameters \[0\].*\[0, 1\]"),
         (
             {"version": 1, "masters": {0: torch.ones(1), 1: torch.ones(3)}},

@@ -191,7 +191,7 @@ def test_the_gradient_that_enters_an_fp16_loss_overflows_whatever_scale_returns(
 
 def test_an_fp16_loss_is_warned_of_once_and_the_warning_says_what_to_do():
     scaler = cpu_scaler(2.0**16)
-    with pytest.warns(UserWarning, match=r"Take the loss in float32: loss_fn\(output") as seen:
+    with pytest.warns(UserWarning, match=r"Compute the loss in float32: loss_fn\(output") as seen:
         scaler.scale(fp16_loss())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

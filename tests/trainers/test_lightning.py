@@ -446,7 +446,7 @@ def test_torchs_scaler_is_refused():
 
 @in_ranks
 def test_the_callback_says_so_where_the_scaler_is_torchs():
-    with pytest.raises(ValueError, match="says nothing of skipped steps"):
+    with pytest.raises(ValueError, match="does not report skipped steps"):
         fit(ours=False, devices=1, skipped_steps=True)
 
 

@@ -24,7 +24,7 @@ def _scaler_of(trainer: Any) -> DistGradScaler | None:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and not isinstance(scaler, DistGradScaler):
         raise SettingError(
-            f"the Trainer's precision plugin has a {type(scaler).__name__}, which says nothing of "
+            f"the Trainer's precision plugin has a {type(scaler).__name__}, which does not report "
             "skipped steps; pass plugins=distamp.integrations.lightning.MixedPrecision(...) or "
             "FSDPPrecision(...), or call distamp.install() before importing Lightning"
         )

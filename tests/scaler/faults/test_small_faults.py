@@ -100,7 +100,7 @@ def test_an_optimizer_made_before_a_wrapper_that_shards_is_still_refused() -> No
     model = nn.Linear(4, 2)
     other = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
-    with pytest.raises(SettingError, match="none of the model's"):
+    with pytest.raises(SettingError, match="do not belong to the model"):
         distamp.initialize(model, optimizer, "O1")
 
 
