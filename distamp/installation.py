@@ -27,17 +27,17 @@ __all__ = ["Installation", "ShardedGradScaler", "install", "uninstall"]
 class ShardedGradScaler(DistGradScaler):
     """:class:`distamp.DistGradScaler` with the arguments of torch's ``ShardedGradScaler``.
 
-    Code that is written against that class gives ``backoff_factor`` before ``growth_factor`` by
-    position, and expects float16 gradients to be unscaled in place.
+    In that class, positional arguments have ``backoff_factor`` before ``growth_factor``, and
+    float16 gradients are unscaled in place.
 
     Args:
-        device: As in :class:`distamp.DistGradScaler`, and so are the others.
+        device: As in :class:`distamp.DistGradScaler`; so are the others.
         init_scale: The first loss scale.
         backoff_factor: What the scale is multiplied by when it shrinks.
         growth_factor: What it is multiplied by when it grows.
         growth_interval: Clean steps in a row before the scale grows.
-        enabled: False makes every call a no-op.
-        process_group: The ranks that hold a part of the model; None for every rank.
+        enabled: If False, ``step`` only steps the optimizer, and the rest does nothing.
+        process_group: The ranks that have a part of the model; None for every rank.
         settings: More keyword settings of :class:`distamp.DistGradScaler`.
     """
 
@@ -157,12 +157,12 @@ _put: dict[_Place, tuple[ModuleType, Any, Any]] = {}
 
 @dataclass(frozen=True)
 class Installation:
-    """What `install` did; a context manager whose end takes it back.
+    """The result of `install`; a context manager whose end undoes it.
 
     Attributes:
-        late: ``module.name`` of each place outside torch that had taken torch's class before, and
+        late: ``module.name`` of each place outside torch that imported torch's class before, and
             keeps it; and each class outside torch that was derived from it before.
-        first: False where distamp was installed already: then the end of this one changes nothing.
+        first: False if distamp was already installed; then the end of this one changes nothing.
     """
 
     late: tuple[str, ...]
@@ -178,22 +178,22 @@ class Installation:
 
 
 def install() -> Installation:
-    """Put `DistGradScaler` where ``torch.amp.GradScaler`` stands, for packages that make their own.
+    """Replace ``torch.amp.GradScaler`` by `DistGradScaler`, for packages that create a scaler.
 
-    Trainers make their scaler themselves, from one of torch's names. Call this before the trainer
-    is imported, in every process, and the scaler that it makes is distamp's:
-    ``torch.GradScaler``, ``torch.amp.GradScaler``, ``torch.amp.grad_scaler.GradScaler``, those of
-    ``torch.cuda.amp`` and ``torch.cpu.amp`` with their own arguments, and ``ShardedGradScaler``
-    with its. Activation checkpointing then recomputes under the op lists of the forward pass too.
-    Nothing else of torch is touched; importing distamp touches nothing. A second call changes
+    Trainers create their own scaler, from one of torch's names. Call this in every process, before
+    you import the trainer, and its scaler is distamp's. The names are ``torch.GradScaler``,
+    ``torch.amp.GradScaler``, ``torch.amp.grad_scaler.GradScaler``, those of ``torch.cuda.amp`` and
+    ``torch.cpu.amp`` with their signatures, and ``ShardedGradScaler`` with its signature.
+    Activation checkpointing then also recomputes with the op lists of the forward pass.
+    Nothing else of torch is changed; importing distamp changes nothing. A second call changes
     nothing.
 
     Returns:
-        What can be used in a ``with`` statement, and lists what came too late.
+        A context manager, which also lists what was imported too early.
 
     Warns:
-        RuntimeWarning: Other modules took torch's class before, or derived classes from it; those
-            go on with torch's. Names them.
+        RuntimeWarning: Other modules imported torch's class before, or derived classes from it;
+            they still use torch's. Names them.
 
     Example::
 
@@ -224,10 +224,10 @@ def install() -> Installation:
 def uninstall() -> None:
     """Give torch's names back to torch's classes; scalers that were made keep being distamp's.
 
-    Does nothing where distamp is not installed.
+    Does nothing if distamp is not installed.
 
     Warns:
-        RuntimeWarning: Something else was put over a name since; that name is left as it is.
+        RuntimeWarning: Something else has replaced a name since; that name does not change.
     """
     others = []
     for place, (module, theirs, ours) in list(_put.items()):

@@ -143,11 +143,11 @@ class Precision:
 
         Args:
             level: ``"O0"``, ``"O1"``, ``"O2"``, ``"O3"``, ``"bf16"``, ``"bf16-O2"``, ``"bf16-O3"``,
-                or a value of one's own.
-            keep_batchnorm_fp32: In place of the row's; also ``"True"`` and ``"False"``, as a
-                command line gives them. None leaves the row as it is, here and below.
-            master_weights: In place of the row's.
-            loss_scale: In place of the row's; a number, also as text, or ``"dynamic"``.
+                or your own value.
+            keep_batchnorm_fp32: Overrides the row's; also ``"True"`` and ``"False"``, as a
+                command line gives them. None keeps the row's value, here and below.
+            master_weights: Overrides the row's.
+            loss_scale: Overrides the row's; a number, also as text, or ``"dynamic"``.
 
         Raises:
             SettingError: There is no such level, or the override contradicts it.

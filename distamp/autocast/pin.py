@@ -29,24 +29,23 @@ _DTYPES = {
 class pin_precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad.
     """Pin one module, and all modules in it, to a precision.
 
-    ``"fp32"`` runs the module with autocast off, and casts the fp16 and bf16 tensors it is called
-    with to float32, so that a half result of the module before it does not stop it; torch has the
-    user write both by hand. ``"fp16"`` and ``"bf16"`` run it in an autocast region of that dtype,
-    also where it is called outside of one. Both hold for the device types of all tensors it is
-    called with and of its parameters.
+    ``"fp32"`` runs the module with autocast off, and casts its fp16 and bf16 inputs to float32, so
+    that it accepts half-precision results of other modules; with torch, you write both by hand.
+    ``"fp16"`` and ``"bf16"`` run it in an autocast region of that dtype, also if it is called
+    outside of a region. The pin applies to the device types of all inputs and parameters.
 
-    The pin takes hold at once. It lasts until :meth:`undo`, or until the end of the ``with`` block
-    if it is used as one. A module can be pinned again inside a pin; the last one counts. Backward
+    It starts at once, and lasts until :meth:`undo`, or until the end of the ``with`` block if it is
+    used as one. A module can be pinned again inside a pin; the last one counts. Backward
     needs no pin: it runs in the dtypes of forward. Copies, replicas and pickles of the module keep
     the pin.
 
     Args:
-        module: The module to pin. Its parameters are left as they are.
+        module: The module to pin. Its parameters do not change.
         dtype: ``"fp32"``, ``"fp16"``, ``"bf16"``, or the :class:`torch.dtype`.
 
     Raises:
-        TypeError: ``module`` is no module.
-        ValueError: Another precision.
+        TypeError: ``module`` is not a module.
+        ValueError: ``dtype`` is another precision.
     """
 
     def __init__(self, module: nn.Module, dtype: str | torch.dtype) -> None:

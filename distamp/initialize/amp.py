@@ -27,11 +27,11 @@ __all__ = ["Amp", "StepResult"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Which optimizers stepped, known on the device; ``bool`` of it waits for the host to know.
+    """Which optimizers stepped, as tensors on the device; ``bool`` of it waits for the device.
 
     Args:
         taken: 0-d bool, whether every optimizer stepped.
-        optimizers: The same for each optimizer, in the order in which they were given.
+        optimizers: The same for each optimizer, in the order of the arguments.
     """
 
     taken: Tensor
@@ -44,18 +44,18 @@ class StepResult:
 class Amp:
     """A model, its optimizers, and the scaler and region that its level asks for.
 
-    As the pair of ``torch.amp.autocast`` and ``torch.amp.GradScaler``, put together for one level,
-    so that a loop reads the same at all of them. Nothing is patched: ``scaler`` and ``precision``
-    are there for what is not covered, closures (LBFGS) for example:
+    Like ``torch.amp.autocast`` and ``torch.amp.GradScaler``, combined for one level, so that the
+    training loop is the same at every level. Nothing is patched. For what this class does not
+    cover, use ``scaler`` and ``precision``; for closures (LBFGS), for example,
     ``amp.scaler.step(optimizer, closure)``.
 
     Attributes:
-        models: What was given, cast where the level asks for it.
-        optimizers: What was given.
+        models: The given models, cast if the level requires it.
+        optimizers: The given optimizers.
         precision: The level, overrides included.
-        scaler: The `DistGradScaler`; disabled where the level needs none.
-        comm_hooks: The state of each model's communication hook, with its ``stats()``; none where
-            no ``comm_hook`` was given.
+        scaler: The `DistGradScaler`; disabled if the level needs none.
+        comm_hooks: The state of each model's communication hook, with its ``stats()``; empty
+            without ``comm_hook``.
 
     Example::
 
@@ -119,7 +119,7 @@ class Amp:
     # -- forward and backward --------------------------------------------------------------------
 
     def autocast(self) -> autocast:
-        """Return the region for forward passes and losses; one in which nothing is cast at O2, O3.
+        """Return the region for forward passes and losses; at O0, O2 and O3 it casts nothing.
 
         A ``torch.autocast``: a context manager and a decorator.
         """
@@ -153,13 +153,13 @@ class Amp:
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Scale a loss and add its gradients to those that are there.
+        """Scale a loss and add its gradients to the existing ones.
 
-        As ``scaler.scale(loss).backward()``.
+        Like ``scaler.scale(loss).backward()``.
 
         Args:
-            loss: 0-d, best taken in float32.
-            loss_id: Whose scale it has, below ``num_losses``.
+            loss: 0-d, preferably computed in float32.
+            loss_id: The number of the loss, whose scale is used; below ``num_losses``.
             retain_graph: As in ``Tensor.backward``.
             create_graph: As in ``Tensor.backward``.
             inputs: As in ``Tensor.backward``.
@@ -205,15 +205,15 @@ class Amp:
         retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Return gradients of a loss, for a penalty on them; ``.grad`` stays as it is.
+        """Return gradients of a loss, for a penalty on them; ``.grad`` does not change.
 
-        As ``torch.autograd.grad``, but the loss is scaled on the way, so that float16 holds what
-        is between, and what comes back is unscaled and float32.
+        Like ``torch.autograd.grad``, but the loss is scaled, so that intermediate gradients do not
+        underflow in float16. The returned gradients are unscaled and float32.
 
         Args:
             loss: 0-d.
-            inputs: What to differentiate by.
-            loss_id: Whose scale is used.
+            inputs: The tensors to differentiate with respect to.
+            loss_id: The number of the loss, whose scale is used.
             retain_graph: As in ``torch.autograd.grad``.
             create_graph: As in ``torch.autograd.grad``; True for a penalty.
         """
@@ -238,12 +238,12 @@ class Amp:
     # -- clip and step ---------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of the gradient of all optimizers, of which every rank may hold a part.
+        """Clip gradients by their norm over all optimizers, which may be sharded over the ranks.
 
-        As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with unscaled gradients.
+        Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with unscaled gradients.
 
         Args:
-            max_norm: The largest norm to leave; > 0.
+            max_norm: The largest norm after clipping; > 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
 
         Returns:
@@ -265,10 +265,10 @@ class Amp:
         return self.scaler.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def step(self) -> StepResult:
-        """Step every optimizer that did not overflow on any rank, and move the loss scale.
+        """Step every optimizer that did not overflow on any rank, and update the loss scale.
 
-        As ``scaler.step(optimizer)`` for each and ``scaler.update()``, with one message for all.
-        Never waits by itself; whether it was taken is asked of the result.
+        Like ``scaler.step(optimizer)`` for each and ``scaler.update()``, with one message for all.
+        Never waits by itself; the result says whether the step was taken.
 
         Raises:
             StageError, GradientError, LockstepError, LossScaleCollapse: As ``DistGradScaler.step``.

@@ -50,8 +50,7 @@ class DistGradScaler(TorchNames):
 
     Args:
         device: Device type of the loss scale, such as ``"cuda"``. None: the accelerator if there is
-            one, else ``"cpu"``. If the device is not available, the scaler warns and is disabled,
-            as in torch.
+            one, else ``"cpu"``. If it is not available, the scaler warns and is disabled.
         init_scale: The first loss scale.
         growth_factor: Multiplies the scale after ``growth_interval`` clean iterations; > 1.
         backoff_factor: Multiplies the scale after an overflow; between 0 and 1.
@@ -168,8 +167,7 @@ class DistGradScaler(TorchNames):
         """Multiply a tensor, or every tensor of a nested structure, by the loss scale.
 
         Like ``torch.amp.GradScaler.scale``, which accepts lists, tuples and iterables. Also accepts
-        namedtuples and mappings, and keeps their type. float16 outputs of any shape are returned as
-        float32.
+        namedtuples and mappings, and keeps their type. Returns float32 for float16 outputs.
 
         Args:
             outputs: A Tensor or an iterable, mapping or nesting of Tensors, of any shape.
@@ -310,8 +308,7 @@ class DistGradScaler(TorchNames):
     def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
         """Step several optimizers with one message for all of them.
 
-        Each optimizer is stepped or skipped by its own gradients, as with separate calls of
-        ``step``.
+        Each optimizer is stepped or skipped by its own gradients.
 
         Returns:
             The result of each ``optimizer.step()``; None for a skipped step.
@@ -529,9 +526,8 @@ class DistGradScaler(TorchNames):
         Call it after a skipped step and before ``zero_grad``.
 
         Args:
-            model: Gives the names, and includes parameters of no optimizer. Without it, names come
-                from the constructor's ``named_parameters`` or the optimizer, or are group and
-                index.
+            model: Gives names, and includes parameters of no optimizer. Without it, names come
+                from ``named_parameters`` or the optimizer, or are group and index.
 
         Raises:
             StageError: No rank has such a gradient; raised on every rank.

@@ -42,32 +42,32 @@ set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 @dataclass(frozen=True)
 class OpLists:
-    """Which ops an autocast region runs in which precision, where that is not torch's own choice.
+    """The precision of ops in an autocast region, if it is not torch's own choice.
 
-    Torch's lists are compiled in and hold for every region of every thread; these hold for the
+    torch's lists are compiled in and apply to every region of every thread. These apply to the
     regions they are given to, ``autocast("cuda", ops=OpLists(fp32={"linear"}))``, in the thread
-    that entered them. Ops named in none of the lists stay as torch has them. A region's lists take
-    the place of those of the region around it; a region without lists keeps them.
+    that entered them. Ops on none of the lists run as in torch. A region's lists replace those of
+    the region around it; a region without lists keeps them.
 
     As in torch's lists, only out-of-place ops are changed: in-place variants, calls with ``out=``
-    or with an explicit ``dtype=``, float64 and integer inputs are left alone.
+    or with an explicit ``dtype=``, float64 and integer inputs are not changed.
 
     A name moves its whole family: every op that does the same computation under another name.
     Apex's ``register_half_function``, ``register_float_function`` and ``register_promote_function``
-    are ``lower_precision``, ``fp32`` and ``promote`` here, for a region instead of for good.
+    are ``lower_precision``, ``fp32`` and ``promote`` here, for a region instead of the process.
 
     Args:
         lower_precision: Ops that cast their inputs to the region's dtype.
-        fp32: Ops that cast their inputs to float32, or give their result in it.
+        fp32: Ops that cast their inputs to float32, or return float32.
         promote: Ops that cast their inputs to the widest of their inputs' dtypes.
-        unlisted: Ops that run in the dtype of their inputs; what torch does with ops on no list.
-        exact: Move each named op alone, with its overloads but without its family.
+        unlisted: Ops that run in the dtype of their inputs, as torch runs ops on no list.
+        exact: Move only each named op and its overloads, without its family.
 
     Names are those of the public API (``"linear"``, ``"torch.nn.functional.linear"``), of the
     dispatcher (``"aten::mm"``, ``"mylib::op"`` for a custom op), or torch's functions themselves.
 
     Raises:
-        TypeError: A list is a single string, or holds something that is no name.
+        TypeError: A list is a single string, or contains something that is not a name.
         ValueError: An unknown or ineligible name (with close matches), or one family in two lists.
 
     Source: torch's autocast op reference, https://pytorch.org/docs/stable/amp.html.
