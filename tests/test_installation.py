@@ -42,7 +42,7 @@ PLACES = [
 def installed() -> Iterator[distamp.installation.Installation]:
     """``with distamp.install()``, whatever trainers this process has imported before."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*came too late.*")
+        warnings.filterwarnings("ignore", message=".*was called after.*")
         installation = distamp.install()
     with installation:
         yield installation
@@ -181,7 +181,7 @@ def test_it_says_which_module_took_torchs_class_before(monkeypatch):
     early = types.ModuleType("early_trainer")
     early.Scaler = torch.amp.GradScaler
     monkeypatch.setitem(sys.modules, "early_trainer", early)
-    with pytest.warns(RuntimeWarning, match="came too late"):
+    with pytest.warns(RuntimeWarning, match="was called after"):
         done = distamp.install()
     with done:
         assert "early_trainer.Scaler" in done.late
@@ -192,7 +192,7 @@ def test_it_says_which_class_was_derived_from_torchs_before():
     class Early(torch.amp.GradScaler):
         pass
 
-    with pytest.warns(RuntimeWarning, match="came too late"):
+    with pytest.warns(RuntimeWarning, match="was called after"):
         done = distamp.install()
     with done:
         assert f"{__name__}.{Early.__qualname__}" in done.late

@@ -415,7 +415,7 @@ def pickled_with_a_group() -> list[Any]:
 
 def test_a_pickle_drops_the_group_and_says_so_until_it_is_set(ranks2):
     for message, scale, value in ranks2.run(pickled_with_a_group):
-        assert "set scaler.process_group" in message
+        assert "assign scaler.process_group" in message
         assert (scale, value) == (512.0, 0.75)
 
 
