@@ -50,9 +50,13 @@ def cells_of(layout: str, *kinds: str) -> Iterator[Cell]:
         yield layout, kind, order, fault
 
 
+# torch has no rule for it, and which of two errors says so depends on what ran before.
+_REFUSED_BY_TORCH = [("FSDP2 offload", "Adagrad fused")]
+
+
 def sample(layout: str, count: int) -> list[Cell]:
     """The same ``count`` cells of one layout at every call."""
-    every = list(cells_of(layout))
+    every = [each for each in cells_of(layout) if each[:2] not in _REFUSED_BY_TORCH]
     return random.Random(f"sim {layout}").sample(every, min(count, len(every)))
 
 
