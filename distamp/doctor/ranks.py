@@ -151,10 +151,10 @@ def _group_faults(store: Store, rank: int, size: int, device: str, timeout: floa
         thread = threading.Thread(target=reduce, daemon=True)
         thread.start()
         thread.join(2 * timeout + 5)
-        said = found[0] if found else f"no answer in {2 * timeout + 5:g} s"
-        if said:
+        reason = found[0] if found else f"no answer in {2 * timeout + 5:g} s"
+        if reason:
             faults.append(
-                f"{backend} does not connect the ranks: {said}. Name the network interface: "
+                f"{backend} does not connect the ranks: {reason}. Name the network interface: "
                 f"{backend.upper()}_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
             )
     return faults

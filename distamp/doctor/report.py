@@ -82,9 +82,9 @@ def _speed(speed: Speed) -> tuple[str, str]:
 
 
 def _ranks(ranks: Ranks) -> list[str]:
-    said = f"  rank {ranks.rank} of {ranks.size}"
+    line = f"  rank {ranks.rank} of {ranks.size}"
     alike = "all alike" if not (ranks.errors or ranks.notes) else ""
-    return ["Ranks", f"{said}{', ' if alike else ''}{alike}", *(f"  {n}" for n in ranks.notes), ""]
+    return ["Ranks", f"{line}{', ' if alike else ''}{alike}", *(f"  {n}" for n in ranks.notes), ""]
 
 
 def diagnose(

@@ -28,7 +28,7 @@ class Speed:
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         milliseconds: Median of a few calls; None where the device cannot do it.
         of_float32: That, as a ratio to float32; below 1 is faster. None where there is none.
-        why: What the device said, where it cannot.
+        why: The error of the device, where it cannot.
     """
 
     op: str

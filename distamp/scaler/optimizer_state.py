@@ -124,7 +124,7 @@ class OptimizerState(dict[str, Any]):
         return only if len(flags) == 1 and only.dim() == 0 else merged(flags, only.device)
 
     def set_flag(self, flag: Tensor, reply: Reply | None = None, place: int = 0) -> None:
-        """Note the flag that all ranks agree on, and what told it."""
+        """Note the flag that all ranks agree on, and where it came from."""
         self["found_inf_per_device"] = {flag.device: flag}
         self.flag_agreed = True
         self.found_inf = flag

@@ -134,7 +134,7 @@ class SkipLog:
     def note(
         self, scaler: DistGradScaler, subject: Subject, flag: Tensor, skipped: bool | None
     ) -> None:
-        """Note a step; on a device what became of it is said an iteration later."""
+        """Note a step; on a device its outcome is logged an iteration later."""
         if skipped is False or not _log.isEnabledFor(logging.INFO) or scaler._ranks.rank:
             return
         _, optimizer, state, _ = subject
