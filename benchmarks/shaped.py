@@ -80,13 +80,20 @@ def _phase(phases: dict[str, Phase], name: str, work: Callable[[], Any]) -> Any:
 
 
 def run_on_hosts(
-    module: str, hosts: int, rate: str, mtu: int, options: Mapping[str, Any], timeout: float
+    module: str,
+    hosts: int,
+    rate: str,
+    mtu: int,
+    options: Mapping[str, Any],
+    timeout: float,
+    congestion: str = "cubic",
 ) -> list[Any]:
     """Call ``module.rank(**options)`` on one rank of each host; return what each returned.
 
     What it returns must be writable as JSON; a `Phase` comes back as a dict.
     """
-    with tempfile.TemporaryDirectory() as folder, Hosts(hosts, rate, mtu=mtu) as network:
+    network = Hosts(hosts, rate, mtu=mtu, congestion=congestion)
+    with tempfile.TemporaryDirectory() as folder, network:
         started = []
         for number, host in enumerate(network):
             environment = {

@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of each link, as tc writes it")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument("--congestion", default="cubic", help="TCP's congestion control")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", help=f"some of {', '.join(DDP)}, auto")
     given = parser.parse_args()
@@ -84,12 +85,19 @@ def main() -> None:
     }
     print(environment(), flush=True)
     ranks = run_on_hosts(
-        "benchmarks.shaped_link", given.hosts, given.rate, given.mtu, options, timeout=7200
+        "benchmarks.shaped_link",
+        given.hosts,
+        given.rate,
+        given.mtu,
+        options,
+        timeout=7200,
+        congestion=given.congestion,
     )
     print(
         f"{given.wrapper}, {ranks[0]['parameters'] / 1e6:.1f} M parameters, {given.hosts} hosts,"
-        f" {given.rate}, packets of {given.mtu} bytes (headers {headers(given.mtu)}); the slowest"
-        f" link carries {min(rank['link'] for rank in ranks):.0f} Mbit/s of payload\n"
+        f" {given.rate}, TCP's congestion control {given.congestion}, packets of {given.mtu} bytes"
+        f" (headers {headers(given.mtu)}); the slowest link carries"
+        f" {min(rank['link'] for rank in ranks):.0f} Mbit/s of payload\n"
     )
     for choice in ranks[0]["choices"]:
         print(f"{choice}\n")

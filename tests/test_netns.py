@@ -110,6 +110,11 @@ def test_each_host_has_a_name_that_all_resolve(hosts):
             assert host.run([sys.executable, "-c", code]).strip() == other.address
 
 
+def test_tcp_is_the_same_on_every_machine(hosts):
+    chosen = "/proc/sys/net/ipv4/tcp_congestion_control"
+    assert [host.run(["cat", chosen]) for host in hosts] == ["cubic\n"] * len(hosts)
+
+
 def test_a_host_sees_no_process_but_its_own(hosts):
     with hosts[0].popen(["sleep", "60"]) as sleeping:
         while not hosts[0].processes():
