@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.hooks import unserializable_hook
 
 from distamp import host
 from distamp.errors import StageError
@@ -21,6 +23,8 @@ from distamp.sources import GradientSource, source_of
 __all__ = ["BackwardWatch", "take_over_shared"]
 
 _MOST_NODES = 100_000
+# Of a hook among those that users register on the same tensor, whose keys begin at 0.
+_KEY = -1
 
 
 class BackwardWatch:
@@ -38,7 +42,7 @@ class BackwardWatch:
         self._states = states
         # How often the scale has changed, and what it was before and is since.
         self._changes = 0
-        self._hook = partial(self._begins, 0, ())
+        self._hook = self._new_hook()
         self._passes = 0
         # As of which change the last loss was scaled, and the last pass begun.
         self._scaled_as_of = self._passed_as_of = -1
@@ -50,15 +54,23 @@ class BackwardWatch:
 
     def watch(self, scaled: Tensor) -> None:
         """Watch the backward pass that begins at ``scaled``."""
-        node = scaled.grad_fn
+        node: Any = scaled.grad_fn
         if node is None:
             return
         self._scaled_as_of = self._changes
-        if self._states.any:
-            node.register_prehook(self._hook)
-            return
-        # What the pass goes on to, and not the node itself, which holds this very hook.
-        node.register_prehook(partial(self._begins, self._changes, node.next_functions))
+        hook = self._hook
+        if not self._states.known:
+            # What the pass goes on to, and not the node itself, which holds this very hook.
+            hook = self._new_hook(node.next_functions)
+        # As Tensor.register_hook() does it, but for the handle to remove the hook by, which would
+        # take half of the time of scale().
+        scaled._backward_hooks = OrderedDict(((_KEY, hook),))
+        node._register_hook_dict(scaled)
+
+    def _new_hook(self, following: Sequence[tuple[Any, int]] = ()) -> Callable[[Tensor], None]:
+        # Who saves a scaled loss need not be warned that this hook is left out.
+        hook = unserializable_hook(partial(self._begins, self._changes, following))
+        return cast("Callable[[Tensor], None]", hook)
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -66,7 +78,7 @@ class BackwardWatch:
         states = self._states
         self._passes += 1
         self._passed_as_of = changes
-        if following and not states.any:
+        if following and not states.known:
             self._note_leaves(following)
         ended: list[Callable[[], None]] = []
         for state in states.records.values():
@@ -118,7 +130,7 @@ class BackwardWatch:
         if before is None or (on_host and before == now):
             return
         self._changes += 1
-        self._hook = partial(self._begins, self._changes, ())
+        self._hook = self._new_hook()
         old = before if isinstance(before, Tensor) else _scalar(before)
         self._before = old
         for optimizer, state in self._states.live():

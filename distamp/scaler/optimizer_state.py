@@ -277,10 +277,15 @@ class Records(dict[int, OptimizerState]):
 
 
 class OptimizerStates:
-    """The states of the optimizers that a scaler has seen, which are held weakly."""
+    """The states of the optimizers that a scaler has seen, which are held weakly.
+
+    Attributes:
+        known: The states by ``id(optimizer)``, as long as the optimizers live.
+        records: Those of this iteration.
+    """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, OptimizerState] = {}
+        self.known: dict[int, OptimizerState] = {}
         self._seen = 0
         self.begin_records()
 
@@ -289,14 +294,9 @@ class OptimizerStates:
         self.records = Records()
         self.records.states = self
 
-    @property
-    def any(self) -> bool:
-        """Whether an optimizer has been seen that may still be there."""
-        return bool(self._by_id)
-
     def by_id(self, key: int) -> OptimizerState:
         """Return the state at an ``id``, or one for an optimizer that is yet to be seen."""
-        state = self._by_id.get(key)
+        state = self.known.get(key)
         return OptimizerState(lambda: None, -1) if state is None else state
 
     def record(self, optimizer: Any, given: Any = None) -> OptimizerState:
@@ -318,7 +318,7 @@ class OptimizerStates:
         return state
 
     def _of(self, optimizer: Any, key: int, made: OptimizerState | None) -> OptimizerState:
-        state = self._by_id.get(key)
+        state = self.known.get(key)
         if state is not None:
             return state
         if not hasattr(optimizer, "param_groups"):
@@ -335,20 +335,20 @@ class OptimizerStates:
             getattr(optimizer, "_step_supports_amp_scaling", False)
             and "grad_scaler" in inspect.signature(optimizer.step).parameters
         )
-        self._by_id[key] = state
+        self.known[key] = state
         return state
 
     def forget(self, key: int) -> None:
         """Forget an optimizer that is gone; its flag counts until the iteration ends."""
-        state = self._by_id.pop(key, None)
+        state = self.known.pop(key, None)
         record = self.records.pop(key, None)
         if state is not None and record is state and state["found_inf_per_device"]:
             self.records[-1 - state.index] = state
 
     def get(self, optimizer: Any) -> OptimizerState | None:
         """Return the state of an optimizer or of the one inside it; None if never seen."""
-        state = self._by_id.get(id(optimizer))
-        return self._by_id.get(id(unwrapped(optimizer))) if state is None else state
+        state = self.known.get(id(optimizer))
+        return self.known.get(id(unwrapped(optimizer))) if state is None else state
 
     def asked(
         self, question: str, optimizer: Any, before: str = "unscale_() or step()"
@@ -368,7 +368,7 @@ class OptimizerStates:
 
     def live(self) -> Iterator[tuple[Any, OptimizerState]]:
         """Yield every optimizer seen that is still alive, in the order of first sight."""
-        for state in list(self._by_id.values()):
+        for state in list(self.known.values()):
             optimizer = state.optimizer()
             if optimizer is not None:
                 yield optimizer, state
@@ -383,7 +383,7 @@ class OptimizerStates:
 
     def forget_agreements(self) -> None:
         """Compare identities anew at the next message, as after a change of group."""
-        for state in self._by_id.values():
+        for state in self.known.values():
             state.agreed = False
             state.fingerprint = state.identity = state.norms = 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -419,3 +421,43 @@ def test_a_new_optimizer_over_the_same_parameters_works_in_the_next_iteration():
     scaler.unscale_(second)
     scaler.step(second)
     assert parameter.item() == 0.5
+
+
+# -- the hook on a scaled loss ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["first loss", "later loss"])
+def test_a_user_s_hooks_on_a_scaled_loss_run_beside_ours_and_can_be_removed(seen):
+    parameter, optimizer = sgd(1.0)
+    scaler = cpu_scaler()
+    if seen:
+        backward(scaler, parameter, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    calls: list[float] = []
+    for removed in (False, True):
+        loss = scaler.scale(parameter.sum())
+        handle = loss.register_hook(lambda gradient: calls.append(gradient.item()))
+        if removed:
+            handle.remove()
+        loss.backward()
+        assert calls == [1.0]
+    scaler.unscale_(optimizer)
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(StageError, match=LATE):
+        scaler.step(optimizer)
+
+
+def test_a_hook_of_a_user_s_does_not_run_for_the_next_loss():
+    scaler, parameter = cpu_scaler(), leaf(1.0)
+    calls: list[float] = []
+    scaler.scale(parameter.sum()).register_hook(lambda gradient: calls.append(1.0))
+    scaler.scale(parameter.sum()).backward()
+    assert calls == []
+
+
+def test_a_scaled_loss_is_saved_without_a_warning():
+    loss = cpu_scaler().scale(leaf(1.0).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(loss, io.BytesIO())

@@ -180,3 +180,33 @@ def test_an_error_of_one_rank_beside_replicas_that_are_none_stops_every_rank(sim
             assert [step for step, error in enumerate(errors) if error] in ([4], [5]), errors
             assert any("no such layer" in str(error) for error in errors)
             assert norms == [10.0, 10.0]  # the root of 6 ** 2 + 8 ** 2
+
+
+def _clip_of_what_nobody_has_seen() -> Any:
+    """Rank 1 first clips parameters of no known optimizer, which is refused, and then goes on."""
+    stage = _Stage(3 + dist.get_rank())
+    errors, found = [], []
+    for step in range(6):
+        clipped = None
+        if step == 0 and dist.get_rank() == 1:
+            clipped = stage.parameters
+
+        def one_step(clipped: Any = clipped) -> None:
+            found.append(stage.step(clipped=clipped))
+
+        error = error_of(one_step)
+        errors.append(None if error is None else error[1])
+        if error is not None:
+            stage.scaler.update(64.0)
+    return errors, found[-3:], [p.detach().cpu() for p in stage.parameters]
+
+
+def test_a_clip_that_one_rank_refuses_before_it_knows_the_optimizer_stops_every_rank(sim2):
+    for schedule, seed in SCHEDULES:
+        ranks = sim2.run(_clip_of_what_nobody_has_seen, schedule=schedule, seed=seed)
+        steps = [[number for number, error in enumerate(each[0]) if error] for each in ranks]
+        assert steps[0] == steps[1], ranks
+        assert steps[0] in ([0], [1])
+        assert all("no optimizer this scaler has" in str(each[0]) for each in ranks)
+        _check([each[1] for each in ranks], [7] * 3, may_skip=set())
+        assert ranks[0][2][0][0] == ranks[1][2][0][0]  # as many steps

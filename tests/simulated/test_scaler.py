@@ -191,6 +191,42 @@ def test_two_scalers_and_accumulation_under_ddp(sim2, ranks2):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def _two_scalers_of_one_group(device: str) -> list[Any]:
+    """One steps a fused optimizer, whose replies are read late, and one another; both clip."""
+    rank = dist.get_rank()
+    where = f"{device}:{rank}" if device == "sim" else device
+    torch.manual_seed(0)
+    parts = []
+    for fused in (True, False):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4).to(where))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused, foreach=not fused)
+        parts.append((model, optimizer, DistGradScaler(device, init_scale=256.0)))
+    found: list[Any] = []
+    for step in range(8):
+        for number, (model, optimizer, scaler) in enumerate(parts):
+            bad = rank == 1 and step == 2 + 3 * number
+            x = torch.full((2, 4), 1.0 + rank, device=where)
+            loss = model(x).square().mean() * (float("inf") if bad else 1.0)
+            scaler.scale(loss).backward()
+            if (step + number) % 3:
+                found.append(scaler.clip_grad_norm_(optimizer, 0.5).cpu())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for model, optimizer, scaler in parts:
+        found.append([p.detach().cpu() for p in model.parameters()])
+        found.append((scaler.get_scale(), scaler.step_counts(optimizer).skipped))
+    return found
+
+
+def test_two_scalers_of_one_group_of_which_one_reads_its_replies_late(sim2, ranks2):
+    expected = ranks2.run(_two_scalers_of_one_group, "cpu")
+    assert [rank[-1] for rank in expected] == [(128.0, 1)] * 2
+    for schedule, seed in SCHEDULES:
+        found = sim2.run(_two_scalers_of_one_group, "sim", schedule=schedule, seed=seed)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def _one_rank_has_the_loss() -> Any:
     """Two stages of a pipeline: only the last one scales a loss, the other is sent gradients."""
     rank = dist.get_rank()
