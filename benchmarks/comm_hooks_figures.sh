@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Take every figure of docs/comm_hooks_figures.md and docs/wire.md again, in less than 15 minutes.
+# Measure everything in docs/comm_hooks_figures.md and docs/wire.md; takes about 20 minutes.
 #
 #   sudo benchmarks/comm_hooks_figures.sh FOLDER
 #
-# On a quiet machine: two cores that do something else make every ratio worse. Needs root and
-# network namespaces. FOLDER gets a text file for each command, with the command in its first line.
-# PYTHON names another interpreter than .venv/bin/python.
+# Use a machine that does nothing else: other work makes every ratio worse. Needs root and network
+# namespaces. Writes a text file to FOLDER for each command, with the command in its first line.
+# Set PYTHON to use another interpreter than .venv/bin/python.
 set -euo pipefail
 
 if [[ $# -ne 1 ]]; then

@@ -2,6 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.scaler_round [--ranks 1 2 4] [--rounds 40] [--fused]
         [--parameters 10 100 1000 10000] [--elements 25000] [--device cuda]
+    OMP_NUM_THREADS=1 python -m benchmarks.scaler_round --parts [--ranks 1 2] [--parameters 20]
+        [--elements 16]
 
 The optimizers' step does nothing, so that only the scaler is timed. All scalers see the same
 gradients in turn; between two turns the gradients are multiplied by the loss scale again and the
@@ -9,12 +11,19 @@ ranks wait for each other, both untimed. A round takes as long as its slowest ra
 
 fairscale's scaler is made for CUDA and disables itself without it. Here it is enabled by hand, and
 its copy of the flag to the GPU is left out, in its favour.
+
+``--parts`` takes a round of one optimizer to pieces instead: the time of each call, and how many
+functions of Python and of C it calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
+import random
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +70,11 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, nargs="+", help="other numbers of parameters")
     parser.add_argument("--elements", type=int, default=SIZE, help="of each parameter")
     parser.add_argument("--device", default="cpu", help="of parameters, gradients and scale")
+    parser.add_argument("--parts", action="store_true", help="scale, step and update by themselves")
     arguments = parser.parse_args()
+    if arguments.parts:
+        print_parts(arguments)
+        return
     cases = [(n, 1) for n in arguments.parameters] if arguments.parameters else CASES
     print(environment(), flush=True)
     print("distamp's time, and its ratio to each peer's: median [quartiles]\n")
@@ -117,6 +130,84 @@ def measure(
         paired = interleave(pair, max(rounds // 5, 5), before=before, warmup=1)
         times |= {FAIRSCALE: paired[FAIRSCALE], BESIDE_FAIRSCALE: paired[OURS]}
     return times
+
+
+def print_parts(arguments: argparse.Namespace) -> None:
+    """Print what each call of a round takes, in a table."""
+    print(environment(), flush=True)
+    print("microseconds: median [quartiles] of the slowest rank; calls: of rank 0\n")
+    parts = ["scale", "step", "update"]
+    header = ["ranks", "parameters", "scaler", *parts, "round", *(f"calls: {p}" for p in parts)]
+    print("\n".join(markdown(header, []).splitlines()))
+    for size in arguments.ranks:
+        with RankPool(size, timeout=600) as pool:
+            for parameters in arguments.parameters or [20]:
+                ranks = pool.run(
+                    measure_parts,
+                    parameters,
+                    arguments.elements,
+                    10 * arguments.rounds,
+                    device=arguments.device,
+                )
+                for name, (_, calls) in ranks[0].items():
+                    times = slowest([rank[name][0] for rank in ranks])
+                    whole = [sum(each) for each in zip(*(times[p] for p in parts), strict=True)]
+                    cells = [_microseconds(times[part]) for part in parts]
+                    counts = [calls[part] for part in parts]
+                    row = [size, parameters, name, *cells, _microseconds(whole), *counts]
+                    print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def measure_parts(
+    parameters: int, elements: int, rounds: int, *, device: str
+) -> dict[str, tuple[Timings, dict[str, int]]]:
+    """Return for each scaler the seconds of each call, round by round, and the calls it makes."""
+    ps = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(parameters)]
+    grads = [torch.full((elements,), SCALE, device=device) for _ in ps]
+    for p, grad in zip(ps, grads, strict=True):
+        p.grad = grad
+    optimizer = NoStep(ps)
+    loss = torch.ones((), device=device, requires_grad=True) * 1.0
+    scalers: dict[str, Any] = {
+        OURS: DistGradScaler(device, init_scale=SCALE),
+        TORCH: torch.amp.GradScaler(device, init_scale=SCALE),
+        SHARDED: ShardedGradScaler(device, init_scale=SCALE),
+    }
+    found: dict[str, tuple[Timings, dict[str, int]]] = {
+        name: ({"scale": [], "step": [], "update": []}, {}) for name in scalers
+    }
+    order = random.Random(0)
+    for number in range(-10, rounds + 1):
+        for name in order.sample(list(scalers), len(scalers)):
+            torch._foreach_mul_(grads, SCALE if grads[0][0] < SCALE else 1.0)
+            dist.barrier()
+            scaler, (times, calls) = scalers[name], found[name]
+            for part, call, given in (
+                ("scale", scaler.scale, (loss,)),
+                ("step", scaler.step, (optimizer,)),
+                ("update", scaler.update, ()),
+            ):
+                if number == rounds:
+                    calls[part] = _calls(call, given)
+                    continue
+                start = time.perf_counter()
+                call(*given)
+                if number >= 0:
+                    times[part].append(time.perf_counter() - start)
+    return found
+
+
+def _calls(call: Callable[..., Any], given: tuple[Any, ...]) -> int:
+    """Return how many functions of Python and of C a call calls, itself among them."""
+    profile = cProfile.Profile()
+    profile.runcall(call, *given)
+    total: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    return total - 1  # and not the profile's own
+
+
+def _microseconds(seconds: list[float]) -> str:
+    low, median, high = (1e6 * x for x in statistics.quantiles(seconds, n=4, method="inclusive"))
+    return f"{median:.1f} [{low:.1f}, {high:.1f}]"
 
 
 def contenders(
