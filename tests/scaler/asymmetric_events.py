@@ -398,6 +398,7 @@ def _regroup(runner: Runner, event: Event) -> None:
         runner.slots = [
             runner.new_slot(index, runner.in_order(slot)) for index, slot in enumerate(runner.slots)
         ]
+        runner.compiled = None  # it scales by the scaler of the rank that is gone
         runner.seen.restarted = True
     else:
         runner.scaler.process_group = runner.group
