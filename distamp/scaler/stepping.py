@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from distamp import host
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["agree_on_flags_of_others", "apply", "step_with_closure"]
 
 
+_HOST = torch.device("cpu")
+_is_on_host = operator.attrgetter("is_cpu")
+
+
 def agree_on_flags_of_others(scaler: DistGradScaler, subject: Subject) -> None:
     """Agree on flags that an override, or a framework itself, has written down."""
     state = subject.state
@@ -37,7 +43,7 @@ def apply(
     scaler: DistGradScaler, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Step by the flag, or skip."""
-    given, optimizer, state, _ = subject
+    given, optimizer, state, source = subject
     flag = state.flag()
     if flag is None:
         raise StageError("No inf checks were recorded for this optimizer.")
@@ -47,8 +53,15 @@ def apply(
     if state.wants_scaler:
         result = _step_with_scaler(scaler, subject, args, kwargs)
     elif state.takes_flags(optimizer):
-        if skipped is False or not _must_not_skip_inside(optimizer, flag, skipped):
-            result = _step_with_flags(scaler, subject, flag, args, kwargs)
+        there = flag
+        if skipped is None and any(map(_is_on_host, source.stepped())):
+            # torch's fused optimizers copy the flag to where parameters are and do not wait for it:
+            # on the host they would read what has not arrived. So they are given one of the host's.
+            scaler._ranks.drain()
+            there = host.moved(flag, _HOST)
+            skipped = bool(there.item())
+        if skipped is False or not _must_not_skip_inside(optimizer, there, skipped):
+            result = _step_with_flags(scaler, subject, there, args, kwargs)
     else:
         # Where the host must wait for the flag, it learns first of what the ranks differ in.
         scaler._ranks.drain()
@@ -85,6 +98,8 @@ def _step_with_flags(
     if state["stage"] is not OptState.UNSCALED:
         scale = scaler._scale_tensor() if state.made_with is None else state.made_with
         grad_scale = scale if grad_scale is None else scale * grad_scale
+    if grad_scale is not None and host.is_host(flag.device):
+        grad_scale = host.moved(grad_scale, flag.device)
     try:
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = flag

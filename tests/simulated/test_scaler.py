@@ -69,27 +69,37 @@ def test_a_host_copy_that_is_known_to_have_arrived_is_not_waited_for(sim):
     assert sim.one(_copy_that_has_arrived) == [5, 5, 5]
 
 
-def _offloaded(device: str) -> list[Tensor]:
-    """One layer on the device and one on the CPU, in one optimizer."""
+def _offloaded(device: str, kind: str, unscales: bool, both: bool) -> list[Tensor]:
+    """A layer on the device and one on the CPU; one optimizer of both, or of the CPU's alone."""
     torch.manual_seed(0)
     here, there = nn.Linear(4, 4).to(device), nn.Linear(4, 4)
-    optimizer = torch.optim.SGD([*here.parameters(), *there.parameters()], lr=0.1, foreach=False)
+    parameters = [*there.parameters(), *(here.parameters() if both else ())]
+    settings = {"foreach": False} if kind == "SGD" else {"fused": True}
+    kind_of = torch.optim.SGD if "SGD" in kind else torch.optim.AdamW
+    momentum = {"momentum": 0.9} if kind == "SGD fused" else {}
+    optimizer = kind_of(parameters, lr=0.1, **settings, **momentum)
     scaler = DistGradScaler(device, init_scale=4.0)
     for step in range(3):
         optimizer.zero_grad()
         x = here(torch.ones(2, 4, device=device)) * (float("inf") if step == 1 else 1.0)
-        scaler.scale(there(x.cpu()).square().mean()).backward()
-        scaler.unscale_(optimizer)
+        scaler.scale(there(x.cpu()).to(device).square().mean()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
+    counts = scaler.step_counts(optimizer)
+    assert (counts.taken, counts.skipped) == (2, 1)
     return [p.detach().cpu() for p in (*here.parameters(), *there.parameters())]
 
 
-def test_parameters_on_the_cpu_beside_some_on_the_device(sim):
-    expected = sim.one(_offloaded, "cpu")
+@pytest.mark.parametrize("both", [True, False], ids=["both", "CPU alone"])
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscale", "step"])
+@pytest.mark.parametrize("kind", ["SGD", "SGD fused", "AdamW fused"])
+def test_parameters_on_the_cpu_under_a_scaler_of_the_device(sim, kind, unscales, both):
+    expected = sim.one(_offloaded, "cpu", kind, unscales, both)
     for schedule, seed in SCHEDULES:
-        found = sim.one(_offloaded, "sim", schedule=schedule, seed=seed)
-        assert all(map(torch.equal, found, expected))
+        found = sim.one(_offloaded, "sim", kind, unscales, both, schedule=schedule, seed=seed)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def _side_stream(device: str) -> list[Tensor]:
