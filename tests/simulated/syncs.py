@@ -41,6 +41,8 @@ PATHS: dict[str, tuple[int, dict[str, bool], str]] = {
     "FSDP2, foreach": (2, {"foreach": True}, "step"),
     "FSDP2, fused, the scaler's clipping": (2, FUSED, "own clip"),
     "FSDP2, fused, fp16 hook, attached": (2, FUSED, "attach"),
+    "FSDP2, CPU offload, fused": (2, FUSED, "step"),
+    "FSDP2, CPU offload, foreach": (2, {"foreach": True}, "step"),
 }
 STEPS = 8
 
@@ -76,7 +78,10 @@ def _made(path: str, net: Any, implementation: Any, how: str, mine: bool) -> Any
     elif path.startswith("FSDP1"):
         model = torch.distributed.fsdp.FullyShardedDataParallel(net, use_orig_params=True)
     elif path.startswith("FSDP2"):
-        model = torch.distributed.fsdp.fully_shard(net, mesh=mesh((2,), ("shard",)))
+        policy: dict[str, Any] = {}
+        if "offload" in path:
+            policy["offload_policy"] = torch.distributed.fsdp.CPUOffloadPolicy()
+        model = torch.distributed.fsdp.fully_shard(net, mesh=mesh((2,), ("shard",)), **policy)
     optimizer = torch.optim.AdamW(model.parameters(), **implementation)
     if how == "masters":
         from distamp.scaler import MasterParameters
