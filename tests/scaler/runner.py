@@ -111,7 +111,20 @@ class _Runner:
             outcomes.append(self._iterate(number, iteration))
             if outcomes[-1].error is not None:
                 break
+        astray = self.program.astray
+        if astray is not None and astray[0] != "call" and outcomes[-1].error is None:
+            self._note_later_error(outcomes[-1])
         return outcomes
+
+    def _note_later_error(self, outcome: Outcome) -> None:
+        """Note what the next message raises: a device may have left it until then."""
+        self.layout.zero_grad(self.optimizers)
+        try:
+            self._backward(len(self.program.iterations) - 1, Iteration())
+            self.scaler.unscale_(*self.optimizers)
+        except Exception as error:
+            outcome.error = (type(error).__name__, str(error))
+            outcome.unchanged_by_error = not any(outcome.moved)
 
     def _iterate(self, number: int, iteration: Iteration) -> Outcome:
         outcome = Outcome(self.layout.domain_of(self.layout.rank))
