@@ -46,10 +46,10 @@ def run(name: str, folder: Path, flags: list[str], ranks: Ranks) -> None:
         return
     config = parse([*flags, "--run-dir", str(folder), "--overwrite"], quiet=not ranks.is_main)
     job = prepare(config, ranks)
-    state = None if name == FP32 else comm_hooks.register(job.run.spread.model, name)
+    state = None if name == FP32 else comm_hooks.register(job.run.parallel.model, name)
     with job.report:
         train(job)
-        job.report.finish()
+        job.report.finish(job.summary())
     if ranks.is_main:
         stats: dict[str, Any] = {}
         if state is not None:
