@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -128,8 +128,7 @@ class DistGradScaler(TorchNames):
         settings.check_fp16_grads(fp16_grads)
         settings.check_skips(max_consecutive_skips)
         groups.check_group(process_group)
-        self._fp16_grads = fp16_grads
-        self._recheck = recheck
+        self._fp16_grads, self._recheck = fp16_grads, recheck
         self._max_consecutive_skips = max_consecutive_skips
         self._names = settings.Names(named_parameters)
         self._init_scale = self._schedule.checked_scale(init_scale)
@@ -177,8 +176,8 @@ class DistGradScaler(TorchNames):
         """
         if not self._enabled:
             return outputs
-        if torch.compiler.is_compiling():
-            return _outside_the_graph(self, outputs)
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_the_graph(DistGradScaler.scale)(self, outputs)
         if isinstance(outputs, Tensor):
             return self._scaled(outputs, self._begin_scaling(outputs.device))
         copies: list[PerDevice] = []
@@ -374,6 +373,9 @@ class DistGradScaler(TorchNames):
             SettingError: ``new_scale`` is outside ``[min_scale, max_scale]`` or not one number.
         """
         if not self._enabled:
+            return
+        if torch.compiler.is_dynamo_compiling():
+            _outside_the_graph(DistGradScaler.update)(self, new_scale)
             return
         scale = self._scale
         if scale is None:
@@ -612,10 +614,9 @@ _STEP, _UNSCALE = DistGradScaler.step, DistGradScaler.unscale_
 _CHECK = DistGradScaler._check_inf_per_device
 
 
-def _outside_the_graph(scaler: DistGradScaler, outputs: Any) -> Any:
-    # A compiled graph drops hooks on what it computes, and traces all that they reach: scale() runs
-    # as it stands, between two graphs.
-    return torch._compile._disable_dynamo(DistGradScaler.scale)(scaler, outputs)
+def _outside_the_graph(method: Callable[..., Any]) -> Callable[..., Any]:
+    # A compiled graph drops hooks, and traces all that they reach: this runs between two graphs.
+    return torch._compile._disable_dynamo(method)
 
 
 def _one_number(value: float | Tensor) -> float:

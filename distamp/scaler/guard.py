@@ -15,7 +15,7 @@ from torch.utils.hooks import unserializable_hook
 
 from distamp import host
 from distamp.errors import StageError
-from distamp.gradients import local_of
+from distamp.gradients import is_dtensor, local_of
 from distamp.optimizers import inner_optimizer
 from distamp.scaler.optimizer_state import Leftover, OptimizerState, OptimizerStates, OptState
 from distamp.sources import GradientSource, source_of
@@ -49,7 +49,7 @@ class BackwardWatch:
         self._before: Tensor | None = None
         self._now: float | Tensor | None = None
         # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.
-        self._leaves: list[weakref.ref[Tensor]] = []
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._orphans: list[Leftover] = []
 
     def watch(self, scaled: Tensor) -> None:
@@ -125,8 +125,7 @@ class BackwardWatch:
         now: float | Tensor = scale.item() if on_host else scale.clone()
         before, self._now = self._now, now
         if self._leaves:
-            alive = {id(p): r for r in self._leaves if (p := r()) is not None}
-            self._leaves = list(alive.values())
+            self._leaves = {key: r for key, r in self._leaves.items() if r() is not None}
         if before is None or (on_host and before == now):
             return
         self._changes += 1
@@ -142,8 +141,8 @@ class BackwardWatch:
 
     def _adopt_leaves(self, scale: Tensor) -> None:
         known = {id(p) for o, _ in self._states.live() for p in source_of(o).watched()}
-        leaves = [p for reference in self._leaves if (p := reference()) is not None]
-        self._leaves = []
+        leaves = [p for reference in self._leaves.values() if (p := reference()) is not None]
+        self._leaves = {}
         self._orphans = _with_new(
             [each for each in self._orphans if _is_there(each)],
             [leaf for leaf in leaves if id(leaf) not in known],
@@ -160,7 +159,7 @@ class BackwardWatch:
                 continue
             variable = getattr(node, "variable", None)
             if variable is not None:
-                self._leaves.append(weakref.ref(variable))
+                self._leaves[id(variable)] = weakref.ref(variable)
             for other, _ in node.next_functions:
                 if other is not None and other not in seen:
                     seen.add(other)
@@ -218,6 +217,11 @@ class BackwardWatch:
         self._orphans = [each for each in alive if id(each.parameter()) not in mine]
 
 
+def _is_filled(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and _has_values(gradient)
+
+
 def _has_values(gradient: Tensor) -> bool:
     values = local_of(gradient)
     return bool((values._values() if values.is_sparse else values).any())
@@ -249,17 +253,21 @@ def _adding(leftover: Leftover, current: bool) -> Callable[[], None]:
     """Note whether a pass adds to a gradient of an earlier scale."""
     parameter = leftover.parameter()
     gradient = None if parameter is None else parameter.grad
-    if gradient is not None and gradient._version != leftover.version and not _has_values(gradient):
+    if (
+        gradient is not None
+        and _version(gradient) != leftover.version
+        and not _has_values(gradient)
+    ):
         leftover.gradient = lambda: None  # type: ignore[assignment]  # zeroed in place
         return lambda: None
-    version = 0 if gradient is None else gradient._version
+    version = 0 if gradient is None else _version(gradient)
     leftover.version = version
 
     def ended() -> None:
         now = None if parameter is None else parameter.grad
-        if now is None or (now is gradient and now._version == version):
+        if now is None or (now is gradient and _version(now) == version):
             return
-        leftover.gradient, leftover.version = weakref.ref(now), now._version
+        leftover.gradient, leftover.version = weakref.ref(now), _version(now)
         leftover.added |= current
 
     return ended
@@ -277,11 +285,11 @@ def _is_there(leftover: Leftover) -> bool:
 def _was_written(leftover: Leftover) -> bool:
     """Return whether anything has written to a gradient outside of a backward pass."""
     gradient = leftover.gradient()
-    return gradient is not None and gradient._version != leftover.version
+    return gradient is not None and _version(gradient) != leftover.version
 
 
 def _leftover(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Leftover:
-    return Leftover(weakref.ref(parameter), weakref.ref(gradient), gradient._version, scale)
+    return Leftover(weakref.ref(parameter), weakref.ref(gradient), _version(gradient), scale)
 
 
 def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
@@ -295,7 +303,12 @@ def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor
 
 
 def _versions(parameters: list[Tensor]) -> list[tuple[int, int] | None]:
-    return [None if (g := p.grad) is None else (id(g), g._version) for p in parameters]
+    return [None if (g := p.grad) is None else (id(g), _version(g)) for p in parameters]
+
+
+def _version(gradient: Tensor) -> int:
+    # FSDP2 adds to what a DTensor holds, which the DTensor itself does not count.
+    return (gradient._local_tensor if is_dtensor(gradient) else gradient)._version
 
 
 def _at_end_of_backward(callbacks: list[Callable[[], None]]) -> None:
@@ -331,7 +344,8 @@ def take_over_shared(
             mine = set(map(id, source.watched()))
         theirs = set(map(id, source_of(holder).watched()))
         fresh = {id(p) for reference in other.refreshed if (p := reference()) is not None}
-        if not (mine & theirs) - fresh:
+        used = (mine & theirs) - fresh
+        if not any(id(p) in used and _is_filled(p) for p in source.watched()):
             continue
         if mine <= theirs or inner_optimizer(optimizer) is not None:
             state.take_over(other)

@@ -236,6 +236,8 @@ class OptimizerState(dict[str, Any]):
             return False
         if self.wants_scaler or inner_optimizer(optimizer) is not None:
             return False
+        if not type(optimizer).step.__module__.startswith("torch.optim."):
+            return True  # a step of its own, also of a subclass, does what the mark says
         return all(group.get("fused", True) for group in optimizer.param_groups)
 
 

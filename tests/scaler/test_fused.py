@@ -123,9 +123,10 @@ class Counts(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("make", [cpu_scaler, torch_scaler])
-def test_a_users_fused_optimizer_is_called_on_an_overflow_too(make):
+@pytest.mark.parametrize("kind", ["Counts", "CountsAsSGD"])
+def test_a_users_fused_optimizer_is_called_on_an_overflow_too(make, kind):
     parameter = leaf(1.0)
-    optimizer = Counts([parameter])
+    optimizer = globals()[kind]([parameter])
     scaler = make()
     for gradient in (0.25, INF, 0.25):
         optimizer.zero_grad()
@@ -134,6 +135,14 @@ def test_a_users_fused_optimizer_is_called_on_an_overflow_too(make):
         scaler.update()
     assert optimizer.calls == [0.0, 1.0, 0.0]
     assert parameter.item() == 0.5
+
+
+class CountsAsSGD(Counts, torch.optim.SGD):
+    """The same, derived from an optimizer whose own groups say ``fused=None``."""
+
+    def __init__(self, parameters: Any) -> None:
+        torch.optim.SGD.__init__(self, parameters, lr=1.0)
+        self.calls: list[float] = []
 
 
 class TakesScaler(torch.optim.SGD):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from distamp import DistGradScaler
 from distamp.errors import StageError
 from distamp.scaler import MasterParameters
-from tests.ranks import RankPool
+from tests.ranks import RankPool, mesh
 from tests.scaler.faults.tools import error_of
-from tests.scaler.steps import INF, backward, cpu_scaler, leaf
+from tests.scaler.steps import INF, backward, cpu_scaler, leaf, torch_scaler
 
 
 def _pair_of_optimizers(fused: bool = False) -> tuple[list[nn.Parameter], list[torch.optim.SGD]]:
@@ -313,3 +315,112 @@ def test_an_optimizer_first_seen_after_update_is_unscaled_by_its_own_scale(
         scaler.clip_grad_norm_(b, 100.0)
     scaler.step(b)
     assert q.item() == 0.75
+
+
+def test_an_update_inside_a_compiled_step_moves_the_scale() -> None:
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler(growth_interval=1)
+
+    def one_step(gradient: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale((parameter * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    compiled = _compiled(one_step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for gradient in (0.25, INF, 0.25):
+            compiled(torch.tensor(gradient))
+    assert (parameter.item(), scaler.get_scale()) == (0.5, 2048.0)
+
+
+def test_a_scaler_works_while_another_thread_compiles() -> None:
+    started, done = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        started.set()
+        done.wait(60)
+        return graph.forward
+
+    thread = threading.Thread(target=torch.compile(torch.sin, backend=backend), args=(leaf(1.0),))
+    thread.start()
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler()
+    try:
+        assert started.wait(60)
+        assert torch.compiler.is_compiling()  # of this thread too
+        scaler.scale((parameter * 0.25).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    finally:
+        done.set()
+        thread.join()
+    assert parameter.item() == 0.75
+
+
+# -- passes that do not reach every parameter -------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_two_optimizers_of_which_the_second_has_gradients_of_some_parameters(
+    set_to_none: bool,
+) -> None:
+    values = []
+    for scaler in (cpu_scaler(), torch_scaler()):
+        a, b = leaf(1.0), leaf(1.0)
+        first = torch.optim.SGD([a, b], lr=0.125)
+        second = torch.optim.SGD([a, b], lr=0.5)
+        scaler.scale((a * b).sum()).backward()
+        scaler.step(first)
+        first.zero_grad(set_to_none=set_to_none)
+        scaler.scale((a * 3).sum()).backward()
+        scaler.step(second)
+        scaler.update()
+        values.append((a.item(), b.item()))
+    assert values[0] == values[1] == (-0.625, 0.875)
+
+
+def test_leaves_of_losses_before_any_optimizer_are_noted_once() -> None:
+    scaler, parameter = cpu_scaler(), leaf(1.0)
+    for _ in range(50):
+        torch.autograd.grad(scaler.scale(parameter.sum()), parameter)
+    assert len(scaler._watch._leaves) == 1
+
+
+# -- FSDP2, which adds to what a DTensor holds -----------------------------------------------------
+
+
+def _late_under_fsdp2() -> Any:
+    """A pass after unscale_, and then two passes of which the scale changes in between."""
+    torch.manual_seed(0)
+    shard = mesh((2,), ("shard",))
+    model, other = (fully_shard(nn.Linear(4, 4), mesh=shard) for _ in range(2))
+    optimizer, first = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    scaler = DistGradScaler("cpu", init_scale=1024.0)
+
+    def passes(module: Any, factor: float = 1.0) -> None:
+        scaler.scale(module(torch.ones(2, 4)).square().mean() * factor).backward()
+
+    passes(model)
+    scaler.unscale_(optimizer)
+    passes(model)
+    late = error_of(scaler.step, optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    passes(model)
+    passes(other, INF)
+    scaler.step(first)
+    scaler.update()
+    passes(model)
+    return late, error_of(scaler.step, optimizer)
+
+
+def test_late_passes_and_two_scales_are_seen_under_fsdp2(ranks: Callable[[int], RankPool]) -> None:
+    for late, mixed in ranks(2).run(_late_under_fsdp2):
+        assert late is not None
+        assert "after unscale_()" in late[1]
+        assert mixed is not None
+        assert "made with several loss scales (512, 1024)" in mixed[1] or "1024, 512" in mixed[1]
