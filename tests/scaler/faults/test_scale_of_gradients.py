@@ -361,7 +361,7 @@ def test_a_scaler_works_while_another_thread_compiles() -> None:
     assert parameter.item() == 0.75
 
 
-# -- passes that do not reach every parameter -------------------------------------------------------
+# -- passes that do not reach every parameter ------------------------------------------------------
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
