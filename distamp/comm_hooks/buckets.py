@@ -81,10 +81,16 @@ class Bucket:
 
 
 class Buckets:
-    """All buckets of one hook."""
+    """All buckets of one hook.
+
+    Attributes:
+        scaled: Whether residuals are in unscaled units, by an attached scaler (True), or in units
+            of the gradients as they were exchanged; None where that is not known.
+    """
 
     def __init__(self) -> None:
         self.iteration = 0
+        self.scaled: bool | None = None
         self.mismatched = Flags()
         self._of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known: dict[int, list[Bucket]] = {}

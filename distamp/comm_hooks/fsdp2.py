@@ -196,7 +196,7 @@ def register_fsdp2(
     Raises:
         ValueError: no FSDP2 module, a hook or a custom reduce-scatter is there already, a format
             that needs error feedback, gradients reduced in a dtype that is not wider than the
-            wire, or ``replicas`` with a two-dimensional mesh.
+            wire, ``replicas`` with a two-dimensional mesh or that hold other shards of a replica.
         LockstepError: a rank holds another format or model; on all ranks.
         RuntimeError: this torch has no ``set_custom_reduce_scatter``.
     """
@@ -306,6 +306,21 @@ def _check_groups(
                 "itself: pass fully_shard the shard dimension alone, mesh['shard'], or leave out "
                 "replicas"
             )
+        if replicas is not None:
+            _check_replicas(name, group, replicas)
+
+
+def _check_replicas(name: str, group: Any, replicas: ProcessGroup) -> None:
+    """Refuse replicas that hold other shards: their gradients are of other elements."""
+    shards = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+    member = not torch_compat.is_non_member(replicas)
+    ranks = dist.get_process_group_ranks(replicas) if member else []
+    if set(shards) & set(ranks) != {dist.get_rank()}:
+        raise ValueError(
+            f"replicas holds ranks {ranks}, but {name} is sharded over ranks {shards}: replicas "
+            "must be the ranks that hold the same shard as this one, and no other of these; of a "
+            "mesh with dimensions 'replicate' and 'shard' give mesh['replicate'].get_group()"
+        )
 
 
 def _agree(name: str, groups: list[Any], replicas: ProcessGroup | None) -> None:

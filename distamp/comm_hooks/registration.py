@@ -55,12 +55,20 @@ def register(
 
     Raises:
         ValueError: The format is unknown; the module is not one of these wrappers, or has a hook
-            already; the group has other ranks; the format is wider than the gradients.
-        TypeError: A group is not a ProcessGroup (a DeviceMesh, for example).
+            already; the group has other ranks; replicas hold another shard; the format is wider
+            than the gradients.
+        TypeError: The model is no module, or a group is not a ProcessGroup (a DeviceMesh, for
+            example).
         LockstepError: A rank registers another format, has another model, or raises one of the
-            errors above; raised on all other ranks.
+            errors above; raised on all other ranks. But a rank whose model is none of these
+            wrappers knows no group to tell: the others wait until their group's timeout.
         RuntimeError: This torch's FSDP2 does not support hooks.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"cannot give {type(model).__name__} a communication hook; give the wrapped model "
+            f"itself: {_CHOICES}"
+        )
     model = torch_compat.not_compiled(model)
     try:
         return _registered(model, wire, process_group, replicas)

@@ -1,7 +1,9 @@
 """What rounding took from a bucket's gradients, kept until the next exchange gives it back.
 
-Kept in unscaled units, so a change of the loss scale does not touch it, and put back to where it
-was when the step that an exchange was made for is skipped, or when the exchange found inf or NaN.
+With an attached scaler it is kept in unscaled units, so a change of the loss scale does not touch
+it, and put back to where it was when the step that an exchange was made for is skipped. Without one
+it is in units of the gradients as they were exchanged. It is put back, too, when the exchange found
+inf or NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from distamp.comm_hooks.arriving import used_here
 from distamp.comm_hooks.error_feedback import Feedback
 from distamp.host import moved
 
-__all__ = ["Residuals"]
+__all__ = ["Residuals", "check_residual"]
 
 # Where something is rounded: this rank's own gradients, and the means that it owns.
 _STAGES = ("mine", "owned")
@@ -58,7 +60,8 @@ class Residuals:
     def begin(self, scale: Tensor | None) -> None:
         """Begin an exchange of gradients that are multiplied by ``scale``, 0-d float32.
 
-        None says that no scaler is there, so that nobody will say that a step was skipped.
+        None says that no scaler is there: residuals are in units of these gradients then, and
+        nobody will say that a step was skipped. What was kept must be of the same kind.
         """
         self._scale = 1.0 if scale is None else scale
         self._joined = scale is not None
@@ -159,6 +162,25 @@ class Residuals:
         for stage, start, numel in segments:
             if stage == "mine":
                 self._now[stage, start] = mine[start : start + numel].clone()
+
+
+def check_residual(name: str, residual: object, numel: int | None) -> None:
+    """Refuse what `Residuals.of` does not return: all but fp32 of shape (2, numel), finite.
+
+    Args:
+        name: The parameter's.
+        residual: What was given for it.
+        numel: The numbers in its gradient; None where that is not known.
+    """
+    if not isinstance(residual, Tensor) or residual.dtype is not torch.float32:
+        raise ValueError(f"the residuals of {name!r} must be fp32, not {residual!r:.80}")
+    if residual.ndim != 2 or len(residual) != 2 or numel not in (None, residual.shape[1]):
+        raise ValueError(
+            f"the residuals of {name!r} must be of shape (2, {'numel' if numel is None else numel})"
+            f", not {tuple(residual.shape)}"
+        )
+    if not residual.isfinite().all():
+        raise ValueError(f"the residuals of {name!r} hold inf or NaN")
 
 
 def _chosen(first: Tensor, a: Segments, b: Segments) -> Segments:

@@ -24,7 +24,7 @@ from distamp.comm_hooks.engines import Engines, named_failures
 from distamp.comm_hooks.headers import ReduceResult, lockstep_words
 from distamp.comm_hooks.layout import Layout, Route
 from distamp.comm_hooks.order import Staged, through
-from distamp.comm_hooks.residuals import Residuals
+from distamp.comm_hooks.residuals import Residuals, check_residual
 from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, alone, watch_shards
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WireFormat, wire_format
@@ -71,6 +71,7 @@ class CommHookState:
         self._reports = Reports(self.account)
         self._word = 0
         self._scale: Tensor | None = None
+        self._scaled_now = False
         self._names: dict[int, str] = {}
         self._parameters: dict[str, weakref.ref[Tensor]] = {}
         self._loaded: dict[str, Tensor] = {}
@@ -113,6 +114,7 @@ class CommHookState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         CommHookState.__init__(self, state["wire"], choice=state["choice"])
         self._loaded = dict(state["residuals"])
+        self.buckets.scaled = state.get("scaled")
         self._copied = True
         if not state["warned"]:
             warnings.warn(
@@ -150,11 +152,12 @@ class CommHookState:
         runner = self._engines.runner(group, values.device)
         if not engine.agreed(layout):
             engine.check(layout, runner.submit(partial(engine.facts_of_all, layout)).wait())
+        unit = self._unit()
         residuals = self._residuals(bucket, engine, layout, parameters)
         # Nothing where a rank without more inputs sends zeros in the others' backward passes.
         scale = self._scale if torch_compat.in_backward_pass() else None
         scales = [] if self._scale is None else [self._scale]
-        job = partial(self._average, engine, layout, values, scale, bucket, residuals)
+        job = partial(self._average, engine, layout, values, scale, bucket, residuals, unit)
         return runner.submit(job, uses=[values, *scales])
 
     def _average(
@@ -165,17 +168,32 @@ class CommHookState:
         scale: Tensor | None,
         bucket: Bucket,
         residuals: Residuals | None,
+        unit: Tensor | None,
     ) -> Staged[Tensor]:
         words = lockstep_words(self._word, scale, values.device)
         if residuals is not None:
             # The scaler writes the next scale into the same tensor, maybe on another device.
-            residuals.begin(None if self._scale is None else _copied(self._scale, values.device))
+            residuals.begin(None if unit is None else _copied(unit, values.device))
         staged = engine.staged(values, layout, words, feedback=residuals)
         doing = f"the exchange of {layout.name} in step {bucket.step}"
         result = yield from named_failures(staged, engine.channel, doing)
         bucket.note(result)
         self._reports.add(result)
         return values
+
+    def _unit(self) -> Tensor | None:
+        """Return the scale of a backward pass that an attached scaler scaled; None of any other.
+
+        Residuals that are in the other of these units, by a factor that nobody knows, are dropped.
+        """
+        # A rank without more inputs is in no backward pass, and keeps to the scale it heard last.
+        told = self._scaled_now or not torch_compat.in_backward_pass()
+        unit = self._scale if told else None
+        if self.buckets.scaled not in (None, unit is not None):
+            self.buckets.forget_residuals()
+            self._loaded = {}
+        self.buckets.scaled = unit is not None
+        return unit
 
     def _residuals(
         self, bucket: Bucket, engine: Engine, layout: Layout, parameters: Sequence[Tensor]
@@ -263,10 +281,11 @@ class CommHookState:
     def state_dict(self) -> dict[str, Any]:
         """Return what rounding took from this rank's gradients; each rank saves its own.
 
-        ``"residuals"`` has, by parameter name, fp32 tensors of shape (2, numel) in unscaled units:
-        of this rank's own gradient, and of the part of the mean that this rank owns (0 elsewhere).
-        A complex parameter has twice as many, as `torch.view_as_real` has them.
-        It is empty for formats without error feedback.
+        ``"residuals"`` has, by parameter name, fp32 tensors of shape (2, numel): of this rank's own
+        gradient, and of the part of the mean that this rank owns (0 elsewhere). A complex parameter
+        has twice as many, as `torch.view_as_real` has them. It is empty for formats without error
+        feedback. ``"scaled"`` says whether they are in unscaled units, by an attached scaler, or in
+        units of the gradients as they were exchanged; None before the first exchange.
         """
         residuals = {}
         for name, reference in self._parameters.items():
@@ -277,11 +296,15 @@ class CommHookState:
         return {
             "version": _VERSION,
             "wire": self.wire.name,
+            "scaled": self.buckets.scaled,
             "residuals": {**self._loaded, **residuals},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, between any two backward passes.
+
+        Residuals are dropped at the next exchange if a scaler is attached now and was not then, or
+        the other way. A state without ``"scaled"`` is taken to be as the next exchange has them.
 
         Raises:
             TypeError: Not a dict.
@@ -304,6 +327,11 @@ class CommHookState:
                 "the hook's state must have 'residuals', a dict of tensors by parameter, not "
                 f"{residuals!r:.80}"
             )
+        scaled = state_dict.get("scaled")
+        if scaled is not None and not isinstance(scaled, bool):
+            raise ValueError(
+                f"'scaled' of the hook's state must be True, False or None, not {scaled!r:.80}"
+            )
         unknown = sorted(map(str, set(residuals) - set(self._parameters)))
         if unknown:
             raise ValueError(
@@ -311,23 +339,11 @@ class CommHookState:
                 "parameters that the model does not have: load it for the model it was saved of"
             )
         for name, residual in residuals.items():
-            self._check_residual(name, residual)
+            parameter = self._parameters[name]()
+            check_residual(name, residual, None if parameter is None else reals_in(parameter))
         self.buckets.forget_residuals()
+        self.buckets.scaled = scaled
         self._loaded = dict(residuals)
-
-    def _check_residual(self, name: str, residual: object) -> None:
-        """Refuse what is not as `state_dict` has it: fp32 of shape (2, numel), finite."""
-        parameter = self._parameters[name]()
-        numel = "numel" if parameter is None else reals_in(parameter)
-        if not isinstance(residual, Tensor) or residual.dtype is not torch.float32:
-            raise ValueError(f"the residuals of {name!r} must be fp32, not {residual!r:.80}")
-        if residual.ndim != 2 or len(residual) != 2 or residual.shape[1] not in (numel, "numel"):
-            raise ValueError(
-                f"the residuals of {name!r} must be of shape (2, {numel}), not "
-                f"{tuple(residual.shape)}"
-            )
-        if not residual.isfinite().all():
-            raise ValueError(f"the residuals of {name!r} hold inf or NaN")
 
     # -- other ways ------------------------------------------------------------------------------
 
@@ -364,7 +380,7 @@ class CommHookState:
 
     def scale_changed(self, scale: Tensor, word: int) -> None:
         """See `distamp.protocols.CommHook.scale_changed`."""
-        self._scale, self._word = scale, word
+        self._scale, self._word, self._scaled_now = scale, word, True
 
     def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
@@ -373,6 +389,7 @@ class CommHookState:
 
     def iteration_ended(self) -> None:
         """See `distamp.protocols.CommHook.iteration_ended`."""
+        self._scaled_now = False
         self.buckets.iteration_ended()
 
     def ranks_mismatched(self) -> bool:

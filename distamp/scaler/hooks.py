@@ -48,6 +48,8 @@ class Hooks:
         self.joined.append(hook)
         # Its exchanges compare from the first on: a rank whose loss is not scaled is seen, too.
         hook.scale_changed(flag_of(True, "cpu"), 1)
+        # Until `scale` is called, nobody knows what a backward pass is scaled by.
+        hook.iteration_ended()
 
     def remove(self, hook: CommHook) -> bool:
         """Forget a hook and all that was learned from hooks; return whether it was joined."""
@@ -55,6 +57,8 @@ class Hooks:
         if len(left) == len(self.joined):
             return False
         self.joined = left
+        # The hook hears no more of the scale, nor of skips.
+        hook.iteration_ended()
         self._watches.clear()
         self._announced.clear()
         return True

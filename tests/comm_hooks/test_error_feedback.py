@@ -149,6 +149,118 @@ def test_a_bucket_of_two_optimizers_goes_back_for_the_one_that_skipped(ranks2):
     assert ranks2.run(_two_optimizers) == [(True, True)] * 2
 
 
+# -- with a scaler, and without -------------------------------------------------------------------
+
+SCALE = 2.0**16
+
+
+class _Exchanges:
+    """Exchanges of one large parameter, and how far each mean is from the true one."""
+
+    def __init__(self, *, attach: bool) -> None:
+        self.model, self.state = wrapped(nn.Linear(1000, 1, bias=False), "int8")
+        self.scaler = DistGradScaler("cpu", init_scale=SCALE)
+        self.errors: list[float] = []
+        if attach:
+            self.scaler.attach(self.state)
+
+    def exchange(self, *, scaled: bool = True, update: bool = True) -> None:
+        x = inputs(len(self.errors), 1000, rows=1)
+        true = x[0].clone()
+        dist.all_reduce(true)
+        self.model.zero_grad()
+        loss = self.model(x).sum()
+        (self.scaler.scale(loss) if scaled else loss).backward()
+        self.note(true / dist.get_world_size(), SCALE if scaled else 1.0)
+        if scaled and update:
+            sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
+            self.scaler.step(sgd)
+            self.scaler.update(SCALE)
+
+    def note(self, true: Tensor, scale: float) -> None:
+        mean = self.model.module.weight.grad[0] / scale
+        self.errors.append(((mean - true).norm() / true.norm()).item())
+
+
+def _changed(what: str) -> list[float]:
+    """The errors of exchanges between which the scaler comes or goes."""
+    one = _Exchanges(attach=what != "attached late")
+    one.exchange()
+    one.exchange(update=what != "detached before the update")
+    if what.startswith("detached"):
+        one.scaler.detach(one.state)
+    elif what == "attached late":
+        one.scaler.attach(one.state)
+    else:
+        one.exchange(scaled=False)
+    if what == "attached again":
+        one.scaler.attach(one.state)
+        one.scaler.attach(one.state)
+    for _ in range(2):
+        one.exchange(scaled=not what.startswith("detached"))
+    return one.errors
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "attached late",
+        "detached",
+        "detached before the update",
+        "attached again",
+        "not used in one pass",
+    ],
+)
+def test_residuals_in_other_units_are_dropped(ranks2, what):
+    for errors in ranks2.run(_changed, what):
+        assert max(errors) < 0.02, errors
+
+
+def _loaded(saved: bool, loaded: bool, kept: bool) -> tuple[list[float], bool | None, bool | None]:
+    """The errors of exchanges before and after a checkpoint, and the units that it names."""
+    before = _Exchanges(attach=saved)
+    empty = before.state.state_dict()["scaled"]
+    for _ in range(2):
+        before.exchange()
+    state = before.state.state_dict()
+    units = state["scaled"]
+    if not kept:
+        del state["scaled"]
+    after = _Exchanges(attach=loaded)
+    after.state.load_state_dict(state)
+    assert after.state.state_dict()["scaled"] is (units if kept else None)
+    for _ in range(2):
+        after.exchange()
+    return before.errors + after.errors, empty, units
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_checkpoint_says_in_which_units_residuals_are(ranks2, saved, loaded):
+    for errors, empty, units in ranks2.run(_loaded, saved, loaded, True):
+        assert max(errors) < 0.02, errors
+        assert empty is None
+        assert units is saved
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_a_checkpoint_that_does_not_say_is_of_a_run_like_this_one(ranks2, attach):
+    for errors, *_ in ranks2.run(_loaded, attach, attach, False):
+        assert max(errors) < 0.02, errors
+
+
+def _copied() -> tuple[bool, bool]:
+    one = _Exchanges(attach=True)
+    one.exchange()
+    with pytest.warns(UserWarning, match="a copy of a module"):
+        other = copy.deepcopy(one.state)
+    return other.state_dict()["scaled"], bool(other.state_dict()["residuals"])
+
+
+def test_a_copy_knows_the_units_of_its_residuals(ranks2):
+    assert ranks2.run(_copied) == [(True, True)] * 2
+
+
 # -- where buckets change -------------------------------------------------------------------------
 
 

@@ -144,6 +144,59 @@ def test_a_compiled_model_is_registered_as_one_that_is_not(ranks2, wrapper):
     assert all(exchanges > 0 for exchanges in ranks2.run(_compiled, wrapper))
 
 
+def _no_model(what: str) -> str:
+    ddp = _wrap("DDP")
+    given: Any = {"None": None, "state": ddp.state_dict(), "list": [ddp]}[what]
+    with pytest.raises(TypeError) as error:
+        comm_hooks.register(given)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"), [("None", "NoneType"), ("state", "OrderedDict"), ("list", "list")]
+)
+def test_what_is_no_model_is_refused_in_one_line(ranks2, what, kind):
+    message = (
+        f"cannot give {kind} a communication hook; give the wrapped model itself: "
+        "DistributedDataParallel, FullyShardedDataParallel, or a module that fully_shard was "
+        "applied to"
+    )
+    assert ranks2.run(_no_model, what) == [message] * 2
+
+
+def _other_shards(what: str) -> list[str]:
+    over = mesh((2, 2), ("replicate", "shard"))
+    groups = {
+        "shards": lambda: over["shard"].get_group(),
+        "all": lambda: dist.group.WORLD,
+        "equal to the shards": lambda: _pair([[0, 1], [2, 3]]),
+    }
+    model = fully_shard(mlp(*WIDTHS), mesh=over["shard"])
+    group = groups[what]()
+    for wire in ("fp16", "auto"):
+        with pytest.raises(ValueError) as error:
+            comm_hooks.register(model, wire, replicas=group)
+    comm_hooks.register(model, "fp16", replicas=_pair([[0, 2], [1, 3]]))
+    return [str(error.value)]
+
+
+def _pair(pairs: list[list[int]]) -> Any:
+    """The group of two ranks that this rank is in."""
+    made = {tuple(pair): subgroup(pair) for pair in pairs}
+    return next(group for pair, group in made.items() if dist.get_rank() in pair)
+
+
+@pytest.mark.parametrize("what", ["shards", "all", "equal to the shards"])
+def test_replicas_that_hold_other_shards_are_refused_on_all_ranks(ranks4, what):
+    for rank, (message,) in enumerate(ranks4.run(_other_shards, what, timeout=60)):
+        shards = [0, 1] if rank < 2 else [2, 3]
+        given = [0, 1, 2, 3] if what == "all" else shards
+        assert message.startswith(f"replicas holds ranks {given}, but FSDPSequential is")
+        assert f"sharded over ranks {shards}: " in message
+        assert "mesh['replicate'].get_group()" in message
+        assert "\n" not in message
+
+
 def _other_format(other: str) -> str:
     model = _wrap("DDP")
     with pytest.raises(LockstepError) as error:
