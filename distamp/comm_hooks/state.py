@@ -187,8 +187,8 @@ class CommHookState:
         Residuals that are in the other of these units, by a factor that nobody knows, are dropped.
         """
         # A rank without more inputs is in no backward pass, and keeps to the scale it heard last.
-        told = self._scaled_now or not torch_compat.in_backward_pass()
-        unit = self._scale if told else None
+        known = self._scaled_now or not torch_compat.in_backward_pass()
+        unit = self._scale if known else None
         if self.buckets.scaled not in (None, unit is not None):
             self.buckets.forget_residuals()
             self._loaded = {}
