@@ -27,7 +27,7 @@ __all__ = ["agree_on_flags_of_others", "apply", "step_with_closure"]
 
 
 _HOST = torch.device("cpu")
-_is_on_host = operator.attrgetter("is_cpu")
+_device = operator.attrgetter("device")
 
 
 def agree_on_flags_of_others(scaler: DistGradScaler, subject: Subject) -> None:
@@ -54,7 +54,7 @@ def apply(
         result = _step_with_scaler(scaler, subject, args, kwargs)
     elif state.takes_flags(optimizer):
         there = flag
-        if skipped is None and any(map(_is_on_host, source.stepped())):
+        if skipped is None and any(map(host.is_host, set(map(_device, source.stepped())))):
             # torch's fused optimizers copy the flag to where parameters are and do not wait for it:
             # on the host they would read what has not arrived. So they are given one of the host's.
             scaler._ranks.drain()

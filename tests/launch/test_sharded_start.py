@@ -326,5 +326,11 @@ print((before - resident()) / (50 << 22))
 @pytest.mark.parametrize(("needed", "returned"), [(0, False), (1 << 60, True)])
 def test_malloc_returns_what_is_freed_where_memory_is_scarce(needed, returned):
     command = [sys.executable, "-c", FREED, str(needed)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=jobs.ROOT, check=True)
-    assert (float(done.stdout) > 0.9) == returned
+
+    def part_returned() -> float:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=jobs.ROOT, check=True)
+        return float(done.stdout)
+
+    # By itself malloc returns it now and then, by chance of where the small tensors lie.
+    found = [part_returned() for _ in range(1 if returned else 4)]
+    assert (min(found) > 0.9) == returned

@@ -53,13 +53,14 @@ def cells_of(layout: str, *kinds: str) -> Iterator[Cell]:
 
 # What the CPU has in place of an optimizer that only devices have.
 _ON_CPU = {"Adam capturable": "Adam foreach"}
-# torch has no rule for it, and which of two errors says so depends on what ran before.
-_REFUSED_BY_TORCH = [("FSDP2 offload", "Adagrad fused")]
+# torch has no rule for it with DTensors; which of two errors says so depends on what ran before.
+_DTENSORS = ("FSDP2", "HSDP", "TP", "two meshes", "plain and DTensor")
 
 
 def sample(layout: str, count: int) -> list[Cell]:
     """The same ``count`` cells of one layout at every call."""
-    every = [each for each in cells_of(layout) if each[:2] not in _REFUSED_BY_TORCH]
+    refused = "Adagrad fused" if layout.startswith(_DTENSORS) else ""
+    every = [each for each in cells_of(layout) if each[1] != refused]
     return random.Random(f"sim {layout}").sample(every, min(count, len(every)))
 
 
