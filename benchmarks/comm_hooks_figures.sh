@@ -7,27 +7,8 @@
 # namespaces. Writes a text file to FOLDER for each command, with the command in its first line.
 # Set PYTHON to use another interpreter than .venv/bin/python.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/figures.sh"
 
-if [[ $# -ne 1 ]]; then
-    echo "usage: $0 FOLDER" >&2
-    exit 2
-fi
-mkdir -p "$1"
-folder=$(cd "$1" && pwd)
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=${PYTHON:-.venv/bin/python}
-export OMP_NUM_THREADS=1
-
-# part NAME MODULE ARGUMENTS...
-part() {
-    local name=$1 begun=$SECONDS status=0
-    shift
-    echo "\$ python -m $*" >"$folder/$name.txt"
-    "$python" -m "$@" >>"$folder/$name.txt" 2>&1 || status=$?
-    echo "$name: exit $status after $((SECONDS - begun)) s" | tee -a "$folder/summary.txt"
-}
-
-: >"$folder/summary.txt"
 part link_4 benchmarks.shaped_link --rounds 3 \
     --only compute fp32 "torch fp16" fp16_plain fp16 bf16 int16 int8 fp8_e4m3 auto
 part link_8 benchmarks.shaped_link --hosts 8 --rounds 3 --only fp32 "torch fp16" fp16

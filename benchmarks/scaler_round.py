@@ -31,6 +31,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from benchmarks.common import Timings, environment, interleave, markdown, ratio, slowest
@@ -109,17 +110,12 @@ def measure(
     parameters: int, elements: int, optimizers: int, rounds: int, *, fused: bool, device: str
 ) -> Timings:
     """Return the times of all scalers on this rank."""
-    ps = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(parameters)]
-    grads = [torch.full((elements,), SCALE, device=device) for _ in ps]
-    for p, grad in zip(ps, grads, strict=True):
-        p.grad = grad
+    ps, grads = _parameters(parameters, elements, device)
     kind = NoFusedStep if fused else NoStep
     opts = [kind(ps[i::optimizers]) for i in range(optimizers)]
 
     def before() -> None:
-        # Fused optimizers leave the gradients scaled.
-        torch._foreach_mul_(grads, SCALE if grads[0][0] < SCALE else 1.0)
-        dist.barrier()
+        _scale_again(grads)
 
     rivals = contenders(opts, fused=fused, device=device)
     slow = rivals.pop(FAIRSCALE, None)
@@ -162,25 +158,17 @@ def measure_parts(
     parameters: int, elements: int, rounds: int, *, device: str
 ) -> dict[str, tuple[Timings, dict[str, int]]]:
     """Return for each scaler the seconds of each call, round by round, and the calls it makes."""
-    ps = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(parameters)]
-    grads = [torch.full((elements,), SCALE, device=device) for _ in ps]
-    for p, grad in zip(ps, grads, strict=True):
-        p.grad = grad
+    ps, grads = _parameters(parameters, elements, device)
     optimizer = NoStep(ps)
-    loss = torch.ones((), device=device, requires_grad=True) * 1.0
-    scalers: dict[str, Any] = {
-        OURS: DistGradScaler(device, init_scale=SCALE),
-        TORCH: torch.amp.GradScaler(device, init_scale=SCALE),
-        SHARDED: ShardedGradScaler(device, init_scale=SCALE),
-    }
+    loss = _loss(device)
+    scalers = _scalers(device)
     found: dict[str, tuple[Timings, dict[str, int]]] = {
         name: ({"scale": [], "step": [], "update": []}, {}) for name in scalers
     }
     order = random.Random(0)
     for number in range(-10, rounds + 1):
         for name in order.sample(list(scalers), len(scalers)):
-            torch._foreach_mul_(grads, SCALE if grads[0][0] < SCALE else 1.0)
-            dist.barrier()
+            _scale_again(grads)
             scaler, (times, calls) = scalers[name], found[name]
             for part, call, given in (
                 ("scale", scaler.scale, (loss,)),
@@ -210,22 +198,45 @@ def _microseconds(seconds: list[float]) -> str:
     return f"{median:.1f} [{low:.1f}, {high:.1f}]"
 
 
-def contenders(
-    opts: list[torch.optim.Optimizer], *, fused: bool = False, device: str = "cpu"
-) -> dict[str, Callable[[], None]]:
-    """Return one round of each scaler over the same optimizers."""
-    scalers: dict[str, Any] = {
+def _parameters(count: int, elements: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return parameters, and their gradients, which are scaled."""
+    ps = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(count)]
+    grads = [torch.full((elements,), SCALE, device=device) for _ in ps]
+    for p, grad in zip(ps, grads, strict=True):
+        p.grad = grad
+    return ps, grads
+
+
+def _scale_again(grads: list[Tensor]) -> None:
+    """Scale the gradients, unless a fused optimizer left them so, and wait for all ranks."""
+    torch._foreach_mul_(grads, SCALE if grads[0][0] < SCALE else 1.0)
+    dist.barrier()
+
+
+def _loss(device: str) -> Tensor:
+    return torch.ones((), device=device, requires_grad=True) * 1.0
+
+
+def _scalers(device: str) -> dict[str, Any]:
+    return {
         OURS: DistGradScaler(device, init_scale=SCALE),
         TORCH: torch.amp.GradScaler(device, init_scale=SCALE),
         SHARDED: ShardedGradScaler(device, init_scale=SCALE),
     }
+
+
+def contenders(
+    opts: list[torch.optim.Optimizer], *, fused: bool = False, device: str = "cpu"
+) -> dict[str, Callable[[], None]]:
+    """Return one round of each scaler over the same optimizers."""
+    scalers = _scalers(device)
     if not fused:  # fairscale hands a fused optimizer another argument and checks nothing
         scalers[FAIRSCALE] = _fairscale(device)
     return {name: _round(scaler, opts, device) for name, scaler in scalers.items()}
 
 
 def _round(scaler: Any, opts: list[torch.optim.Optimizer], device: str) -> Callable[[], None]:
-    loss = torch.ones((), device=device, requires_grad=True) * 1.0
+    loss = _loss(device)
     grouped = isinstance(scaler, DistGradScaler) and len(opts) > 1
 
     def run() -> None:
