@@ -97,9 +97,9 @@ def _step_with_flags(
     grad_scale = getattr(optimizer, "grad_scale", None)
     if state["stage"] is not OptState.UNSCALED:
         scale = scaler._scale_tensor() if state.made_with is None else state.made_with
+        if host.is_host(flag.device) and not host.is_host(scale.device):
+            scale = host.moved(scale, flag.device)
         grad_scale = scale if grad_scale is None else scale * grad_scale
-    if grad_scale is not None and host.is_host(flag.device):
-        grad_scale = host.moved(grad_scale, flag.device)
     try:
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = flag
