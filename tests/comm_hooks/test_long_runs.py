@@ -234,6 +234,9 @@ def _calls(count: int) -> int:
         if event in ("call", "c_call"):
             caller: Any = frame
             while caller is not None:
+                # A second exchange starts a thread if that of the first has ended, by chance.
+                if caller.f_code.co_filename == threading.__file__:
+                    return
                 if caller.f_code.co_filename.startswith(folder):
                     calls[0] += 1
                     return
@@ -249,14 +252,12 @@ def _calls(count: int) -> int:
 
 
 def _growth() -> float:
-    # The least of three: what is collected as garbage in a step calls what others left behind.
-    few, many = (min(_calls(count) for _ in range(3)) for count in (200, 400))
-    return (many - few) / 200
+    return (_calls(400) - _calls(200)) / 200
 
 
 def test_a_parameter_more_costs_no_call_in_a_step(ranks2):
     for calls in ranks2.run(_growth):
-        assert calls < 0.5  # one call for each would be 1; some depend on timing
+        assert calls < 0.1
 
 
 # -- before the first backward pass, or after it ----------------------------------------------
