@@ -345,7 +345,11 @@ def take_over_shared(
         theirs = set(map(id, source_of(holder).watched()))
         fresh = {id(p) for reference in other.refreshed if (p := reference()) is not None}
         used = (mine & theirs) - fresh
-        if not any(id(p) in used and _is_filled(p) for p in source.watched()):
+        # Where a new pass reached some, the others count if they still have values. Without one all
+        # count, zero on this rank or not: the other ranks have the same, and send no message.
+        if mine & fresh:
+            used = {id(p) for p in source.watched() if id(p) in used and _is_filled(p)}
+        if not used:
             continue
         if mine <= theirs or inner_optimizer(optimizer) is not None:
             state.take_over(other)

@@ -383,6 +383,24 @@ def test_two_optimizers_of_which_the_second_has_gradients_of_some_parameters(
     assert values[0] == values[1] == (-0.625, 0.875)
 
 
+def _unscaled_through_another_with_zeros_on_rank_1() -> Any:
+    parameter = leaf(1.0)
+    first, second = (torch.optim.SGD([parameter], lr=1.0) for _ in range(2))
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 0.0 if dist.get_rank() else 0.25)
+    scaler.unscale_(first)
+    error = error_of(scaler.step, second)
+    scaler.update()
+    return error, parameter.item()
+
+
+def test_a_rank_whose_gradients_are_zero_takes_a_step_that_was_unscaled_through_another(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    found = ranks(2).run(_unscaled_through_another_with_zeros_on_rank_1, timeout=20)
+    assert found == [(None, 0.75), (None, 1.0)]
+
+
 def test_leaves_of_losses_before_any_optimizer_are_noted_once() -> None:
     scaler, parameter = cpu_scaler(), leaf(1.0)
     for _ in range(50):
