@@ -98,14 +98,21 @@ def test_a_model_skipped_and_asked_about_is_not_kept_alive_either() -> None:
 BORN, ALL_BORN, WARM_UP = 1_500, 10_000, 300
 
 
+# What leaks grows every time; what a cache or another thread of this process takes does not.
+SPANS = 3
+
+
 def _growth(one: Callable[[], None], born: int) -> int:
-    """How many more blocks of memory there are after so many than after a few hundred."""
+    """How many more blocks of memory so many leave behind: the least of several times."""
     for _ in range(WARM_UP):
         one()
-    before = _blocks()
-    for _ in range(born):
-        one()
-    return _blocks() - before
+    found = []
+    for _ in range(SPANS):
+        before = _blocks()
+        for _ in range(born // SPANS):
+            one()
+        found.append(_blocks() - before)
+    return min(found)
 
 
 def _over_its_own(scaler: DistGradScaler) -> Callable[[], None]:
@@ -170,8 +177,8 @@ MANY = pytest.param(ALL_BORN, marks=pytest.mark.slow)
 @pytest.mark.parametrize("born", [BORN, MANY])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_flat_over_optimizers_and_parameters_born_and_gone(kind: Any, born: int) -> None:
-    # A block for every fifth would be a leak already; dictionaries that grew do not count.
-    assert _growth(kind(cpu_scaler()), born) < born // 5
+    # A block for every fifth would be a leak already.
+    assert _growth(kind(cpu_scaler()), born) < born // SPANS // 5
 
 
 def _born_on_ranks(count: int) -> Any:
