@@ -15,9 +15,9 @@ from torch.utils.hooks import unserializable_hook
 
 from distamp import host
 from distamp.errors import StageError
-from distamp.gradients import is_dtensor, local_of
 from distamp.optimizers import inner_optimizer
-from distamp.scaler.optimizer_state import Leftover, OptimizerState, OptimizerStates, OptState
+from distamp.scaler.leftovers import Leftover, has_values, left_behind, still_there, versions
+from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates, OptState
 from distamp.sources import GradientSource, source_of
 
 __all__ = ["BackwardWatch", "take_over_shared"]
@@ -87,29 +87,31 @@ class BackwardWatch:
                 ended.append(_watching(state))
         current = changes == self._changes
         if self._changes:
-            leftovers = [each for each in self._leftovers() if _is_there(each)]
-            ended += [_adding(each, current) for each in leftovers]
+            ended += [each.pass_begins(current) for each in self._leftovers()]
         if not current and self._before is not None:
             ended += [self._late_pass(state, self._before) for _, state in states.live()]
         if ended:
             _at_end_of_backward(ended)
 
     def _leftovers(self) -> Iterable[Leftover]:
+        # Those that are not there now are forgotten: DDP's views of its buckets come back.
+        self._orphans = still_there(self._orphans)
         yield from self._orphans
         for _, state in self._states.live():
             if state.leftovers:
+                state.leftovers = still_there(state.leftovers)
                 yield from state.leftovers
 
     def _late_pass(self, state: OptimizerState, scale: Tensor) -> Callable[[], None]:
         """A loss that was scaled before the scale changed, and backpropagated after."""
         optimizer = state.optimizer()
         parameters = [] if optimizer is None else source_of(optimizer).filled()
-        before = _versions(parameters)
+        before = versions(parameters)
 
         def ended() -> None:
-            for p, old, new in zip(parameters, before, _versions(parameters), strict=True):
-                if old is None and new is not None and p.grad is not None:
-                    state.leftovers.append(_leftover(p, p.grad, scale))
+            for p, old, new in zip(parameters, before, versions(parameters), strict=True):
+                if old is None and new is not None:
+                    state.leftovers += left_behind(p, scale)
 
         return ended
 
@@ -133,9 +135,13 @@ class BackwardWatch:
         old = before if isinstance(before, Tensor) else _scalar(before)
         self._before = old
         for optimizer, state in self._states.live():
-            if state["stage"] is OptState.READY and state.looked_at != self._passes:
-                known = [each for each in state.leftovers if _is_there(each)]
-                state.leftovers = _with_new(known, source_of(optimizer).filled(), old)
+            if state["stage"] is OptState.STEPPED and state.refreshed:
+                new = [p for reference in state.refreshed if (p := reference()) is not None]
+            elif state.looked_at != self._passes and state.has_new_gradients():
+                new = source_of(optimizer).filled()
+            else:
+                continue
+            state.leftovers = _with_new(state.leftovers, new, old)
         if self._leaves:
             self._adopt_leaves(old)
 
@@ -144,9 +150,7 @@ class BackwardWatch:
         leaves = [p for reference in self._leaves.values() if (p := reference()) is not None]
         self._leaves = {}
         self._orphans = _with_new(
-            [each for each in self._orphans if _is_there(each)],
-            [leaf for leaf in leaves if id(leaf) not in known],
-            scale,
+            self._orphans, [leaf for leaf in leaves if id(leaf) not in known], scale
         )
 
     def _note_leaves(self, following: Sequence[tuple[Any, int]]) -> None:
@@ -175,22 +179,24 @@ class BackwardWatch:
         """
         first_seen = state.looked_at < 0
         state.looked_at = self._passes
+        if not state.samples:
+            state.sample(source.filled())
         if self._orphans:
             self._give_orphans(state, source)
         if not state.leftovers:
             earlier = self._scale_of_new() if first_seen else None
             return scale if earlier is None else earlier
-        left = [each for each in state.leftovers if _is_there(each)]
+        left = [each for each in still_there(state.leftovers) if each.has_values()]
         state.leftovers = []
         if not left:
             return scale
         places = {id(each.parameter()) for each in left}
         fresh = any(
-            (gradient := p.grad) is not None and id(p) not in places and _has_values(gradient)
+            (gradient := p.grad) is not None and id(p) not in places and has_values(gradient)
             for p in source.filled()
         )
         scales = {float(each.scale): each.scale for each in left}
-        mixed = fresh or any(each.added or _was_written(each) for each in left)
+        mixed = fresh or any(each.added or each.was_written() for each in left)
         if mixed:
             scales[float(scale)] = scale
         if len(scales) == 1:
@@ -198,7 +204,7 @@ class BackwardWatch:
         raise StageError(
             f"{type(optimizer).__name__} holds gradients that were made with several loss scales "
             f"({', '.join(f'{value:g}' for value in scales)}): step it before update() changes the "
-            "scale, or zero its gradients before the next backward pass"
+            "scale, or set its gradients to None before you make or write new ones"
         )
 
     def _scale_of_new(self) -> Tensor | None:
@@ -212,19 +218,21 @@ class BackwardWatch:
 
     def _give_orphans(self, state: OptimizerState, source: GradientSource) -> None:
         mine = {id(p) for p in source.filled()}
-        alive = [each for each in self._orphans if _is_there(each)]
+        alive = still_there(self._orphans)
         state.leftovers += [each for each in alive if id(each.parameter()) in mine]
         self._orphans = [each for each in alive if id(each.parameter()) not in mine]
 
 
 def _is_filled(parameter: Tensor) -> bool:
     gradient = parameter.grad
-    return gradient is not None and _has_values(gradient)
+    return gradient is not None and has_values(gradient)
 
 
-def _has_values(gradient: Tensor) -> bool:
-    values = local_of(gradient)
-    return bool((values._values() if values.is_sparse else values).any())
+def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
+    known = still_there(known)
+    places = {id(each.parameter()) for each in known}
+    new = [each for p in parameters if id(p) not in places for each in left_behind(p, scale)]
+    return known + new
 
 
 def _scalar(value: float) -> Tensor:
@@ -235,11 +243,11 @@ def _watching(state: OptimizerState) -> Callable[[], None]:
     """Note which gradients of an optimizer a pass changes, that was unscaled or stepped before."""
     optimizer = state.optimizer()
     parameters = [] if optimizer is None else source_of(optimizer).watched()
-    before = _versions(parameters)
+    before = versions(parameters)
     was_unscaled = state["stage"] is OptState.UNSCALED
 
     def ended() -> None:
-        for p, old, new in zip(parameters, before, _versions(parameters), strict=True):
+        for p, old, new in zip(parameters, before, versions(parameters), strict=True):
             if old != new:
                 if was_unscaled:
                     state.late = True
@@ -247,68 +255,6 @@ def _watching(state: OptimizerState) -> Callable[[], None]:
                 state.refreshed.append(weakref.ref(p))
 
     return ended
-
-
-def _adding(leftover: Leftover, current: bool) -> Callable[[], None]:
-    """Note whether a pass adds to a gradient of an earlier scale."""
-    parameter = leftover.parameter()
-    gradient = None if parameter is None else parameter.grad
-    if (
-        gradient is not None
-        and _version(gradient) != leftover.version
-        and not _has_values(gradient)
-    ):
-        leftover.gradient = lambda: None  # type: ignore[assignment]  # zeroed in place
-        return lambda: None
-    version = 0 if gradient is None else _version(gradient)
-    leftover.version = version
-
-    def ended() -> None:
-        now = None if parameter is None else parameter.grad
-        if now is None or (now is gradient and _version(now) == version):
-            return
-        leftover.gradient, leftover.version = weakref.ref(now), _version(now)
-        leftover.added |= current
-
-    return ended
-
-
-def _is_there(leftover: Leftover) -> bool:
-    parameter = leftover.parameter()
-    return (
-        parameter is not None
-        and parameter.grad is not None
-        and parameter.grad is leftover.gradient()
-    )
-
-
-def _was_written(leftover: Leftover) -> bool:
-    """Return whether anything has written to a gradient outside of a backward pass."""
-    gradient = leftover.gradient()
-    return gradient is not None and _version(gradient) != leftover.version
-
-
-def _leftover(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Leftover:
-    return Leftover(weakref.ref(parameter), weakref.ref(gradient), _version(gradient), scale)
-
-
-def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
-    places = {id(each.parameter()) for each in known}
-    new = [
-        _leftover(p, gradient, scale)
-        for p in parameters
-        if id(p) not in places and (gradient := p.grad) is not None
-    ]
-    return known + new
-
-
-def _versions(parameters: list[Tensor]) -> list[tuple[int, int] | None]:
-    return [None if (g := p.grad) is None else (id(g), _version(g)) for p in parameters]
-
-
-def _version(gradient: Tensor) -> int:
-    # FSDP2 adds to what a DTensor holds, which the DTensor itself does not count.
-    return (gradient._local_tensor if is_dtensor(gradient) else gradient)._version
 
 
 def _at_end_of_backward(callbacks: list[Callable[[], None]]) -> None:

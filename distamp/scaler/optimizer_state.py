@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from distamp.errors import StageError
 from distamp.gradients import merged, refuse_impossible
 from distamp.host import HostCopy
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
+from distamp.scaler.leftovers import Leftover, versions
 from distamp.scaler.message import Reply
 
 __all__ = ["OptState", "OptimizerState", "OptimizerStates", "Records", "StepCounts"]
@@ -28,25 +29,6 @@ class StepCounts:
 
     taken: int
     skipped: int
-
-
-@dataclass(eq=False, slots=True)
-class Leftover:
-    """A gradient that an ``update`` left behind: scaled by a scale that is no longer the scaler's.
-
-    Args:
-        parameter: Whose gradient it is.
-        gradient: The gradient itself.
-        version: Of the gradient, when it was last seen to be of that scale alone.
-        scale: 0-d float32, what it was made with.
-        added: Whether a backward pass with another scale has added to it since.
-    """
-
-    parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor]
-    version: int
-    scale: Tensor
-    added: bool = False
 
 
 class OptimizerState(dict[str, Any]):
@@ -69,6 +51,7 @@ class OptimizerState(dict[str, Any]):
         refreshed: Parameters that got new gradients after they were stepped.
         shares: The state of another optimizer through which its gradients were unscaled.
         leftovers: Gradients that were made before the scale last changed.
+        samples: Two parameters with gradients, whose state tells whether there are new ones.
         looked_at: How many backward passes there had been when its gradients were last looked at.
         made_with: The scale of gradients that were checked and not unscaled.
         flag_agreed: Whether the flag of this iteration is that of all ranks.
@@ -92,12 +75,14 @@ class OptimizerState(dict[str, Any]):
         self.refreshed: list[weakref.ref[Tensor]] = []
         self.shares: OptimizerState | None = None
         self.leftovers: list[Leftover] = []
+        self.samples: list[weakref.ref[Tensor]] = []
         self.looked_at = -1
         self.made_with: Tensor | None = None
         self.flag_agreed = False
         self.found_inf: Tensor | None = None
         self.last_step: Tensor | None = None
         self.steps = 0
+        self._used: list[tuple[int, int] | None] | None = None
         self._reply: tuple[Reply, int] | None = None
         self._skipped_on_host = 0
         self._skipped_on_device: Tensor | None = None
@@ -108,12 +93,38 @@ class OptimizerState(dict[str, Any]):
 
     def begin_iteration(self) -> None:
         """Forget what belonged to the iteration that ``update`` ends."""
-        self["stage"] = OptState.READY
+        if self["stage"] is not OptState.READY:
+            self._note_used()
+            self["stage"] = OptState.READY
         self["found_inf_per_device"] = {}
         self.in_place = self.late = self.flag_agreed = False
         self.closed = self.shares = None
         if self.refreshed:
             self.refreshed = []
+
+    def sample(self, parameters: Sequence[Tensor]) -> None:
+        """Choose the `samples`: the first and the last parameter that has a gradient."""
+        chosen = [
+            next((p for p in each if p.grad is not None), None)
+            for each in (parameters, reversed(parameters))
+        ]
+        self.samples = [weakref.ref(p) for p in chosen if p is not None]
+
+    def _note_used(self) -> None:
+        """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
+        if any(reference() is None for reference in self.samples):
+            self.samples = []  # a parameter was replaced: chosen again at the next look
+        known = self.samples and not self.refreshed
+        self._used = versions(r() for r in self.samples) if known else None
+
+    def has_new_gradients(self) -> bool:
+        """Return whether there may be gradients that were neither unscaled nor stepped.
+
+        As far as the `samples` tell: to ask all parameters in every step would be slow.
+        """
+        if self["stage"] is not OptState.READY:
+            return False
+        return self._used is None or self._used != versions(r() for r in self.samples)
 
     def flag(self) -> Tensor | None:
         """Return the agreed flag as one 0-d tensor, or None before the check."""
@@ -164,6 +175,7 @@ class OptimizerState(dict[str, Any]):
             )
         if self["stage"] is OptState.STEPPED:
             raise StageError("unscale_() is being called after step().")
+        self.late = False  # the caller has set the stage back, as is done to use torch's with SAM
 
     def check_step(self) -> None:
         """Refuse a second ``step``, and one over gradients that arrived after ``unscale_``."""
@@ -171,7 +183,7 @@ class OptimizerState(dict[str, Any]):
             raise StageError(_CLOSED.format("step", self.closed))
         if self["stage"] is OptState.STEPPED:
             raise StageError("step() has already been called since the last update().")
-        if self.late:
+        if self.late and self["stage"] is not OptState.READY:
             raise StageError(
                 "backward() through a scaled loss added gradients after unscale_(): scaled and "
                 "unscaled gradients are now summed. Call unscale_() after the last backward() of "

@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
 from distamp.errors import StageError
@@ -121,6 +124,10 @@ def _accumulates(first: float, growth_interval: int, zeroed: str) -> tuple[Any, 
         b.zero_grad(set_to_none=False)
     elif zeroed == "by hand":
         q.grad = torch.zeros_like(q)
+    elif zeroed == "through data":
+        q.grad.data.zero_()
+    elif zeroed == "through numpy":
+        q.grad.numpy().fill(0.0)
     backward(scaler, q, 0.125)
     error = error_of(scaler.step, b)
     return error, q.item()
@@ -142,7 +149,9 @@ def test_accumulation_over_an_update_that_left_the_scale_alone_is_a_sum() -> Non
     assert _accumulates(0.25, 2000, "never") == (None, 1.0 - 0.375)
 
 
-@pytest.mark.parametrize("zeroed", ["to None", "in place", "by hand"])
+@pytest.mark.parametrize(
+    "zeroed", ["to None", "in place", "by hand", "through data", "through numpy"]
+)
 @pytest.mark.parametrize(("first", "growth_interval"), [(INF, 2000), (0.25, 1)])
 def test_gradients_that_were_zeroed_are_of_the_new_scale(
     first: float, growth_interval: int, zeroed: str
@@ -182,6 +191,116 @@ def test_accumulation_within_one_iteration_goes_on_after_a_skipped_one() -> None
         scaler.update()
         optimizer.zero_grad()
     assert (parameter.item(), scaler.get_scale()) == (0.25, 512.0)
+
+
+# -- optimizers that are not stepped in every iteration --------------------------------------------
+
+
+def _copied(scaler: Any, parameter: Tensor, gradient: float) -> None:
+    (new,) = torch.autograd.grad(scaler.scale((parameter * gradient).sum()), parameter)
+    parameter.grad.copy_(new)
+
+
+def _copied_through_data(scaler: Any, parameter: Tensor, gradient: float) -> None:
+    (new,) = torch.autograd.grad(scaler.scale((parameter * gradient).sum()), parameter)
+    parameter.grad.data.copy_(new)
+
+
+def _set_through_data(scaler: Any, parameter: Tensor, gradient: float) -> None:
+    (new,) = torch.autograd.grad(scaler.scale((parameter * gradient).sum()), parameter)
+    parameter.grad.data = new
+
+
+def _zeroed_through_data(scaler: Any, parameter: Tensor, gradient: float) -> None:
+    parameter.grad.data.zero_()
+    backward(scaler, parameter, gradient)
+
+
+def _scaled_by_hand(scaler: Any, parameter: Tensor, gradient: float) -> None:
+    parameter.grad.zero_()
+    (parameter * gradient * scaler.get_scale()).sum().backward()
+
+
+WAYS = [_copied, _copied_through_data, _set_through_data, _zeroed_through_data, _scaled_by_hand]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first", [0.25, INF], ids=["grows", "backs off"])
+def test_gradients_that_were_stepped_are_not_left_behind(
+    way: Callable[[Any, Tensor, float], None], first: float
+) -> None:
+    """One optimizer of two steps every second time, and its gradients are never set to None."""
+    values = []
+    for scaler in (cpu_scaler(growth_interval=1), torch_scaler(growth_interval=1)):
+        (p, q), (a, b) = _pair_of_optimizers()
+        q.grad = torch.zeros_like(q)
+        for number in range(4):
+            a.zero_grad()
+            backward(scaler, p, first if number == 1 else 0.25)
+            if number % 2 == 0:
+                way(scaler, q, 0.25 * (number + 1))
+                scaler.step(b)
+            scaler.step(a)
+            scaler.update()
+        values.append((p.item(), q.item(), scaler.get_scale()))
+    assert values[0] == values[1]
+    assert values[0][1] == 0.0
+
+
+def test_gradients_made_after_step_and_before_update_keep_their_scale() -> None:
+    parameter = leaf(1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler(growth_interval=1)
+    backward(scaler, parameter, 0.25)
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    backward(scaler, parameter, 0.5)
+    scaler.update()
+    scaler.step(optimizer)
+    assert parameter.item() == 0.25
+
+
+def _written_through_data(scaler: Any, parameter: Tensor) -> None:
+    parameter.grad.data.mul_(0.5)
+
+
+def _added_by_a_pass_of_no_scaled_loss(scaler: Any, parameter: Tensor) -> None:
+    """As in a stage of a pipeline, which then scales a loss of its own."""
+    parameter.grad.zero_()
+    (parameter * 1.0).backward(torch.full((1,), 0.5 * scaler.get_scale()))
+    backward(scaler, leaf(1.0), 1.0)
+
+
+@pytest.mark.parametrize("how", [_written_through_data, _added_by_a_pass_of_no_scaled_loss])
+def test_gradients_left_behind_and_then_written_are_refused(how: Callable[..., None]) -> None:
+    (p, q), (a, b) = _pair_of_optimizers()
+    scaler = cpu_scaler(growth_interval=1)
+    backward(scaler, p, 0.25)
+    backward(scaler, q, 0.25)
+    scaler.step(a)
+    scaler.update()
+    how(scaler, q)
+    with pytest.raises(StageError, match=r"several loss scales .* set its gradients to None"):
+        scaler.step(b)
+    assert q.item() == 1.0
+
+
+def test_a_stage_that_is_set_back_begins_anew() -> None:
+    """As is done to take a second step of an iteration with torch's scaler."""
+    values = []
+    for scaler in (cpu_scaler(), torch_scaler()):
+        parameter = leaf(1.0)
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        backward(scaler, parameter, 0.25)
+        scaler.unscale_(optimizer)
+        optimizer.zero_grad()
+        backward(scaler, parameter, 0.5)
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        values.append(parameter.item())
+    assert values == [0.5, 0.5]
 
 
 # -- scale() inside torch.compile ------------------------------------------------------------------
@@ -408,14 +527,19 @@ def test_leaves_of_losses_before_any_optimizer_are_noted_once() -> None:
     assert len(scaler._watch._leaves) == 1
 
 
-# -- FSDP2, which adds to what a DTensor holds -----------------------------------------------------
+# -- FSDP2, which adds to what a DTensor holds; tensor parallel, which adds to the DTensor ---------
 
 
-def _late_under_fsdp2() -> Any:
+def _sharded(kind: str) -> nn.Module:
+    if kind == "FSDP2":
+        return fully_shard(nn.Linear(4, 4), mesh=mesh((2,), ("shard",)))
+    return parallelize_module(nn.Linear(4, 4), mesh((2,), ("shard",)), ColwiseParallel())
+
+
+def _late_on_dtensors(kind: str) -> Any:
     """A pass after unscale_, and then two passes of which the scale changes in between."""
     torch.manual_seed(0)
-    shard = mesh((2,), ("shard",))
-    model, other = (fully_shard(nn.Linear(4, 4), mesh=shard) for _ in range(2))
+    model, other = _sharded(kind), _sharded(kind)
     optimizer, first = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     scaler = DistGradScaler("cpu", init_scale=1024.0)
 
@@ -436,9 +560,58 @@ def _late_under_fsdp2() -> Any:
     return late, error_of(scaler.step, optimizer)
 
 
-def test_late_passes_and_two_scales_are_seen_under_fsdp2(ranks: Callable[[int], RankPool]) -> None:
-    for late, mixed in ranks(2).run(_late_under_fsdp2):
+KINDS = ["FSDP2", "TP"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_passes_and_two_scales_are_seen_on_dtensors(
+    ranks: Callable[[int], RankPool], kind: str
+) -> None:
+    for late, mixed in ranks(2).run(_late_on_dtensors, kind):
         assert late is not None
         assert "after unscale_()" in late[1]
         assert mixed is not None
         assert "made with several loss scales (512, 1024)" in mixed[1] or "1024, 512" in mixed[1]
+
+
+def _leaves_out_a_step(wrap: Callable[[nn.Module], nn.Module], set_to_none: bool) -> Any:
+    """The scale is set by hand in an iteration without a step."""
+    values = []
+    for scaler in (cpu_scaler(), torch_scaler()):
+        torch.manual_seed(0)
+        model = wrap(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+            if number == 1:
+                scaler.update(64.0)
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+        weight = next(model.parameters())
+        values.append(getattr(weight, "full_tensor", lambda w=weight: w)().detach().clone())
+    return values
+
+
+def _without_a_step_on_dtensors(kind: str, set_to_none: bool) -> Any:
+    return _leaves_out_a_step(lambda _: _sharded(kind), set_to_none)
+
+
+def _without_a_step_in_bucket_views(set_to_none: bool) -> Any:
+    return _leaves_out_a_step(
+        lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True), set_to_none
+    )
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", [*KINDS, "bucket views"])
+def test_gradients_of_a_step_left_out_are_gone_once_zeroed(
+    ranks: Callable[[int], RankPool], kind: str, set_to_none: bool
+) -> None:
+    if kind == "bucket views":
+        found = ranks(2).run(_without_a_step_in_bucket_views, set_to_none)
+    else:
+        found = ranks(2).run(_without_a_step_on_dtensors, kind, set_to_none)
+    for ours, theirs in found:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
