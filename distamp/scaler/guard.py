@@ -16,7 +16,15 @@ from torch.utils.hooks import unserializable_hook
 from distamp import host
 from distamp.errors import StageError
 from distamp.optimizers import inner_optimizer
-from distamp.scaler.leftovers import Leftover, has_values, left_behind, still_there, versions
+from distamp.scaler.leftovers import (
+    Leftover,
+    has_values,
+    left_behind,
+    pass_begins,
+    still_there,
+    versions,
+    with_values,
+)
 from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates, OptState
 from distamp.sources import GradientSource, source_of
 
@@ -86,8 +94,10 @@ class BackwardWatch:
             if stage is OptState.UNSCALED or (stage is OptState.STEPPED and state.in_place):
                 ended.append(_watching(state))
         current = changes == self._changes
-        if self._changes:
-            ended += [each.pass_begins(current) for each in self._leftovers()]
+        if self._changes and (leftovers := list(self._leftovers())):
+            scale = self._now if current else self._before
+            assert scale is not None
+            ended.append(pass_begins(leftovers, scale))
         if not current and self._before is not None:
             ended += [self._late_pass(state, self._before) for _, state in states.live()]
         if ended:
@@ -109,9 +119,10 @@ class BackwardWatch:
         before = versions(parameters)
 
         def ended() -> None:
-            for p, old, new in zip(parameters, before, versions(parameters), strict=True):
-                if old is None and new is not None:
-                    state.leftovers += left_behind(p, scale)
+            after = versions(parameters)
+            both = zip(parameters, before, after, strict=True)
+            new = [p for p, old, now in both if old is None and now is not None]
+            state.leftovers += left_behind(new, scale)
 
         return ended
 
@@ -137,8 +148,10 @@ class BackwardWatch:
         for optimizer, state in self._states.live():
             if state["stage"] is OptState.STEPPED and state.refreshed:
                 new = [p for reference in state.refreshed if (p := reference()) is not None]
-            elif state.looked_at != self._passes and state.has_new_gradients():
+            elif state.has_new_gradients():
                 new = source_of(optimizer).filled()
+            elif state.leftovers:
+                new = []
             else:
                 continue
             state.leftovers = _with_new(state.leftovers, new, old)
@@ -177,8 +190,7 @@ class BackwardWatch:
         Raises:
             StageError: They were made with several.
         """
-        first_seen = state.looked_at < 0
-        state.looked_at = self._passes
+        first_seen, state.looked_at = not state.looked_at, True
         if not state.samples:
             state.sample(source.filled())
         if self._orphans:
@@ -186,21 +198,21 @@ class BackwardWatch:
         if not state.leftovers:
             earlier = self._scale_of_new() if first_seen else None
             return scale if earlier is None else earlier
-        left = [each for each in still_there(state.leftovers) if each.has_values()]
-        state.leftovers = []
+        found = with_values(state.leftovers)
+        left, state.leftovers = [each for each, _ in found], []
         if not left:
             return scale
         places = {id(each.parameter()) for each in left}
-        fresh = any(
-            (gradient := p.grad) is not None and id(p) not in places and has_values(gradient)
-            for p in source.filled()
-        )
-        scales = {float(each.scale): each.scale for each in left}
-        mixed = fresh or any(each.added or each.was_written() for each in left)
-        if mixed:
+        fresh = any(id(p) not in places and _is_filled(p) for p in source.filled())
+        several = {id(one): one for each in left for one in (each.scale, *each.others)}
+        scales = {float(one): one for one in several.values()}
+        if fresh or any(written for _, written in found):
             scales[float(scale)] = scale
         if len(scales) == 1:
-            return next(iter(scales.values()))
+            return torch.as_tensor(next(iter(scales.values())))
+        for each in left:
+            each.others = list(scales)  # refused again, until they are zeroed
+        state.leftovers = left
         raise StageError(
             f"{type(optimizer).__name__} holds gradients that were made with several loss scales "
             f"({', '.join(f'{value:g}' for value in scales)}): step it before update() changes the "
@@ -230,9 +242,10 @@ def _is_filled(parameter: Tensor) -> bool:
 
 def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
     known = still_there(known)
+    for each in known:
+        each.scale_changes(scale)
     places = {id(each.parameter()) for each in known}
-    new = [each for p in parameters if id(p) not in places for each in left_behind(p, scale)]
-    return known + new
+    return known + left_behind([p for p in parameters if id(p) not in places], scale)
 
 
 def _scalar(value: float) -> Tensor:

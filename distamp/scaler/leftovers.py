@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from distamp.gradients import is_dtensor, local_of
 
-__all__ = ["Leftover", "has_values", "left_behind", "still_there", "versions"]
+__all__ = [
+    "Leftover",
+    "has_values",
+    "left_behind",
+    "pass_begins",
+    "still_there",
+    "versions",
+    "with_values",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -24,15 +32,15 @@ class Leftover:
         version: Of the gradient, when it was last seen to be of that scale alone.
         norm: 0-d, of the gradient at that time; not every write changes the version.
         scale: 0-d float32, what it was made with.
-        added: Whether a backward pass with another scale has added to it since.
+        others: The scales of what was added to it since.
     """
 
     parameter: weakref.ref[Tensor]
     gradient: weakref.ref[Tensor]
     version: int
     norm: Tensor
-    scale: Tensor
-    added: bool = False
+    scale: float | Tensor
+    others: list[float | Tensor] = field(default_factory=list)
 
     def is_there(self) -> bool:
         """Return whether the parameter still has this gradient."""
@@ -43,53 +51,68 @@ class Leftover:
             and parameter.grad is self.gradient()
         )
 
-    def has_values(self) -> bool:
-        """Return whether the gradient has a number other than zero on this rank."""
+    def scale_changes(self, before: Tensor) -> None:
+        """Note that what was written to it so far may be of the scale until now."""
         gradient = self.gradient()
-        return gradient is not None and has_values(gradient)
+        if gradient is not None and version(gradient) != self.version:
+            self.others.append(before)
+            self.is_now(gradient)
 
-    def was_written(self) -> bool:
-        """Return whether something other than a watched backward pass has written to it."""
-        gradient = self.gradient()
-        if gradient is None:
-            return False
-        return version(gradient) != self.version or not torch.equal(self.norm, _norm(gradient))
-
-    def pass_begins(self, current: bool) -> Callable[[], None]:
-        """Return what to call at the end of a backward pass, to note whether it added to this.
-
-        Args:
-            current: Whether the pass is of the scaler's present scale.
-        """
-        parameter, gradient = self.parameter(), self.gradient()
-        if parameter is None or gradient is None:
-            return lambda: None
-        before = version(gradient)
-        written = before != self.version
-        with torch.no_grad():
-            # Not read before the pass has ended, and only if it added to this.
-            had_values = _values(gradient).any()
-
-        def ended() -> None:
-            now = parameter.grad
-            if now is None or (now is gradient and version(now) == before):
-                return
-            if current and not had_values:  # it was zeroed in place
-                self.gradient = lambda: None  # type: ignore[assignment]
-                return
-            self.gradient, self.version, self.norm = weakref.ref(now), version(now), _norm(now)
-            self.added |= current or written
-
-        return ended
+    def is_now(self, gradient: Tensor) -> None:
+        """Note what the gradient is after a pass that was watched, or a change of the scale."""
+        self.gradient, self.version = weakref.ref(gradient), version(gradient)
+        (self.norm,) = _norms([gradient])
 
 
-def left_behind(parameter: Tensor, scale: Tensor) -> list[Leftover]:
-    """Return the gradient of a parameter, made with ``scale``, as a list of one; or of none."""
-    gradient = parameter.grad
-    if gradient is None:
-        return []
-    places = weakref.ref(parameter), weakref.ref(gradient)
-    return [Leftover(*places, version(gradient), _norm(gradient), scale)]
+def left_behind(parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
+    """Return the gradients of these parameters, made with ``scale``."""
+    filled = [(p, g) for p in parameters if (g := p.grad) is not None]
+    norms = _norms([gradient for _, gradient in filled])
+    return [
+        Leftover(weakref.ref(p), weakref.ref(g), version(g), norm, scale)
+        for (p, g), norm in zip(filled, norms, strict=True)
+    ]
+
+
+def pass_begins(leftovers: list[Leftover], scale: float | Tensor) -> Callable[[], None]:
+    """Return what to call at the end of a backward pass, to note what it added to.
+
+    Args:
+        leftovers: Those that are still there.
+        scale: Of the pass.
+    """
+    gradients = [gradient for each in leftovers if (gradient := each.gradient()) is not None]
+    # Norms are not read before the pass has ended, and only of those that it added to.
+    before = list(zip(leftovers, _norms(gradients), map(version, gradients), strict=True))
+
+    def ended() -> None:
+        changed = []
+        for each, norm, version_before in before:
+            parameter, gradient = each.parameter(), each.gradient()
+            now = None if parameter is None else parameter.grad
+            if now is not None and (now is not gradient or version(now) != version_before):
+                changed.append((each, norm, now))
+        norms = _read(norm for _, norm, _ in changed)
+        for (each, _, now), had in zip(changed, norms, strict=True):
+            if had == 0.0:  # it was zeroed in place
+                each.scale, each.others = scale, []
+            else:
+                each.others.append(scale)
+            each.is_now(now)
+
+    return ended
+
+
+def with_values(leftovers: Iterable[Leftover]) -> list[tuple[Leftover, bool]]:
+    """Return those that are still there and not zero, and whether something else wrote to them."""
+    there = [(each, g) for each in still_there(leftovers) if (g := each.gradient()) is not None]
+    then = _read(each.norm for each, _ in there)
+    now = _read(_norms([gradient for _, gradient in there]))
+    return [
+        (each, version(gradient) != each.version or not (a == b or a != a))
+        for (each, gradient), a, b in zip(there, then, now, strict=True)
+        if a != 0.0 and b != 0.0
+    ]
 
 
 def still_there(leftovers: Iterable[Leftover]) -> list[Leftover]:
@@ -121,7 +144,18 @@ def _values(gradient: Tensor) -> Tensor:
     return values._values() if values.is_sparse else values
 
 
-def _norm(gradient: Tensor) -> Tensor:
+def _norms(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Return the 1-norm of each, which is 0 for zeros alone."""
     with torch.no_grad():
-        norm: Tensor = torch.linalg.vector_norm(_values(gradient))
-        return norm
+        values = [v if (v := _values(g)).numel() else v.new_zeros(1) for g in gradients]
+        return torch._foreach_norm(values, 1) if values else ()
+
+
+def _read(norms: Iterable[Tensor]) -> list[float]:
+    """Return the values; waits for a device once."""
+    every = list(norms)
+    if not every:
+        return []
+    device = every[0].device
+    found: list[float] = torch.stack([each.to(device, torch.float32) for each in every]).tolist()
+    return found

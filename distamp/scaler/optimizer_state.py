@@ -52,7 +52,7 @@ class OptimizerState(dict[str, Any]):
         shares: The state of another optimizer through which its gradients were unscaled.
         leftovers: Gradients that were made before the scale last changed.
         samples: Two parameters with gradients, whose state tells whether there are new ones.
-        looked_at: How many backward passes there had been when its gradients were last looked at.
+        looked_at: Whether its gradients were ever looked at.
         made_with: The scale of gradients that were checked and not unscaled.
         flag_agreed: Whether the flag of this iteration is that of all ranks.
         found_inf: The flag of the last check.
@@ -76,7 +76,7 @@ class OptimizerState(dict[str, Any]):
         self.shares: OptimizerState | None = None
         self.leftovers: list[Leftover] = []
         self.samples: list[weakref.ref[Tensor]] = []
-        self.looked_at = -1
+        self.looked_at = False
         self.made_with: Tensor | None = None
         self.flag_agreed = False
         self.found_inf: Tensor | None = None
