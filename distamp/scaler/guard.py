@@ -21,9 +21,9 @@ from distamp.scaler.leftovers import (
     has_values,
     left_behind,
     pass_begins,
+    scales_of,
     still_there,
     versions,
-    with_values,
 )
 from distamp.scaler.optimizer_state import OptimizerState, OptimizerStates, OptState
 from distamp.sources import GradientSource, source_of
@@ -198,18 +198,17 @@ class BackwardWatch:
         if not state.leftovers:
             earlier = self._scale_of_new() if first_seen else None
             return scale if earlier is None else earlier
-        found = with_values(state.leftovers)
-        left, state.leftovers = [each for each, _ in found], []
+        left, made_with, written = scales_of(state.leftovers)
+        state.leftovers = []
         if not left:
             return scale
         places = {id(each.parameter()) for each in left}
-        fresh = any(id(p) not in places and _is_filled(p) for p in source.filled())
-        several = {id(one): one for each in left for one in (each.scale, *each.others)}
-        scales = {float(one): one for one in several.values()}
-        if fresh or any(written for _, written in found):
-            scales[float(scale)] = scale
-        if len(scales) == 1:
-            return torch.as_tensor(next(iter(scales.values())))
+        if written or any(id(p) not in places and _is_filled(p) for p in source.filled()):
+            made_with.append(scale)
+        scales = {float(one): one for one in made_with}
+        if len(scales) < 2:
+            only = next(iter(scales.values()), scale)
+            return only if isinstance(only, Tensor) else _scalar(only)
         for each in left:
             each.others = list(scales)  # refused again, until they are zeroed
         state.leftovers = left

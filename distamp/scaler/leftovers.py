@@ -16,9 +16,9 @@ __all__ = [
     "has_values",
     "left_behind",
     "pass_begins",
+    "scales_of",
     "still_there",
     "versions",
-    "with_values",
 ]
 
 
@@ -32,6 +32,7 @@ class Leftover:
         version: Of the gradient, when it was last seen to be of that scale alone.
         norm: 0-d, of the gradient at that time; not every write changes the version.
         scale: 0-d float32, what it was made with.
+        made: 0-d, its norm then: zeros have no scale.
         others: The scales of what was added to it since.
     """
 
@@ -40,6 +41,7 @@ class Leftover:
     version: int
     norm: Tensor
     scale: float | Tensor
+    made: Tensor
     others: list[float | Tensor] = field(default_factory=list)
 
     def is_there(self) -> bool:
@@ -69,7 +71,7 @@ def left_behind(parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
     filled = [(p, g) for p in parameters if (g := p.grad) is not None]
     norms = _norms([gradient for _, gradient in filled])
     return [
-        Leftover(weakref.ref(p), weakref.ref(g), version(g), norm, scale)
+        Leftover(weakref.ref(p), weakref.ref(g), version(g), norm, scale, norm)
         for (p, g), norm in zip(filled, norms, strict=True)
     ]
 
@@ -95,24 +97,33 @@ def pass_begins(leftovers: list[Leftover], scale: float | Tensor) -> Callable[[]
         norms = _read(norm for _, norm, _ in changed)
         for (each, _, now), had in zip(changed, norms, strict=True):
             if had == 0.0:  # it was zeroed in place
-                each.scale, each.others = scale, []
-            else:
-                each.others.append(scale)
+                each.others = []
+                each.made = torch.zeros_like(each.made)
+            each.others.append(scale)
             each.is_now(now)
 
     return ended
 
 
-def with_values(leftovers: Iterable[Leftover]) -> list[tuple[Leftover, bool]]:
-    """Return those that are still there and not zero, and whether something else wrote to them."""
+def scales_of(leftovers: Iterable[Leftover]) -> tuple[list[Leftover], list[float | Tensor], bool]:
+    """Return those that are still there and not zero, their scales, and whether they were written.
+
+    That is, by something other than a watched backward pass since the scale last changed.
+    """
     there = [(each, g) for each in still_there(leftovers) if (g := each.gradient()) is not None]
+    made = _read(each.made for each, _ in there)
     then = _read(each.norm for each, _ in there)
     now = _read(_norms([gradient for _, gradient in there]))
-    return [
-        (each, version(gradient) != each.version or not (a == b or a != a))
-        for (each, gradient), a, b in zip(there, then, now, strict=True)
-        if a != 0.0 and b != 0.0
-    ]
+    found, written = [], False
+    scales: dict[int, float | Tensor] = {}
+    for (each, gradient), first, a, b in zip(there, made, then, now, strict=True):
+        if b == 0.0:
+            continue
+        found.append(each)
+        written |= version(gradient) != each.version or not (a == b or a != a)
+        own = [each.scale] if first != 0.0 else []
+        scales.update((id(one), one) for one in (*own, *each.others))
+    return found, list(scales.values()), written
 
 
 def still_there(leftovers: Iterable[Leftover]) -> list[Leftover]:
