@@ -198,20 +198,21 @@ class BackwardWatch:
         if not state.leftovers:
             earlier = self._scale_of_new() if first_seen else None
             return scale if earlier is None else earlier
-        left, made_with, written = scales_of(state.leftovers)
+        now = scale.clone()  # update() writes to the scale itself
+        left, made_with = scales_of(state.leftovers, now)
         state.leftovers = []
         if not left:
             return scale
         places = {id(each.parameter()) for each in left}
-        if written or any(id(p) not in places and _is_filled(p) for p in source.filled()):
-            made_with.append(scale)
+        others = [p for p in source.filled() if id(p) not in places]
+        if any(map(_is_filled, others)):
+            made_with.append(now)
         scales = {float(one): one for one in made_with}
         if len(scales) < 2:
             only = next(iter(scales.values()), scale)
             return only if isinstance(only, Tensor) else _scalar(only)
-        for each in left:
-            each.others = list(scales)  # refused again, until they are zeroed
-        state.leftovers = left
+        # Refused again, until they are zeroed.
+        state.leftovers = left + left_behind(others, now)
         raise StageError(
             f"{type(optimizer).__name__} holds gradients that were made with several loss scales "
             f"({', '.join(f'{value:g}' for value in scales)}): step it before update() changes the "

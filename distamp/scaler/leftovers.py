@@ -105,25 +105,31 @@ def pass_begins(leftovers: list[Leftover], scale: float | Tensor) -> Callable[[]
     return ended
 
 
-def scales_of(leftovers: Iterable[Leftover]) -> tuple[list[Leftover], list[float | Tensor], bool]:
-    """Return those that are still there and not zero, their scales, and whether they were written.
+def scales_of(
+    leftovers: Iterable[Leftover], scale: Tensor
+) -> tuple[list[Leftover], list[float | Tensor]]:
+    """Return those that are still there and not zero, and the scales they were made with.
 
-    That is, by something other than a watched backward pass since the scale last changed.
+    Args:
+        leftovers: Of one optimizer.
+        scale: The present one, of whatever was written outside of a watched backward pass.
     """
     there = [(each, g) for each in still_there(leftovers) if (g := each.gradient()) is not None]
     made = _read(each.made for each, _ in there)
     then = _read(each.norm for each, _ in there)
     now = _read(_norms([gradient for _, gradient in there]))
-    found, written = [], False
+    found = []
     scales: dict[int, float | Tensor] = {}
     for (each, gradient), first, a, b in zip(there, made, then, now, strict=True):
         if b == 0.0:
             continue
+        if version(gradient) != each.version or not (a == b or a != a):
+            each.others.append(scale)
+            each.is_now(gradient)
         found.append(each)
-        written |= version(gradient) != each.version or not (a == b or a != a)
         own = [each.scale] if first != 0.0 else []
         scales.update((id(one), one) for one in (*own, *each.others))
-    return found, list(scales.values()), written
+    return found, list(scales.values())
 
 
 def still_there(leftovers: Iterable[Leftover]) -> list[Leftover]:

@@ -161,8 +161,8 @@ def _run(seed: int) -> None:
                 how = chance.choice(WATCHED + UNSEEN)
                 places = chance.choice([[0, 1], [0, 1], [0], [1]])
                 told.append(f"{number} {places} made {how} at {scaler.get_scale():g}")
-                # Odd: two of different scales are never the same scaled.
-                value = chance.randrange(-999, 1000, 2) / 8
+                # None cancels another, and two are hardly ever the same scaled.
+                value = chance.randrange(1, 2**14, 2) / 8
                 _make(scaler, each, how, value, places)
         for number, each in enumerate(trained):
             left_out = chance.random() < 0.4 and not each.uncounted
