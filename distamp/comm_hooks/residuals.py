@@ -131,7 +131,7 @@ class Residuals:
         if not self._now:
             return None
         device = next(iter(self._now.values())).device
-        found = torch.zeros(2, where.stop - where.start, device=device)
+        found = torch.zeros(2, where.stop - where.start, dtype=torch.float32, device=device)
         for (stage, start), segment in self._now.items():
             first, last = max(start, where.start), min(start + segment.numel(), where.stop)
             if first < last:
@@ -157,7 +157,8 @@ class Residuals:
             device: Where the bucket lies.
             segments: Stage, first element and length of each `before` of an exchange.
         """
-        mine, owned = (torch.zeros(self._numel, device=device) for _ in _STAGES)
+        whole = (self._numel,)
+        mine, owned = (torch.zeros(whole, dtype=torch.float32, device=device) for _ in _STAGES)
         for index, (of_mine, of_owned) in residuals.items():
             mine[self._places[index]] = of_mine.to(device)
             owned[self._places[index]] = of_owned.to(device)
@@ -218,7 +219,7 @@ def _patched(into: Segments, source: Segments, wheres: Sequence[slice]) -> Segme
         length = max(each.numel() for each in (given, old) if each is not None)
         model = given if given is not None else old
         assert model is not None
-        new = torch.zeros(length, device=model.device) if old is None else old.clone()
+        new = model.new_zeros(length) if old is None else old.clone()
         for where in wheres:
             first, last = max(start, where.start), min(start + length, where.stop)
             if first < last:
