@@ -32,6 +32,7 @@ __all__ = [
     "gather_rows",
     "gradient_divide_factor",
     "in_backward_pass",
+    "is_destroyed",
     "is_fsdp1",
     "is_fsdp2",
     "is_hsdp",
@@ -55,6 +56,15 @@ __all__ = [
 def is_non_member(group: object) -> bool:
     """Return whether this is what ``new_group`` returns on ranks that are no members."""
     return dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def is_destroyed(group: ProcessGroup) -> bool:
+    """Return whether ``destroy_process_group`` ended the group."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:  # torch forgot it
+        return True
+    return False
 
 
 def default_store() -> Any:
