@@ -393,6 +393,56 @@ def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets(ranks4, wire):
         assert forgotten > 0
 
 
+class _Optional(nn.Module):
+    """A parameter that is used, and one that may not be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rare = (nn.Parameter(torch.zeros(600)) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.used * x).sum() + ((self.rare * x).sum() if both else 0.0)
+
+
+def _used_once(view: bool, none: bool) -> list[float | None]:
+    """Of a parameter that is used in the first of three steps: the sum's error, then gradients.
+
+    The error is that of the sum of its gradients so far, relative to the true one of the first.
+    """
+    settings = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    model, _ = wrapped(_Optional(), "int8", bucket_cap_mb=25, **settings)
+    true = inputs(0, 600, rows=1)[0].double()
+    dist.all_reduce(true)
+    true /= dist.get_world_size()
+    total, found = torch.zeros(600, dtype=torch.float64), []
+    for step in range(3):
+        model.zero_grad(set_to_none=none)
+        model(inputs(step, 600, rows=1)[0], step == 0).backward()
+        gradient = model.module.rare.grad
+        found.append(None if gradient is None else (gradient.norm() / true.norm()).item())
+        total += 0.0 if gradient is None else gradient.double()
+        if step == 0:
+            found = [((total - true).norm() / true.norm()).item()]
+    return [((total - true).norm() / true.norm()).item(), *found]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused")
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_parameter_that_no_rank_used_gets_its_residual_in_bucket_views_alone(ranks2, view, none):
+    for error, first, *later in ranks2.run(_used_once, view, none):
+        assert 1e-3 < first < 1e-2
+        if none:
+            assert later == [None, None]
+        elif view:
+            # What the first exchange lost arrives in the second.
+            assert later[0] == pytest.approx(first, rel=0.05)
+            assert error < 1e-2 * first
+        else:
+            assert later == [0.0, 0.0]
+            assert error == first
+
+
 def _bad_states() -> list[str]:
     _, state = wrapped(mlp(*WIDTHS), "int8")
     good = state.state_dict()
