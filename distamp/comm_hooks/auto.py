@@ -121,7 +121,7 @@ def _round(
 
 
 def _timed(trial: Trial, sent: Tensor, group: ProcessGroup) -> float:
-    together = torch.zeros(1, device=torch_compat.device_of(group))
+    together = torch.zeros(1, dtype=torch.float32, device=torch_compat.device_of(group))
     dist.all_reduce(together, group=group)
     _synchronize(sent.device)
     start = time.perf_counter()
@@ -142,7 +142,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _like_gradients(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.to(device=device, dtype=dtype)
 
 

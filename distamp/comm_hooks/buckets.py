@@ -202,14 +202,14 @@ class Watch:
         device = flags[0].device
         if all(flag.device.type == "cpu" for flag in flags):
             if not any(map(bool, flags)):
-                return torch.zeros(())
+                return torch.zeros((), dtype=torch.float32, device="cpu")
         elif self._alone and all(bucket.exchanges == 1 for bucket in self._buckets):
             return any_of(flags).float()
         # Some gradient of these buckets was not finite: whether it is one of these parameters', and
         # still there, all ranks find alike, for they have the same gradients.
         gradients = [p.grad for p in self._parameters if p.grad is not None and p.grad.numel()]
         if not gradients:
-            return torch.zeros((), device=device)
+            return torch.zeros((), dtype=torch.float32, device=device)
         by_device: dict[torch.device, list[Tensor]] = {}
         for gradient in gradients:
             by_device.setdefault(gradient.device, []).append(gradient)

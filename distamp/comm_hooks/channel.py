@@ -205,7 +205,7 @@ class Channel:
     def _let_go(self) -> Tensor:
         # Peers that wait for this rank hear of it as their connections end.
         self._backend = None
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     def _first_failure(self, doing: str, text: str) -> str:
         """Return why an exchange broke that nothing is wrong with here: from what others say."""
@@ -290,8 +290,9 @@ def _close(channel: weakref.ref[Channel]) -> None:
 def _name(group: ProcessGroup) -> int:
     """Return a number that no other channel has, the same on all ranks of the group."""
     # Users seed the default generator alike in every run, and a store may outlive a run.
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     generator.seed()
-    drawn = torch.randint(2**62, (1,), generator=generator).to(torch_compat.device_of(group))
+    drawn = torch.randint(2**62, (1,), generator=generator, dtype=torch.int64, device="cpu")
+    drawn = drawn.to(torch_compat.device_of(group))
     dist.broadcast(drawn, src=dist.get_global_rank(group, 0), group=group)
     return int(drawn.item())

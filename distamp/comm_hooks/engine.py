@@ -433,7 +433,8 @@ class _Run:
         if self.before is not None:
             mismatched = mismatched | self.before.mismatched
         if self.channel.on_host:
-            return ReduceResult(nonfinite, largest, mismatched, torch.zeros((), dtype=torch.bool))
+            in_step = torch.zeros((), dtype=torch.bool, device=device)
+            return ReduceResult(nonfinite, largest, mismatched, in_step)
         # Nothing of this is to be used: the step is skipped, and the next call says why.
         out_of_step = other_exchanges(headers, self.which).any()
         nonfinite = nonfinite | mismatched | out_of_step

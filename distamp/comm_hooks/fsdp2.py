@@ -6,7 +6,7 @@ replicas (``set_all_reduce_hook``). Imported when it is used: torch's FSDP takes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,8 @@ from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.wire import WireFormat, wire_format
 
 __all__ = ["WireReduceScatter", "register_fsdp2"]
+
+_ALL_REDUCED_BY_TORCH = "torch's HSDP all-reduces between replicas uncompressed"
 
 
 class WireReduceScatter:
@@ -66,7 +68,7 @@ class WireReduceScatter:
         self._param_group = param_group
         self._index = index
         self._replicas = replicas
-        self._native_hsdp = torch_compat.is_hsdp(param_group)
+        self._native_hsdp = torch_compat.torchs_replicas(param_group) > 1
         self._of_shards: ReduceResult | None = None
         self._layouts: dict[tuple[str, int, torch.dtype], Layout] = {}
         self._step = 0
@@ -122,7 +124,7 @@ class WireReduceScatter:
             terms=group.size() * replicas,
         )
         if self._native_hsdp:
-            state.fell_back("torch's HSDP all-reduces between replicas uncompressed")
+            state.fell_back(_ALL_REDUCED_BY_TORCH)
         elif self._replicas is None:
             self._keep(result)
         else:
@@ -247,10 +249,28 @@ def _hook(
         module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
         if replicas is not None:
             module.set_all_reduce_hook(comm.between_replicas)
+        elif _only_all_reduced(param_group):
+            theirs = torch_compat.all_reduce_hook(param_group)
+            module.set_all_reduce_hook(partial(_count_all_reduce, state, theirs))
         state.groups.append(comm)
     elif replicas is not None:
         # Of these torch knows nothing: without a hook they would differ.
         module.set_all_reduce_hook(partial(_average, param_group, replicas))
+
+
+def _only_all_reduced(param_group: Any) -> bool:
+    """Return whether torch never calls a custom reduce-scatter: HSDP with one shard."""
+    replicas = torch_compat.torchs_replicas(param_group)
+    return replicas > 1 and int(param_group.mesh_info.shard_process_group.size()) == 1
+
+
+def _count_all_reduce(
+    state: CommHookState, theirs: Callable[[Tensor], None] | None, reduced: Tensor
+) -> None:
+    """Count what torch's HSDP all-reduced, then do as the user's own hook, if there was one."""
+    state.fell_back(_ALL_REDUCED_BY_TORCH)
+    if theirs is not None:
+        theirs(reduced)
 
 
 def _average(param_group: Any, replicas: ProcessGroup, reduce_output: Tensor) -> None:

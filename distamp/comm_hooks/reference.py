@@ -125,16 +125,19 @@ def sum_rows(wire: WireFormat, wires: Tensor, total: Tensor, rows: Rows) -> None
         total.copy_(each.sum(0))
         return
     step = PIECE
-    memory = torch.empty(min(step, rows.total), dtype=torch.float32)
+    memory = torch.empty(min(step, rows.total), dtype=torch.float32, device=total.device)
     for first in range(0, rows.total, step):
         last = min(first + step, rows.total)
         part = total[first:last]
-        summed = part if total.dtype is torch.float32 else torch.empty(last - first)
+        summed = part
+        if total.dtype is not torch.float32:
+            summed = torch.empty(last - first, dtype=torch.float32, device=total.device)
         _sum_whole(wire, wires, summed, rows, first, memory[: last - first])
         if summed is not part:
             part.copy_(summed)
     if rows.splits is not None and wire.block > 1:
-        summed = torch.zeros(len(rows.splits.row), BLOCK)
+        count = len(rows.splits.row)
+        summed = torch.zeros(count, BLOCK, dtype=torch.float32, device=total.device)
         for number in range(len(wires)):
             one = _split_values(wire, wires[number : number + 1], rows, rows.splits)
             summed = one if number == 0 else summed.add_(one)
@@ -171,14 +174,14 @@ def summary(wire: WireFormat, wires: Tensor, rows: Rows) -> Tensor:
     The exponent is floor(log2) of the largest finite magnitude: of headers alone, where there are.
     """
     if rows.length == 0:
-        return torch.tensor([0, -EXPONENT_BIAS]).to(wires.device)
+        return torch.tensor([0, -EXPONENT_BIAS], device="cpu").to(wires.device)
     if wire.block > 1:
         headers = _headers(wire, wires, rows)
         largest = wire.top if wire.is_integer else wire.top / 2
         highest = headers.abs().amax().to(torch.float32) * largest
         return torch.stack([headers.signbit().any().to(torch.int64), exponent_of(highest)])
     # As integers, which are compared several times as fast, magnitudes have the same order.
-    least_inf = torch.tensor(math.inf, dtype=wire.payload).view(torch.int16).item()
+    least_inf = torch.tensor(math.inf, dtype=wire.payload, device="cpu").view(torch.int16).item()
     worst = highest = torch.zeros((), dtype=torch.int16, device=wires.device)
     for row, count, numel in rows.whole():
         for (some,) in _cut(_payload(wire, wires, rows)[row : row + count, :numel]):

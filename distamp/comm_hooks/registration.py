@@ -55,14 +55,15 @@ def register(
 
     Raises:
         ValueError: The format is unknown; the module is not one of these wrappers, or has a hook
-            already; the group has other ranks; replicas hold another shard; the format is wider
-            than the gradients.
+            already; the group has other ranks, or was destroyed; replicas hold another shard; the
+            format is wider than the gradients.
         TypeError: The model is no module, or a group is not a ProcessGroup (a DeviceMesh, for
             example).
         LockstepError: A rank registers another format, has another model, or raises one of the
             errors above; raised on all other ranks. But a rank whose model is none of these
             wrappers knows no group to tell: the others wait until their group's timeout.
-        RuntimeError: This torch's FSDP2 does not support hooks.
+        RuntimeError: This torch's FSDP2 does not support hooks, or the model's own process group
+            was destroyed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -84,6 +85,7 @@ def _registered(
     process_group: ProcessGroup | None,
     replicas: ProcessGroup | None,
 ) -> CommHookState:
+    _check_exists(model)
     chosen = None if wire == AUTO else _named(wire)
     _check_groups(process_group=process_group, replicas=replicas)
     if replicas is not None and not _holds_fsdp2(model):
@@ -115,7 +117,7 @@ def _groups(model: Any, process_group: object, replicas: object) -> list[Process
     """Return the groups that are to agree, in the order in which they do."""
     if isinstance(model, DistributedDataParallel):
         own = model.process_group
-        given = isinstance(process_group, ProcessGroup) and _ranks(process_group) == _ranks(own)
+        given = _exists(process_group) and _ranks(process_group) == _ranks(own)
         return [process_group if given else own]  # type: ignore[list-item]
     if torch_compat.is_fsdp1(model):
         return [model.process_group]
@@ -123,9 +125,23 @@ def _groups(model: Any, process_group: object, replicas: object) -> list[Process
     found: dict[ProcessGroup, None] = {}
     for group in (group for each in modules for group in torch_compat.param_groups(each)):
         found |= dict.fromkeys(torch_compat.mesh_groups(group))
-        if isinstance(replicas, ProcessGroup):
-            found[replicas] = None
+        if _exists(replicas):
+            found[replicas] = None  # type: ignore[index]
     return [*found]
+
+
+def _exists(group: object) -> bool:
+    return isinstance(group, ProcessGroup) and not torch_compat.is_destroyed(group)
+
+
+def _check_exists(model: nn.Module) -> None:
+    """Refuse a model whose own groups are gone: no other rank can be told through them."""
+    if not all(map(_exists, _groups(model, None, None))):
+        raise RuntimeError(
+            f"the process group of this {type(model).__name__} was destroyed: call "
+            "torch.distributed.init_process_group, wrap the module again and register the hook on "
+            "the new wrapper"
+        )
 
 
 def _named(name: str) -> WireFormat:
@@ -143,6 +159,8 @@ def _check_groups(**groups: object) -> None:
                 f"{name} must be a ProcessGroup or None, not {type(group).__name__}; of a "
                 "DeviceMesh give mesh.get_group()"
             )
+        if isinstance(group, ProcessGroup) and not _exists(group):
+            raise ValueError(f"{name} was destroyed: give a group that exists")
 
 
 def _holds_fsdp2(model: nn.Module) -> bool:

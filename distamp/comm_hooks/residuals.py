@@ -1,9 +1,9 @@
 """What rounding took from a bucket's gradients, kept until the next exchange gives it back.
 
 With an attached scaler it is kept in unscaled units, so a change of the loss scale does not touch
-it, and put back to where it was when the step that an exchange was made for is skipped. Without one
-it is in units of the gradients as they were exchanged. It is put back, too, when the exchange found
-inf or NaN.
+it, and is restored for the parameters of an optimizer that skips its step. Without a scaler it is
+in units of the gradients as they were exchanged. Nobody then reports which steps were skipped, so
+it is restored for the whole bucket when the exchange found inf or NaN.
 """
 
 from __future__ import annotations
@@ -79,10 +79,19 @@ class Residuals:
         self._coming[stage, start] = residual
 
     def end(self, nonfinite: Tensor) -> None:
-        """Take over what was kept, unless a gradient of some rank was inf or NaN."""
-        if self._joined and self._at_last_step is None:
-            self._at_last_step = self._now
-        self._now = _chosen(nonfinite, self._now, self._coming)
+        """Take over what was kept.
+
+        Args:
+            nonfinite: Whether a gradient of some rank was inf or NaN. It is about the bucket, in
+                which another optimizer may have parameters that it steps. So it decides only where
+                no scaler reports, by `step_ended`, whose step was skipped.
+        """
+        if self._joined:
+            if self._at_last_step is None:
+                self._at_last_step = self._now
+            self._now = self._coming
+        else:
+            self._now = _chosen(nonfinite, self._now, self._coming)
         self._coming = {}
 
     # -- after a step ------------------------------------------------------------------------------
@@ -122,7 +131,7 @@ class Residuals:
         if not self._now:
             return None
         device = next(iter(self._now.values())).device
-        found = torch.zeros(2, where.stop - where.start, device=device)
+        found = torch.zeros(2, where.stop - where.start, dtype=torch.float32, device=device)
         for (stage, start), segment in self._now.items():
             first, last = max(start, where.start), min(start + segment.numel(), where.stop)
             if first < last:
@@ -148,7 +157,8 @@ class Residuals:
             device: Where the bucket lies.
             segments: Stage, first element and length of each `before` of an exchange.
         """
-        mine, owned = (torch.zeros(self._numel, device=device) for _ in _STAGES)
+        whole = (self._numel,)
+        mine, owned = (torch.zeros(whole, dtype=torch.float32, device=device) for _ in _STAGES)
         for index, (of_mine, of_owned) in residuals.items():
             mine[self._places[index]] = of_mine.to(device)
             owned[self._places[index]] = of_owned.to(device)
@@ -209,7 +219,7 @@ def _patched(into: Segments, source: Segments, wheres: Sequence[slice]) -> Segme
         length = max(each.numel() for each in (given, old) if each is not None)
         model = given if given is not None else old
         assert model is not None
-        new = torch.zeros(length, device=model.device) if old is None else old.clone()
+        new = model.new_zeros(length) if old is None else old.clone()
         for where in wheres:
             first, last = max(start, where.start), min(start + length, where.stop)
             if first < last:

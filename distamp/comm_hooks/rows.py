@@ -136,7 +136,7 @@ def _splits(rows: Rows, found: list[_Cuts], device: torch.device) -> Splits:
     numbers: list[list[int]] = [[] for _ in range(8)]
     row, column, position, lengths, first, parts, header_row, header = numbers
     local = bytearray()
-    table = torch.full((rows.count * rows.blocks,), -1, dtype=torch.int32)
+    table = torch.full((rows.count * rows.blocks,), -1, dtype=torch.int32, device="cpu")
     for number, cuts_of_row in enumerate(found):
         extra = rows.blocks
         for at, cuts, length in cuts_of_row:
@@ -153,6 +153,7 @@ def _splits(rows: Rows, found: list[_Cuts], device: torch.device) -> Splits:
             edges = [0, *cuts, BLOCK]
             for block, (begin, end) in enumerate(pairwise(edges)):
                 local += bytes([block]) * (end - begin)
-    a, b, c, d, e, f, g, h = (torch.tensor(each, dtype=torch.int64).to(device) for each in numbers)
+    made = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in numbers)
+    a, b, c, d, e, f, g, h = (each.to(device) for each in made)
     which = torch.frombuffer(local, dtype=torch.uint8).view(-1, BLOCK).to(device)
     return Splits(a, b, c, d, which, e, f, g, h, table.to(device))

@@ -57,6 +57,8 @@ class HookStats:
         parts = [] if self.choice is None else [str(self.choice)]
         if self.exchanges:
             parts += self._exchanged()
+        elif self.fallbacks:
+            parts.append("no gradient was sent in a wire format")
         elif self.choice is None or self.choice.compressed:
             parts.append("no gradient was exchanged yet")
         parts.extend(f"{count} x {reason}" for reason, count in self.fallbacks.items())

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 __all__ = [
     "GradBucket",
     "all_gather_rows",
+    "all_reduce_hook",
     "all_reduce_in_graph",
     "backend_name",
     "custom_reduce_scatter",
@@ -32,6 +33,7 @@ __all__ = [
     "gather_rows",
     "gradient_divide_factor",
     "in_backward_pass",
+    "is_destroyed",
     "is_fsdp1",
     "is_fsdp2",
     "is_hsdp",
@@ -46,6 +48,7 @@ __all__ = [
     "sharded_sizes",
     "take_fsdp1_hook",
     "timeout_of",
+    "torchs_replicas",
 ]
 
 
@@ -55,6 +58,15 @@ __all__ = [
 def is_non_member(group: object) -> bool:
     """Return whether this is what ``new_group`` returns on ranks that are no members."""
     return dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def is_destroyed(group: ProcessGroup) -> bool:
+    """Return whether ``destroy_process_group`` ended the group."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:  # torch forgot it
+        return True
+    return False
 
 
 def default_store() -> Any:
@@ -221,9 +233,20 @@ def custom_reduce_scatter(group: Any) -> str | None:
     return None if name.startswith("Default") else name
 
 
+def all_reduce_hook(group: Any) -> Callable[[Tensor], None] | None:
+    """Return what ``set_all_reduce_hook`` gave a parameter group."""
+    hook: Callable[[Tensor], None] | None = getattr(group, "_all_reduce_hook", None)
+    return hook
+
+
 def is_hsdp(group: Any) -> bool:
-    """Return whether torch all-reduces a parameter group between replicas by itself."""
+    """Return whether a parameter group has a dimension of replicas, which torch all-reduces."""
     return bool(getattr(group, "_is_hsdp", False))
+
+
+def torchs_replicas(group: Any) -> int:
+    """Return over how many replicas torch all-reduces a parameter group by itself."""
+    return int(group.mesh_info.replicate_process_group.size()) if is_hsdp(group) else 1
 
 
 def gradient_divide_factor(group: Any) -> float | None:

@@ -149,6 +149,62 @@ def test_a_bucket_of_two_optimizers_goes_back_for_the_one_that_skipped(ranks2):
     assert ranks2.run(_two_optimizers) == [(True, True)] * 2
 
 
+class _TwoParts(nn.Module):
+    """Two parameters in one bucket; the gradient of ``a`` is as large as ``factor`` says."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(numel)) for _ in range(2))
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return (self.a * x).sum() * factor + (self.b * x).sum()
+
+
+def _one_overflows(wire: str, numel: int, every: int) -> tuple[Tensor, float, bool]:
+    """``b`` after 12 steps, its error against float64, and whether ``a``'s residuals were restored.
+
+    Every so many steps the gradient of ``a`` is inf on rank 0, and its optimizer skips.
+    """
+    model, state = wrapped(_TwoParts(numel), wire, bucket_cap_mb=25)
+    scaler = DistGradScaler("cpu", init_scale=2.0**10, backoff_factor=0.5)
+    scaler.attach(state)
+    a, b = (torch.optim.SGD([p], lr=1.0) for p in (model.module.a, model.module.b))
+    true, restored = torch.zeros(numel, dtype=torch.float64), True
+    for step in range(12):
+        model.zero_grad()
+        bad = every > 0 and step % every == every - 1
+        before = state.state_dict()["residuals"]
+        factor = float("inf") if bad and dist.get_rank() == 0 else 1.0
+        x = inputs(step, numel, rows=1)[0]
+        scaler.scale(model(x, factor)).backward()
+        scaler.step(a)
+        scaler.step(b)
+        assert (scaler.stepped(a), scaler.stepped(b)) == (not bad, True)
+        if bad:
+            after = state.state_dict()["residuals"]
+            restored &= torch.equal(after["a"], before["a"])
+            restored &= not torch.equal(after["b"], before["b"])
+        scaler.update()
+        everyone = x.double()
+        dist.all_reduce(everyone)
+        true -= everyone / dist.get_world_size()
+    arrived = model.module.b.detach()
+    return arrived, ((arrived.double() - true).norm() / true.norm()).item(), restored
+
+
+@pytest.mark.parametrize("wire", FED_BACK)
+@pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
+def test_residuals_of_an_optimizer_that_stepped_are_kept_when_another_overflows(
+    ranks, size, numel, wire
+):
+    clean = ranks(size).run(_one_overflows, wire, numel, 0)
+    found = ranks(size).run(_one_overflows, wire, numel, 3)
+    for (b, error, restored), (expected, without, _) in zip(found, clean, strict=True):
+        assert torch.equal(b, expected)
+        assert error == without < 0.05
+        assert restored
+
+
 # -- with a scaler, and without -------------------------------------------------------------------
 
 SCALE = 2.0**16
@@ -335,6 +391,56 @@ def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets(ranks4, wire):
         assert complete
         assert resumed == 0.0
         assert forgotten > 0
+
+
+class _Optional(nn.Module):
+    """A parameter that is used, and one that may not be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rare = (nn.Parameter(torch.zeros(600)) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.used * x).sum() + ((self.rare * x).sum() if both else 0.0)
+
+
+def _used_once(view: bool, none: bool) -> list[float | None]:
+    """Of a parameter that is used in the first of three steps: the sum's error, then gradients.
+
+    The error is that of the sum of its gradients so far, relative to the true one of the first.
+    """
+    settings = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    model, _ = wrapped(_Optional(), "int8", bucket_cap_mb=25, **settings)
+    true = inputs(0, 600, rows=1)[0].double()
+    dist.all_reduce(true)
+    true /= dist.get_world_size()
+    total, found = torch.zeros(600, dtype=torch.float64), []
+    for step in range(3):
+        model.zero_grad(set_to_none=none)
+        model(inputs(step, 600, rows=1)[0], step == 0).backward()
+        gradient = model.module.rare.grad
+        found.append(None if gradient is None else (gradient.norm() / true.norm()).item())
+        total += 0.0 if gradient is None else gradient.double()
+        if step == 0:
+            found = [((total - true).norm() / true.norm()).item()]
+    return [((total - true).norm() / true.norm()).item(), *found]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused")
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_parameter_that_no_rank_used_gets_its_residual_in_bucket_views_alone(ranks2, view, none):
+    for error, first, *later in ranks2.run(_used_once, view, none):
+        assert 1e-3 < first < 1e-2
+        if none:
+            assert later == [None, None]
+        elif view:
+            # What the first exchange lost arrives in the second.
+            assert later[0] == pytest.approx(first, rel=0.05)
+            assert error < 1e-2 * first
+        else:
+            assert later == [0.0, 0.0]
+            assert error == first
 
 
 def _bad_states() -> list[str]:

@@ -92,6 +92,24 @@ def test_a_mean_is_flagged_just_if_it_is_not_finite(ranks, size):
         assert all(finite == (not flagged) for _, finite, flagged in found)
 
 
+# How far below the largest fp32 value means are always finite, as docs/wire.md has it.
+FINITE_BELOW = {"bf16": 2e-3, "fp16": 2.5e-4, "int16": 2e-5, "int8": 0.0, "fp8_e4m3": 3.2e-2}
+
+
+def _finite(numel: int, wire: str) -> tuple[bool, bool]:
+    """Whether the mean is finite of values so far below the largest one, and of this one itself."""
+    largest = torch.finfo(torch.float32).max
+    values = (largest * (1 - FINITE_BELOW[wire]), largest)
+    means = [average(torch.full((numel,), value), wire)[0] for value in values]
+    return bool(means[0].isfinite().all()), bool(means[1].isfinite().all())
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize(("size", "numel"), [(2, 300), (4, 300), (4, 70_000)])
+def test_means_close_to_the_largest_value_are_inf_where_the_docs_say_so(ranks, size, numel, wire):
+    assert ranks(size).run(_finite, numel, wire) == [(True, wire == "int8")] * size
+
+
 def _bytes(numel: int, wire: str) -> tuple[int, int]:
     _, state = average(torch.ones(numel), wire)
     return state.stats().total_bytes, state.stats().bytes_uncompressed

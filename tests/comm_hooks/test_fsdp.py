@@ -307,6 +307,43 @@ def test_torchs_hsdp_keeps_its_all_reduce_and_says_so(ranks4):
         assert unknown, "no flag that replicas have not agreed on"
 
 
+def _hsdp_of_two(shape: tuple[int, int]) -> tuple[list[float], Any, list[Any], int]:
+    """Three steps on a mesh of two ranks, and a fourth that overflows on one: what is known."""
+    model = sharded(net(), mesh=mesh(shape, ("replicate", "shard")))
+    calls: list[Tensor] = []
+    model.set_all_reduce_hook(calls.append)
+    state = register_fsdp2(model, wire_format("fp16"))
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model(batch(dist.get_rank()))).backward()
+    found = errors(model, expected(2))
+    factor = math.inf if dist.get_rank() == 1 else 1.0
+    stats = state.stats()
+    counted = stats.exchanges, stats.total_bytes > 0, dict(stats.fallbacks), str(stats)
+    (loss_of(model(batch(dist.get_rank()))) * factor).backward()
+    known = [(g.agreeing(), g.nonfinite is not None and bool(g.nonfinite)) for g in state.groups]
+    return found, counted, known, len(calls)
+
+
+def test_a_mesh_of_one_shard_is_only_all_reduced_and_stats_say_so(ranks2):
+    reason = "torch's HSDP all-reduces between replicas uncompressed"
+    line = f"no gradient was sent in a wire format; 9 x {reason}"
+    for found, counted, known, calls in ranks2.run(_hsdp_of_two, (2, 1)):
+        assert max(found) < 1e-5, "torch's own fp32 all-reduce"
+        # Three groups of parameters in three steps.
+        assert counted == (0, False, {reason: 9}, line)
+        assert known == [([], False)] * 3
+        assert calls == 4, "the hook that the root module had before"
+
+
+def test_a_mesh_of_one_replica_is_like_one_without_replicas(ranks2):
+    for found, counted, known, calls in ranks2.run(_hsdp_of_two, (1, 2)):
+        assert within(found, "fp16")
+        assert counted[:3] == (9, True, {})
+        assert known == [([0, 1], True)] * 3
+        assert calls == 4
+
+
 def _refused2(case: str) -> str:
     world = mesh((dist.get_world_size(),), ("shard",))
     wire = wire_format("fp16")

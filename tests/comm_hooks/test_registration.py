@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -239,6 +240,48 @@ def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4, othe
         f"rank 2: {other} for 9701 elements. Give every rank the same format and model"
     )
     assert set(ranks4.run(_other_format, other)) == {message}
+
+
+def _destroyed(what: str) -> list[str]:
+    """Register on a model, or give a group, after ``destroy_process_group``; then wrap again."""
+    whole = [*range(dist.get_world_size())]
+    group = dist.new_group(whole)
+    given: dict[str, Any] = {}
+    if what in ("process_group", "replicas"):
+        given = {what: group}
+        model = _wrap("DDP" if what == "process_group" else "FSDP2")
+    elif what == "DDP":
+        model = DistributedDataParallel(mlp(*WIDTHS), process_group=group)
+    elif what == "FSDP1":
+        model = FullyShardedDataParallel(mlp(*WIDTHS), group, device_id=torch.device("cpu"))
+    else:
+        over = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        model = fully_shard(mlp(*WIDTHS), mesh=over)
+    dist.destroy_process_group(group)
+    message = []
+    for wire in ("fp16", "auto"):
+        with pytest.raises(ValueError if given else RuntimeError) as error:
+            comm_hooks.register(model, wire, **given)
+        message.append(str(error.value))
+    comm_hooks.register(model if given else _wrap(what), "fp16")
+    return message
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2"])
+def test_a_model_whose_group_was_destroyed_is_refused(ranks2, wrapper):
+    for message in ranks2.run(_destroyed, wrapper):
+        assert len(set(message)) == 1
+        assert message[0].endswith(
+            " was destroyed: call torch.distributed.init_process_group, wrap the module again and "
+            "register the hook on the new wrapper"
+        )
+        assert message[0].startswith("the process group of this ")
+
+
+@pytest.mark.parametrize("name", ["process_group", "replicas"])
+def test_a_group_that_was_destroyed_is_refused(ranks2, name):
+    expected = [f"{name} was destroyed: give a group that exists"] * 2
+    assert ranks2.run(_destroyed, name) == [expected] * 2
 
 
 def test_there_must_be_a_process_group(ranks2):

@@ -66,7 +66,15 @@ def _modules() -> dict[str, Any]:
     fsdp2 = fully_shard(nn.Linear(3, 5), mesh=whole)
     (group,) = torch_compat.param_groups(fsdp2)
     custom = torch_compat.custom_reduce_scatter(group)
+    between = torch_compat.all_reduce_hook(group)
     fsdp2.set_custom_reduce_scatter(print)
+    fsdp2.set_all_reduce_hook(print)
+    over = mesh((dist.get_world_size(), 1), ("replicate", "shard"))
+    (replicated,) = torch_compat.param_groups(fully_shard(nn.Linear(3, 5), mesh=over))
+    gone = dist.new_group([*range(dist.get_world_size())])
+    destroyed = [torch_compat.is_destroyed(gone)]
+    dist.destroy_process_group(gone)
+    destroyed.append(torch_compat.is_destroyed(gone))
     return {
         "names": (before, torch_compat.ddp_hook_name(ddp)),
         "inside": (inside, torch_compat.in_backward_pass()),
@@ -77,7 +85,10 @@ def _modules() -> dict[str, Any]:
         "numels": sum(torch_compat.numels_in(torch_compat.flat_parameter(fsdp1))),
         "sizes": [numel for _, numel in torch_compat.sharded_sizes(group)],
         "custom": (custom, torch_compat.custom_reduce_scatter(group)),
-        "hsdp": torch_compat.is_hsdp(group),
+        "hsdp": [torch_compat.is_hsdp(each) for each in (group, replicated)],
+        "replicas": [torch_compat.torchs_replicas(each) for each in (group, replicated)],
+        "between": (between, torch_compat.all_reduce_hook(group) is print),
+        "destroyed": destroyed,
         "factor": torch_compat.gradient_divide_factor(group),
     }
 
@@ -95,7 +106,10 @@ def test_wrappers(ranks2):
             # Rows are padded to as many as the ranks divide.
             "sizes": [9, 3],
             "custom": (None, "builtin_function_or_method"),
-            "hsdp": False,
+            "hsdp": [False, True],
+            "replicas": [1, 2],
+            "between": (None, True),
+            "destroyed": [False, True],
             "factor": None,
         }
 

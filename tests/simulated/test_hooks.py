@@ -93,3 +93,53 @@ def test_a_hook_waits_for_the_stream_that_made_the_gradients(sim2):
     for schedule, seed in [*SCHEDULES, ("late_others", 0)]:
         for found in sim2.run(_bucket_on_a_stream, schedule=schedule, seed=seed):
             torch.testing.assert_close(tuple(found), expected, rtol=1e-3, atol=0)
+
+
+class _TwoParts(nn.Module):
+    """Two parameters in one bucket; the gradient of ``a`` is as large as ``factor`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(500)) for _ in range(2))
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return (self.a * x).sum() * factor + (self.b * x).sum()
+
+
+def _one_overflows(kind: str, wire: str, fused: bool, bad: int) -> Any:
+    """Parameters and residuals after six steps; the optimizer of ``a`` skips the one named."""
+    rank = dist.get_rank()
+    device = torch.device(kind, rank) if kind == "sim" else torch.device(kind)
+    model = nn.parallel.DistributedDataParallel(_TwoParts().to(device))
+    scaler = DistGradScaler(kind, init_scale=2.0**10, growth_interval=3)
+    state = register(model, wire)
+    scaler.attach(state)
+    a, b = (torch.optim.SGD([p], lr=1.0, fused=fused) for p in (model.module.a, model.module.b))
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        x = torch.randn(500, generator=generator).to(device)
+        factor = float("inf") if step == bad and rank else 1.0
+        scaler.scale(model(x, factor)).backward()
+        scaler.step(a)
+        scaler.step(b)
+        assert (scaler.stepped(a), scaler.stepped(b)) == (step != bad, True)
+        scaler.update()
+        model.zero_grad()
+    residuals = state.state_dict()["residuals"]
+    return [p.detach().cpu() for p in (model.module.a, model.module.b)], residuals["b"].cpu()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
+def test_residuals_of_an_optimizer_that_stepped_are_kept(sim2, ranks2, wire, fused):
+    # Without an overflow of the other optimizer, every bit is the same.
+    expected = ranks2.run(_one_overflows, "cpu", wire, False, 3)
+    for schedule, seed in SCHEDULES:
+        clean, found = (
+            sim2.run(_one_overflows, "sim", wire, fused, bad, schedule=schedule, seed=seed)
+            for bad in (-1, 3)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        for ((_, b), residual), ((_, without), of_clean) in zip(found, clean, strict=True):
+            assert torch.equal(b, without)
+            assert torch.equal(residual, of_clean)
