@@ -151,5 +151,10 @@ class ShadowScaler(JoinHook):
         scaler._rebase()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Compare optimizers anew: a rank may have seen fewer of them than the others."""
+        """Compare optimizers anew: a rank may have seen fewer of them than the others.
+
+        On a device, messages compare an earlier scale and how often it moved since: not the same
+        on a rank that took the scale over, so all begin with what it is now.
+        """
         self._scaler._states.forget_agreements()
+        self._scaler._rebase()
