@@ -52,8 +52,8 @@ class CommHook(Protocol):
             word: What must be the same on all ranks; not 0. The next exchange carries both.
         """
 
-    def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Hear whether the optimizer of ``parameters`` stepped (0) or skipped (1)."""
+    def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
+        """Hear whether the optimizer of ``parameters`` stepped (0) or skipped (1); None: of all."""
 
     def iteration_ended(self) -> None:
         """Hear that the gradients seen so far have been used."""

@@ -145,8 +145,10 @@ class Buckets:
         for bucket in self.all():
             bucket.residuals, bucket.adopted = None, {}
 
-    def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Keep or put back the residuals of these parameters."""
+    def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
+        """Keep or put back the residuals of these parameters; None: of all."""
+        if parameters is None:
+            parameters = list(self._of)
         touched: dict[int, tuple[Residuals, list[int]]] = {}
         for parameter in parameters:
             bucket: Bucket | None = self._of.get(parameter)

@@ -382,7 +382,7 @@ class CommHookState:
         """See `distamp.protocols.CommHook.scale_changed`."""
         self._scale, self._word, self._scaled_now = scale, word, True
 
-    def step_ended(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+    def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
         if self.wire.needs_error_feedback:
             self.buckets.step_ended(parameters, found_inf)

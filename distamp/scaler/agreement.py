@@ -427,9 +427,16 @@ def _raise_mismatch(group: Group, everyone: Sequence[Statement]) -> None:
         f"  rank {rank}: " + ", ".join(f"{key}={each.get(key)!r}" for key in keys or each)
         for rank, each in zip(group.global_ranks, shown, strict=True)
     ]
+    fix = (
+        "Every rank must make the same scaler calls, with the same optimizers in the same order "
+        "and the same settings."
+    )
+    if "iteration" in keys:
+        fix += (
+            " One rank left out an update(), or it alone called load_state_dict(), copy.deepcopy "
+            "or pickle, after which iterations count from 0."
+        )
     raise LockstepError(
         "the ranks are not in lockstep; nothing was stepped by this call. They have\n"
-        + "\n".join(lines)
-        + "\nEvery rank must make the same scaler calls, with the same optimizers in the same "
-        "order and the same settings."
+        + "\n".join([*lines, fix])
     )

@@ -40,7 +40,9 @@ class Hooks:
         )
         self._announced: weakref.WeakSet[Any] = weakref.WeakSet()
         self._announcing: list[bool] = []
-        self._calls = 0
+        self._scale: Tensor | None = None
+        # Calls without a message so far, as a number that all ranks must have.
+        self.calls = 0
 
     def add(self, hook: CommHook) -> None:
         """Join one more hook."""
@@ -50,6 +52,7 @@ class Hooks:
         hook.scale_changed(flag_of(True, "cpu"), 1)
         # Until `scale` is called, nobody knows what a backward pass is scaled by.
         hook.iteration_ended()
+        self._scale = None
 
     def remove(self, hook: CommHook) -> bool:
         """Forget a hook and all that was learned from hooks; return whether it was joined."""
@@ -65,15 +68,46 @@ class Hooks:
 
     def scale_is(self, scale: Tensor, iteration: int, settings: Callable[[], str]) -> None:
         """Tell the hooks what the coming backward pass is scaled by."""
-        word = hash((iteration, zlib.crc32(settings().encode()), self._calls)) & (2**62 - 1)
+        word = hash((iteration, zlib.crc32(settings().encode()), self.calls)) & (2**62 - 1)
         for hook in self.joined:
             hook.scale_changed(scale, word or 1)
+        self._scale = scale
+
+    def before_join(self, scale: Tensor) -> None:
+        """Tell the hooks the scale of backward passes that this rank may never take part in.
+
+        A rank without any inputs sends zeros in the others' passes. What rounding takes from the
+        means that it owns is in units of their scale.
+        """
+        if self._scale is scale:
+            return
+        for hook in self.joined:
+            hook.scale_changed(scale, 1)
+            hook.iteration_ended()
+
+    def shadowed(self, calls: int, skipped: Sequence[Any], *, all_skipped: bool) -> None:
+        """End an iteration that the ranks with inputs took without this one.
+
+        Args:
+            calls: Their `calls`.
+            skipped: Optimizers of this rank that skipped there.
+            all_skipped: Whether all did, of which this rank may not know some.
+        """
+        self.calls = calls
+        flag = flag_of(True, "cpu")
+        for hook in self.joined:
+            if all_skipped:
+                hook.step_ended(None, flag)
+            for optimizer in skipped:
+                hook.step_ended(source_of(optimizer).watched(), flag)
+            hook.iteration_ended()
 
     def count(self, call: str, states: Sequence[OptimizerState]) -> None:
         """Add a call that takes no message to what the next exchange compares."""
         identities = tuple(state.identity for state in states)
-        words = (self._calls, zlib.crc32(call.encode()), identities)
-        self._calls = hash(words) & (2**61 - 1)
+        words = (self.calls, zlib.crc32(call.encode()), identities)
+        # Inside Join ranks sum theirs up.
+        self.calls = hash(words) & (2**31 - 1)
 
     def flags(
         self,
@@ -110,7 +144,7 @@ class Hooks:
         if not self.joined:
             return settings
         return (
-            f"{settings}, gradients by hook={self._announcing}, calls without message={self._calls}"
+            f"{settings}, gradients by hook={self._announcing}, calls without message={self.calls}"
         )
 
     def agreed(self, optimizers: Sequence[Any]) -> None:

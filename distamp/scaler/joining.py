@@ -2,7 +2,8 @@
 
 A rank that has no more inputs takes part in every message with nothing to say, until one says that
 the iteration has ended, and how the scale stands. So inside ``Join`` messages have a tail, and
-``update`` sends one more.
+``update`` sends one more. It also has what an attached hook needs: the calls that took no message,
+and which optimizers skipped.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from distamp.errors import StageError
 from distamp.optimizers import inner_optimizer
 from distamp.scaler.groups import Group
 from distamp.scaler.message import exchange, exchange_nothing
+from distamp.scaler.optimizer_state import OptState
 
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
 __all__ = ["ShadowScaler", "check", "end_iteration", "tail_of"]
 
-# Ranks that have inputs; whether the iteration ends; optimizers of the whole call; then the state.
-_PRESENT, _ENDS, _TOTAL, _STATE = 0, 1, 2, 3
+# Ranks that have inputs; whether the iteration ends; optimizers of the whole call; which of them
+# skipped; then the state.
+_PRESENT, _ENDS, _TOTAL, _SKIPS, _STATE = 0, 1, 2, 3, 4
+# Optimizers whose skips a word takes, summed over up to 2**20 ranks.
+_COUNTED = 40
 
 
 def check(scaler: DistGradScaler, optimizer: Any) -> None:
@@ -53,7 +58,7 @@ def tail_of(scaler: DistGradScaler, total: int) -> Sequence[int]:
         work = Join.notify_join_context(scaler)
         if work is not None:
             work.wait()
-    return (1, 0, total, *([0] * len(_state(scaler))))
+    return (1, 0, total, 0, *([0] * len(_state(scaler))))
 
 
 def end_iteration(scaler: DistGradScaler) -> None:
@@ -61,17 +66,32 @@ def end_iteration(scaler: DistGradScaler) -> None:
     scaler._notified_join = False
     group = scaler._ranks.group_for(scaler._scale_tensor(), scaler._states)
     if group is not None:
-        exchange(group, 0, [], None, takes_rows=True, tail=(1, 1, 0, *_state(scaler)))
+        tail = (1, 1, 0, _skips(scaler), *_state(scaler))
+        exchange(group, 0, [], None, takes_rows=True, tail=tail)
+
+
+def _skips(scaler: DistGradScaler) -> int:
+    """Return a bit for each optimizer that skipped, by its place, and in bit 0 whether all did."""
+    if not scaler._hooks.joined:
+        return 0
+    stepped = {
+        state.index: flag
+        for state in scaler._states.records.values()
+        if state["stage"] is OptState.STEPPED and (flag := state.flag()) is not None
+    }
+    skipped = [index for index, flag in stepped.items() if flag.item()]
+    every = int(bool(skipped) and len(skipped) == len(stepped))
+    return every | sum(2 << index for index in skipped if 0 <= index < _COUNTED)
 
 
 def _state(scaler: DistGradScaler) -> list[int]:
-    """Return scale, tracker, hysteresis and memory as integers."""
+    """Return calls without a message, scale, tracker, hysteresis and memory as integers."""
     scale, tracker = scaler._scale_tensor(), scaler._growth_tracker
     hysteresis, memory = scaler._hysteresis_tracker, scaler._memory
     assert tracker is not None
     assert hysteresis is not None
     bits = int(scale.cpu().view(torch.int32).item())
-    state = [bits, int(tracker.item()), int(hysteresis.item())]
+    state = [scaler._hooks.calls, bits, int(tracker.item()), int(hysteresis.item())]
     return state if memory is None else [*state, *map(int, memory.tolist())]
 
 
@@ -84,6 +104,8 @@ class ShadowScaler(JoinHook):
 
     def __init__(self, scaler: DistGradScaler) -> None:
         self._scaler = scaler
+        if scaler.is_enabled() and scaler._hooks.joined:
+            scaler._hooks.before_join(scaler._scale_tensor())
 
     def main_hook(self) -> None:
         """Take part in the messages of one iteration of the others."""
@@ -100,7 +122,11 @@ class ShadowScaler(JoinHook):
                 break
             length = group.length
             length.capacity = max(length.capacity, tail[_TOTAL] // present)
-        self._take_over([word // present for word in tail[_STATE:]])
+        calls, *state = (word // present for word in tail[_STATE:])
+        self._take_over(state)
+        skips = tail[_SKIPS] // present
+        skipped = [each for each, known in scaler._states.live() if skips >> known.index + 1 & 1]
+        scaler._hooks.shadowed(calls, skipped, all_skipped=bool(skips & 1))
         scaler._ranks.iteration += 1
 
     def _group(self) -> Group | None:
@@ -125,5 +151,10 @@ class ShadowScaler(JoinHook):
         scaler._rebase()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Compare optimizers anew: a rank may have seen fewer of them than the others."""
+        """Compare optimizers anew: a rank may have seen fewer of them than the others.
+
+        On a device, messages compare an earlier scale and how often it moved since: not the same
+        on a rank that took the scale over, so all begin with what it is now.
+        """
         self._scaler._states.forget_agreements()
+        self._scaler._rebase()

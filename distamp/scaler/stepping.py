@@ -113,7 +113,11 @@ def _step_with_flags(
 def _step_with_scaler(
     scaler: DistGradScaler, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Step by torch's older protocol, whose optimizers unscale with the scaler."""
+    """Step by torch's older protocol, whose optimizers unscale and skip with the scaler.
+
+    torch calls them always, and so does a process alone. Where ranks agree, an overflow of another
+    rank is not seen by an optimizer that looks at its own gradients: it would step alone.
+    """
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -121,9 +125,10 @@ def _step_with_scaler(
         FutureWarning,
         stacklevel=stacklevel_of_caller(),
     )
-    flag = subject.state.flag()
-    if flag is not None and flag.item():
-        return None
+    if not scaler._ranks.alone:
+        flag = subject.state.flag()
+        if flag is not None and flag.item():
+            return None
     return subject.given.step(*args, **{**kwargs, "grad_scaler": scaler})
 
 

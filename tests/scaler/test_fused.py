@@ -152,8 +152,9 @@ class TakesScaler(torch.optim.SGD):
 
     def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            factor = 1.0 if grad_scaler is None else grad_scaler.get_scale()
-            parameter.data -= parameter.grad / factor
+            if parameter.grad.isfinite().all():
+                factor = 1.0 if grad_scaler is None else grad_scaler.get_scale()
+                parameter.data -= parameter.grad / factor
 
 
 def test_an_optimizer_that_wants_the_scaler_itself_is_given_it():

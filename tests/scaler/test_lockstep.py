@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +99,49 @@ def test_a_step_left_out_on_one_rank_is_named(ranks2: RankPool) -> None:
         assert error is not None
         assert error[0] == "LockstepError"
         assert "iteration=" in error[1]
+
+
+def _loaded(scaler: DistGradScaler) -> DistGradScaler:
+    scaler.load_state_dict(scaler.state_dict())
+    return scaler
+
+
+_COUNT_FROM_0: dict[str, Callable[[DistGradScaler], DistGradScaler]] = {
+    "load_state_dict": _loaded,
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+}
+
+
+def _one_begins_to_count_again(how: str, ranks: tuple[int, ...]) -> Any:
+    models, (optimizer, _) = _two(alike=True)
+    scaler = DistGradScaler("cpu")
+
+    def iterate() -> None:
+        nonlocal scaler
+        for iteration in range(4):
+            if iteration == 2 and dist.get_rank() in ranks:
+                scaler = _COUNT_FROM_0[how](scaler)
+            _ready(scaler)
+            _fill(models[0], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return _error_of(iterate)
+
+
+@pytest.mark.parametrize("how", _COUNT_FROM_0)
+def test_a_scaler_that_counts_from_0_on_one_rank_is_named_with_its_cause(
+    ranks2: RankPool, how: str
+) -> None:
+    for error in ranks2.run(_one_begins_to_count_again, how, (1,)):
+        assert error is not None
+        assert error[0] == "LockstepError"
+        assert "rank 0: iteration=2" in error[1]
+        assert "rank 1: iteration=0" in error[1]
+        assert "left out an update()" in error[1]
+        assert how in error[1]
+    assert ranks2.run(_one_begins_to_count_again, how, (0, 1)) == [None, None]
 
 
 def _one_clips() -> Any:

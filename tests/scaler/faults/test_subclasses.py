@@ -364,6 +364,88 @@ def test_an_optimizer_that_checks_by_the_scaler_skips_an_overflow(base: str) -> 
     assert (parameter.item(), scaler.get_scale()) == (1.0, 1.0)
 
 
+class _AsksTheScaler(_Scaling):
+    """Skips by what the scaler says of inf, and counts its calls."""
+
+    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
+        found = sum(each.item() for each in grad_scaler._check_inf_per_device(self).values())
+        self.seen.append(found)
+        if found:
+            return "skipped inside"
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.div_(grad_scaler._get_scale_async())
+        super().step()
+        return "stepped"
+
+
+class _UnscalesItself(_Scaling):
+    """The same, through ``unscale_``."""
+
+    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
+        grad_scaler.unscale_(self)
+        found = sum(each.item() for each in grad_scaler._found_inf_per_device(self).values())
+        self.seen.append(found)
+        return "skipped inside" if found else super().step()
+
+
+class _LooksAtItsGradients(_Scaling):
+    """Asks the scaler for the scale alone."""
+
+    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
+        (parameter,) = self.param_groups[0]["params"]
+        finite = bool(parameter.grad.isfinite().all())
+        self.seen.append(float(not finite))
+        if not finite:
+            return "skipped inside"
+        parameter.grad.div_(grad_scaler.get_scale())
+        super().step()
+        return "stepped"
+
+
+_TAKE_THE_SCALER = [_AsksTheScaler, _UnscalesItself, _LooksAtItsGradients]
+
+
+def _steps_of(scaler: Any, kind: type[_Scaling], overflows: bool) -> Any:
+    """Three steps, of which the middle one overflows on some rank."""
+    parameter = leaf(1.0)
+    optimizer = kind([parameter])
+    results = []
+    for gradient in (0.25, INF if overflows else 0.25, 0.25):
+        optimizer.zero_grad()
+        backward(scaler, parameter, gradient)
+        with pytest.warns(FutureWarning, match="stop passing itself"):
+            results.append(scaler.step(optimizer))
+        scaler.update()
+    return optimizer.seen, results, parameter.item(), scaler.state_dict()
+
+
+@pytest.mark.parametrize("kind", _TAKE_THE_SCALER)
+def test_an_optimizer_that_takes_the_scaler_is_called_on_an_overflow_as_in_torch(
+    kind: type[_Scaling],
+) -> None:
+    seen, results, value, state = _steps_of(DistGradScaler("cpu", init_scale=4.0), kind, True)
+    if kind is _LooksAtItsGradients:
+        # It asks for no check, which torch's `update` refuses.
+        assert (results, value) == (["stepped", "skipped inside", "stepped"], 0.5)
+    else:
+        torchs = _steps_of(torch.amp.GradScaler("cpu", init_scale=4.0), kind, True)
+        assert (seen, results, value, state) == torchs
+    assert seen == [0.0, 1.0, 0.0]
+
+
+def _steps_where_rank_0_overflows(kind: type[_Scaling]) -> Any:
+    scaler = DistGradScaler("cpu", init_scale=4.0)
+    return _steps_of(scaler, kind, dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("kind", _TAKE_THE_SCALER)
+def test_it_steps_on_no_rank_where_another_overflowed(pair: RankPool, kind: type[_Scaling]) -> None:
+    """Whatever it looks at: on several ranks it is not called."""
+    for seen, results, value, state in pair.run(_steps_where_rank_0_overflows, kind):
+        assert (seen, value, state["scale"]) == ([0.0, 0.0], 0.5, 2.0)
+        assert results[1] is None
+
+
 def test_torchs_own_test_of_both_protocols() -> None:
     """As test_grad_scaler_pass_itself of torch/test/test_torch.py asks it."""
 
