@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import TensorWeakRef
 
 from distamp import host
 from distamp.errors import StageError
@@ -51,13 +51,12 @@ class BackwardWatch:
         # How often the scale has changed, and what it was before and is since.
         self._changes = 0
         self._hook = self._new_hook()
-        self._passes = 0
         # As of which change the last loss was scaled, and the last pass begun.
         self._scaled_as_of = self._passed_as_of = -1
         self._before: Tensor | None = None
         self._now: float | Tensor | None = None
         # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.
-        self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        self._leaves: dict[int, TensorWeakRef] = {}
         self._orphans: list[Leftover] = []
 
     def watch(self, scaled: Tensor) -> None:
@@ -84,7 +83,6 @@ class BackwardWatch:
 
     def _begins(self, changes: int, following: Sequence[tuple[Any, int]], _: Any) -> None:
         states = self._states
-        self._passes += 1
         self._passed_as_of = changes
         if following and not states.known:
             self._note_leaves(following)
@@ -138,7 +136,7 @@ class BackwardWatch:
         now: float | Tensor = scale.item() if on_host else scale.clone()
         before, self._now = self._now, now
         if self._leaves:
-            self._leaves = {key: r for key, r in self._leaves.items() if r() is not None}
+            self._forget_leaves()
         if before is None or (on_host and before == now):
             return
         self._changes += 1
@@ -146,7 +144,8 @@ class BackwardWatch:
         old = before if isinstance(before, Tensor) else _scalar(before)
         self._before = old
         for optimizer, state in self._states.live():
-            if state["stage"] is OptState.STEPPED and state.refreshed:
+            # On a device every update counts as a change, and here it would cost too much.
+            if on_host and state["stage"] is OptState.STEPPED and state.refreshed:
                 new = [p for reference in state.refreshed if (p := reference()) is not None]
             elif state.has_new_gradients():
                 new = source_of(optimizer).filled()
@@ -158,13 +157,19 @@ class BackwardWatch:
         if self._leaves:
             self._adopt_leaves(old)
 
-    def _adopt_leaves(self, scale: Tensor) -> None:
+    def _forget_leaves(self) -> None:
+        """Forget leaves that are gone or known: torch swaps no tensor with weak references."""
         known = {id(p) for o, _ in self._states.live() for p in source_of(o).watched()}
+        self._leaves = {
+            key: reference
+            for key, reference in self._leaves.items()
+            if reference() is not None and key not in known
+        }
+
+    def _adopt_leaves(self, scale: Tensor) -> None:
         leaves = [p for reference in self._leaves.values() if (p := reference()) is not None]
         self._leaves = {}
-        self._orphans = _with_new(
-            self._orphans, [leaf for leaf in leaves if id(leaf) not in known], scale
-        )
+        self._orphans = _with_new(self._orphans, leaves, scale)
 
     def _note_leaves(self, following: Sequence[tuple[Any, int]]) -> None:
         """Note the tensors that a pass gives gradients to; only while no optimizer is known."""
@@ -176,7 +181,7 @@ class BackwardWatch:
                 continue
             variable = getattr(node, "variable", None)
             if variable is not None:
-                self._leaves[id(variable)] = weakref.ref(variable)
+                self._leaves[id(variable)] = TensorWeakRef(variable)
             for other, _ in node.next_functions:
                 if other is not None and other not in seen:
                     seen.add(other)
@@ -191,7 +196,7 @@ class BackwardWatch:
             StageError: They were made with several.
         """
         first_seen, state.looked_at = not state.looked_at, True
-        if not state.samples:
+        if not state.sampled:
             state.sample(source.filled())
         if self._orphans:
             self._give_orphans(state, source)
@@ -265,7 +270,7 @@ def _watching(state: OptimizerState) -> Callable[[], None]:
                 if was_unscaled:
                     state.late = True
                     return
-                state.refreshed.append(weakref.ref(p))
+                state.refreshed.append(TensorWeakRef(p))
 
     return ended
 

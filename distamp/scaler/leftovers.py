@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from distamp.gradients import is_dtensor, local_of
 
@@ -36,8 +36,8 @@ class Leftover:
         others: The scales of what was added to it since.
     """
 
-    parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor]
+    parameter: TensorWeakRef
+    gradient: TensorWeakRef
     version: int
     norm: Tensor
     scale: float | Tensor
@@ -62,7 +62,7 @@ class Leftover:
 
     def is_now(self, gradient: Tensor) -> None:
         """Note what the gradient is after a pass that was watched, or a change of the scale."""
-        self.gradient, self.version = weakref.ref(gradient), version(gradient)
+        self.gradient, self.version = TensorWeakRef(gradient), version(gradient)
         (self.norm,) = _norms([gradient])
 
 
@@ -71,7 +71,7 @@ def left_behind(parameters: Iterable[Tensor], scale: Tensor) -> list[Leftover]:
     filled = [(p, g) for p in parameters if (g := p.grad) is not None]
     norms = _norms([gradient for _, gradient in filled])
     return [
-        Leftover(weakref.ref(p), weakref.ref(g), version(g), norm, scale, norm)
+        Leftover(TensorWeakRef(p), TensorWeakRef(g), version(g), norm, scale, norm)
         for (p, g), norm in zip(filled, norms, strict=True)
     ]
 
@@ -150,6 +150,8 @@ def versions(parameters: Iterable[Tensor | None]) -> list[tuple[int, int] | None
 
 def version(gradient: Tensor) -> int:
     """Return how often a gradient was written to, as far as torch counts it."""
+    if gradient.is_inference():
+        return 0
     if is_dtensor(gradient):
         # FSDP2 adds to what a DTensor holds; operations on the DTensor itself count there alone.
         return gradient._version + gradient._local_tensor._version

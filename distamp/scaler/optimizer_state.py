@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.utils.weak import TensorWeakRef
 
 from distamp import host
 from distamp.errors import StageError
@@ -19,6 +20,7 @@ from distamp.host import HostCopy
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
 from distamp.scaler.leftovers import Leftover, versions
 from distamp.scaler.message import Reply
+from distamp.sources import source_of
 
 __all__ = ["OptState", "OptimizerState", "OptimizerStates", "Records", "StepCounts"]
 
@@ -51,7 +53,7 @@ class OptimizerState(dict[str, Any]):
         refreshed: Parameters that got new gradients after they were stepped.
         shares: The state of another optimizer through which its gradients were unscaled.
         leftovers: Gradients that were made before the scale last changed.
-        samples: Two parameters with gradients, whose state tells whether there are new ones.
+        sampled: Places of two parameters, whose gradients tell whether there are new ones.
         looked_at: Whether its gradients were ever looked at.
         made_with: The scale of gradients that were checked and not unscaled.
         flag_agreed: Whether the flag of this iteration is that of all ranks.
@@ -72,10 +74,10 @@ class OptimizerState(dict[str, Any]):
         self.in_place = False
         self.late = False
         self.closed: str | None = None
-        self.refreshed: list[weakref.ref[Tensor]] = []
+        self.refreshed: list[TensorWeakRef] = []
         self.shares: OptimizerState | None = None
         self.leftovers: list[Leftover] = []
-        self.samples: list[weakref.ref[Tensor]] = []
+        self.sampled: tuple[int, ...] = ()
         self.looked_at = False
         self.made_with: Tensor | None = None
         self.flag_agreed = False
@@ -103,28 +105,31 @@ class OptimizerState(dict[str, Any]):
             self.refreshed = []
 
     def sample(self, parameters: Sequence[Tensor]) -> None:
-        """Choose the `samples`: the first and the last parameter that has a gradient."""
-        chosen = [
-            next((p for p in each if p.grad is not None), None)
-            for each in (parameters, reversed(parameters))
-        ]
-        self.samples = [weakref.ref(p) for p in chosen if p is not None]
+        """Choose which parameters are `sampled`: the first and the last that have gradients."""
+        places = range(len(parameters))
+        chosen = (
+            next((i for i in each if parameters[i].grad is not None), None)
+            for each in (places, reversed(places))
+        )
+        self.sampled = tuple(i for i in chosen if i is not None)
+
+    def _samples(self) -> list[tuple[int, int] | None]:
+        optimizer = self.optimizer()
+        parameters = [] if optimizer is None else source_of(optimizer).filled()
+        return versions(parameters[i] for i in self.sampled if i < len(parameters))
 
     def _note_used(self) -> None:
         """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
-        if any(reference() is None for reference in self.samples):
-            self.samples = []  # a parameter was replaced: chosen again at the next look
-        known = self.samples and not self.refreshed
-        self._used = versions(r() for r in self.samples) if known else None
+        self._used = self._samples() if self.sampled and not self.refreshed else None
 
     def has_new_gradients(self) -> bool:
         """Return whether there may be gradients that were neither unscaled nor stepped.
 
-        As far as the `samples` tell: to ask all parameters in every step would be slow.
+        As far as those that are `sampled` tell: to ask all in every step would be slow.
         """
         if self["stage"] is not OptState.READY:
             return False
-        return self._used is None or self._used != versions(r() for r in self.samples)
+        return self._used is None or self._used != self._samples()
 
     def flag(self) -> Tensor | None:
         """Return the agreed flag as one 0-d tensor, or None before the check."""
