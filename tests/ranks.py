@@ -375,6 +375,7 @@ class _Rank:
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
         self.group: str | None = None
         self.world: Any = None
+        self.had_mesh = False
 
     def join(self, group: str | None) -> None:
         """Be a member of the group of this name; the same one at every call."""
@@ -390,8 +391,12 @@ class _Rank:
         self.world = dist.group.WORLD
 
     def dirty(self) -> bool:
-        """Whether the call left another default group than it found."""
-        return dist.group.WORLD is not self.world
+        """Whether the call left another default group than it found, or made a mesh for itself.
+
+        What torch derived from a mesh outlives it, and is used again for one that is equal, whose
+        groups have other names.
+        """
+        return self.had_mesh or dist.group.WORLD is not self.world
 
     def tidy(self) -> None:
         """Drop groups that the call made and nobody keeps."""
@@ -401,7 +406,8 @@ class _Rank:
         for value in _kept.values():
             kept |= {id(g) for g in (value.get_all_groups() if _is_mesh(value) else [value])}
         strangers = [g for g in dist.distributed_c10d._world.pg_map if id(g) not in kept]
-        if strangers:
+        self.had_mesh = any(group.group_desc.startswith("mesh") for group in strangers)
+        if strangers and not self.had_mesh:
             gc.collect()
             for group in strangers:
                 with contextlib.suppress(ValueError, AssertionError):

@@ -181,3 +181,17 @@ def test_collectives_are_counted_whichever_way_they_are_issued(ranks2):
 def test_counted_collectives_equal_the_backend_s_own_sequence_number(ranks2):
     for cases in ranks2.run(_collectives):
         assert [len(calls) for calls, _ in cases] == [issued for _, issued in cases]
+
+
+def _a_mesh_of_its_own() -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    return True
+
+
+def test_a_call_that_makes_a_mesh_for_itself_leaves_no_process_to_the_next(new_ranks):
+    pool = new_ranks(2)
+    assert pool.run(_a_mesh_of_its_own) == [True, True]
+    assert pool.run(dist.get_rank) == [0, 1]
+    assert pool.starts == 2
