@@ -115,12 +115,16 @@ def scales_of(
         scale: The present one, of whatever was written outside of a watched backward pass.
     """
     there = [(each, g) for each in still_there(leftovers) if (g := each.gradient()) is not None]
-    made = _read(each.made for each, _ in there)
-    then = _read(each.norm for each, _ in there)
-    now = _read(_norms([gradient for _, gradient in there]))
+    norms = _norms([gradient for _, gradient in there])
+    values = _read(
+        each
+        for (one, _), norm in zip(there, norms, strict=True)
+        for each in (one.made, one.norm, norm)
+    )
     found = []
     scales: dict[int, float | Tensor] = {}
-    for (each, gradient), first, a, b in zip(there, made, then, now, strict=True):
+    for place, (each, gradient) in enumerate(there):
+        first, a, b = values[3 * place : 3 * place + 3]
         if b == 0.0:
             continue
         if version(gradient) != each.version or not (a == b or a != a):
@@ -143,9 +147,9 @@ def has_values(gradient: Tensor) -> bool:
         return bool(_values(gradient).any())
 
 
-def versions(parameters: Iterable[Tensor | None]) -> list[tuple[int, int] | None]:
+def versions(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
     """Return for each gradient which tensor it is, and how often it was written to."""
-    return [None if p is None or (g := p.grad) is None else (id(g), version(g)) for p in parameters]
+    return [None if (g := p.grad) is None else (id(g), version(g)) for p in parameters]
 
 
 def version(gradient: Tensor) -> int:

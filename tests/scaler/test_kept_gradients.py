@@ -111,7 +111,7 @@ def _make(
                 p.grad.add_(new)
 
 
-def _step(scaler: DistGradScaler, each: _Trained, unscale: bool, told: str) -> bool:
+def _step(scaler: DistGradScaler, each: _Trained, unscale: bool, history: str) -> bool:
     """Return whether it was stepped, and not refused."""
     scales = each.scales()
 
@@ -123,16 +123,16 @@ def _step(scaler: DistGradScaler, each: _Trained, unscale: bool, told: str) -> b
     error = error_of(calls)
     each.used = error is None
     if error is not None:
-        assert "several loss scales" in error[1], told
-        assert len(scales) > 1 or each.may_refuse, f"refused {error}: {told}"
+        assert "several loss scales" in error[1], history
+        assert len(scales) > 1 or each.may_refuse, f"refused {error}: {history}"
     else:
-        assert len(scales) < 2, f"took a step with gradients of scales {scales}: {told}"
+        assert len(scales) < 2, f"took a step with gradients of scales {scales}: {history}"
         each.values = [
             value - sum(number for number, _ in terms)
             for value, terms in zip(each.values, each.sums, strict=True)
         ]
     found = [p.item() for p in each.parameters]
-    assert found == each.values, f"{found}, should be {each.values}: {told}"
+    assert found == each.values, f"{found}, should be {each.values}: {history}"
     return each.used
 
 
@@ -141,7 +141,7 @@ def _run(seed: int) -> None:
     scaler = cpu_scaler(growth_interval=1, init_scale=2.0 ** chance.randrange(4, 16))
     fused = chance.random() < 0.3
     trained = [_trained(fused) for _ in range(chance.choice([1, 2, 3]))]
-    told: list[str] = [f"seed {seed}"]
+    history: list[str] = [f"seed {seed}"]
     for each in trained:  # each is known from its first step
         _make(scaler, each, "scaled", 1.0, [0, 1])
         each.used = False
@@ -155,12 +155,12 @@ def _run(seed: int) -> None:
                 continue
             if each.used or chance.random() < 0.6:
                 how = chance.choice(zeroing)
-                told.append(f"{number} zeroed {how}")
+                history.append(f"{number} zeroed {how}")
                 _zero(each, how, scaler.get_scale())
             for _ in range(chance.choice([1, 1, 2])):
                 how = chance.choice(WATCHED + UNSEEN)
                 places = chance.choice([[0, 1], [0, 1], [0], [1]])
-                told.append(f"{number} {places} made {how} at {scaler.get_scale():g}")
+                history.append(f"{number} {places} made {how} at {scaler.get_scale():g}")
                 # None cancels another, and two are hardly ever the same scaled.
                 value = chance.randrange(1, 2**14, 2) / 8
                 _make(scaler, each, how, value, places)
@@ -169,10 +169,10 @@ def _run(seed: int) -> None:
             if each.used or not any(each.sums) or left_out:
                 continue
             unscale = chance.random() < 0.3
-            told.append(f"{number} {'unscaled and ' if unscale else ''}stepped")
-            stepped += _step(scaler, each, unscale, "; ".join(told))
+            history.append(f"{number} {'unscaled and ' if unscale else ''}stepped")
+            stepped += _step(scaler, each, unscale, "; ".join(history))
         how = chance.choice(["grows", "stays", "by hand"]) if stepped else "by hand"
-        told.append(f"the scale {how}")
+        history.append(f"the scale {how}")
         if how == "by hand":
             scaler.update(2.0 ** chance.randrange(4, 16))
         else:
