@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -58,6 +60,9 @@ class BackwardWatch:
         # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.
         self._leaves: dict[int, TensorWeakRef] = {}
         self._orphans: list[Leftover] = []
+        # In how many threads losses were scaled.
+        self._threads = 0
+        self._of_thread = threading.local()
 
     def watch(self, scaled: Tensor) -> None:
         """Watch the backward pass that begins at ``scaled``."""
@@ -66,7 +71,10 @@ class BackwardWatch:
             return
         self._scaled_as_of = self._changes
         hook = self._hook
-        if not self._states.known:
+        if not hasattr(self._of_thread, "is_known"):
+            self._of_thread.is_known = True
+            self._threads += 1
+        if self._threads > 1 or not self._states.known:
             # What the pass goes on to, and not the node itself, which holds this very hook.
             hook = self._new_hook(node.next_functions)
         # As Tensor.register_hook() does it, but for the handle to remove the hook by, which would
@@ -85,44 +93,38 @@ class BackwardWatch:
         states = self._states
         self._passed_as_of = changes
         if following and not states.known:
-            self._note_leaves(following)
-        ended: list[Callable[[], None]] = []
-        for state in states.records.values():
-            stage = state["stage"]
-            if stage is OptState.UNSCALED or (stage is OptState.STEPPED and state.in_place):
-                ended.append(_watching(state))
+            self._leaves.update((id(p), TensorWeakRef(p)) for p in _leaves_of(following))
         current = changes == self._changes
-        if self._changes and (leftovers := list(self._leftovers())):
-            scale = self._now if current else self._before
-            assert scale is not None
-            ended.append(pass_begins(leftovers, scale))
-        if not current and self._before is not None:
-            ended += [self._late_pass(state, self._before) for _, state in states.live()]
+        used = [state for state in states.records.values() if _is_used(state)]
+        live = [state for _, state in states.live()] if self._changes else []
+        if not used and current and not self._orphans and not any(s.leftovers for s in live):
+            return
+        # Another thread's pass may write to its gradients now, which must not be read meanwhile.
+        only = set(map(id, _leaves_of(following))) if self._threads > 1 else None
+        ended = [_watching(state, only) for state in used]
+        if self._before is not None:
+            if leftovers := list(self._leftovers(only)):
+                scale = self._now if current else self._before
+                assert scale is not None
+                ended.append(pass_begins(leftovers, scale))
+            if not current:
+                ended += [_late_pass(state, self._before, only) for state in live]
         if ended:
             _at_end_of_backward(ended)
 
-    def _leftovers(self) -> Iterable[Leftover]:
+    def _leftovers(self, only: set[int] | None) -> Iterator[Leftover]:
+        states = [state for _, state in self._states.live() if state.leftovers]
+        if only is not None:
+            for each in chain(self._orphans, *(state.leftovers for state in states)):
+                if id(each.parameter()) in only and each.is_there():
+                    yield each
+            return
         # Those that are not there now are forgotten: DDP's views of its buckets come back.
         self._orphans = still_there(self._orphans)
         yield from self._orphans
-        for _, state in self._states.live():
-            if state.leftovers:
-                state.leftovers = still_there(state.leftovers)
-                yield from state.leftovers
-
-    def _late_pass(self, state: OptimizerState, scale: Tensor) -> Callable[[], None]:
-        """A loss that was scaled before the scale changed, and backpropagated after."""
-        optimizer = state.optimizer()
-        parameters = [] if optimizer is None else source_of(optimizer).filled()
-        before = versions(parameters)
-
-        def ended() -> None:
-            after = versions(parameters)
-            both = zip(parameters, before, after, strict=True)
-            new = [p for p, old, now in both if old is None and now is not None]
-            state.leftovers += left_behind(new, scale)
-
-        return ended
+        for state in states:
+            state.leftovers = still_there(state.leftovers)
+            yield from state.leftovers
 
     # -- a change of the scale -------------------------------------------------------------------
 
@@ -170,22 +172,6 @@ class BackwardWatch:
         leaves = [p for reference in self._leaves.values() if (p := reference()) is not None]
         self._leaves = {}
         self._orphans = _with_new(self._orphans, leaves, scale)
-
-    def _note_leaves(self, following: Sequence[tuple[Any, int]]) -> None:
-        """Note the tensors that a pass gives gradients to; only while no optimizer is known."""
-        stack = [node for node, _ in following]
-        seen = set(stack)
-        while stack and len(seen) < _MOST_NODES:
-            node = stack.pop()
-            if node is None:
-                continue
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                self._leaves[id(variable)] = TensorWeakRef(variable)
-            for other, _ in node.next_functions:
-                if other is not None and other not in seen:
-                    seen.add(other)
-                    stack.append(other)
 
     def scale_of(
         self, optimizer: Any, state: OptimizerState, source: GradientSource, scale: Tensor
@@ -257,10 +243,37 @@ def _scalar(value: float) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device="cpu")
 
 
-def _watching(state: OptimizerState) -> Callable[[], None]:
+def _leaves_of(following: Sequence[tuple[Any, int]]) -> Iterator[Tensor]:
+    """Yield the tensors that a pass gives gradients to."""
+    stack = [node for node, _ in following]
+    seen = set(stack)
+    while stack and len(seen) < _MOST_NODES:
+        node = stack.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                stack.append(other)
+
+
+def _among(tensors: list[Tensor], only: set[int] | None) -> list[Tensor]:
+    return tensors if only is None else [each for each in tensors if id(each) in only]
+
+
+def _is_used(state: OptimizerState) -> bool:
+    """Return whether an optimizer's gradients were unscaled, or stepped as they are."""
+    stage = state["stage"]
+    return stage is OptState.UNSCALED or (stage is OptState.STEPPED and state.in_place)
+
+
+def _watching(state: OptimizerState, only: set[int] | None) -> Callable[[], None]:
     """Note which gradients of an optimizer a pass changes, that was unscaled or stepped before."""
     optimizer = state.optimizer()
-    parameters = [] if optimizer is None else source_of(optimizer).watched()
+    parameters = [] if optimizer is None else _among(source_of(optimizer).watched(), only)
     before = versions(parameters)
     was_unscaled = state["stage"] is OptState.UNSCALED
 
@@ -271,6 +284,21 @@ def _watching(state: OptimizerState) -> Callable[[], None]:
                     state.late = True
                     return
                 state.refreshed.append(TensorWeakRef(p))
+
+    return ended
+
+
+def _late_pass(state: OptimizerState, scale: Tensor, only: set[int] | None) -> Callable[[], None]:
+    """Note what a pass makes, through a loss that was scaled before the scale changed."""
+    optimizer = state.optimizer()
+    parameters = [] if optimizer is None else _among(source_of(optimizer).filled(), only)
+    before = versions(parameters)
+
+    def ended() -> None:
+        after = versions(parameters)
+        both = zip(parameters, before, after, strict=True)
+        new = [p for p, old, now in both if old is None and now is not None]
+        state.leftovers += left_behind(new, scale)
 
     return ended
 

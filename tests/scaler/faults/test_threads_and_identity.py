@@ -251,3 +251,73 @@ def test_gradients_unscaled_through_one_optimizer_are_not_unscaled_again_through
         assert second.item() == 1.0
     else:
         assert second.item() == 0.75
+
+
+# -- one scaler in several threads -----------------------------------------------------------------
+
+
+class _Read(nn.Parameter):
+    """Notes which threads read its gradient. It may not be read while another thread writes it."""
+
+    readers: set[int]
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        self.readers.add(threading.get_ident())
+        return Tensor.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        Tensor.grad.__set__(self, value)
+
+
+def _shared_by_threads(scaler: Any, to_none: bool) -> tuple[list[float], list[set[int]]]:
+    """Three threads, each with its own model, alternate in backward passes; steps are in the main.
+
+    Each third step is left out, so that gradients are kept over a change of the scale.
+    """
+    parameters = [_Read(torch.tensor([float(1 + k)])) for k in range(3)]
+    for p in parameters:
+        p.readers = set()
+    optimizers = [torch.optim.SGD([p], lr=0.125) for p in parameters]
+    strangers: list[set[int]] = []
+
+    def work(k: int, number: int) -> None:
+        optimizers[k].zero_grad(set_to_none=to_none or number % 2 == 0)
+        loss = scaler.scale((parameters[k] * 0.5).sum())
+        for p in parameters:
+            p.readers.clear()
+        loss.backward()
+        strangers.extend(set(p.readers) for p in parameters if p is not parameters[k])
+
+    for number in range(9):
+        # All of them live at once, so that each is a thread of its own.
+        turns = [threading.Event() for _ in range(4)]
+
+        def in_turn(k: int, number: int, turns: list[threading.Event]) -> None:
+            turns[k].wait(30)
+            try:
+                work(k, number)
+            finally:
+                turns[k + 1].set()
+
+        threads = [threading.Thread(target=in_turn, args=(k, number, turns)) for k in range(3)]
+        for thread in threads:
+            thread.start()
+        turns[0].set()
+        for thread in threads:
+            thread.join()
+        for k, optimizer in enumerate(optimizers):
+            if (number + k) % 3:
+                scaler.step(optimizer)
+        scaler.update()
+    return [p.item() for p in parameters], strangers
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
+def test_a_pass_reads_no_gradient_of_another_threads_pass(to_none: bool) -> None:
+    weights, strangers = _shared_by_threads(cpu_scaler(growth_interval=1), to_none)
+    expected, _ = _shared_by_threads(torch_scaler(growth_interval=1), to_none)
+    assert len(strangers) == 9 * 3 * 2
+    assert strangers == [set()] * len(strangers)
+    assert weights == expected
