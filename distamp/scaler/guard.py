@@ -33,6 +33,13 @@ from distamp.sources import GradientSource, source_of
 __all__ = ["BackwardWatch", "take_over_shared"]
 
 _MOST_NODES = 100_000
+# So many graphs are told apart; loops that make another one in each pass end there.
+_MOST_GRAPHS = 512
+# From a scaled loss to the first leaf: enough for what a loss and a last layer are made of.
+_FEW_NODES = 8
+# How many nodes were made for a loss, and which leaf comes first: passes that have both in common
+# give gradients to the same leaves.
+_Graph = tuple[int, int]
 # Of a hook among those that users register on the same tensor, whose keys begin at 0.
 _KEY = -1
 
@@ -57,9 +64,14 @@ class BackwardWatch:
         self._scaled_as_of = self._passed_as_of = -1
         self._before: Tensor | None = None
         self._now: float | Tensor | None = None
-        # Before any optimizer is known: leaves that got gradients, and those of an earlier scale.
+        # Of no known optimizer: leaves of the graphs, and gradients of an earlier scale.
         self._leaves: dict[int, TensorWeakRef] = {}
         self._orphans: list[Leftover] = []
+        # Graphs whose leaves were read since there are so many known optimizers, and whether any
+        # were since the last update.
+        self._graphs: set[_Graph] = set()
+        self._known = 0
+        self._has_read = False
         # In how many threads losses were scaled.
         self._threads = 0
         self._of_thread = threading.local()
@@ -71,28 +83,51 @@ class BackwardWatch:
             return
         self._scaled_as_of = self._changes
         hook = self._hook
-        if not hasattr(self._of_thread, "is_known"):
-            self._of_thread.is_known = True
-            self._threads += 1
-        if self._threads > 1 or not self._states.known:
+        graph = self._new_graph(node)
+        if self._threads > 1 or graph is not None:
             # What the pass goes on to, and not the node itself, which holds this very hook.
-            hook = self._new_hook(node.next_functions)
+            hook = self._new_hook(node.next_functions, graph)
         # As Tensor.register_hook() does it, but for the handle to remove the hook by, which would
         # take half of the time of scale().
         scaled._backward_hooks = OrderedDict(((_KEY, hook),))
         node._register_hook_dict(scaled)
 
-    def _new_hook(self, following: Sequence[tuple[Any, int]] = ()) -> Callable[[Tensor], None]:
+    def _new_hook(
+        self, following: Sequence[tuple[Any, int]] = (), graph: _Graph | None = None
+    ) -> Callable[[Tensor], None]:
         # Who saves a scaled loss need not be warned that this hook is left out.
-        hook = unserializable_hook(partial(self._begins, self._changes, following))
+        hook = unserializable_hook(partial(self._begins, self._changes, following, graph))
         return cast("Callable[[Tensor], None]", hook)
+
+    def _new_graph(self, node: Any) -> _Graph | None:
+        """Return what tells a graph from others if its leaves are to be read, as few ever are.
+
+        They may belong to an optimizer that is yet to be seen.
+        """
+        own = self._of_thread
+        if not hasattr(own, "nodes"):
+            own.nodes = 0
+            self._threads += 1
+        before, own.nodes = own.nodes, node._sequence_nr()
+        known = len(self._states.known)
+        if known != self._known:
+            self._known = known
+            self._graphs.clear()
+        graph = (own.nodes - before, _first_leaf(node))
+        if graph in self._graphs or (known and len(self._graphs) >= _MOST_GRAPHS):
+            return None
+        return graph
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def _begins(self, changes: int, following: Sequence[tuple[Any, int]], _: Any) -> None:
+    def _begins(
+        self, changes: int, following: Sequence[tuple[Any, int]], graph: _Graph | None, _: Any
+    ) -> None:
         states = self._states
         self._passed_as_of = changes
-        if following and not states.known:
+        if graph is not None:
+            self._graphs.add(graph)
+            self._has_read = True
             self._leaves.update((id(p), TensorWeakRef(p)) for p in _leaves_of(following))
         current = changes == self._changes
         used = [state for state in states.records.values() if _is_used(state)]
@@ -137,7 +172,7 @@ class BackwardWatch:
         on_host = host.is_host(scale.device)
         now: float | Tensor = scale.item() if on_host else scale.clone()
         before, self._now = self._now, now
-        if self._leaves:
+        if self._has_read or self._known != len(self._states.known):
             self._forget_leaves()
         if before is None or (on_host and before == now):
             return
@@ -161,6 +196,7 @@ class BackwardWatch:
 
     def _forget_leaves(self) -> None:
         """Forget leaves that are gone or known: torch swaps no tensor with weak references."""
+        self._has_read = False
         known = {id(p) for o, _ in self._states.live() for p in source_of(o).watched()}
         self._leaves = {
             key: reference
@@ -170,7 +206,6 @@ class BackwardWatch:
 
     def _adopt_leaves(self, scale: Tensor) -> None:
         leaves = [p for reference in self._leaves.values() if (p := reference()) is not None]
-        self._leaves = {}
         self._orphans = _with_new(self._orphans, leaves, scale)
 
     def scale_of(
@@ -186,8 +221,8 @@ class BackwardWatch:
             state.sample(source.filled())
         if self._orphans:
             self._give_orphans(state, source)
+        earlier = self._scale_of_new() if first_seen else None
         if not state.leftovers:
-            earlier = self._scale_of_new() if first_seen else None
             return scale if earlier is None else earlier
         now = scale.clone()  # update() writes to the scale itself
         left, made_with = scales_of(state.leftovers, now)
@@ -197,7 +232,7 @@ class BackwardWatch:
         places = {id(each.parameter()) for each in left}
         others = [p for p in source.filled() if id(p) not in places]
         if any(map(_is_filled, others)):
-            made_with.append(now)
+            made_with.append(now if earlier is None else earlier)
         scales = {float(one): one for one in made_with}
         if len(scales) < 2:
             only = next(iter(scales.values()), scale)
@@ -241,6 +276,19 @@ def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor
 
 def _scalar(value: float) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device="cpu")
+
+
+def _first_leaf(node: Any) -> int:
+    """Return the ``id`` of a leaf that is near a scaled loss, or 0."""
+    for _ in range(_FEW_NODES):
+        following = node.next_functions
+        node = following[0][0] if following else None
+        if node is None:
+            break
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return id(variable)
+    return 0
 
 
 def _leaves_of(following: Sequence[tuple[Any, int]]) -> Iterator[Tensor]:

@@ -114,9 +114,12 @@ class OptimizerState(dict[str, Any]):
         self.sampled = tuple(i for i in chosen if i is not None)
 
     def _samples(self) -> list[tuple[int, int] | None]:
-        optimizer = self.optimizer()
-        parameters = [] if optimizer is None else source_of(optimizer).filled()
+        parameters = self._filled()
         return versions(parameters[i] for i in self.sampled if i < len(parameters))
+
+    def _filled(self) -> Sequence[Tensor]:
+        optimizer = self.optimizer()
+        return () if optimizer is None else source_of(optimizer).filled()
 
     def _note_used(self) -> None:
         """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
@@ -129,7 +132,11 @@ class OptimizerState(dict[str, Any]):
         """
         if self["stage"] is not OptState.READY:
             return False
-        return self._used is None or self._used != self._samples()
+        now = self._samples()
+        if self._used is None or self._used != now:
+            return True
+        # Where those are zeroed, a loss of another optimizer may have made others since.
+        return not any(now) and any(p.grad is not None for p in self._filled())
 
     def flag(self) -> Tensor | None:
         """Return the agreed flag as one 0-d tensor, or None before the check."""

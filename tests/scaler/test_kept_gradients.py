@@ -40,6 +40,8 @@ class _Trained:
     # Whether gradients of an earlier scale were zeroed in place, and then made by what nobody sees.
     zeroed_in_place: bool = False
     may_refuse: bool = False
+    # Whether the scaler has seen it.
+    seen: bool = False
     # Whether torch counts none of the writes to them: they are stepped before the scale changes.
     uncounted: bool = False
 
@@ -120,6 +122,7 @@ def _step(scaler: DistGradScaler, each: _Trained, unscale: bool, history: str) -
             scaler.unscale_(each.optimizer)
         scaler.step(each.optimizer)
 
+    each.seen = True
     error = error_of(calls)
     each.used = error is None
     if error is not None:
@@ -142,7 +145,9 @@ def _run(seed: int) -> None:
     fused = chance.random() < 0.3
     trained = [_trained(fused) for _ in range(chance.choice([1, 2, 3]))]
     history: list[str] = [f"seed {seed}"]
-    for each in trained:  # each is known from its first step
+    for number, each in enumerate(trained):
+        if number and chance.random() < 0.3:
+            continue  # it is first seen later
         _make(scaler, each, "scaled", 1.0, [0, 1])
         each.used = False
         _step(scaler, each, False, "the first step")
@@ -158,8 +163,9 @@ def _run(seed: int) -> None:
                 history.append(f"{number} zeroed {how}")
                 _zero(each, how, scaler.get_scale())
             for _ in range(chance.choice([1, 1, 2])):
-                how = chance.choice(WATCHED + UNSEEN)
-                places = chance.choice([[0, 1], [0, 1], [0], [1]])
+                how = chance.choice(WATCHED + UNSEEN if each.seen else WATCHED)
+                # Whether gradients are new is asked of those that were there at first.
+                places = chance.choice([[0, 1], [0, 1], [0], [1]]) if each.seen else [0, 1]
                 history.append(f"{number} {places} made {how} at {scaler.get_scale():g}")
                 # None cancels another, and two are hardly ever the same scaled.
                 value = chance.randrange(1, 2**14, 2) / 8

@@ -1,0 +1,166 @@
+"""Optimizers that are first stepped long after others, and gradients of another one's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import DistGradScaler
+from distamp.errors import StageError
+from distamp.scaler import guard
+from tests.ranks import RankPool
+from tests.scaler.steps import cpu_scaler
+
+INPUTS = torch.ones(2, 4)
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def _warmed_up(
+    model: nn.Module, iterations: int
+) -> tuple[DistGradScaler, torch.optim.Optimizer, float]:
+    """A scaler that has stepped one model, its optimizer, and the scale there is then."""
+    scaler, optimizer = cpu_scaler(growth_interval=1), torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(iterations):
+        _step(scaler, model, optimizer)
+    return scaler, optimizer, scaler.get_scale()
+
+
+def _step(scaler: DistGradScaler, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler.scale(model(INPUTS).sum()).backward()
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.update()
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _steps_late(iterations: int, passes: int, through: bool, wrapped: bool) -> list[bool]:
+    """The second model's gradients are of a scale before that of its optimizer's first step.
+
+    Args:
+        iterations: Of the first model alone.
+        passes: Of the second model at that scale.
+        through: Whether its loss goes through the first model, as a generator's does.
+        wrapped: In DistributedDataParallel.
+    """
+    first, second = _model(), nn.Sequential(_model(), nn.Linear(1, 4)) if through else _model()
+    model = DistributedDataParallel(second) if wrapped else second
+    scaler, optimizer, scale = _warmed_up(first, iterations)
+    for _ in range(passes):
+        output = model(INPUTS)
+        scaler.scale((first(output) if through else output).sum()).backward()
+    expected = [gradient / scale for gradient in _gradients(second)]
+    first.zero_grad()
+    _step(scaler, first, optimizer)
+    _step(scaler, first, optimizer)
+    scaler.step(torch.optim.SGD(second.parameters(), lr=0.0))
+    return list(map(torch.equal, _gradients(second), expected))
+
+
+@pytest.mark.parametrize("through", [False, True], ids=["alone", "through the first"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_an_optimizer_first_seen_after_others_is_unscaled_by_its_own_scale(
+    iterations: int, passes: int, through: bool
+) -> None:
+    assert _steps_late(iterations, passes, through, wrapped=False) == [True] * (4 + 2 * through)
+
+
+def test_the_same_on_ranks(pair: RankPool) -> None:
+    assert pair.run(_steps_late, 2, 2, False, True) == [[True] * 4] * 2
+
+
+def test_gradients_of_two_scales_are_refused_where_the_optimizer_is_first_seen() -> None:
+    first, second = _model(), _model()
+    scaler, optimizer, _ = _warmed_up(first, 3)
+    scaler.scale(second(INPUTS).sum()).backward()
+    _step(scaler, first, optimizer)
+    scaler.scale(second(INPUTS).sum()).backward()
+    with pytest.raises(StageError, match="several loss scales"):
+        scaler.step(torch.optim.SGD(second.parameters(), lr=0.0))
+
+
+def test_a_pass_whose_gradients_were_dropped_does_not_hide_the_next() -> None:
+    first, second = _model(), _model()
+    scaler, optimizer, _ = _warmed_up(first, 2)
+    scaler.scale(second(INPUTS).sum()).backward()
+    second.zero_grad()
+    _step(scaler, first, optimizer)
+    scale = scaler.get_scale()
+    scaler.scale(second(INPUTS).sum()).backward()
+    expected = [gradient / scale for gradient in _gradients(second)]
+    _step(scaler, first, optimizer)
+    _step(scaler, first, optimizer)
+    scaler.step(torch.optim.SGD(second.parameters(), lr=0.0))
+    assert all(map(torch.equal, _gradients(second), expected))
+
+
+def test_a_loss_that_reaches_only_a_shared_parameter_of_another_optimizer_counts() -> None:
+    first, second = _model(), _model()
+    second[1].weight = first[1].weight
+    scaler, optimizer, _ = _warmed_up(first, 1)
+    own = torch.optim.SGD([*second[0].parameters(), second[1].bias], lr=0.0)
+    _step(scaler, second, own)  # the shared weight's gradient stays
+    scaler.scale(first(INPUTS).sum()).backward()
+    with pytest.raises(StageError, match="several loss scales"):
+        scaler.step(optimizer)
+
+
+def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    reads: list[object] = []
+    leaves_of = guard._leaves_of
+
+    def counted(following: Sequence[tuple[Any, int]]) -> Iterator[Tensor]:
+        reads.append(following)
+        return leaves_of(following)
+
+    monkeypatch.setattr(guard, "_leaves_of", counted)
+    return reads
+
+
+def test_the_leaves_of_a_loop_that_repeats_itself_are_read_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = _count_reads(monkeypatch)
+    models = [_model(), nn.Sequential(_model(), nn.Linear(1, 4))]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in models]
+    scaler = cpu_scaler(growth_interval=1)
+    for iteration in range(12):
+        if iteration == 4:
+            reads.clear()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(INPUTS).sum()).backward()
+        scaler.step_all(optimizers)
+        scaler.update()
+    assert not reads
+
+
+def test_a_loop_of_ever_new_graphs_reads_the_leaves_of_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = _count_reads(monkeypatch)
+    monkeypatch.setattr(guard, "_MOST_GRAPHS", 8)
+    model = _model()
+    scaler, optimizer, _ = _warmed_up(model, 2)
+    reads.clear()
+    scaler.set_growth_interval(1000)
+    for length in range(40):
+        output = model(INPUTS)
+        for _ in range(length):
+            output = output * 1.0
+        scaler.scale(output.sum()).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        scaler.update()
+    assert len(reads) == 7
