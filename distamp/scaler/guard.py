@@ -67,10 +67,10 @@ class BackwardWatch:
         # Of no known optimizer: leaves of the graphs, and gradients of an earlier scale.
         self._leaves: dict[int, TensorWeakRef] = {}
         self._orphans: list[Leftover] = []
-        # Graphs whose leaves were read since there are so many known optimizers, and whether any
+        # Graphs whose leaves were read, of the optimizers known as of which change, and whether any
         # were since the last update.
         self._graphs: set[_Graph] = set()
-        self._known = 0
+        self._known_as_of = 0
         self._has_read = False
         # In how many threads losses were scaled.
         self._threads = 0
@@ -109,12 +109,12 @@ class BackwardWatch:
             own.nodes = 0
             self._threads += 1
         before, own.nodes = own.nodes, node._sequence_nr()
-        known = len(self._states.known)
-        if known != self._known:
-            self._known = known
+        states = self._states
+        if states.changes != self._known_as_of:
+            self._known_as_of = states.changes
             self._graphs.clear()
         graph = (own.nodes - before, _first_leaf(node))
-        if graph in self._graphs or (known and len(self._graphs) >= _MOST_GRAPHS):
+        if graph in self._graphs or (states.known and len(self._graphs) >= _MOST_GRAPHS):
             return None
         return graph
 
@@ -172,7 +172,7 @@ class BackwardWatch:
         on_host = host.is_host(scale.device)
         now: float | Tensor = scale.item() if on_host else scale.clone()
         before, self._now = self._now, now
-        if self._has_read or self._known != len(self._states.known):
+        if self._has_read or self._known_as_of != self._states.changes:
             self._forget_leaves()
         if before is None or (on_host and before == now):
             return

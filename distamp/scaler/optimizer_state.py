@@ -308,10 +308,12 @@ class OptimizerStates:
     Attributes:
         known: The states by ``id(optimizer)``, as long as the optimizers live.
         records: Those of this iteration.
+        changes: How often an optimizer was first seen or has gone.
     """
 
     def __init__(self) -> None:
         self.known: dict[int, OptimizerState] = {}
+        self.changes = 0
         self._seen = 0
         self.begin_records()
 
@@ -362,10 +364,12 @@ class OptimizerStates:
             and "grad_scaler" in inspect.signature(optimizer.step).parameters
         )
         self.known[key] = state
+        self.changes += 1
         return state
 
     def forget(self, key: int) -> None:
         """Forget an optimizer that is gone; its flag counts until the iteration ends."""
+        self.changes += 1
         state = self.known.pop(key, None)
         record = self.records.pop(key, None)
         if state is not None and record is state and state["found_inf_per_device"]:
