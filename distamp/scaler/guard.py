@@ -105,10 +105,12 @@ class BackwardWatch:
         They may belong to an optimizer that is yet to be seen.
         """
         own = self._of_thread
-        if not hasattr(own, "nodes"):
-            own.nodes = 0
+        try:
+            before = own.nodes
+        except AttributeError:
+            before = 0
             self._threads += 1
-        before, own.nodes = own.nodes, node._sequence_nr()
+        own.nodes = node._sequence_nr()
         states = self._states
         if states.changes != self._known_as_of:
             self._known_as_of = states.changes
@@ -279,16 +281,13 @@ def _scalar(value: float) -> Tensor:
 
 
 def _first_leaf(node: Any) -> int:
-    """Return the ``id`` of a leaf that is near a scaled loss, or 0."""
+    """Return the ``id`` of a leaf that is near a scaled loss, or of None."""
     for _ in range(_FEW_NODES):
         following = node.next_functions
-        node = following[0][0] if following else None
-        if node is None:
+        if not following or following[0][0] is None:
             break
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return id(variable)
-    return 0
+        node = following[0][0]
+    return id(getattr(node, "variable", None))
 
 
 def _leaves_of(following: Sequence[tuple[Any, int]]) -> Iterator[Tensor]:
