@@ -30,18 +30,18 @@ class _Watched(NamedTuple):
     """The watch over an optimizer's gradients, and the parameters that it had then."""
 
     ids: list[int]
-    frozen: list[Tensor]
+    frozen: list[int]
     watch: GradientWatch
 
     @classmethod
     def now(cls, parameters: Sequence[Tensor], watch: GradientWatch) -> _Watched:
-        frozen = [p for p in parameters if not p.requires_grad]
+        frozen = [place for place, p in enumerate(parameters) if not p.requires_grad]
         return cls(list(map(id, parameters)), frozen, watch)
 
     def holds_for(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether they are the same, and none is trained that was not."""
         same = self.ids == list(map(id, parameters))
-        return same and not any(p.requires_grad for p in self.frozen)
+        return same and not any(parameters[place].requires_grad for place in self.frozen)
 
 
 class Hooks:
