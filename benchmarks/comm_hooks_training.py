@@ -1,10 +1,12 @@
 """Train the launcher's GPT with gradients in each wire format, and draw the losses beside fp32's.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.comm_hooks_training
-        [--formats fp32 fp16 ...] [--folder runs/comm_hooks] [flags of launch/train.py]
+        [--formats fp32 fp16 ...] [--seeds 0 1 ...] [--folder runs/comm_hooks]
+        [flags of launch/train.py]
 
-Every format starts from the same weights and sees the same text in the same order; a format whose
-run is whole in the folder already is not run again. The folder gets validation.png and table.md.
+With one seed, every format starts from the same weights and sees the same text in the same order. A
+run that is whole in the folder already is not run again. The folder gets validation.png, with the
+means over the seeds, and table.md.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import gc
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.common import markdown
@@ -30,14 +33,17 @@ COLORS = ("#222222", "#9a9a9a", "#c2571a", "#1f5fae", "#2f8f4e", "#8c1d18", "#7a
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/comm_hooks"))
     given, flags = parser.parse_known_args()
     with Ranks.join() as ranks:
-        for name in given.formats:
-            run(name, given.folder / name, flags, ranks)
-            gc.collect()  # DDP's reducer, which holds the group, lies in a cycle
+        for seed in given.seeds:
+            for name in given.formats:
+                folder = given.folder / name / str(seed)
+                run(name, folder, [*flags, "--seed", str(seed)], ranks)
+                gc.collect()  # DDP's reducer, which holds the group, lies in a cycle
         if ranks.is_main:
-            report(given.formats, given.folder)
+            report(given.formats, given.seeds, given.folder)
 
 
 def run(name: str, folder: Path, flags: list[str], ranks: Ranks) -> None:
@@ -59,25 +65,36 @@ def run(name: str, folder: Path, flags: list[str], ranks: Ranks) -> None:
         (folder / "stats.json").write_text(json.dumps(stats))
 
 
-def report(names: list[str], folder: Path) -> None:
+def report(names: list[str], seeds: list[int], folder: Path) -> None:
     """Print a table of final losses and draw all validations."""
-    curves = {name: _validations(folder / name) for name in names}
-    last = {name: curve[-1][1] for name, curve in curves.items()}
+    curves = {name: [_validations(folder / name / str(seed)) for seed in seeds] for name in names}
+    last = {name: [curve[-1][1] for curve in each] for name, each in curves.items()}
     rows = []
     for name in names:
-        stats = json.loads((folder / name / "stats.json").read_text())
-        beside = f"{last[name] / last[FP32] - 1:+.2%}" if FP32 in last and name != FP32 else ""
+        stats = json.loads((folder / name / str(seeds[0]) / "stats.json").read_text())
         sent = f"{stats['sent'] / stats['uncompressed']:.3f}" if stats else "1"
-        rows.append([name, f"{last[name]:.4f}", beside, sent])
+        beside = ""
+        if FP32 in last and name != FP32:
+            ratios = [loss / fp32 - 1 for loss, fp32 in zip(last[name], last[FP32], strict=True)]
+            beside = f"{mean(ratios):+.2%}"
+            if len(ratios) > 1:
+                beside += f" [{min(ratios):+.2%}, {max(ratios):+.2%}]"
+        rows.append([name, f"{mean(last[name]):.4f}", beside, sent])
     table = markdown(["gradients in", "validation loss", "beside fp32", "bytes of fp32's"], rows)
     (folder / "table.md").write_text(table + "\n")
     print(table)
-    draw(curves, folder / "validation.png")
+    draw({name: _mean_curve(each) for name, each in curves.items()}, folder / "validation.png")
 
 
 def _validations(folder: Path) -> list[tuple[int, float]]:
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+
+
+def _mean_curve(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    return [
+        (points[0][0], mean(loss for _, loss in points)) for points in zip(*curves, strict=True)
+    ]
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:

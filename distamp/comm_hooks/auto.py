@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -81,7 +80,7 @@ def timed_choice(
         alone = all(group.size() == 1 for group in groups)
         reason = "there is one rank" if alone else "no format is narrower than the gradients"
         as_they_are = next(iter(trials))
-        return _logged(Choice(as_they_are, False, MappingProxyType({}), nbytes, reason), groups)
+        return _logged(Choice(as_they_are, False, {}, nbytes, reason), groups)
     some = values[: _some(trials, values, groups)]
     rounds = [_round(trials, some, groups, number) for number in range(ROUNDS)]
     seconds = dict(zip(trials, zip(*rounds, strict=True), strict=True))

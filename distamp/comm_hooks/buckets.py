@@ -15,12 +15,17 @@ from distamp.comm_hooks.headers import ReduceResult
 from distamp.comm_hooks.layout import Layout
 from distamp.comm_hooks.residuals import Residuals
 
-__all__ = ["Bucket", "Buckets", "Watch", "reals_in"]
+__all__ = ["Bucket", "Buckets", "Watch", "reals_in", "to_step"]
 
 
 def reals_in(parameter: Tensor) -> int:
     """Return how many numbers the gradient of a parameter takes in a bucket: two for a complex."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def to_step(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return those that an optimizer steps: trained ones, and frozen ones that have a gradient."""
+    return [p for p in parameters if p.requires_grad or p.grad is not None]
 
 
 class Bucket:
@@ -172,7 +177,7 @@ class Buckets:
 
     def watch(self, parameters: Sequence[Tensor]) -> Watch | None:
         """Return the watch over ``parameters``; None if one never came through."""
-        trained = [p for p in parameters if p.requires_grad]
+        trained = to_step(parameters)
         buckets = {id(bucket): bucket for p in trained if (bucket := self._of.get(p)) is not None}
         if not trained or any(p not in self._of for p in trained):
             return None

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 __all__ = ["AUTO", "Choice", "choose"]
 
@@ -70,7 +69,7 @@ def choose(seconds: Mapping[str, Sequence[float]], nbytes: int) -> Choice:
     reason = "the link is the bottleneck"
     if wire == first:
         reason = "the processor is the bottleneck, and no format is 4 % faster"
-    return Choice(wire, wire != first, MappingProxyType(medians), nbytes, reason)
+    return Choice(wire, wire != first, medians, nbytes, reason)
 
 
 def _time(seconds: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from distamp.comm_hooks.choice import Choice
 
@@ -33,12 +32,12 @@ class HookStats:
     """
 
     exchanges: int = 0
-    bytes_sent: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    bytes_sent: Mapping[str, int] = field(default_factory=dict)
     bytes_uncompressed: int = 0
     seconds_waiting: float = 0.0
     largest_exponent: int | None = None
     nonfinite: int = 0
-    fallbacks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
     choice: Choice | None = None
     arithmetic: str = "torch ops"
 
@@ -109,12 +108,12 @@ class Account:
         """Return the sums as they are now."""
         return HookStats(
             self.exchanges,
-            MappingProxyType(dict(self.sent)),
+            dict(self.sent),
             self.uncompressed,
             self.waiting,
             self.largest_exponent,
             self.nonfinite,
-            MappingProxyType(dict(self.fallbacks)),
+            dict(self.fallbacks),
             self.choice,
             self.arithmetic,
         )

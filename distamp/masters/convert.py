@@ -158,14 +158,11 @@ def placed_like(local: Tensor, like: Tensor) -> Tensor:
     """Return ``local`` as this rank's part of a DTensor laid out as ``like``, where that is one."""
     if not is_dtensor(like):
         return local
-    placed: Tensor = type(like).from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    # from_local would move what FSDP2's CPU offload keeps on the host to the mesh's device.
+    meta = like._spec.tensor_meta
+    assert meta is not None
+    spec = like._spec.shallow_copy_with_tensor_meta(meta._replace(dtype=local.dtype))
+    placed: Tensor = type(like)(local, spec, requires_grad=False)
     return placed
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +26,24 @@ __all__ = ["Hooks", "checked_hook"]
 _CALLS = ("step", "clip_grad_norm_")
 
 
+class _Watched(NamedTuple):
+    """The watch over an optimizer's gradients, and the parameters that it had then."""
+
+    ids: list[int]
+    frozen: list[int]
+    watch: GradientWatch
+
+    @classmethod
+    def now(cls, parameters: Sequence[Tensor], watch: GradientWatch) -> _Watched:
+        frozen = [place for place, p in enumerate(parameters) if not p.requires_grad]
+        return cls(list(map(id, parameters)), frozen, watch)
+
+    def holds_for(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether they are the same, and none is trained that was not."""
+        same = self.ids == list(map(id, parameters))
+        return same and not any(parameters[place].requires_grad for place in self.frozen)
+
+
 class Hooks:
     """Hooks, and for each optimizer whether all its gradients come through one of them.
 
@@ -35,9 +53,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.joined: list[CommHook] = []
-        self._watches: weakref.WeakKeyDictionary[Any, tuple[int, GradientWatch]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._watches: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
         self._announced: weakref.WeakSet[Any] = weakref.WeakSet()
         self._announcing: list[bool] = []
         self._scale: Tensor | None = None
@@ -165,14 +181,16 @@ class Hooks:
     def _watch(self, optimizer: Any, ranks: Sequence[int]) -> GradientWatch | None:
         """Return the watch over this optimizer's gradients, if all came through just now."""
         parameters = source_of(optimizer).stepped()
-        count = len(parameters)
         known = self._watches.get(optimizer)
-        if known is not None and known[0] == count and known[1].exchanged():
-            return known[1]
+        if known is not None and not known.holds_for(parameters):
+            # What the ranks told each other was of other parameters.
+            self._announced.discard(optimizer)
+        elif known is not None and known.watch.exchanged():
+            return known.watch
         for hook in self.joined:
             watch = hook.watch(parameters, ranks)
             if watch is not None and watch.exchanged():
-                self._watches[optimizer] = (count, watch)
+                self._watches[optimizer] = _Watched.now(parameters, watch)
                 return watch
         return None
 

@@ -342,15 +342,18 @@ def norms_of(parameters: Sequence[Tensor], norm_type: float, device: torch.devic
             places, tensors = alike.setdefault((local.device, local.dtype), ([], []))
             places.append(index)
             tensors.append(local)
-    whole = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    each = [none] * len(parameters)
     for (_, dtype), (places, tensors) in alike.items():
         # float16 squares overflow from 256 on.
         wide = torch.float32 if dtype.itemsize < 4 else None
         norms = torch.stack(torch._foreach_norm(tensors, norm_type, wide)).double().to(device)
         if len(places) == len(parameters):
             return norms
-        whole[places] = norms
-    return whole
+        # One by one: places are known on the host, and as an index they would be waited for.
+        for place, one in zip(places, norms.unbind(), strict=True):
+            each[place] = one
+    return torch.stack(each) if each else none.new_zeros(0)
 
 
 @torch.no_grad()

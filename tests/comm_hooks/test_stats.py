@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+import copy
+import json
+from dataclasses import FrozenInstanceError, asdict
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distamp import comm_hooks
@@ -88,6 +92,23 @@ def _trained() -> str:
     model, state = wrapped(mlp(20, 50, 3), "fp16")
     model(inputs(0, 20)).sum().backward()
     return str(state.stats())
+
+
+def _gathered() -> tuple[bool, bool, str]:
+    model, state = wrapped(mlp(20, 50, 3), "auto")
+    model(inputs(0, 20)).sum().backward()
+    mine = state.stats()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    logged = json.loads(json.dumps(asdict(mine)))
+    return everyone[dist.get_rank()] == mine, copy.deepcopy(mine) == mine, logged["choice"]["wire"]
+
+
+def test_they_can_be_gathered_copied_and_logged(ranks2):
+    for gathered, copied, chosen in ranks2.run(_gathered):
+        assert gathered
+        assert copied
+        assert chosen in ("fp32", "fp16", "int8")
 
 
 def test_a_hook_says_what_it_saved(ranks2):

@@ -6,6 +6,7 @@ must follow from what all ranks know. References are roots that can be taken by 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -210,3 +211,35 @@ def test_a_clip_that_one_rank_refuses_before_it_knows_the_optimizer_stops_every_
         assert all("no optimizer this scaler has" in str(each[0]) for each in ranks)
         _check([each[1] for each in ranks], [7] * 3, may_skip=set())
         assert ranks[0][2][0][0] == ranks[1][2][0][0]  # as many steps
+
+
+def _clipped_of_several_kinds(kind: str) -> Any:
+    """Gradients of two dtypes on two devices, and one that is missing; and the waits for them."""
+    from tests.simulated.device import refuse
+
+    devices = [kind, kind] if kind == "cpu" else ["sim:0", "sim:1"]
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).to(device) for device in devices]
+    layers += [nn.Linear(4, 4).bfloat16().to(devices[0]), nn.Linear(4, 4).to(devices[0])]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    scaler = DistGradScaler(kind, init_scale=64.0)
+    inputs = [torch.ones(2, 4, dtype=p.dtype, device=p.device) for p in parameters[::2]]
+    for number in range(3):
+        # The first clip looks at what there is.
+        with refuse() if number else contextlib.nullcontext():
+            used = zip(layers[:3], inputs, strict=False)
+            losses = [layer(x).float().square().sum().to(devices[0]) for layer, x in used]
+            scaler.scale(torch.stack(losses).sum()).backward()
+            norm = scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return norm, [p.detach().cpu() for p in parameters]
+
+
+def test_a_clip_of_gradients_of_several_kinds_waits_for_none(sim):
+    expected = sim.one(_clipped_of_several_kinds, "cpu")
+    for schedule, seed in SCHEDULES:
+        found = sim.one(_clipped_of_several_kinds, "sim", schedule=schedule, seed=seed)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)

@@ -101,6 +101,18 @@ def test_all_to_all_of_lists(sim2):
     assert sim2.run(_lists) == [[[0.0], [10.0]], [[1.0, 1.0], [11.0, 11.0]]]
 
 
+def _dropped() -> list[float]:
+    dist.all_reduce(torch.full((64,), 7.0, device="sim"), async_op=True)
+    later = torch.full((64,), 5.0, device="sim")  # in the same memory, if that was given back
+    torch.accelerator.synchronize()
+    return later.tolist()
+
+
+def test_memory_of_a_work_that_is_dropped_is_kept_until_it_is_done(sim2):
+    for schedule, seed in SCHEDULES:
+        assert sim2.run(_dropped, schedule=schedule, seed=seed) == [[5.0] * 64] * 2
+
+
 def _lateness() -> Any:
     from tests.simulated.device import counted, peek
 

@@ -68,3 +68,31 @@ def test_a_level_trains_under_ddp_as_on_the_cpu(sim2, ranks2, level):
         found = sim2.run(_train, "sim", level, True, schedule=schedule, seed=seed)
         for mine, theirs in zip(found, expected, strict=True):
             _compare(level, mine, theirs)
+
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm(6),
+    "layer, no bias": lambda: nn.LayerNorm(6, bias=False),
+    "layer, no weight": lambda: nn.LayerNorm(6, elementwise_affine=False),
+    "batch": lambda: nn.BatchNorm1d(6),
+    "batch, no weight": lambda: nn.BatchNorm1d(6, affine=False),
+    "batch, evaluated": lambda: nn.BatchNorm1d(6).eval(),
+    "group": lambda: nn.GroupNorm(2, 6),
+}
+
+
+def _normalised(kind: str, norm: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    module = NORMS[norm]().to(kind, dtype)
+    x = torch.arange(18.0).view(3, 6).sin().to(kind, dtype).requires_grad_()
+    y = module(x)
+    (y * torch.arange(18, device=kind).view(3, 6)).float().square().mean().backward()
+    assert x.grad is not None
+    return [t.detach().cpu() for t in (y, x.grad, *(p.grad for p in module.parameters()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_of_any_level_is_as_on_the_cpu(sim, norm, dtype):
+    expected = sim.one(_normalised, "cpu", norm, dtype)
+    found = sim.one(_normalised, "sim", norm, dtype)
+    assert all(map(torch.equal, found, expected))

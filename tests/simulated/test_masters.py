@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from distamp import DistGradScaler
+from distamp.gradients import local_of
 from distamp.scaler import MasterParameters
+from tests.ranks import mesh
 from tests.scaler.masters import half_mlp
+from tests.scaler.steps import INF
 from tests.scaler.test_master_layouts import CLIPPED, QUICK, with_masters
 
 SCHEDULES = [("late", 0), ("random", 17)]
@@ -110,3 +115,33 @@ def test_masters_step_on_a_stream_of_the_user_s_own(sim, zero):
     for schedule, seed in [("late", 0), ("late_others", 0), ("random", 23)]:
         found = sim.one(_on_a_side_stream, zero, schedule=schedule, seed=seed)
         assert all(map(torch.equal, found, expected))
+
+
+def _offloaded(kind: str, zero: str) -> tuple[list[Tensor], list[bool]]:
+    """FSDP2 with CPU offload: parameters, gradients and masters on the host, a mesh of devices."""
+    model = half_mlp().to(torch.device(kind, dist.get_rank()) if kind == "sim" else kind)
+    policy = CPUOffloadPolicy(pin_memory=kind == "sim")
+    fully_shard(model, mesh=mesh((2,), ("shard",)), offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    MasterParameters(optimizer)
+    scaler = DistGradScaler(kind, init_scale=256.0, growth_interval=2, fp16_grads="master")
+    taken = []
+    for step in range(5):
+        _zero(zero, model, optimizer)
+        x = torch.full((2, 8), 1.0 + step, dtype=torch.float16, device=kind)
+        bad = step == 2 and dist.get_rank() == 1
+        scaler.scale(model(x).float().square().mean() * (INF if bad else 1.0)).backward()
+        scaler.step(optimizer)
+        taken.append(scaler.stepped(optimizer))
+        scaler.update()
+    parts = [p for group in optimizer.param_groups for p in group["params"]]
+    return [local_of(p).detach().clone() for p in parts], taken
+
+
+@pytest.mark.parametrize("zero", ["none", "in place", "model"])
+def test_masters_of_an_offloaded_model_train_as_on_the_cpu(sim2, ranks2, zero):
+    expected = ranks2.run(_offloaded, "cpu", zero)
+    assert expected[0][1] == [True, True, False, True, True]
+    for schedule, seed in SCHEDULES:
+        found = sim2.run(_offloaded, "sim", zero, schedule=schedule, seed=seed)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -51,6 +51,22 @@ def missing_record_stream(fault: bool) -> float:
     return y.sum().item() / 64
 
 
+def memory_used_again_too_soon(fault: bool) -> float:
+    """The stream that made a tensor uses its memory again while another still reads it."""
+    main, side = torch.accelerator.current_stream(), torch.Stream("sim")
+    with side:
+        x = torch.full((64,), 3.0, device="sim")
+    side.synchronize()
+    y = x * 2
+    del x
+    if not fault:
+        side.wait_stream(main)
+    with side:
+        torch.full((64,), 9.0, device="sim")
+    side.synchronize()
+    return y.sum().item() / 64
+
+
 def _future(fault: bool) -> list[float]:
     """A hook's future says nothing of its device, so DDP reads the bucket before it is reduced."""
     rank = _rank()
@@ -137,6 +153,7 @@ def _another_order(fault: bool) -> list[float]:
 ONE_PROCESS = {
     "missing wait_stream": (missing_wait_stream, 6.0, [LATE]),
     "missing record_stream": (missing_record_stream, 6.0, [LATE, OTHERS]),
+    "memory used again too soon": (memory_used_again_too_soon, 6.0, [LATE, OTHERS]),
     "host copy read without waiting": (host_copy_without_wait, 5.0, [LATE, OTHERS]),
     "flag made on another stream": (flag_made_on_another_stream, 1.0, [OTHERS]),
     "buffer used again too soon": (buffer_used_again_too_soon, 21.0, [LATE, OTHERS]),

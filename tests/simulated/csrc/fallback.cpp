@@ -9,6 +9,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace sim {
@@ -27,6 +29,16 @@ const std::unordered_set<std::string> kShapeFromData = {
     "aten::bincount", "aten::repeat_interleave", "aten::is_nonzero"};
 // Index tensors may lie on the host; CUDA copies them, and waits.
 const std::unordered_set<std::string> kIndexing = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
+
+// Where these take what their forward pass kept, and where what tells its dtype: the first that is
+// there. CUDA keeps it in float32 for float16 inputs, and so says the Meta kernel; the CPU kernel
+// wants it in the weight's dtype.
+struct Norm {
+  std::vector<size_t> kept, like;
+};
+const std::unordered_map<std::string, Norm> kNormBackward = {{"aten::native_layer_norm_backward", {{3, 4}, {5, 1}}},
+                                                             {"aten::native_group_norm_backward", {{2, 3}, {4, 1}}},
+                                                             {"aten::native_batch_norm_backward", {{5, 6}, {2, 3, 1}}}};
 
 template <class F>
 IValue mapTensors(const IValue& value, F f) {
@@ -57,6 +69,16 @@ bool isGenerator(const c10::Argument& argument) {
 bool returnsTensors(const c10::Argument& result) {
   return result.type()->isSubtypeOf(*c10::TensorType::get()) ||
       result.type()->isSubtypeOf(*c10::ListType::ofTensors());
+}
+// What a forward pass kept as the CPU kernel of its backward pass wants it.
+void convertKept(const std::string& name, Stack& stack) {
+  auto found = kNormBackward.find(name);
+  if (found == kNormBackward.end()) return;
+  auto there = [&](size_t i) { return stack[i].isTensor() && stack[i].toTensor().defined(); };
+  auto& like = found->second.like;
+  auto dtype = stack[*std::find_if(like.begin(), like.end(), there)].toTensor().scalar_type();
+  for (auto i : found->second.kept)
+    if (there(i)) stack[i] = stack[i].toTensor().to(dtype);
 }
 bool isMask(const Tensor& t) {
   return t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
@@ -227,11 +249,14 @@ class Call {
     push(*queue_, [op = op_, host = host_, outputs] {
       Stack stack = host;
       Neutral neutral;
+      convertKept(op.schema().name(), stack);
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
       for (size_t r = 0; r < outputs.size(); r++) {
         if (!outputs[r]) continue;
         if (outputs[r]->isTensor()) {
-          if (outputs[r]->toTensor().defined()) outputs[r]->toTensor().copy_(stack[r].toTensor());
+          // What the CPU kernel leaves empty nobody needs: batch norms keep nothing in evaluation.
+          if (outputs[r]->toTensor().defined() && stack[r].toTensor().numel())
+            outputs[r]->toTensor().copy_(stack[r].toTensor());
           continue;
         }
         auto to = outputs[r]->toTensorVector(), from = stack[r].toTensorVector();

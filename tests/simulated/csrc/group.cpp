@@ -112,9 +112,16 @@ class Line {
   std::thread thread_;
 };
 
+// Inputs and outputs live until somebody waits or, where nobody does, until they are done with: as
+// with NCCL, whose group keeps what a Work that was dropped has still under way.
+struct Kept {
+  Mark end;
+  std::shared_ptr<Tensors> tensors;
+};
+
 // What the caller gets: done when the group's stream has come to `end_`.
 struct SimWork : Work {
-  SimWork(OpType type, Mark end, c10::Device device, Tensors kept, Tensors result, bool host_waits)
+  SimWork(OpType type, Mark end, c10::Device device, std::shared_ptr<Tensors> kept, Tensors result, bool host_waits)
       : Work(-1, type), end_(end), device_(device), kept_(std::move(kept)), result_(std::move(result)),
         host_waits_(host_waits) {
     // Completed under the group's stream: what is chained to it runs behind the collective.
@@ -130,7 +137,7 @@ struct SimWork : Work {
   bool isSuccess() const override { return true; }
   void synchronize() override {
     pushWait(currentQueue(device_.index()), end_);
-    kept_.clear();
+    kept_->clear();
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -142,7 +149,8 @@ struct SimWork : Work {
 
   Mark end_;
   c10::Device device_;
-  Tensors kept_, result_; // inputs and outputs live until somebody waits, as with NCCL
+  std::shared_ptr<Tensors> kept_;
+  Tensors result_;
   bool host_waits_;
   c10::intrusive_ptr<at::ivalue::Future> future_;
 };
@@ -390,15 +398,21 @@ class Group : public Backend {
       done.get();
       write();
     }, [done] { return done.wait_for(std::chrono::seconds(0)) == std::future_status::ready; });
+    Kept mine{endOf(queue), std::make_shared<Tensors>(kept)};
+    std::vector<Kept> over; // freed behind the lock, not in a job: a tensor may need Python's
     {
       Lock lock(mutex);
       for (auto& t : result) {
         auto [begin, past] = range(t);
-        writes_.push_back({endOf(queue), begin, past});
+        writes_.push_back({mine.end, begin, past});
       }
+      kept_.push_back(mine);
+      auto still = std::partition(kept_.begin(), kept_.end(), [](auto& k) { return reached(k.end); });
+      over.assign(kept_.begin(), still);
+      kept_.erase(kept_.begin(), still);
     }
     c10::StreamGuard guard(on);
-    return c10::make_intrusive<SimWork>(type, endOf(queue), device, kept, result, host_waits);
+    return c10::make_intrusive<SimWork>(type, mine.end, device, mine.tensors, result, host_waits);
   }
 
   static std::pair<const char*, const char*> range(const Tensor& t) {
@@ -444,6 +458,7 @@ class Group : public Backend {
   std::unique_ptr<Line> line_;
   Streams collectives_, sends_, receipts_;
   std::vector<Write> writes_;
+  std::vector<Kept> kept_;
 };
 
 } // namespace

@@ -99,6 +99,12 @@ void spoil(char* pointer, size_t size) {
   std::memset(backing(pointer), 0xff, size);
 }
 
+bool waitsForOthers(const Queue& queue) {
+  for (auto& job : queue.jobs)
+    if (!reached(job.after)) return true;
+  return false;
+}
+
 char* take(Memory& memory, int device, Queue* home, size_t size) {
   reclaim(memory);
   auto& free = memory.pool[{home, size}];
@@ -109,9 +115,10 @@ char* take(Memory& memory, int device, Queue* home, size_t size) {
   if (!free.empty()) {
     Free found = free.back();
     free.pop_back();
-    // Where nobody is at it any more it is spoilt now, so that what another stream takes for a
-    // value is not what chanced to lie there: a zero, as likely as not.
-    if (reached(found.since)) spoil(found.pointer, size);
+    // Where nobody can be at it any more it is spoilt now, so that what another stream takes for a
+    // value is not what chanced to lie there: a zero, as likely as not. Streams that this one is yet
+    // to wait for may be at it still.
+    if (reached(found.since) && !waitsForOthers(*home)) spoil(found.pointer, size);
     return found.pointer;
   }
   TORCH_CHECK_WITH(OutOfMemoryError, memory.used + size <= kArena, "sim: device ", device, " is out of memory");
