@@ -33,13 +33,11 @@ from distamp.sources import GradientSource, source_of
 __all__ = ["BackwardWatch", "take_over_shared"]
 
 _MOST_NODES = 100_000
-# So many graphs are told apart; loops that make another one in each pass end there.
-_MOST_GRAPHS = 512
-# From a scaled loss to the first leaf: enough for what a loss and a last layer are made of.
-_FEW_NODES = 8
-# How many nodes were made for a loss, and which leaf comes first: passes that have both in common
-# give gradients to the same leaves.
-_Graph = tuple[int, int]
+# Each time that an optimizer is first seen or has gone, so many passes are looked through for the
+# leaves of optimizers that are yet to be seen: to look through all would take a part of every pass.
+_FIRST_PASSES = 16
+# After so many the other leaves are forgotten, which may be of no optimizer at all.
+_LAST_PASS = 256
 # Of a hook among those that users register on the same tensor, whose keys begin at 0.
 _KEY = -1
 
@@ -67,10 +65,8 @@ class BackwardWatch:
         # Of no known optimizer: leaves of the graphs, and gradients of an earlier scale.
         self._leaves: dict[int, TensorWeakRef] = {}
         self._orphans: list[Leftover] = []
-        # Graphs whose leaves were read, of the optimizers known as of which change, and whether any
-        # were since the last update.
-        self._graphs: set[_Graph] = set()
-        self._known_as_of = 0
+        # Passes since an optimizer was first seen or has gone, and as of how many such changes.
+        self._passes = self._known_as_of = 0
         self._has_read = False
         # In how many threads losses were scaled.
         self._threads = 0
@@ -83,54 +79,35 @@ class BackwardWatch:
             return
         self._scaled_as_of = self._changes
         hook = self._hook
-        graph = self._new_graph(node)
-        if self._threads > 1 or graph is not None:
+        if not hasattr(self._of_thread, "is_known"):
+            self._of_thread.is_known = True
+            self._threads += 1
+        if self._known_as_of != self._states.changes:
+            self._known_as_of, self._passes = self._states.changes, 0
+        if self._threads > 1 or self._passes < _FIRST_PASSES:
             # What the pass goes on to, and not the node itself, which holds this very hook.
-            hook = self._new_hook(node.next_functions, graph)
+            hook = self._new_hook(node.next_functions)
         # As Tensor.register_hook() does it, but for the handle to remove the hook by, which would
         # take half of the time of scale().
         scaled._backward_hooks = OrderedDict(((_KEY, hook),))
         node._register_hook_dict(scaled)
 
-    def _new_hook(
-        self, following: Sequence[tuple[Any, int]] = (), graph: _Graph | None = None
-    ) -> Callable[[Tensor], None]:
+    def _new_hook(self, following: Sequence[tuple[Any, int]] = ()) -> Callable[[Tensor], None]:
         # Who saves a scaled loss need not be warned that this hook is left out.
-        hook = unserializable_hook(partial(self._begins, self._changes, following, graph))
+        hook = unserializable_hook(partial(self._begins, self._changes, following))
         return cast("Callable[[Tensor], None]", hook)
-
-    def _new_graph(self, node: Any) -> _Graph | None:
-        """Return what tells a graph from others if its leaves are to be read, as few ever are.
-
-        They may belong to an optimizer that is yet to be seen.
-        """
-        own = self._of_thread
-        try:
-            before = own.nodes
-        except AttributeError:
-            before = 0
-            self._threads += 1
-        own.nodes = node._sequence_nr()
-        states = self._states
-        if states.changes != self._known_as_of:
-            self._known_as_of = states.changes
-            self._graphs.clear()
-        graph = (own.nodes - before, _first_leaf(node))
-        if graph in self._graphs or (states.known and len(self._graphs) >= _MOST_GRAPHS):
-            return None
-        return graph
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def _begins(
-        self, changes: int, following: Sequence[tuple[Any, int]], graph: _Graph | None, _: Any
-    ) -> None:
+    def _begins(self, changes: int, following: Sequence[tuple[Any, int]], _: Any) -> None:
         states = self._states
         self._passed_as_of = changes
-        if graph is not None:
-            self._graphs.add(graph)
+        self._passes += 1
+        if following and self._passes <= _FIRST_PASSES:
             self._has_read = True
             self._leaves.update((id(p), TensorWeakRef(p)) for p in _leaves_of(following))
+        elif self._leaves and self._passes > _LAST_PASS:
+            self._leaves, self._orphans = {}, []
         current = changes == self._changes
         used = [state for state in states.records.values() if _is_used(state)]
         live = [state for _, state in states.live()] if self._changes else []
@@ -174,7 +151,7 @@ class BackwardWatch:
         on_host = host.is_host(scale.device)
         now: float | Tensor = scale.item() if on_host else scale.clone()
         before, self._now = self._now, now
-        if self._has_read or self._known_as_of != self._states.changes:
+        if self._leaves and (self._has_read or self._known_as_of != self._states.changes):
             self._forget_leaves()
         if before is None or (on_host and before == now):
             return
@@ -278,16 +255,6 @@ def _with_new(known: list[Leftover], parameters: Iterable[Tensor], scale: Tensor
 
 def _scalar(value: float) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device="cpu")
-
-
-def _first_leaf(node: Any) -> int:
-    """Return the ``id`` of a leaf that is near a scaled loss, or of None."""
-    for _ in range(_FEW_NODES):
-        following = node.next_functions
-        if not following or following[0][0] is None:
-            break
-        node = following[0][0]
-    return id(getattr(node, "variable", None))
 
 
 def _leaves_of(following: Sequence[tuple[Any, int]]) -> Iterator[Tensor]:
