@@ -231,8 +231,16 @@ class _Runner:
         elif iteration.order == "grouped" and hasattr(scaler, "step_all"):
             if iteration.micro % 2 == 0:
                 scaler.unscale_(*[self.optimizers[i] for i in order])
-            scaler.step_all([self.optimizers[i] for i in order])
-            stepped.extend(order)
+            # Where the second optimizer raises an error of its own, the first has stepped.
+            done = [
+                self.optimizers[i].register_step_post_hook(lambda *_, i=i: stepped.append(i))
+                for i in order
+            ]
+            try:
+                scaler.step_all([self.optimizers[i] for i in order])
+            finally:
+                for handle in done:
+                    handle.remove()
         else:
             for i in order:
                 self._step_one(i, iteration, outcome)

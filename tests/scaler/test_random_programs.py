@@ -118,6 +118,13 @@ def test_invariant_holds_in_random_programs(ranks):
     _check(ranks, DRAWS, None)
 
 
+def test_a_step_taken_before_another_optimizer_refuses_its_own_is_no_fault(ranks):
+    """torch's fused Adagrad refuses plain tensors beside DTensors, after the other has stepped."""
+    iterations = (Iteration("grouped", reverse=True),)
+    program = Program("plain and DTensor", "Adagrad fused", iterations, optimizers=2)
+    assert Judge(ranks(WORLD)).judge(program) == [[]]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(PARTS))
