@@ -40,7 +40,7 @@ def clip(
     pending: list[Subject] = []
     own = False
     try:
-        _check_numbers(max_norm, norm_type)
+        max_norm, norm_type = _numbers(max_norm, norm_type)
         scaler._require_scale("clip_grad_norm_")
         clipped, subjects = _to_clip(scaler, given)
         measured = clipped
@@ -84,7 +84,7 @@ def clip(
 
 def clip_disabled(given: Any, states: OptimizerStates, max_norm: float, norm_type: float) -> Tensor:
     """Clip what this rank holds, as torch does: a disabled scaler sends nothing."""
-    _check_numbers(max_norm, norm_type)
+    max_norm, norm_type = _numbers(max_norm, norm_type)
     if _is_optimizer(given):
         source = source_of(unwrapped(given))
         source.receive()
@@ -115,7 +115,7 @@ def clip_unscaled(
     ranks = scaler._ranks
     size = 1 if ranks.alone else ranks.size
     try:
-        _check_numbers(max_norm, norm_type)
+        max_norm, norm_type = _numbers(max_norm, norm_type)
         for optimizer in optimizers:
             source = source_of(optimizer)
             source.receive()
@@ -158,10 +158,19 @@ def _declared(
     return ("replicated", replicated), ("sharded", sharded)
 
 
-def _check_numbers(max_norm: float, norm_type: float) -> None:
-    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if not value > 0:
-            raise SettingError(f"{name} must be > 0, not {value!r}")
+def _numbers(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Return the arguments as floats; torch's function takes ``"inf"`` and tensors too."""
+    return _positive("max_norm", max_norm), _positive("norm_type", norm_type)
+
+
+def _positive(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not number > 0:
+        raise SettingError(f"{name} must be > 0, not {value!r}")
+    return number
 
 
 def _is_optimizer(given: Any) -> bool:
@@ -199,6 +208,12 @@ def _holding(states: OptimizerStates, parameters: list[Tensor]) -> Iterator[Any]
             left -= theirs
             yield optimizer
     if left:
+        for given in parameters:
+            if not isinstance(given, Tensor):
+                raise TypeError(
+                    f"clip_grad_norm_ takes an optimizer or Tensors, such as model.parameters(), "
+                    f"not {type(given).__name__}s"
+                )
         raise StageError(
             f"{len(left)} of {wanted} parameters belong to no optimizer this scaler has "
             "seen yet, so it does not know whether their gradients are still scaled. Give "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from distamp import host
-from distamp.errors import SettingError, StageError
+from distamp.errors import StageError
 from distamp.gradients import flag_of, merged
 from distamp.optimizers import find_closure
 from distamp.scaler import clipping, groups, joining, local_pass, overflow, settings, stepping
@@ -248,6 +248,9 @@ class DistGradScaler(TorchNames):
         """
         if not self._enabled:
             return
+        if torch.compiler.is_dynamo_compiling():
+            _outside_the_graph(_UNSCALE)(self, *optimizers)
+            return
         subjects = enter(self, "unscale_", optimizers, OptimizerState.check_unscale)
         look_and_agree(self, "step", subjects, local_pass.unscale)
 
@@ -282,6 +285,8 @@ class DistGradScaler(TorchNames):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_the_graph(_STEP)(self, optimizer, *args, **kwargs)
         closure = find_closure(args, kwargs) if args or kwargs else None
         if closure is not None:
             (subject,) = enter(self, "step", (optimizer,), check_closure, needs_scale=False)
@@ -315,6 +320,8 @@ class DistGradScaler(TorchNames):
         optimizers = list(optimizers)
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
+        if torch.compiler.is_dynamo_compiling():
+            return cast(list[Any], _outside_the_graph(DistGradScaler.step_all)(self, optimizers))
         if any(overrides(self, own) for own in (_STEP, _UNSCALE, _CHECK)):
             return [self.step(optimizer) for optimizer in optimizers]
         subjects = enter(self, "step_all", optimizers, OptimizerState.check_step)
@@ -382,7 +389,7 @@ class DistGradScaler(TorchNames):
             self._require_scale("update")
             scale = self._scale_tensor()
         if new_scale is not None:
-            scale.fill_(self._schedule.checked_scale(_one_number(new_scale), "new_scale"))
+            scale.fill_(self._schedule.checked_scale(settings.one_number(new_scale), "new_scale"))
             self._largest = None
             self._rebase()
         else:
@@ -520,6 +527,10 @@ class DistGradScaler(TorchNames):
         given = optimizer_or_parameters
         if not self._enabled:
             return clipping.clip_disabled(given, self._states, max_norm, norm_type)
+        if torch.compiler.is_dynamo_compiling():
+            clip = _outside_the_graph(DistGradScaler.clip_grad_norm_)
+            declared = {"replicated": replicated, "sharded": sharded}
+            return cast(Tensor, clip(self, given, max_norm, norm_type, **declared))
         return clipping.clip(self, given, max_norm, norm_type, replicated, sharded)
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> OverflowReport:
@@ -617,14 +628,3 @@ _CHECK = DistGradScaler._check_inf_per_device
 def _outside_the_graph(method: Callable[..., Any]) -> Callable[..., Any]:
     # A compiled graph drops hooks, and traces all that they reach: this runs between two graphs.
     return torch._compile._disable_dynamo(method)
-
-
-def _one_number(value: float | Tensor) -> float:
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1 or value.requires_grad:
-        raise SettingError(
-            "new_scale should be a float or a 1-element tensor with requires_grad=False, not a "
-            f"tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
-        )
-    return float(value.item())

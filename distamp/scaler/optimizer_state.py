@@ -184,9 +184,10 @@ class OptimizerState(dict[str, Any]):
         if self["stage"] is OptState.UNSCALED:
             raise StageError(
                 "unscale_() has already been called on this optimizer since the last update()."
+                + self._by_way_of()
             )
         if self["stage"] is OptState.STEPPED:
-            raise StageError("unscale_() is being called after step().")
+            raise StageError("unscale_() is being called after step()." + self._by_way_of())
         self.late = False  # the caller has set the stage back, as is done to use torch's with SAM
 
     def check_step(self) -> None:
@@ -194,13 +195,24 @@ class OptimizerState(dict[str, Any]):
         if self.closed is not None:
             raise StageError(_CLOSED.format("step", self.closed))
         if self["stage"] is OptState.STEPPED:
-            raise StageError("step() has already been called since the last update().")
+            raise StageError(
+                "step() has already been called since the last update()." + self._by_way_of()
+            )
         if self.late and self["stage"] is not OptState.READY:
             raise StageError(
                 "backward() through a scaled loss added gradients after unscale_(): scaled and "
                 "unscaled gradients are now summed. Call unscale_() after the last backward() of "
                 "the iteration; nothing was stepped"
             )
+
+    def _by_way_of(self) -> str:
+        """Say which other optimizer its gradients went through, if one did."""
+        if self.shares is None:
+            return ""
+        other = type(self.shares.optimizer()).__name__
+        return (
+            f" Its gradients are those of a {other} with the same parameters: step one of the two"
+        )
 
     # -- what can be asked -----------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ __all__ = [
     "Names",
     "check_fp16_grads",
     "check_skips",
+    "one_number",
     "resolve_device",
     "schedule_of",
     "stacklevel_of_caller",
@@ -116,6 +117,18 @@ class Names:
         """Return the name of a parameter."""
         reference, name = self._names.get(id(parameter), (None, default))
         return name if reference is not None and reference() is parameter else default
+
+
+def one_number(value: float | Tensor) -> float:
+    """Return a new scale as a number; raise where a tensor of it has no one value."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1 or value.requires_grad:
+        raise SettingError(
+            "new_scale should be a float or a 1-element tensor with requires_grad=False, not a "
+            f"tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
+        )
+    return float(value.item())
 
 
 def stacklevel_of_caller() -> int:

@@ -399,6 +399,20 @@ def test_two_optimizers_over_some_of_the_same_parameters_are_named():
     assert (shared.item(), own.item()) == (1.0, 1.0)
 
 
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_an_optimizer_whose_gradients_another_has_stepped_with_is_told_which(call: str):
+    shared, own = leaf(1.0), leaf(1.0)
+    every = torch.optim.SGD([shared, own], lr=1.0)
+    one = torch.optim.Adam([shared], lr=1.0)
+    scaler = cpu_scaler()
+    for parameter in (shared, own):
+        backward(scaler, parameter, 0.25)
+    scaler.step(every)
+    with pytest.raises(StageError, match="Its gradients are those of a SGD with the same"):
+        getattr(scaler, call)(one)
+    assert (shared.item(), own.item()) == (0.75, 0.75)
+
+
 def test_torch_unscales_shared_parameters_twice():
     shared = leaf(1.0)
     first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
