@@ -120,7 +120,11 @@ class OptimizerState(dict[str, Any]):
 
     def _note_used(self) -> None:
         """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
-        self._used = self._samples() if self.sampled and not self.refreshed else None
+        used = self._samples() if self.sampled and not self.refreshed else None
+        if used is not None and None in used:
+            # One without a gradient tells nothing, and may be frozen: others are chosen next time.
+            self.sampled, used = (), None
+        self._used = used
 
     def has_new_gradients(self) -> bool:
         """Return whether there may be gradients that were neither unscaled nor stepped.
