@@ -334,8 +334,10 @@ class OptimizerStates:
         """
         key = id(optimizer)
         state = self.records.get(key)
-        if state is None or state.index < 0:
-            state = self.records[key] = self._of(optimizer, key, state)
+        if state is None or state.optimizer() is not optimizer:
+            # One that frameworks asked for first; or of a wrapper that is gone and had this id.
+            made = state if state is not None and state.index < 0 else None
+            state = self.records[key] = self._of(optimizer, key, made)
         if given is not None and given is not optimizer:
             self.records[id(given)] = state
         return state
