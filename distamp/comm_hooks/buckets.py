@@ -43,6 +43,7 @@ class Bucket:
         self.residuals: Residuals | None = None
         self.adopted: dict[int, Tensor] = {}
         self.layout: Layout | None = None
+        self.engine: object = None
         self.iteration = -1
         self.exchanges = 0
         self.step = 0
@@ -68,6 +69,13 @@ class Bucket:
             first += each
             begun.append(first)
         return begun
+
+    def moves_to(self, engine: object) -> None:
+        """Let another engine exchange it: of other ranks, or another dtype or device."""
+        if self.residuals is not None:
+            found = ((index, self.residuals.of(index)) for index in self.places.values())
+            self.adopted = {index: each for index, each in found if each is not None}
+        self.residuals, self.engine = None, engine
 
     def begin(self, iteration: int, step: int) -> None:
         """Count an exchange of this iteration; the ``step``-th of a bucket of this number."""

@@ -145,7 +145,8 @@ class CommHookState:
         engine = self._engines.engine(group, values.dtype, values.device, as_narrow=True)
         bucket = self.buckets.begin(index, parameters)
         layout = bucket.layout
-        if layout is None or layout.numel != values.numel():
+        if layout is None or layout.numel != values.numel() or bucket.engine is not engine:
+            bucket.moves_to(engine)
             edges = bucket.boundaries(values.numel())
             layout = engine.layout(f"bucket {index}", index, values.numel(), values.dtype, edges)
             bucket.layout = layout

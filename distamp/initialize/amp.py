@@ -94,7 +94,15 @@ class Amp:
         self._passes = [OnePassEach(m) for m, w in zip(models, wrappings, strict=True) if w.is_ddp]
         self._syncs = True
         self._unscaled = False
-        self._seen = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy or a pickle without masters, which would train no model."""
+        if self.masters:
+            raise StageError(
+                "an Amp with master parameters cannot be copied or pickled: an optimizer's copy "
+                "has no masters. Copy the model, make its optimizers, and call initialize on them"
+            )
+        return vars(self)
 
     @property
     def masters(self) -> list[MasterParameters]:
@@ -257,11 +265,12 @@ class Amp:
         if self._losses is not None and not self._unscaled:
             self._losses.send()
         one = len(given) == 1
-        if not one and not self._unscaled and (self._losses is not None or not self._seen):
-            # The scaler tells whose gradients it is given by the optimizers it has seen.
+        # The scaler tells whose gradients it is given by the optimizers it has seen.
+        unseen = None in map(self.scaler._states.get, given)
+        if not one and not self._unscaled and (self._losses is not None or unseen):
             self.scaler.unscale_(*given)
         clipped: Any = given[0] if one else [p for o in self.optimizers for p in parameters_of(o)]
-        self._unscaled = self._seen = True
+        self._unscaled = True
         return self.scaler.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def step(self) -> StepResult:
@@ -280,7 +289,6 @@ class Amp:
             self.scaler.step_all(self.optimizers)
         finally:
             self._unscaled = False
-        self._seen = True
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         if self._losses is not None:

@@ -72,14 +72,10 @@ class MasterParameters(GradientSource):
         self._of_master: dict[int, Pair] = {}
         self._taken = False
         me = weakref.ref(self)
-        self._witness = ZeroGradWitness(lambda: _drop_gradients(me()))
+        self._witness = ZeroGradWitness(lambda: _drop(me()), lambda: _before_backward(me()))
         self._adopt()
         if not self._wrapped:
             self._witness.lay(self._masters())
-        if len(self._pairs) == 1:
-            # Where there is one master alone, nothing but a backward pass can lay another witness.
-            (pair,) = self._pairs.values()
-            pair.parameter.register_hook(lambda _: _before_backward(me()))
         inner.register_step_pre_hook(self._before_step)
         inner.register_step_post_hook(self._after_step)
         if self._wrapped:  # its load_state_dict knows the model's parameters alone
@@ -249,7 +245,11 @@ class MasterParameters(GradientSource):
         self._witness.lay(masters)
 
     def _masters(self) -> list[Tensor]:
-        return [pair.master for pair in self._pairs.values()]
+        """Return those that the optimizer holds now, which its ``zero_grad()`` reaches."""
+        held = [p for p in parameters_of(self._stepping()) if id(p) in self._of_master]
+        if len(held) == 1:
+            self._witness.follow(self._of_master[id(held[0])].parameter)
+        return held
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class MasterParameters(GradientSource):
             self._free(pair.parameter)
 
 
-def _drop_gradients(masters: MasterParameters | None) -> None:
+def _drop(masters: MasterParameters | None) -> None:
     if masters is not None:
         masters.drop()
 

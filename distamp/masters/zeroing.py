@@ -92,10 +92,13 @@ class ZeroGradWitness:
 
     Args:
         zeroed: Called when ``zero_grad`` was called.
+        begins: Called in each backward pass through a parameter that is followed.
     """
 
-    def __init__(self, zeroed: Callable[[], None]) -> None:
+    def __init__(self, zeroed: Callable[[], None], begins: Callable[[], None]) -> None:
         self._zeroed = zeroed
+        self._begins = begins
+        self._followed: set[int] = set()
         self._laid: dict[int, tuple[weakref.ref[Tensor], weakref.finalize[Any, Any]]] = {}
         self._masters: list[weakref.ref[Tensor]] = []
 
@@ -113,11 +116,18 @@ class ZeroGradWitness:
             self._watch(master, placeholder)
             master.grad = placed_like(placeholder, master)
 
+    def follow(self, parameter: Tensor) -> None:
+        """Hear of backward passes: for one master alone nothing else can lay another witness."""
+        if parameter.requires_grad and id(parameter) not in self._followed:
+            self._followed.add(id(parameter))
+            begins = self._begins
+            parameter.register_hook(lambda _: begins())
+
     def watch_stepped(self, masters: Sequence[Tensor]) -> None:
-        """Let gradients that were stepped serve, and placeholders where there are none."""
+        """Let gradients that were stepped serve, and placeholders where there are too few."""
         self.lift()
-        stepped = [m for m in masters if m.numel() and m.grad is not None]
-        for master in _smallest(stepped):
+        stepped = _smallest([m for m in masters if m.grad is not None])
+        for master in stepped:
             gradient = master.grad
             assert gradient is not None
             if type(gradient) is Tensor and not gradient.is_sparse:
@@ -125,8 +135,9 @@ class ZeroGradWitness:
                 gradient.zeroed = self._notice_in_place
                 master.grad = gradient
             self._watch(master, gradient)
-        self._masters = [weakref.ref(master) for master in _smallest(stepped or masters)]
-        if not stepped:
+        others = _smallest([m for m in masters if m.grad is None])
+        self._masters = [weakref.ref(master) for master in (stepped + others)[:2]]
+        if len(stepped) < 2:
             self._lay(but=None)
 
     def _watch(self, master: Tensor, gradient: Tensor) -> None:

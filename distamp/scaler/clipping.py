@@ -62,7 +62,7 @@ def clip(
             return NormPlan.alone(measured, device)
         models = [_model_parameter(sources, p) for p in measured]
         kinds = kinds_of(models, group.size, own=own, replicated=replicated, sharded=sharded)
-        return scaler._plans.of(measured, kinds, group.size, group.rank, device)
+        return scaler._plans.of(measured, kinds, group, device)
 
     declared = [name for name, given in _declared(replicated, sharded) if given is not None]
     arguments = f"max_norm={max_norm!r}, norm_type={norm_type!r}, declared={declared}"
@@ -139,7 +139,7 @@ def clip_unscaled(
         lambda group: (
             NormPlan.alone(measured, device)
             if group is None
-            else scaler._plans.of(measured, tuple(kinds), size, group.rank, device)
+            else scaler._plans.of(measured, tuple(kinds), group, device)
         ),
     )
     if group is None:

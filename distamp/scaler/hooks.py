@@ -27,21 +27,29 @@ _CALLS = ("step", "clip_grad_norm_")
 
 
 class _Watched(NamedTuple):
-    """The watch over an optimizer's gradients, and the parameters that it had then."""
+    """The watch over an optimizer's gradients; the parameters that it had then, and the ranks."""
 
     ids: list[int]
-    frozen: list[int]
+    left_out: list[int]
+    ranks: Sequence[int]
     watch: GradientWatch
 
     @classmethod
-    def now(cls, parameters: Sequence[Tensor], watch: GradientWatch) -> _Watched:
-        frozen = [place for place, p in enumerate(parameters) if not p.requires_grad]
-        return cls(list(map(id, parameters)), frozen, watch)
+    def now(
+        cls, parameters: Sequence[Tensor], ranks: Sequence[int], watch: GradientWatch
+    ) -> _Watched:
+        left_out = [place for place, p in enumerate(parameters) if not _is_stepped(p)]
+        return cls(list(map(id, parameters)), left_out, ranks, watch)
 
-    def holds_for(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether they are the same, and none is trained that was not."""
-        same = self.ids == list(map(id, parameters))
-        return same and not any(parameters[place].requires_grad for place in self.frozen)
+    def holds_for(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> bool:
+        """Return whether they are the same, and none is stepped that was not."""
+        same = self.ids == list(map(id, parameters)) and self.ranks == ranks
+        return same and not any(_is_stepped(parameters[place]) for place in self.left_out)
+
+
+def _is_stepped(parameter: Tensor) -> bool:
+    # One that was frozen after the backward pass has a gradient, too.
+    return parameter.requires_grad or parameter.grad is not None
 
 
 class Hooks:
@@ -182,15 +190,15 @@ class Hooks:
         """Return the watch over this optimizer's gradients, if all came through just now."""
         parameters = source_of(optimizer).stepped()
         known = self._watches.get(optimizer)
-        if known is not None and not known.holds_for(parameters):
-            # What the ranks told each other was of other parameters.
+        if known is not None and not known.holds_for(parameters, ranks):
+            # What the ranks told each other was of other parameters, or to others.
             self._announced.discard(optimizer)
         elif known is not None and known.watch.exchanged():
             return known.watch
         for hook in self.joined:
             watch = hook.watch(parameters, ranks)
             if watch is not None and watch.exchanged():
-                self._watches[optimizer] = _Watched.now(parameters, watch)
+                self._watches[optimizer] = _Watched.now(parameters, ranks, watch)
                 return watch
         return None
 

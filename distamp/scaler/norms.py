@@ -15,7 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from distamp import host
 from distamp.errors import SettingError
 from distamp.gradients import is_dtensor, local_of, summed_values
+from distamp.scaler.groups import Group
 
 __all__ = [
     "UNMEASURED",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 _NEAR = 1e-6
+# Parameters of all plans that are kept together: about 20 MB.
+_MOST_PLANNED = 100_000
 _ODD = 0x9E3779B97F4A7C15
 
 # How a parameter is spread over the ranks.
@@ -199,26 +202,39 @@ class NormPlan:
 
 
 class NormPlans:
-    """The plans of a scaler, each as long as its parameters live."""
+    """The plans of a scaler, each as long as its parameters live; the latest of very many.
+
+    Parameters that have a gradient may be others at each call, as those of experts are.
+    """
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[int, ...], NormPlan] = {}
+        self._plans: dict[tuple[Any, ...], NormPlan] = {}
 
     def of(
         self,
         parameters: Sequence[Tensor],
         kinds: tuple[tuple[str, float], ...],
-        size: int,
-        rank: int,
+        group: Group,
         device: torch.device,
     ) -> NormPlan:
-        """Return the plan of these parameters, made at the first call for them."""
-        key = (size, *map(id, parameters))
-        plan = self._plans.get(key)
+        """Return the plan of these parameters on these ranks, made at the first call for them."""
+        key = (device, *group.global_ranks, None, *map(id, parameters))
+        plan = self._plans.pop(key, None)
         if plan is None or not plan.is_of(parameters) or plan.kinds != kinds:
-            self._plans = {k: p for k, p in self._plans.items() if p.lives and k != key}
-            plan = self._plans[key] = NormPlan.guess(parameters, kinds, size, rank, device)
+            self._forget_some()
+            plan = NormPlan.guess(parameters, kinds, group.size, group.rank, device)
+        self._plans[key] = plan
         return plan
+
+    def _forget_some(self) -> None:
+        """Keep the plans of living parameters, and of so many of them, the latest used."""
+        left = _MOST_PLANNED
+        kept = []
+        for key, plan in reversed(self._plans.items()):
+            left -= len(plan.parameters)
+            if left >= 0 and plan.lives:
+                kept.append((key, plan))
+        self._plans = dict(reversed(kept))
 
 
 def _replicas(tables: Sequence[Table]) -> list[list[tuple[int, int]]]:

@@ -123,7 +123,11 @@ class OptimizerState(dict[str, Any]):
 
     def _note_used(self) -> None:
         """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
-        self._used = self._samples() if self.sampled and not self.refreshed else None
+        used = self._samples() if self.sampled and not self.refreshed else None
+        if used is not None and None in used:
+            # One without a gradient tells nothing, and may be frozen: others are chosen next time.
+            self.sampled, used = (), None
+        self._used = used
 
     def has_new_gradients(self) -> bool:
         """Return whether there may be gradients that were neither unscaled nor stepped.
@@ -351,8 +355,10 @@ class OptimizerStates:
         """
         key = id(optimizer)
         state = self.records.get(key)
-        if state is None or state.index < 0:
-            state = self.records[key] = self._of(optimizer, key, state)
+        if state is None or state.optimizer() is not optimizer:
+            # One that frameworks asked for first; or of a wrapper that is gone and had this id.
+            made = state if state is not None and state.index < 0 else None
+            state = self.records[key] = self._of(optimizer, key, made)
         if given is not None and given is not optimizer:
             self.records[id(given)] = state
         return state

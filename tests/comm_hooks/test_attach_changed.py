@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import DistGradScaler, comm_hooks
 from tests.collectives import count_collectives
 from tests.comm_hooks.training import inputs, mlp
+from tests.ranks import subgroup
 
 WIDTHS = (20, 24, 24, 3)
+LATER = ["trained from now on", "trained from now on, and frozen before the step"]
 CHANGE, OVERFLOW, STEPS = 2, 4, 7
 
 
@@ -46,7 +48,7 @@ def _train(layout: str, change: str) -> tuple[list[bool], list[int], bool]:
     """Steps taken, messages of each, and whether all parameters are finite in the end."""
     net: Any = mlp(*WIDTHS)
     net[2] = layer = Scaled(*WIDTHS[1:3])
-    layer.requires_grad_(change != "trained from now on")
+    layer.requires_grad_(change not in LATER)
     if layout == "DDP":
         model: Any = DistributedDataParallel(net, find_unused_parameters=True)
     else:
@@ -61,7 +63,7 @@ def _train(layout: str, change: str) -> tuple[list[bool], list[int], bool]:
     scaler.attach(state)
     taken, messages = [], []
     for step in range(STEPS):
-        if step == CHANGE and change == "trained from now on":
+        if step == CHANGE and change in LATER:
             layer.requires_grad_(True)
         elif step == CHANGE and change == "another in its place":
             optimizer.param_groups[0]["params"][-1] = stranger
@@ -73,12 +75,12 @@ def _train(layout: str, change: str) -> tuple[list[bool], list[int], bool]:
         loss = model(inputs(step, WIDTHS[0])).square().mean()
         loss = loss + (stranger * (factor if spoilt else 1.0)).sum()
         scaler.scale(loss).backward()
-        if step == OVERFLOW and change == "frozen before the step":
+        if change == LATER[1] or (step == OVERFLOW and change == "frozen before the step"):
             layer.requires_grad_(False)
         with count_collectives() as log:
             scaler.step(optimizer)
         scaler.update()
-        layer.requires_grad_(change != "trained from now on" or step >= CHANGE)
+        layer.requires_grad_(change not in LATER or step >= CHANGE)
         taken.append(scaler.stepped(optimizer))
         messages.append(log.count)
     mine = [
@@ -87,7 +89,7 @@ def _train(layout: str, change: str) -> tuple[list[bool], list[int], bool]:
     return taken, messages, all(bool(each.isfinite().all()) for each in mine)
 
 
-CHANGES = ["trained from now on", "another in its place", "frozen before the step"]
+CHANGES = [*LATER, "another in its place", "frozen before the step"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -100,3 +102,32 @@ def test_an_overflow_in_what_is_trained_now_is_seen(ranks2, layout, change):
         if layout == "FSDP2" and change == "trained from now on":
             # The hook has these gradients too: the ranks say so once, and again after an overflow.
             assert messages[CHANGE:] == [1, 0, 1, 0, 0]
+
+
+def _with_more_ranks() -> tuple[list[bool], list[int]]:
+    """Steps taken, and messages of each, where the scaler is given all ranks in step 2."""
+    pair = (subgroup((0, 1)), subgroup((2, 3)))[dist.get_rank() // 2]
+    model = DistributedDataParallel(mlp(*WIDTHS), process_group=pair)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = DistGradScaler("cpu", init_scale=16.0, process_group=pair)
+    scaler.attach(comm_hooks.register(model, "fp16"))
+    taken, messages = [], []
+    for step in range(STEPS):
+        if step == CHANGE:
+            scaler.process_group = None
+        factor = float("inf") if step == OVERFLOW and dist.get_rank() == 1 else 1.0
+        optimizer.zero_grad()
+        scaler.scale(model(inputs(step, WIDTHS[0])).square().mean() * factor).backward()
+        with count_collectives() as log:
+            scaler.step(optimizer)
+        scaler.update()
+        taken.append(scaler.stepped(optimizer))
+        messages.append(log.count)
+    return taken, messages
+
+
+def test_ranks_that_the_hook_does_not_reach_are_told_by_a_message(ranks4):
+    for taken, messages in ranks4.run(_with_more_ranks):
+        assert taken == [step != OVERFLOW for step in range(STEPS)]
+        assert messages[1:CHANGE] == [0] * (CHANGE - 1)
+        assert all(messages[CHANGE:])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.errors import SettingError, StageError
+from distamp.scaler import norms as norms_module
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
 from tests.scaler.layouts import LAYOUTS
@@ -221,3 +222,29 @@ def test_rows_of_a_sparse_gradient_that_come_twice_count_as_their_sum(
         norms += table.weight.detach().flatten().tolist()
     half = len(norms) // 2
     assert norms[:half] == pytest.approx(norms[half:], rel=1e-3)
+
+
+def _plans_of_ever_others(most: int) -> tuple[int, bool]:
+    """Plans that are kept, of others in each step, and whether the norms are right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norms_module, "_MOST_PLANNED", most)
+        parameters = [nn.Parameter(torch.full((2,), 1.0 + place)) for place in range(9)]
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        scaler = DistGradScaler("cpu", init_scale=8.0)
+        right = True
+        for step in range(20):
+            optimizer.zero_grad()
+            used = [parameters[step % 9], parameters[(step * 5 + 3) % 9]]
+            scaler.scale(torch.stack(used).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            filled = [p for p in parameters if p.grad is not None]
+            gradients = [p.grad for p in filled if p.grad is not None]
+            norm = scaler.clip_grad_norm_(filled, 1e6).item()
+            right = right and norm == pytest.approx(_reference_norm(gradients, 2.0), rel=1e-5)
+            scaler.step(optimizer)
+            scaler.update()
+        return len(scaler._plans._plans), right
+
+
+def test_parameters_that_are_others_at_each_call_are_not_all_remembered(ranks2: RankPool) -> None:
+    assert ranks2.run(_plans_of_ever_others, 10) == [(6, True)] * 2

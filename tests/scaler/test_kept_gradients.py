@@ -186,6 +186,25 @@ def _run(seed: int) -> None:
             scaler.update()
 
 
+def test_gradients_are_kept_of_another_part_than_before():
+    """Of the two parts of one optimizer each is trained while the other one is frozen."""
+    first, second, third = leaf(0.0), leaf(0.0), leaf(0.0)
+    both = torch.optim.SGD([first, second], lr=1.0)
+    other = torch.optim.SGD([third], lr=1.0)
+    scaler = cpu_scaler(8.0)
+    for trained in (first, second, second):
+        scaler.scale((trained + third).sum()).backward()
+        for each in (both, other):
+            scaler.step(each)
+            each.zero_grad()
+        scaler.update(8.0)
+    scaler.scale((second + third).sum()).backward()
+    scaler.step(other)
+    scaler.update(4.0)
+    scaler.step(both)
+    assert (first.item(), second.item()) == (-1.0, -3.0)
+
+
 def test_random_loops_step_by_the_right_gradients_or_are_refused() -> None:
     for seed in range(DRAWS):
         _run(seed)

@@ -117,6 +117,35 @@ def test_a_destroyed_group_is_named_and_a_new_one_can_be_set(ranks2):
         assert value == 0.5
 
 
+def norms_over_two_groups() -> tuple[list[float], list[float]]:
+    """What clipping returns over rows of a mesh, then columns; and what norms there are."""
+    rank = dist.get_rank()
+    rows, columns = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
+    # Both ranks of a column hold the same.
+    parameter = leaf(3.0 + rank % 2)
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = cpu_scaler()
+    norms, expected = [], []
+    for pairs in (rows, columns):
+        groups = [subgroup(pair) for pair in pairs]
+        scaler.process_group = next(
+            g for g, pair in zip(groups, pairs, strict=True) if rank in pair
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(parameter.square().sum() / 2).backward()
+            norms.append(scaler.clip_grad_norm_(optimizer, 100.0).item())
+            scaler.step(optimizer)
+            scaler.update()
+            expected.append(5.0 if pairs is rows else parameter.item())
+    return norms, expected
+
+
+def test_the_norm_over_another_group_is_that_of_its_ranks(ranks4):
+    for norms, expected in ranks4.run(norms_over_two_groups):
+        assert norms == pytest.approx(expected)
+
+
 def test_a_scaler_without_torch_distributed_works_alone():
     assert not dist.is_initialized()
     parameter = leaf(1.0)

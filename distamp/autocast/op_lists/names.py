@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from distamp.autocast.op_lists.families import FAMILIES
 
@@ -95,13 +95,17 @@ def _eligible(overload: OpOverload) -> bool:
     )
 
 
-@functools.cache
 def overloads(op: str) -> tuple[OpOverload, ...]:
     """The eligible overloads of one dispatcher op, such as ``"aten::softmax"``; none is empty."""
     namespace, _, name = op.rpartition("::")
     packet = getattr(getattr(torch.ops, namespace or "aten"), name, None)
     if packet is None or not hasattr(packet, "overloads"):
-        return ()
+        return ()  # yet: a library may define it later
+    return _overloads(packet)
+
+
+@functools.cache
+def _overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
     found = (getattr(packet, overload) for overload in packet.overloads())
     return tuple(overload for overload in found if _eligible(overload))
 

@@ -135,6 +135,16 @@ def test_unknown_and_ineligible_names_raise(name: str, message: str) -> None:
         OpLists(fp32={name})
 
 
+def test_an_op_that_was_unknown_is_found_once_a_library_defines_it() -> None:
+    with pytest.raises(ValueError, match="no op is called"):
+        OpLists(fp32={"mylater::doubled"})
+    library = torch.library.Library("mylater", "DEF")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+    with autocast("cpu", ops=OpLists(fp32={"mylater::doubled"})):
+        assert torch.ops.mylater.doubled(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32
+
+
 def test_argument_mistakes() -> None:
     with pytest.raises(TypeError, match=r"got the string 'linear'; write \{'linear'\}"):
         OpLists(fp32="linear")
