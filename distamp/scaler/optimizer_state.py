@@ -105,10 +105,10 @@ class OptimizerState(dict[str, Any]):
             self.refreshed = []
 
     def sample(self, parameters: Sequence[Tensor]) -> None:
-        """Choose which parameters are `sampled`: the first and the last that have gradients."""
+        """Choose which parameters are `sampled`: the first and the last trained with gradients."""
         places = range(len(parameters))
         chosen = (
-            next((i for i in each if parameters[i].grad is not None), None)
+            next((i for i in each if _has_gradient(parameters[i])), None)
             for each in (places, reversed(places))
         )
         self.sampled = tuple(i for i in chosen if i is not None)
@@ -123,11 +123,10 @@ class OptimizerState(dict[str, Any]):
 
     def _note_used(self) -> None:
         """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
-        used = self._samples() if self.sampled and not self.refreshed else None
-        if used is not None and None in used:
-            # One without a gradient tells nothing, and may be frozen: others are chosen next time.
-            self.sampled, used = (), None
-        self._used = used
+        parameters = self._filled()
+        if not all(i < len(parameters) and parameters[i].requires_grad for i in self.sampled):
+            self.sample(parameters)  # what was frozen since tells nothing
+        self._used = self._samples() if self.sampled and not self.refreshed else None
 
     def has_new_gradients(self) -> bool:
         """Return whether there may be gradients that were neither unscaled nor stepped.
@@ -285,6 +284,10 @@ _CLOSED = (
     "{}() is called for an optimizer that an error closed for this iteration; call update() and "
     "continue with the next iteration. The error was: {}"
 )
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter.grad is not None
 
 
 def leaves_garbage(optimizer: Any) -> bool:
