@@ -46,6 +46,7 @@ class WireReduceScatter:
         index: Its number, the same on all ranks.
         replicas: The ranks that hold the same shard, where each replica is a one-dimensional FSDP
             and this hook is to average between them.
+        modules: All FSDP2 modules of the model; after a failure their forward passes raise.
 
     Attributes:
         iteration: The last one, as the state counts them, in which gradients were reduced.
@@ -61,6 +62,7 @@ class WireReduceScatter:
         param_group: Any,
         index: int,
         replicas: ProcessGroup | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.iteration = -1
         self.nonfinite: Tensor | None = None
@@ -68,6 +70,7 @@ class WireReduceScatter:
         self._param_group = param_group
         self._index = index
         self._replicas = replicas
+        self._modules = modules
         self._native_hsdp = torch_compat.torchs_replicas(param_group) > 1
         self._of_shards: ReduceResult | None = None
         self._layouts: dict[tuple[str, int, torch.dtype], Layout] = {}
@@ -114,7 +117,7 @@ class WireReduceScatter:
         check_width(state.wire, input_tensor.dtype, "MixedPrecisionPolicy(reduce_dtype=...)")
         replicas = 1 if self._replicas is None else self._replicas.size()
         self._step += 1
-        result = state.exchange(
+        result = self._exchange(
             input_tensor,
             group,
             lambda engine: self._layout(engine, "shards", input_tensor, output_tensor.numel()),
@@ -140,7 +143,7 @@ class WireReduceScatter:
             used_here(each)
         # As torch's HSDP: a factor of the user's own divides for all ranks, in the first sum.
         factor = torch_compat.gradient_divide_factor(self._param_group)
-        result = self._state.exchange(
+        result = self._exchange(
             reduce_output,
             self._replicas,
             lambda engine: self._layout(engine, "replicas", reduce_output, reduce_output.numel()),
@@ -150,6 +153,20 @@ class WireReduceScatter:
             before=before,
         )
         self._keep(result)
+
+    def _exchange(self, *args: Any, **kwargs: Any) -> ReduceResult:
+        """Exchange; where that fails, let no further forward pass begin.
+
+        After a backward pass that raised, FSDP2 keeps its parameters gathered and reduces no
+        gradients: the optimizer would find none, and training would go on without an effect.
+        """
+        try:
+            return self._state.exchange(*args, **kwargs)
+        except Exception as error:
+            refuse = partial(_refuse, str(error))
+            for module in self._modules:
+                module.register_forward_pre_hook(refuse, prepend=True)
+            raise
 
     def _layout(self, engine: Engine, between: str, values: Tensor, part: int) -> Layout:
         key = (between, values.numel(), values.dtype)
@@ -227,7 +244,11 @@ def register_fsdp2(
     state = CommHookState(wire or as_it_is(_reduced_in(every[0])), shards, choice)
     for module, of_module in zip(modules, groups, strict=True):
         for param_group in of_module:
-            _hook(module, param_group, state, replicas, compressed=wire is not None)
+            comm = None
+            if wire is not None:
+                index = len(state.groups)
+                comm = WireReduceScatter(state, param_group, index, replicas, modules)
+            _hook(module, param_group, state, replicas, comm)
     if wire is not None:
         for group in (shards, replicas):
             if group is not None and group.size() > 1:
@@ -240,12 +261,10 @@ def _hook(
     param_group: Any,
     state: CommHookState,
     replicas: ProcessGroup | None,
-    *,
-    compressed: bool,
+    comm: WireReduceScatter | None,
 ) -> None:
-    """Fill torch's hook points of one module."""
-    if compressed:
-        comm = WireReduceScatter(state, param_group, len(state.groups), replicas)
+    """Fill torch's hook points of one module: with ``comm``, or, without one, uncompressed."""
+    if comm is not None:
         module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
         if replicas is not None:
             module.set_all_reduce_hook(comm.between_replicas)
@@ -256,6 +275,10 @@ def _hook(
     elif replicas is not None:
         # Of these torch knows nothing: without a hook they would differ.
         module.set_all_reduce_hook(partial(_average, param_group, replicas))
+
+
+def _refuse(failure: str, *_: Any) -> None:
+    raise RuntimeError(failure)
 
 
 def _only_all_reduced(param_group: Any) -> bool:

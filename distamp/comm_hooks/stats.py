@@ -19,7 +19,9 @@ class HookStats:
         exchanges: Buckets exchanged.
         bytes_sent: By wire format, the bytes this rank gave to the network: payload, block headers
             and words of the exchange, without what TCP, IP and Ethernet add.
-        bytes_uncompressed: What a ring all-reduce of the same gradients in their own dtype sends.
+        bytes_uncompressed: What torch's own collective sends for the same gradients in their own
+            dtype: a ring all-reduce, or a reduce-scatter of shards. gloo makes the latter of an
+            all-reduce.
         seconds_waiting: Time spent waiting for other ranks and the network, 0 where a device waits.
         largest_exponent: floor(log2) of the largest magnitude in a block that reached every rank:
             of a mean, or, where ranks exchange whole wires or shards, of a rank's share in one. Of
