@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from distamp.gradients import is_dtensor, local_of
@@ -18,8 +19,13 @@ __all__ = [
     "pass_begins",
     "scales_of",
     "still_there",
+    "storages",
     "versions",
 ]
+
+
+# Others have no storage of their own.
+_LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
 @dataclass(eq=False, slots=True)
@@ -150,6 +156,15 @@ def has_values(gradient: Tensor) -> bool:
 def versions(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
     """Return for each gradient which tensor it is, and how often it was written to."""
     return [None if (g := p.grad) is None else (id(g), version(g)) for p in parameters]
+
+
+def storages(parameters: Iterable[Tensor]) -> list[StorageWeakRef]:
+    """Return what tells whether the gradients' memory was freed: others may have their ``id`` then.
+
+    Gradients are not referred to themselves: torch swaps no tensor with weak references.
+    """
+    gradients = [g for p in parameters if (g := p.grad) is not None]
+    return [StorageWeakRef(_values(g).untyped_storage()) for g in gradients if g.layout in _LAYOUTS]
 
 
 def version(gradient: Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from distamp import host
@@ -18,7 +19,7 @@ from distamp.errors import StageError
 from distamp.gradients import merged, refuse_impossible
 from distamp.host import HostCopy
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
-from distamp.scaler.leftovers import Leftover, versions
+from distamp.scaler.leftovers import Leftover, storages, versions
 from distamp.scaler.message import Reply
 from distamp.sources import source_of
 
@@ -85,6 +86,7 @@ class OptimizerState(dict[str, Any]):
         self.last_step: Tensor | None = None
         self.steps = 0
         self._used: list[tuple[int, int] | None] | None = None
+        self._used_storages: list[StorageWeakRef] = []
         self._reply: tuple[Reply, int] | None = None
         self._skipped_on_host = 0
         self._skipped_on_device: Tensor | None = None
@@ -113,9 +115,8 @@ class OptimizerState(dict[str, Any]):
         )
         self.sampled = tuple(i for i in chosen if i is not None)
 
-    def _samples(self) -> list[tuple[int, int] | None]:
-        parameters = self._filled()
-        return versions(parameters[i] for i in self.sampled if i < len(parameters))
+    def _samples(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [parameters[i] for i in self.sampled if i < len(parameters)]
 
     def _filled(self) -> Sequence[Tensor]:
         optimizer = self.optimizer()
@@ -123,10 +124,15 @@ class OptimizerState(dict[str, Any]):
 
     def _note_used(self) -> None:
         """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
+        self._used = None
+        if self.refreshed or not self.sampled:
+            return
         parameters = self._filled()
-        if not all(i < len(parameters) and parameters[i].requires_grad for i in self.sampled):
+        samples = self._samples(parameters)
+        if not all(p.requires_grad for p in samples):
             self.sample(parameters)  # what was frozen since tells nothing
-        self._used = self._samples() if self.sampled and not self.refreshed else None
+            samples = self._samples(parameters)
+        self._used, self._used_storages = versions(samples) or None, storages(samples)
 
     def has_new_gradients(self) -> bool:
         """Return whether there may be gradients that were neither unscaled nor stepped.
@@ -135,11 +141,14 @@ class OptimizerState(dict[str, Any]):
         """
         if self["stage"] is not OptState.READY:
             return False
-        now = self._samples()
+        parameters = self._filled()
+        now = versions(self._samples(parameters))
         if self._used is None or self._used != now:
             return True
+        if any(storage.expired() for storage in self._used_storages):
+            return True
         # Where those are zeroed, a loss of another optimizer may have made others since.
-        return not any(now) and any(p.grad is not None for p in self._filled())
+        return not any(now) and any(p.grad is not None for p in parameters)
 
     def flag(self) -> Tensor | None:
         """Return the agreed flag as one 0-d tensor, or None before the check."""

@@ -14,7 +14,7 @@ from distamp import DistGradScaler
 from distamp.errors import StageError
 from distamp.scaler import guard
 from tests.ranks import RankPool
-from tests.scaler.steps import cpu_scaler
+from tests.scaler.steps import backward, cpu_scaler, leaf
 
 INPUTS = torch.ones(2, 4)
 
@@ -114,6 +114,34 @@ def test_a_loss_that_reaches_only_a_shared_parameter_of_another_optimizer_counts
     scaler.scale(first(INPUTS).sum()).backward()
     with pytest.raises(StageError, match="several loss scales"):
         scaler.step(optimizer)
+
+
+def test_a_gradient_made_where_a_used_one_was_freed_is_new() -> None:
+    """A new gradient often lies in the same place in memory, under the same ``id``."""
+    first, second = leaf(1.0), leaf(1.0)
+    others = torch.optim.SGD([first], lr=0.0)
+    for _ in range(60):
+        scaler = cpu_scaler(growth_interval=1, init_scale=4.0)
+        optimizer = torch.optim.SGD([second], lr=0.0)
+        for parameter in (first, second):
+            backward(scaler, parameter, 2.0)
+        scaler.step_all([others, optimizer])
+        scaler.update()
+        others.zero_grad()
+        backward(scaler, first, 2.0)
+        used = id(second.grad)
+        for _ in range(100):
+            optimizer.zero_grad()
+            backward(scaler, second, 2.0)
+            if id(second.grad) == used:
+                break
+        scaler.step(others)
+        scaler.update()
+        scaler.step(optimizer)
+        assert second.grad is not None
+        assert second.grad.item() == 2.0
+        for each in (others, optimizer):
+            each.zero_grad()
 
 
 def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
