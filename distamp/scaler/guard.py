@@ -196,8 +196,8 @@ class BackwardWatch:
             StageError: They were made with several.
         """
         first_seen, state.looked_at = not state.looked_at, True
-        if not state.sampled:
-            state.sample(source.filled())
+        if not state.used.places:
+            state.used.choose(source.filled())
         if self._orphans:
             self._give_orphans(state, source)
         earlier = self._scale_of_new() if first_seen else None

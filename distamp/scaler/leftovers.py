@@ -19,7 +19,7 @@ __all__ = [
     "pass_begins",
     "scales_of",
     "still_there",
-    "storages",
+    "storage_of",
     "versions",
 ]
 
@@ -158,13 +158,14 @@ def versions(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
     return [None if (g := p.grad) is None else (id(g), version(g)) for p in parameters]
 
 
-def storages(parameters: Iterable[Tensor]) -> list[StorageWeakRef]:
-    """Return what tells whether the gradients' memory was freed: others may have their ``id`` then.
+def storage_of(gradient: Tensor | None) -> StorageWeakRef | None:
+    """Return what tells whether a gradient's memory was freed: another may have its ``id`` then.
 
     Gradients are not referred to themselves: torch swaps no tensor with weak references.
     """
-    gradients = [g for p in parameters if (g := p.grad) is not None]
-    return [StorageWeakRef(_values(g).untyped_storage()) for g in gradients if g.layout in _LAYOUTS]
+    if gradient is None or gradient.layout not in _LAYOUTS:
+        return None
+    return StorageWeakRef(_values(gradient).untyped_storage())
 
 
 def version(gradient: Tensor) -> int:

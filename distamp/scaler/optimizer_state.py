@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from distamp import host
@@ -19,8 +18,9 @@ from distamp.errors import StageError
 from distamp.gradients import merged, refuse_impossible
 from distamp.host import HostCopy
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
-from distamp.scaler.leftovers import Leftover, storages, versions
+from distamp.scaler.leftovers import Leftover
 from distamp.scaler.message import Reply
+from distamp.scaler.used_gradients import UsedGradients
 from distamp.sources import source_of
 
 __all__ = ["OptState", "OptimizerState", "OptimizerStates", "Records", "StepCounts"]
@@ -54,7 +54,7 @@ class OptimizerState(dict[str, Any]):
         refreshed: Parameters that got new gradients after they were stepped.
         shares: The state of another optimizer through which its gradients were unscaled.
         leftovers: Gradients that were made before the scale last changed.
-        sampled: Places of two parameters, whose gradients tell whether there are new ones.
+        used: Its gradients when they were last unscaled or stepped.
         looked_at: Whether its gradients were ever looked at.
         made_with: The scale of gradients that were checked and not unscaled.
         flag_agreed: Whether the flag of this iteration is that of all ranks.
@@ -78,15 +78,13 @@ class OptimizerState(dict[str, Any]):
         self.refreshed: list[TensorWeakRef] = []
         self.shares: OptimizerState | None = None
         self.leftovers: list[Leftover] = []
-        self.sampled: tuple[int, ...] = ()
+        self.used = UsedGradients()
         self.looked_at = False
         self.made_with: Tensor | None = None
         self.flag_agreed = False
         self.found_inf: Tensor | None = None
         self.last_step: Tensor | None = None
         self.steps = 0
-        self._used: list[tuple[int, int] | None] | None = None
-        self._used_storages: list[StorageWeakRef] = []
         self._reply: tuple[Reply, int] | None = None
         self._skipped_on_host = 0
         self._skipped_on_device: Tensor | None = None
@@ -95,10 +93,16 @@ class OptimizerState(dict[str, Any]):
 
     # -- the iteration ---------------------------------------------------------------------------
 
-    def begin_iteration(self) -> None:
-        """Forget what belonged to the iteration that ``update`` ends."""
+    def begin_iteration(self, alone: bool) -> None:
+        """Forget what belonged to the iteration that ``update`` ends.
+
+        Args:
+            alone: Whether no other optimizer is known.
+        """
         if self["stage"] is not OptState.READY:
-            self._note_used()
+            self.used.forget()
+            if self.used.places and not self.refreshed:
+                self.used.note(self._filled(), alone)
             self["stage"] = OptState.READY
         self["found_inf_per_device"] = {}
         self.in_place = self.late = self.flag_agreed = False
@@ -106,49 +110,13 @@ class OptimizerState(dict[str, Any]):
         if self.refreshed:
             self.refreshed = []
 
-    def sample(self, parameters: Sequence[Tensor]) -> None:
-        """Choose which parameters are `sampled`: the first and the last trained with gradients."""
-        places = range(len(parameters))
-        chosen = (
-            next((i for i in each if _has_gradient(parameters[i])), None)
-            for each in (places, reversed(places))
-        )
-        self.sampled = tuple(i for i in chosen if i is not None)
-
-    def _samples(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [parameters[i] for i in self.sampled if i < len(parameters)]
-
     def _filled(self) -> Sequence[Tensor]:
         optimizer = self.optimizer()
         return () if optimizer is None else source_of(optimizer).filled()
 
-    def _note_used(self) -> None:
-        """Note that the gradients there are were unscaled or stepped, in the iteration now over."""
-        self._used = None
-        if self.refreshed or not self.sampled:
-            return
-        parameters = self._filled()
-        samples = self._samples(parameters)
-        if not all(p.requires_grad for p in samples):
-            self.sample(parameters)  # what was frozen since tells nothing
-            samples = self._samples(parameters)
-        self._used, self._used_storages = versions(samples) or None, storages(samples)
-
     def has_new_gradients(self) -> bool:
-        """Return whether there may be gradients that were neither unscaled nor stepped.
-
-        As far as those that are `sampled` tell: to ask all in every step would be slow.
-        """
-        if self["stage"] is not OptState.READY:
-            return False
-        parameters = self._filled()
-        now = versions(self._samples(parameters))
-        if self._used is None or self._used != now:
-            return True
-        if any(storage.expired() for storage in self._used_storages):
-            return True
-        # Where those are zeroed, a loss of another optimizer may have made others since.
-        return not any(now) and any(p.grad is not None for p in parameters)
+        """Return whether there may be gradients that were neither unscaled nor stepped."""
+        return self["stage"] is OptState.READY and self.used.may_be_others(self._filled())
 
     def flag(self) -> Tensor | None:
         """Return the agreed flag as one 0-d tensor, or None before the check."""
@@ -295,10 +263,6 @@ _CLOSED = (
 )
 
 
-def _has_gradient(parameter: Tensor) -> bool:
-    return parameter.requires_grad and parameter.grad is not None
-
-
 def leaves_garbage(optimizer: Any) -> bool:
     """Return whether a step skipped inside the kernel would spoil the optimizer's state.
 
@@ -435,8 +399,9 @@ class OptimizerStates:
 
     def begin_iteration(self, records: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Forget what belonged to the iteration, and take over ``records`` of another's making."""
+        alone = len(self.known) < 2
         for state in self.records.values():
-            state.begin_iteration()
+            state.begin_iteration(alone)
         self.begin_records()
         for key, record in (records or {}).items():
             self.records[key].update(record)
