@@ -134,7 +134,7 @@ def _uncompressed_replicas(factor: float | None) -> float:
         model.set_force_sum_reduction_for_comms(True)  # gloo multiplies by no factor
     state = comm_hooks.CommHookState(as_it_is(torch.float32))
     for group in torch_compat.param_groups(model):
-        fsdp2._hook(model, group, state, replicas, compressed=False)
+        fsdp2._hook(model, group, state, replicas, None)
     plain = DistributedDataParallel(mlp(*WIDTHS))
     for each in (model, plain):
         each(inputs(0, WIDTHS[0])).square().sum().backward()
