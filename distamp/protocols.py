@@ -1,4 +1,4 @@
-"""What a communication hook and a scaler know of each other: two protocols, and no class."""
+"""What a communication hook and a scaler know of each other, and whose gradients count for both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["CommHook", "GradientWatch"]
+__all__ = ["CommHook", "GradientWatch", "is_stepped"]
+
+
+def is_stepped(parameter: Tensor) -> bool:
+    """Return whether optimizers step it: one frozen after the backward pass has a gradient, too."""
+    return parameter.requires_grad or parameter.grad is not None
 
 
 class GradientWatch(Protocol):

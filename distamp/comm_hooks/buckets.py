@@ -14,18 +14,14 @@ from distamp.comm_hooks.arriving import Flags, any_of
 from distamp.comm_hooks.headers import ReduceResult
 from distamp.comm_hooks.layout import Layout
 from distamp.comm_hooks.residuals import Residuals
+from distamp.protocols import is_stepped
 
-__all__ = ["Bucket", "Buckets", "Watch", "reals_in", "to_step"]
+__all__ = ["Bucket", "Buckets", "Watch", "reals_in"]
 
 
 def reals_in(parameter: Tensor) -> int:
     """Return how many numbers the gradient of a parameter takes in a bucket: two for a complex."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def to_step(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return those that an optimizer steps: trained ones, and frozen ones that have a gradient."""
-    return [p for p in parameters if p.requires_grad or p.grad is not None]
 
 
 class Bucket:
@@ -185,7 +181,7 @@ class Buckets:
 
     def watch(self, parameters: Sequence[Tensor]) -> Watch | None:
         """Return the watch over ``parameters``; None if one never came through."""
-        trained = to_step(parameters)
+        trained = [p for p in parameters if is_stepped(p)]
         buckets = {id(bucket): bucket for p in trained if (bucket := self._of.get(p)) is not None}
         if not trained or any(p not in self._of for p in trained):
             return None

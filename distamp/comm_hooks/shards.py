@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from distamp.comm_hooks.arriving import any_of
 from distamp.comm_hooks.blocks import EXPONENT_BIAS
-from distamp.comm_hooks.buckets import Buckets, to_step
+from distamp.comm_hooks.buckets import Buckets
 from distamp.comm_hooks.headers import ReduceResult
 from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+from distamp.protocols import is_stepped
 
 __all__ = [
     "ShardedGroup",
@@ -87,7 +88,7 @@ def watch_shards(
     ranks: Sequence[int],
 ) -> ShardedWatch | None:
     """Return the watch over ``parameters``; None if some are of no group that all ranks know of."""
-    trained = set(map(id, to_step(parameters)))
+    trained = {id(p) for p in parameters if is_stepped(p)}
     groups = [g for g in every if trained & {id(p) for p in g.parameters()}]
     found = {id(p) for group in groups for p in group.parameters() if p.requires_grad}
     on_host = all(p.device.type == "cpu" for p in parameters)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distamp.gradients import flag_of
 from distamp.optimizers import inner_optimizer
-from distamp.protocols import CommHook, GradientWatch
+from distamp.protocols import CommHook, GradientWatch, is_stepped
 from distamp.scaler.optimizer_state import OptimizerState
 from distamp.sources import source_of
 
@@ -38,18 +38,13 @@ class _Watched(NamedTuple):
     def now(
         cls, parameters: Sequence[Tensor], ranks: Sequence[int], watch: GradientWatch
     ) -> _Watched:
-        left_out = [place for place, p in enumerate(parameters) if not _is_stepped(p)]
+        left_out = [place for place, p in enumerate(parameters) if not is_stepped(p)]
         return cls(list(map(id, parameters)), left_out, ranks, watch)
 
     def holds_for(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> bool:
         """Return whether they are the same, and none is stepped that was not."""
         same = self.ids == list(map(id, parameters)) and self.ranks == ranks
-        return same and not any(_is_stepped(parameters[place]) for place in self.left_out)
-
-
-def _is_stepped(parameter: Tensor) -> bool:
-    # One that was frozen after the backward pass has a gradient, too.
-    return parameter.requires_grad or parameter.grad is not None
+        return same and not any(is_stepped(parameters[place]) for place in self.left_out)
 
 
 class Hooks:
