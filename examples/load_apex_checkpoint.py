@@ -2,9 +2,10 @@
 
     python examples/load_apex_checkpoint.py [CHECKPOINT]
 
-Apex's documentation saves ``{"model", "optimizer", "amp"}``. The scales of its losses go into
-``amp.load_state_dict`` as they are. Its O2 saved weights in fp32: they go into the masters too,
-which keep what the fp16 model rounds off. Without a file the script first writes such a checkpoint.
+Apex's documentation saves ``{"model", "optimizer", "amp"}``. Its loss scales go into
+``amp.load_state_dict`` as they are; of several the smallest is taken. Its O2 saved weights in
+fp32: they go into the masters too, which keep what the fp16 model rounds off. Without a file the
+script first writes such a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def resume(checkpoint: dict[str, Any]) -> Amp:
     """Make everything anew, and load what Apex saved."""
     model = NextByte().to(device())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = len(checkpoint["amp"])
-    amp = initialize(model, optimizer, "O2", num_losses=losses)
+    amp = initialize(model, optimizer, "O2")
     amp.model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     amp.load_state_dict(checkpoint["amp"])

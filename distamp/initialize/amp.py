@@ -15,7 +15,6 @@ from distamp.comm_hooks import CommHookState
 from distamp.errors import StageError
 from distamp.initialize import amp_state
 from distamp.initialize.ddp_passes import OnePassEach
-from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, no_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -78,8 +77,6 @@ class Amp:
         precision: Precision,
         scaler: DistGradScaler,
         region: autocast,
-        losses: LossScales | None,
-        num_losses: int,
         comm_hooks: tuple[CommHookState, ...] = (),
     ) -> None:
         self.models = models
@@ -89,8 +86,6 @@ class Amp:
         self.comm_hooks = comm_hooks
         self._wrappings = wrappings
         self._region = region
-        self._losses = losses
-        self._num_losses = num_losses
         self._passes = [OnePassEach(m) for m, w in zip(models, wrappings, strict=True) if w.is_ddp]
         self._syncs = True
         self._unscaled = False
@@ -167,30 +162,20 @@ class Amp:
 
         Args:
             loss: 0-d, preferably computed in float32.
-            loss_id: The number of the loss, whose scale is used; below ``num_losses``.
+            loss_id: As in Apex; all losses share one scale, so it changes nothing.
             retain_graph: As in ``Tensor.backward``.
             create_graph: As in ``Tensor.backward``.
             inputs: As in ``Tensor.backward``.
 
         Raises:
-            ValueError: There is no such ``loss_id``.
             StageError: Gradients were clipped already; or DDP would not reduce this pass, because
                 its forward pass had one already.
         """
-        self._check_loss_id(loss_id)
         if self._unscaled:
             raise StageError(
                 "backward() after clip_grad_norm_() would add scaled gradients to unscaled ones; "
                 "clip after the last backward() of the iteration"
             )
-        if self._losses is not None:
-            if not self._syncs and any(w.is_sharded for w in self._wrappings):
-                raise StageError(
-                    "several losses cannot accumulate inside no_sync() under FSDP, which keeps "
-                    "unreduced gradients where their scale cannot be changed; take one loss scale "
-                    "(num_losses=1), or leave no_sync() out"
-                )
-            self._losses.enter(loss_id)
         if not self.scaler.is_enabled():  # else the scaler does it
             for masters in self.masters:
                 masters.before_backward()
@@ -221,27 +206,16 @@ class Amp:
         Args:
             loss: 0-d.
             inputs: The tensors to differentiate with respect to.
-            loss_id: The number of the loss, whose scale is used.
+            loss_id: As in `backward`.
             retain_graph: As in ``torch.autograd.grad``.
             create_graph: As in ``torch.autograd.grad``; True for a penalty.
         """
-        self._check_loss_id(loss_id)
-        if self._losses is None:
-            scale = self.scaler.scale(torch.ones((), device=loss.device))
-        else:
-            scale = self._losses.scale_of(loss_id).to(loss.device)
+        scale = self.scaler.scale(torch.ones((), device=loss.device))
         gradients = torch.autograd.grad(
             loss.float() * scale, inputs, retain_graph=retain_graph, create_graph=create_graph
         )
         inverse = scale.double().reciprocal().float()
         return tuple(gradient.float() * inverse for gradient in gradients)
-
-    def _check_loss_id(self, loss_id: int) -> None:
-        if not 0 <= loss_id < self._num_losses:
-            raise ValueError(
-                f"loss_id must be at least 0 and below num_losses={self._num_losses}, not "
-                f"{loss_id}; for more losses with separate scales: initialize(..., num_losses=)"
-            )
 
     # -- clip and step ---------------------------------------------------------------------------
 
@@ -262,12 +236,10 @@ class Amp:
         if not self.scaler.is_enabled():
             self._unscaled = True
             return clip_unscaled(self.scaler, given, max_norm, norm_type)
-        if self._losses is not None and not self._unscaled:
-            self._losses.send()
         one = len(given) == 1
         # The scaler tells whose gradients it is given by the optimizers it has seen.
         unseen = None in map(self.scaler._states.get, given)
-        if not one and not self._unscaled and (self._losses is not None or unseen):
+        if not one and not self._unscaled and unseen:
             self.scaler.unscale_(*given)
         clipped: Any = given[0] if one else [p for o in self.optimizers for p in parameters_of(o)]
         self._unscaled = True
@@ -283,16 +255,12 @@ class Amp:
             StageError, GradientError, LockstepError, LossScaleCollapse: As ``DistGradScaler.step``.
         """
         self._require_optimizers()
-        if self._losses is not None and not self._unscaled:
-            self._losses.send()
         try:
             self.scaler.step_all(self.optimizers)
         finally:
             self._unscaled = False
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
-        if self._losses is not None:
-            self._losses.update(anyone)
         self.scaler.update()
         return StepResult(anyone == 0, tuple(flag == 0 for flag in found))
 
@@ -317,17 +285,17 @@ class Amp:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return level, loss scales and master weights, to be saved beside model and optimizers.
+        """Return level, loss scale and master weights, to be saved beside model and optimizers.
 
         Masters are those of this rank where FSDP1, ZeroRedundancyOptimizer or OSS shard them, and
         DTensors under FSDP2.
         """
-        return amp_state.saved(self.precision, self.scaler, self._losses, self.masters)
+        return amp_state.saved(self.precision, self.scaler, self.masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or Apex's ``amp.state_dict()``, or a scaler's.
 
         Raises:
-            SettingError: It holds another number of losses, or a value out of range.
+            SettingError: It has masters of another number of optimizers, or a value out of range.
         """
-        amp_state.load(state, self.scaler, self._losses, self.masters)
+        amp_state.load(state, self.scaler, self.masters)

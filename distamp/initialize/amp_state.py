@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distamp.errors import SettingError
-from distamp.initialize.losses import LossScales
 from distamp.masters.state import read_masters
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler, MasterParameters
@@ -19,19 +19,14 @@ _VERSION = 1
 def saved(
     precision: Precision,
     scaler: DistGradScaler,
-    losses: LossScales | None,
     masters: Sequence[MasterParameters],
 ) -> dict[str, Any]:
-    """Return level, what torch's scaler would save of each loss, schedule and masters."""
-    if losses is not None:
-        scalers = losses.state_dict()
-    else:
-        scalers = [scaler.state_dict()] if scaler.is_enabled() else []
+    """Return level, what torch's scaler would save, schedule and masters."""
     return {
         "version": _VERSION,
         "opt_level": precision.level,
-        "loss_scalers": scalers,
-        "schedule": {} if losses is not None else scaler.schedule_state_dict(),
+        "loss_scalers": [scaler.state_dict()] if scaler.is_enabled() else [],
+        "schedule": scaler.schedule_state_dict(),
         "masters": [each.state_dict() for each in masters],
     }
 
@@ -39,18 +34,18 @@ def saved(
 def load(
     state: dict[str, Any],
     scaler: DistGradScaler,
-    losses: LossScales | None,
     masters: Sequence[MasterParameters],
 ) -> None:
     """Load what `saved` returned, Apex's ``amp.state_dict()``, or one scaler's state.
 
-    A state of another level is welcome: scales that there are none of here, or that it does not
-    hold, are left as they are; and masters that it does not hold follow their parameters.
+    A state of another level is welcome: a scale that there is not here, or not in it, stays as it
+    is; and masters that it does not hold follow their parameters. Where Apex had a scale for each
+    loss, all losses here share the smallest.
 
     Nothing is changed by a state that is refused.
 
     Raises:
-        SettingError: It is not a dict, holds another number of losses or masters than there are, or
+        SettingError: It is not a dict, holds another number of masters than there are, or
             a value out of range.
         ValueError: It holds masters of other parameters.
     """
@@ -69,34 +64,30 @@ def load(
             # They are compared, and nothing is written yet.
             read_masters(saved_state, each.state_dict()["masters"])
     if scaler.is_enabled() and scalers:
-        _load_scales(state.get("schedule"), scalers, scaler, losses)
+        _load_scale(state.get("schedule"), scalers, scaler)
     if masters and saved_masters:
         for each, saved_state in zip(masters, saved_masters, strict=True):
             each.load_state_dict(saved_state)
 
 
-def _load_scales(
-    schedule: Any,
-    scalers: list[dict[str, Any]],
-    scaler: DistGradScaler,
-    losses: LossScales | None,
-) -> None:
-    if losses is not None:
-        losses.load_state_dict(scalers)
-    elif len(scalers) == 1:
-        before = scaler.schedule_state_dict()
-        if schedule is not None and schedule != {}:
-            scaler.load_schedule_state_dict(schedule)
-        try:
-            scaler.load_state_dict(scalers[0])
-        except Exception:
-            scaler.load_schedule_state_dict(before)
-            raise
-    else:
-        raise SettingError(
-            f"the state holds the scales of {len(scalers)} losses and num_losses is 1; initialize "
-            f"with num_losses={len(scalers)}"
-        )
+def _load_scale(schedule: Any, scalers: list[dict[str, Any]], scaler: DistGradScaler) -> None:
+    before = scaler.schedule_state_dict()
+    if schedule is not None and schedule != {}:
+        scaler.load_schedule_state_dict(schedule)
+    try:
+        scaler.load_state_dict(_smallest(scalers))
+    except Exception:
+        scaler.load_schedule_state_dict(before)
+        raise
+
+
+def _smallest(scalers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state with the smallest scale, at which no loss overflows more than it did."""
+    if len(scalers) == 1:
+        return scalers[0]
+    if not all(isinstance(each, Mapping) for each in scalers):
+        raise SettingError(f"the state's loss scales must be dicts, not {scalers!r:.80}")
+    return min(scalers, key=lambda each: each.get("loss_scale", each.get("scale", math.inf)))
 
 
 def _scalers(state: Mapping[str, Any]) -> list[Any]:

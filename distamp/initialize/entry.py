@@ -15,7 +15,6 @@ from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import cast_as, cast_model
 from distamp.initialize.checks import check_comm_hook, check_models, check_optimizers
-from distamp.initialize.losses import LossScales
 from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -73,9 +72,9 @@ def initialize(
         replicas: With ``comm_hook``, for FSDP2 over only the shard dimension of a mesh: the ranks
             that have the same shard, between which the hook averages too.
         overrides: ``keep_batchnorm_fp32``, ``master_weights`` and ``loss_scale`` (a number or
-            ``"dynamic"``) as in Apex, or None for the level's default; ``num_losses``, each with a
-            separate scale; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of the
-            scaler; ``ops`` and ``cache_enabled`` of the autocast region.
+            ``"dynamic"``) as in Apex, or None for the level's default; ``num_losses`` as in Apex,
+            but they share one scale; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of
+            the scaler; ``ops`` and ``cache_enabled`` of the autocast region.
 
     Raises:
         SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
@@ -94,14 +93,13 @@ def initialize(
     check_models(models, wrappings, precision)
     check_optimizers(models, to_step, precision)
     check_comm_hook(wrappings, comm_hook, replicas)
-    scaler, losses = _scaling(precision, models, to_step, process_group, overrides)
+    scaler = _scaler(precision, models, process_group, overrides)
     region = _region(precision, models, overrides)
     _prepare(models, wrappings, precision)
     hooks = _attach_hooks(models, comm_hook, replicas, scaler)
     if precision.master_weights:
         _make_masters(to_step)
-    num_losses = overrides.get("num_losses", 1)
-    return Amp(models, wrappings, to_step, precision, scaler, region, losses, num_losses, hooks)
+    return Amp(models, wrappings, to_step, precision, scaler, region, hooks)
 
 
 def _precision(opt_level: str | Precision, overrides: Overrides) -> Precision:
@@ -158,31 +156,24 @@ def _make_masters(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
             MasterParameters(optimizer)
 
 
-def _scaling(
+def _scaler(
     precision: Precision,
     models: tuple[nn.Module, ...],
-    optimizers: tuple[torch.optim.Optimizer, ...],
     process_group: GroupLike,
     overrides: Overrides,
-) -> tuple[DistGradScaler, LossScales | None]:
-    """Return the scaler, and the scales of several losses, for which it then has scale 1."""
-    device = _device_of(models)
+) -> DistGradScaler:
     schedule, init_scale = _schedule(precision, overrides)
-    count = _checked_count(overrides.get("num_losses", 1))
-    several = count > 1 and precision.scales
-    scaler = DistGradScaler(
-        device.type,
-        init_scale=1.0 if several else init_scale,
-        schedule=StaticSchedule() if several else schedule,
+    _check_count(overrides.get("num_losses", 1))
+    return DistGradScaler(
+        _device_of(models).type,
+        init_scale=init_scale,
+        schedule=schedule,
         enabled=precision.scales,
         process_group=process_group,
         fp16_grads=_unscaling(precision),
         max_consecutive_skips=overrides.get("max_consecutive_skips"),
         named_parameters=[pair for model in models for pair in model.named_parameters()],
     )
-    if not several:
-        return scaler, None
-    return scaler, LossScales(count, schedule, init_scale, scaler, device, optimizers)
 
 
 def _unscaling(precision: Precision) -> Literal["error", "inplace", "master"]:
@@ -221,10 +212,9 @@ def _device_of(models: tuple[nn.Module, ...]) -> torch.device:
     raise SettingError("the model has no parameters, so there is nothing to train")
 
 
-def _checked_count(count: int) -> int:
+def _check_count(count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise SettingError(f"num_losses must be an integer >= 1, not {count!r}")
-    return count
 
 
 _APEX = {

@@ -202,6 +202,21 @@ def test_several_optimizers_are_clipped_by_one_norm():
         assert amp.step()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "bf16"])
+def test_several_losses_share_one_scale_and_their_gradients_add_up(level):
+    model, reference = net(batchnorm=False), net(batchnorm=False)
+    amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, num_losses=2)
+    for loss_id, (context, following) in enumerate(batches(2)):
+        with amp.autocast():
+            logits = amp.model(context)
+        amp.backward(loss_of(logits, following) * (loss_id + 1), loss_id)
+        (loss_of(reference(context), following) * (loss_id + 1)).backward()
+    assert amp.step()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for ours, wanted in zip(values(model), values(reference), strict=True):
+        torch.testing.assert_close(ours.float(), wanted, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "bf16-O2"])
 def test_gradients_for_a_penalty_come_unscaled_and_in_fp32(level):
     model, reference = net(), net()
