@@ -10,13 +10,12 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/figures.sh"
 
 part link_4 benchmarks.shaped_link --rounds 3 \
-    --only compute fp32 "torch fp16" fp16_plain fp16 bf16 int16 int8 fp8_e4m3 auto
+    --only compute fp32 "torch fp16" fp16 bf16 int8 auto
 part link_8 benchmarks.shaped_link --hosts 8 --rounds 3 --only fp32 "torch fp16" fp16
 part link_2 benchmarks.shaped_link --hosts 2 --rounds 3 --only fp32 "torch fp16" fp16
 part link_1gbit benchmarks.shaped_link --rate 1gbit --rounds 7 \
-    --only compute fp32 "torch fp16" fp16 bf16 int16 int8 auto
+    --only compute fp32 "torch fp16" fp16 bf16 int8 auto
 part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --rounds 2 --only fp32 fp16
-part loopback benchmarks.comm_hooks_step --rounds 11 --wires fp16 bf16 int16 int8 auto
+part loopback benchmarks.comm_hooks_step --rounds 11 --wires fp16 bf16 int8 auto
 part wire_error benchmarks.wire_error
 part wire_cost benchmarks.wire_cost --rounds 20
-part launches benchmarks.comm_hooks_launches

@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--wires", nargs="+", default=["fp16", "bf16", "int16", "int8", "auto"])
+    parser.add_argument("--wires", nargs="+", default=["fp16", "bf16", "int8", "auto"])
     parser.add_argument("--device", default="cpu", help="cuda: a rank on each GPU, by torchrun")
     given = parser.parse_args()
     contenders = [NONE, TORCH, *given.wires]

@@ -37,7 +37,7 @@ from distamp import comm_hooks
 
 COMPUTE, FP32, TORCH_FP16, TORCH_BF16 = "compute", "fp32", "torch fp16", "torch bf16"
 DDP = (COMPUTE, FP32, TORCH_FP16, TORCH_BF16, *comm_hooks.WIRE_FORMATS)
-FSDP2 = (FP32, "fp16", "bf16", "int16")
+FSDP2 = (FP32, "fp16", "bf16")
 FORWARD, BACKWARD = "forward", "backward"  # DDP's whole step is timed as backward
 WIDTH, LAYERS, TOKENS = 512, 8, 32
 

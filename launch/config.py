@@ -19,7 +19,7 @@ _LONGEST_S = 2_000_000.0
 # --precision chooses among the levels whose weights are fp32.
 _LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
 
-Wire = Literal["fp16", "fp16_plain", "bf16", "int16", "int8", "fp8_e4m3", "auto"]
+Wire = Literal["fp16", "bf16", "int8", "auto"]
 
 # The strings below the fields are what --help prints; launch/help.py says in which group.
 
@@ -94,7 +94,7 @@ class Config:
     adamw: Literal["fused", "foreach", "loop"] | None = None
     """torch's implementation of AdamW. Default: the fastest that the strategy can use."""
     comm_hook: Wire | None = None
-    """Send gradients in this format, or the fastest (int8, fp8_e4m3: ddp and zero1)."""
+    """Send gradients in this format, or the fastest (int8: ddp and zero1)."""
     backend: Literal["gloo", "nccl"] | None = None
     """What gradients travel over. Default: NCCL between GPUs, gloo between CPUs."""
     timeout: float = 600.0

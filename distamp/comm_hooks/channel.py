@@ -7,9 +7,7 @@ caller's group serves, because there everything is put on a stream by the callin
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -27,8 +25,6 @@ __all__ = ["Channel", "check_member", "resolve_group", "staggered_all_to_all"]
 
 # gloo's gather is a ring of ``size - 1`` turns. Up to here its waits cost more than it spares.
 ONE_WAIT_BYTES = 1 << 16
-# How long ranks have, after an exchange broke, to say that they are still there.
-ANSWER_SECONDS = 5.0
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
@@ -68,7 +64,7 @@ class Channel:
     that share a link divide it unevenly, and other links stand idle meanwhile.
 
     An exchange that fails on a rank leaves the others out of step with it, so it closes the channel
-    of every rank, and each says which rank failed, or was lost, and what it was doing.
+    of every rank; where that was another, the backend's own error says what it saw.
 
     Args:
         process_group: The ranks. Referenced weakly: destroying the group ends this channel too.
@@ -84,14 +80,13 @@ class Channel:
         self.on_host = device.type == "cpu"
         self.backend_name = torch_compat.backend_name(process_group, device)
         self._backend: Any = None
-        self._store: Any = None
         self._broken = False
         self._failure: str | None = None
         self._lock = threading.Lock()
         self._operations = in_order(device)
         if self.on_host and self.size > 1:
             name = f"distamp/comm_hooks/{_name(process_group)}"
-            self._backend, self._store = torch_compat.new_gloo(name, process_group)
+            self._backend, _ = torch_compat.new_gloo(name, process_group)
             weakref.finalize(process_group, _close, weakref.ref(self))
 
     @property
@@ -186,45 +181,20 @@ class Channel:
         return RuntimeError(self._failure)
 
     def _explained(self, error: BaseException, doing: str) -> str:
-        text = str(error).strip() or type(error).__name__
-        own = f"{doing} failed on rank {self.ranks[self.rank]}: {type(error).__name__}: {text}"
-        if not self.on_host or self.size == 1:
-            return own
-        broken, store, reason = self._broken, self._store, own
+        text = _line(str(error)) or type(error).__name__
         self._broken = True
-        with contextlib.suppress(RuntimeError):  # the store went with the rank that had it
-            store.set(f"{'closed' if broken else 'failed'}/{self.rank}", own)
-        self._operations.submit(self._let_go)
-        if broken:
-            reason = self._first_failure(doing, text)
+        if self.on_host and self.size > 1:
+            self._operations.submit(self._let_go)
         return (
-            f"{reason}. No gradients are exchanged any more: end this job, and start it again from "
-            "its last checkpoint"
+            f"{doing} failed on rank {self.ranks[self.rank]}: {type(error).__name__}: {text}. No "
+            "gradients are exchanged any more: end this job, and start it again from its last "
+            "checkpoint"
         )
 
     def _let_go(self) -> Tensor:
         # Peers that wait for this rank hear of it as their connections end.
         self._backend = None
         return torch.empty(0, device="cpu")
-
-    def _first_failure(self, doing: str, text: str) -> str:
-        """Return why an exchange broke that nothing is wrong with here: from what others say."""
-        silent = set(range(self.size))
-        end = time.monotonic() + ANSWER_SECONDS
-        try:
-            while silent and time.monotonic() < end:
-                for rank in sorted(silent):
-                    if self._store.check([f"failed/{rank}"]):
-                        return str(self._store.get(f"failed/{rank}").decode())
-                    if self._store.check([f"closed/{rank}"]):
-                        silent.discard(rank)
-                time.sleep(0.02)
-        except RuntimeError:
-            return f"{doing} broke off, and with it the store: the rank that has it was lost"
-        if not silent:
-            return f"{doing} broke off between the ranks: {_line(text)}"
-        lost = ", ".join(str(self.ranks[rank]) for rank in sorted(silent))
-        return f"rank {lost} was lost, and so {doing} broke off: {_line(text)}"
 
 
 def staggered_all_to_all(

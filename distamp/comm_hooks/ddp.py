@@ -30,7 +30,7 @@ def fp16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
 
     Unlike ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``, which
     casts and adds in fp16, nothing over- or underflows at any loss scale and the error does not
-    grow with the number of ranks. For torch's numbers to the bit, register "fp16_plain".
+    grow with the number of ranks.
 
     Args:
         state: A ProcessGroup, None for the default group, or what `register` returned.
@@ -114,8 +114,6 @@ def average_bucket(state: CommHookState, bucket: Any) -> Future[Tensor]:
     buffer = bucket.buffer()
     if buffer.is_sparse:
         return _average_sparse(state, bucket)
-    if state.wire.name == "fp16_plain":
-        return _average_plain(state, buffer)
     return state.average(bucket.index(), buffer, bucket.parameters())
 
 
@@ -132,20 +130,6 @@ def _average_compiled(state: CommHookState, gradient: Tensor) -> Tensor:
     else:
         dist.all_reduce(mean, group=group)
     return gradient.copy_(mean)
-
-
-def _average_plain(state: CommHookState, buffer: Tensor) -> Future[Tensor]:
-    """As torch's own hook: cast, divide, and add in fp16."""
-    group = state.process_group
-    sent = buffer.to(torch.float16).div_(dist.get_world_size(group))
-    state.all_reduced("fp16_plain", sent, buffer)
-    work = dist.all_reduce(sent, group=group, async_op=True)
-
-    def back(future: Future[Any]) -> Tensor:
-        return buffer.copy_(future.value()[0])
-
-    result: Future[Tensor] = work.get_future().then(back)
-    return result
 
 
 def _average_sparse(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:

@@ -38,7 +38,7 @@ from distamp.comm_hooks.headers import (
 from distamp.comm_hooks.layout import Layout, Piece, Route, plan
 from distamp.comm_hooks.order import Staged, through
 from distamp.comm_hooks.stats import Account
-from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+from distamp.comm_hooks.wire import AS_FP16, WIRE_FORMATS, WireFormat
 from distamp.errors import LockstepError
 
 __all__ = ["Engine", "FeedbackStore"]
@@ -48,7 +48,7 @@ SLOTS = 3
 # Where sums of contributions are added up again, as .grad does over several backward passes.
 LATER_TERMS = 10
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_FORMATS = (*WIRE_FORMATS,)
+_FORMATS = (*WIRE_FORMATS, AS_FP16.name)
 
 
 class FeedbackStore(Protocol):

@@ -13,7 +13,7 @@ from distamp.comm_hooks.channel import Channel
 from distamp.comm_hooks.engine import Engine
 from distamp.comm_hooks.order import InOrder, Staged, in_order
 from distamp.comm_hooks.stats import Account
-from distamp.comm_hooks.wire import WireFormat, wire_format
+from distamp.comm_hooks.wire import AS_FP16, WireFormat, wire_format
 from distamp.errors import LockstepError
 
 __all__ = ["Engines", "named_failures"]
@@ -21,7 +21,7 @@ __all__ = ["Engines", "named_failures"]
 R = TypeVar("R")
 
 # Where blocks would make the wire wider than the gradient itself.
-_AS_WIDE: dict[torch.dtype, str] = {torch.float16: "fp16_plain", torch.bfloat16: "bf16"}
+_AS_WIDE = {torch.float16: AS_FP16, torch.bfloat16: wire_format("bf16")}
 
 
 class Engines:
@@ -78,7 +78,7 @@ class Engines:
         if engine is None:
             wire = self._wire
             if as_narrow and wire.block_bytes > wire.block * dtype.itemsize:
-                wire = wire_format(_AS_WIDE[dtype])
+                wire = _AS_WIDE[dtype]
                 reason = f"{dtype} gradients sent as {wire.name}".replace("torch.", "")
                 self._account.fallbacks[reason] += 1
             engine = self._engines[key] = Engine(wire, channel, self._account)

@@ -41,11 +41,10 @@ def register(
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
             contains modules to which ``fully_shard`` was applied; compiled or not.
-        wire: ``"fp16"``, ``"fp16_plain"`` (torch's hook to the bit), ``"bf16"``, ``"int16"``; under
-            DDP also ``"int8"`` and ``"fp8_e4m3"``, with error feedback. ``"auto"`` times
-            uncompressed gradients, ``"fp16"`` and under DDP ``"int8"`` for some seconds on the
-            link between the ranks. It takes the most exact one that is not slower, the same on all
-            ranks. ``stats().choice`` and, on rank 0, the logger report the choice and the reason.
+        wire: ``"fp16"``, ``"bf16"``; under DDP also ``"int8"``, with error feedback. ``"auto"``
+            times uncompressed gradients, ``"fp16"`` and under DDP ``"int8"`` for some seconds on
+            the link between the ranks. It takes the most exact one that is not slower, the same on
+            all ranks. ``stats().choice`` and, on rank 0, the logger report choice and reason.
         process_group: The ranks to average over: the model's own, or None for these.
         replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard, to
             average between them in the wire format too.
@@ -196,7 +195,7 @@ def _register_ddp(
     state.name_parameters(model.module.named_parameters())
     if wire is None:
         return state
-    if wire.name != "fp16_plain" and group.size() > 1:
+    if group.size() > 1:
         for device in {p.device for p in trained}:
             state.channel(device)
     model.register_comm_hook(state, wire_hook)
@@ -207,7 +206,7 @@ def _check_width(wire: WireFormat, parameters: list[nn.Parameter]) -> None:
     """Refuse gradients that would grow on the way."""
     for dtype in sorted({p.dtype for p in parameters}, key=str):
         if not fits(wire, dtype):
-            narrower = "'fp16_plain'" if dtype is torch.float16 else "'bf16'"
+            narrower = "no hook" if dtype is torch.float16 else "'bf16'"
             raise ValueError(
                 f"format {wire.name!r} takes {wire.block_bytes / wire.block:.3g} bytes an "
                 f"element, and gradients are {dtype}, which takes {dtype.itemsize}: choose "

@@ -8,12 +8,9 @@ of zero read as zeros.
 ==========  =====  =============  ===========================================================
 name        bytes  unit           inf and NaN
 ==========  =====  =============  ===========================================================
-fp16_plain  2                     kept; so is torch's inf for magnitudes from 65520
 bf16        2                     kept; so is torch's inf for the last 0.2 % of fp32's range
 fp16        2      power of two   kept, each in its place
-int16       2      amax / 32767   NaN, each in its place
 int8        1      amax / 127     NaN, each in its place
-fp8_e4m3    1      power of two   NaN, each in its place
 ==========  =====  =============  ===========================================================
 
 The other elements of a block that holds inf or NaN are written as if those were zeros. No block
@@ -35,7 +32,7 @@ from distamp.comm_hooks import reference
 from distamp.comm_hooks.blocks import FP32_MAX
 from distamp.comm_hooks.rows import BLOCK, Rows, one_row
 
-__all__ = ["WIRE_FORMATS", "WireFormat", "wire_format"]
+__all__ = ["AS_FP16", "WIRE_FORMATS", "WireFormat", "wire_format"]
 
 # Where the elements of a row begin, after its headers: what a GPU loads at once.
 _ALIGNMENT = 16
@@ -238,15 +235,21 @@ WIRE_FORMATS: Mapping[str, WireFormat] = MappingProxyType(
     {
         each.name: each
         for each in (
-            WireFormat("fp16_plain", torch.float16),
             WireFormat("bf16", torch.bfloat16),
             _in_blocks("fp16", torch.float16, 1 << 15),
-            _in_blocks("int16", torch.int16, (1 << 15) - 1),
             _in_blocks("int8", torch.int8, (1 << 7) - 1, fed_back=True),
-            _in_blocks("fp8_e4m3", torch.float8_e4m3fn, 1 << 8, fed_back=True),
         )
     }
 )
+
+
+# fp16 gradients as they are, where blocks would make them wider.
+AS_FP16 = WireFormat("fp16 as they are", torch.float16)
+_GONE = {
+    "int16": "use 'fp16', which takes the same bytes",
+    "fp8_e4m3": "use 'int8', which takes the same bytes with less error",
+    "fp16_plain": "use 'fp16', or torch's own fp16_compress_hook",
+}
 
 
 def wire_format(name: str) -> WireFormat:
@@ -255,6 +258,8 @@ def wire_format(name: str) -> WireFormat:
     Raises:
         ValueError: there is none; the message names the choices.
     """
+    if name in _GONE:
+        raise ValueError(f"the wire format {name!r} is gone: {_GONE[name]}")
     if name not in WIRE_FORMATS:
         raise ValueError(f"unknown wire format {name!r}: choose one of {', '.join(WIRE_FORMATS)}")
     return WIRE_FORMATS[name]

@@ -26,7 +26,7 @@ KERNELS = (
     kernels.sum_kernel,
     kernels.sum_encode_kernel,
 )
-PAYLOADS = {"fp8_e4m3": "*i8", "int8": "*i8", "int16": "*i16", "bf16": "*i16"}
+PAYLOADS = {"int8": "*i8", "bf16": "*i16"}
 # Of arguments that are no 64-bit integers.
 TYPES = {
     "headers": "*i16",

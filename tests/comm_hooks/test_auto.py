@@ -300,7 +300,7 @@ def _refused(what: str) -> str:
         ("a second hook", "has a communication hook already (fp16_compress_hook)"),
         ("a built-in hook", "has a communication hook already (one of torch's built-in hooks)"),
         ("no wrapper", "cannot give Sequential a communication hook"),
-        ("an unknown name", "unknown wire format 'automatic': choose one of fp16_plain,"),
+        ("an unknown name", "unknown wire format 'automatic': choose one of bf16,"),
         ("hybrid", "takes no communication hook with"),
     ],
 )

@@ -46,13 +46,11 @@ def _fails(how: str, wire: str) -> tuple[list[str], bool]:
     return said, any(parameter.grad is not None for parameter in parameters)
 
 
-@pytest.mark.parametrize("wire", ["fp16", "int16"])
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
 def test_every_later_pass_raises_too(new_ranks, wire):
     for said, reduced in new_ranks(2, group_timeout=60).run(_fails, "raises", wire):
         assert not reduced
-        for message in said:
-            assert "rank 1" in message
-            assert "out of memory" in message
+        assert len(set(said)) == 1, "the first failure, again"
 
 
 def test_so_does_it_where_the_ranks_exchanged_something_else(new_ranks):

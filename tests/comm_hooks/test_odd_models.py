@@ -114,7 +114,7 @@ class _Adapted(nn.Module):
 def _beside_frozen() -> tuple[float, dict[str, int]]:
     net = _Adapted()
     model = fully_shard(net, mesh=mesh((dist.get_world_size(),), ("shard",)))
-    state = comm_hooks.register(model, "int16")
+    state = comm_hooks.register(model, "fp16")
     model(net.gradients_of(dist.get_rank())).backward()
     mean = torch.stack([net.gradients_of(r)[1].double() for r in range(dist.get_world_size())])
     mean = mean.mean(0)

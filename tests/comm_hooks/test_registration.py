@@ -233,7 +233,7 @@ def test_a_rank_that_refuses_alone_keeps_no_other_waiting(ranks4, wrapper):
             assert "rank 2: none, because it raised another error" in messages[rank]
 
 
-@pytest.mark.parametrize("other", ["int8", "fp16_plain"])
+@pytest.mark.parametrize("other", ["int8", "bf16"])
 def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4, other):
     message = (
         "the ranks register different hooks: rank 0, 1, 3: fp16 for 9701 elements; "

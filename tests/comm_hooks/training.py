@@ -34,12 +34,9 @@ __all__ = [
 
 # Relative L2 error of the mean of one exchange; twice rounded, so about 1.4 units of the payload.
 BOUNDS = {
-    "fp16_plain": 6e-4,
     "fp16": 3e-4,
     "bf16": 3e-3,
-    "int16": 8e-5,
     "int8": 2e-2,
-    "fp8_e4m3": 5e-2,
 }
 
 
