@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.arriving import Reports
-from distamp.comm_hooks.buckets import Bucket, Buckets, Watch, reals_in
+from distamp.comm_hooks.buckets import Bucket, Buckets, reals_in
 from distamp.comm_hooks.channel import Channel, check_member, resolve_group
 from distamp.comm_hooks.choice import Choice
 from distamp.comm_hooks.engine import Engine
@@ -25,7 +25,7 @@ from distamp.comm_hooks.headers import ReduceResult, lockstep_words
 from distamp.comm_hooks.layout import Layout, Route
 from distamp.comm_hooks.order import Staged, through
 from distamp.comm_hooks.residuals import Residuals, check_residual
-from distamp.comm_hooks.shards import ShardedGroup, ShardedWatch, alone, watch_shards
+from distamp.comm_hooks.shards import ShardedGroup, alone
 from distamp.comm_hooks.stats import Account, HookStats
 from distamp.comm_hooks.wire import WireFormat, wire_format
 from distamp.errors import LockstepError
@@ -69,7 +69,6 @@ class CommHookState:
         self._group = None if process_group is None else weakref.ref(process_group)
         self._engines = Engines(self.wire, self.account)
         self._reports = Reports(self.account)
-        self._word = 0
         self._scale: Tensor | None = None
         self._scaled_now = False
         self._names: dict[int, str] = {}
@@ -155,10 +154,8 @@ class CommHookState:
             engine.check(layout, runner.submit(partial(engine.facts_of_all, layout)).wait())
         unit = self._unit()
         residuals = self._residuals(bucket, engine, layout, parameters)
-        # Nothing where a rank without more inputs sends zeros in the others' backward passes.
-        scale = self._scale if torch_compat.in_backward_pass() else None
         scales = [] if self._scale is None else [self._scale]
-        job = partial(self._average, engine, layout, values, scale, bucket, residuals, unit)
+        job = partial(self._average, engine, layout, values, bucket, residuals, unit)
         return runner.submit(job, uses=[values, *scales])
 
     def _average(
@@ -166,12 +163,11 @@ class CommHookState:
         engine: Engine,
         layout: Layout,
         values: Tensor,
-        scale: Tensor | None,
         bucket: Bucket,
         residuals: Residuals | None,
         unit: Tensor | None,
     ) -> Staged[Tensor]:
-        words = lockstep_words(self._word, scale, values.device)
+        words = lockstep_words(0, None, values.device)
         if residuals is not None:
             # The scaler writes the next scale into the same tensor, maybe on another device.
             residuals.begin(None if unit is None else _copied(unit, values.device))
@@ -254,7 +250,7 @@ class CommHookState:
             doing = f"the exchange of {how.name} in step {step}"
             if not engine.agreed(how):
                 engine.check(how, engine.facts_of_all(how))
-            words = lockstep_words(self._word, self._scale, values.device)
+            words = lockstep_words(0, None, values.device)
             staged = engine.staged(
                 values, how, words, out=out, divisor=divisor, terms=terms, before=before
             )
@@ -368,20 +364,9 @@ class CommHookState:
 
     # -- with a scaler ---------------------------------------------------------------------------
 
-    def watch(
-        self, parameters: Sequence[Tensor], ranks: Sequence[int]
-    ) -> Watch | ShardedWatch | None:
-        """See `distamp.protocols.CommHook.watch`."""
-        if self.groups:
-            return watch_shards(self.buckets, self.groups, parameters, ranks)
-        channels = self._engines.channels()
-        if not channels or not all(set(ranks) <= set(each.ranks) for each in channels):
-            return None
-        return self.buckets.watch(parameters)
-
-    def scale_changed(self, scale: Tensor, word: int) -> None:
+    def scale_changed(self, scale: Tensor) -> None:
         """See `distamp.protocols.CommHook.scale_changed`."""
-        self._scale, self._word, self._scaled_now = scale, word, True
+        self._scale, self._scaled_now = scale, True
 
     def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
@@ -392,10 +377,6 @@ class CommHookState:
         """See `distamp.protocols.CommHook.iteration_ended`."""
         self._scaled_now = False
         self.buckets.iteration_ended()
-
-    def ranks_mismatched(self) -> bool:
-        """See `distamp.protocols.CommHook.ranks_mismatched`."""
-        return self.buckets.mismatched.taken()
 
 
 def _stages(layout: Layout, engine: Engine) -> list[tuple[str, int, int]]:

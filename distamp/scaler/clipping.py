@@ -74,7 +74,6 @@ def clip(
         local_pass.unscale,
         refused=refused,
         norm=norm,
-        by_hooks=_all_of(pending, clipped),
     )
     assert norm.total is not None
     gradients = local_gradients(clipped)
@@ -224,9 +223,3 @@ def _holding(states: OptimizerStates, parameters: list[Tensor]) -> Iterator[Any]
 def _model_parameter(sources: Iterable[Any], tensor: Tensor) -> Tensor:
     found = (source.parameter_of(tensor) for source in sources)
     return next((parameter for parameter in found if parameter is not None), tensor)
-
-
-def _all_of(subjects: Iterable[Subject], parameters: Iterable[Tensor]) -> bool:
-    """Return whether these optimizers, of which hooks know, hold all of ``parameters``."""
-    stepped = {id(p) for subject in subjects for p in parameters_of(subject.optimizer)}
-    return stepped.issuperset(map(id, parameters))

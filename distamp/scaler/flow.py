@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from distamp import host
 from distamp.gradients import flag_of, merged
 from distamp.optimizers import unwrapped
-from distamp.scaler import joining, local_pass
+from distamp.scaler import joining
 from distamp.scaler.agreement import Agreed, Question, Ranks
 from distamp.scaler.groups import Group
 from distamp.scaler.guard import take_over_shared
@@ -142,7 +141,6 @@ def look_and_agree(
     *,
     refused: Exception | None = None,
     norm: Norm | None = None,
-    by_hooks: bool = True,
 ) -> None:
     """Look at the gradients of optimizers, agree with all ranks, and note the flags.
 
@@ -153,14 +151,12 @@ def look_and_agree(
         look: Looks at the gradients of one of them.
         refused: An error that this rank has found already.
         norm: The norm that is asked for, filled in.
-        by_hooks: Whether a communication hook's word will do in place of a message.
     """
     scale = scaler._scale_tensor()
     group = scaler._ranks.group_for(scale, scaler._states)
     flags = scaler._own_flags
     if flags:
         scaler._own_flags, scaler._agreed_flags = [], flags if group is None else []
-        by_hooks = False
     if group is None:
         _alone(scaler, subjects, look, refused, norm, scale)
         return
@@ -169,7 +165,7 @@ def look_and_agree(
     most = group.length.capacity
     total = len(subjects) + len(flags)
     if total <= most:
-        _with_ranks(scaler, group, call, subjects, look, flags, total, refused, norm, by_hooks)
+        _with_ranks(scaler, group, call, subjects, look, flags, total, refused, norm)
         return
     items = [*subjects, *flags]
     for start in range(0, total, most):
@@ -177,7 +173,7 @@ def look_and_agree(
         some = [item for item in part if isinstance(item, Subject)]
         others = [item for item in part if isinstance(item, Tensor)]
         asked = norm if start + most >= total else None
-        _with_ranks(scaler, group, call, some, look, others, total, refused, asked, by_hooks)
+        _with_ranks(scaler, group, call, some, look, others, total, refused, asked)
 
 
 def _alone(
@@ -212,21 +208,14 @@ def _with_ranks(
     total: int,
     refused: Exception | None,
     norm: Norm | None,
-    by_hooks: bool,
 ) -> None:
     """Look at what one message takes, and agree."""
-    hooks = scaler._hooks
     try:
-        through_hooks = hooks.joined and by_hooks and refused is None
-        if through_hooks and _through_hooks(scaler, call, subjects, look, norm):
-            return
         question = _question(scaler, group, call, subjects, look, total, refused, norm)
         question.flags = flags
         question.tail = joining.tail_of(scaler, total)
         agreed = scaler._ranks.agree(group, question, scaler._states)
         _note(scaler, group, question, agreed, norm)
-        if hooks.joined:
-            hooks.agreed(question.optimizers)
     except Exception as error:
         flag = flag_of(True, scaler._scale_tensor().device)
         for subject in subjects:
@@ -249,7 +238,7 @@ def _question(
         locals_ = [looked_at(look, scaler, subject) for subject in subjects]
     else:
         locals_ = [nothing_found() for _ in subjects]
-    settings = scaler._hooks.as_text(scaler._settings_text())
+    settings = scaler._settings_text()
     question = Question(
         call,
         [subject.optimizer for subject in subjects],
@@ -337,41 +326,3 @@ def agree_on_norm(
     assert agreed.rows is not None
     whole, _ = total_norm(agreed.rows, norm.norm_type)
     norm.total = norm.agreed_total(group, agreed, whole).to(scale.device)
-
-
-def _through_hooks(
-    scaler: DistGradScaler,
-    call: str,
-    subjects: Sequence[Subject],
-    look: Look,
-    norm: Norm | None,
-) -> bool:
-    """Note what the ranks learned from exchanging gradients; return whether it takes no message."""
-    scale = scaler._scale_tensor()
-    watches = scaler._watches_largest(call)
-    states = [subject.state for subject in subjects]
-    flags = scaler._hooks.flags(
-        call,
-        [subject.optimizer for subject in subjects],
-        scaler._ranks.ranks,
-        agreed=all(state.agreed for state in states),
-        measured=norm is not None or watches,
-    )
-    if flags is None:
-        return False
-    scaler._hooks.count(call, states)
-    for subject, flag in zip(subjects, flags, strict=True):
-        # A fused kernel unscales by itself, so then nobody reads the gradients before it.
-        if watches or look is not local_pass.check:
-            _note_largest(scaler, [look(scaler, subject)])
-        subject.state.set_flag(host.moved(flag, scale.device))
-    if norm is not None:
-        norm.measure(None, scale.device)
-        norm.total = norm.local_total()
-    return True
-
-
-def _note_largest(scaler: DistGradScaler, locals_: Sequence[Local]) -> None:
-    for local in locals_:
-        if local.largest is not None:
-            scaler._note_largest(local.largest)

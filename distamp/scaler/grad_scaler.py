@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from distamp import host
 from distamp.errors import StageError
 from distamp.gradients import flag_of, merged
-from distamp.optimizers import find_closure
+from distamp.optimizers import find_closure, unwrapped
 from distamp.scaler import clipping, groups, joining, local_pass, overflow, settings, stepping
 from distamp.scaler.agreement import Ranks
 from distamp.scaler.calls import check_closure, enter
@@ -210,7 +210,7 @@ class DistGradScaler(TorchNames):
             for optimizer, _ in self._states.live():
                 source_of(optimizer).before_backward()
         if self._hooks.joined:
-            self._hooks.scale_is(scale, self._ranks.iteration, self._settings_text)
+            self._hooks.scale_is(scale)
         return scale
 
     def _warn_of_seed_gradient(self) -> None:
@@ -229,6 +229,23 @@ class DistGradScaler(TorchNames):
             )
 
     # -- unscale ---------------------------------------------------------------------------------
+
+    def add_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Make optimizers known before their first ``unscale_`` or ``step``.
+
+        Optional: an optimizer is known from its first call on. Give all of them at the start, in
+        the same order on every rank, where an ``update`` comes between the first ``scale`` and an
+        optimizer's first step. An optimizer that is known already stays as it is.
+
+        Args:
+            optimizers: Those that this scaler will step.
+
+        Raises:
+            TypeError: Not an optimizer.
+        """
+        if self._enabled:
+            for optimizer in optimizers:
+                self._states.add(unwrapped(optimizer))
 
     def unscale_(self, *optimizers: torch.optim.Optimizer) -> None:
         """Divide the optimizers' gradients by the loss scale and agree on found-inf.
@@ -426,6 +443,15 @@ class DistGradScaler(TorchNames):
 
     # -- asking afterwards -----------------------------------------------------------------------
 
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer's gradients are unscaled and wait for ``step``.
+
+        torch's class keeps it in ``_per_optimizer_states[id(optimizer)]["stage"]``. False for an
+        optimizer that the scaler never saw, and where it is disabled.
+        """
+        state = self._states.get(optimizer)
+        return state is not None and state["stage"] is OptState.UNSCALED
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
 
@@ -566,12 +592,10 @@ class DistGradScaler(TorchNames):
         return self._agreed_flags
 
     def attach(self, hook_state: object) -> None:
-        """Learn of inf and NaN from the communication hook that averages the gradients.
+        """Tell a communication hook the loss scale and which steps were skipped.
 
-        Call it on every rank at the same point. If all gradients of an optimizer come through the
-        hook, then from its second step on the ranks know from the exchange whether to skip. There
-        is no message, and if a fused kernel unscales, no pass over the gradients either. The same
-        steps are skipped as without `attach`. A rank mismatch raises at the next exchange.
+        Call it on every rank at the same point. A hook with error feedback keeps what rounding took
+        in unscaled units, and drops what a skipped step left.
 
         Args:
             hook_state: The result of ``distamp.comm_hooks.register``.
@@ -583,7 +607,7 @@ class DistGradScaler(TorchNames):
         self._hooks.add(checked_hook(hook_state))
 
     def detach(self, hook_state: object) -> None:
-        """Undo `attach`, for example before you train another model; messages are sent again.
+        """Undo `attach`, for example before you train another model.
 
         Call it on every rank at the same point. The scaler keeps an attached hook alive, so detach
         it when its model is no longer used.

@@ -2,8 +2,7 @@
 
 A rank that has no more inputs takes part in every message with nothing to say, until one says that
 the iteration has ended, and how the scale stands. So inside ``Join`` messages have a tail, and
-``update`` sends one more. It also has what an attached hook needs: the calls that took no message,
-and which optimizers skipped.
+``update`` sends one more. It also has what an attached hook needs: which optimizers skipped.
 """
 
 from __future__ import annotations
@@ -85,13 +84,13 @@ def _skips(scaler: DistGradScaler) -> int:
 
 
 def _state(scaler: DistGradScaler) -> list[int]:
-    """Return calls without a message, scale, tracker, hysteresis and memory as integers."""
+    """Return scale, tracker, hysteresis and memory as integers."""
     scale, tracker = scaler._scale_tensor(), scaler._growth_tracker
     hysteresis, memory = scaler._hysteresis_tracker, scaler._memory
     assert tracker is not None
     assert hysteresis is not None
     bits = int(scale.cpu().view(torch.int32).item())
-    state = [scaler._hooks.calls, bits, int(tracker.item()), int(hysteresis.item())]
+    state = [bits, int(tracker.item()), int(hysteresis.item())]
     return state if memory is None else [*state, *map(int, memory.tolist())]
 
 
@@ -122,11 +121,11 @@ class ShadowScaler(JoinHook):
                 break
             length = group.length
             length.capacity = max(length.capacity, tail[_TOTAL] // present)
-        calls, *state = (word // present for word in tail[_STATE:])
+        state = [word // present for word in tail[_STATE:]]
         self._take_over(state)
         skips = tail[_SKIPS] // present
         skipped = [each for each, known in scaler._states.live() if skips >> known.index + 1 & 1]
-        scaler._hooks.shadowed(calls, skipped, all_skipped=bool(skips & 1))
+        scaler._hooks.shadowed(skipped, all_skipped=bool(skips & 1))
         scaler._ranks.iteration += 1
 
     def _group(self) -> Group | None:

@@ -339,6 +339,10 @@ class OptimizerStates:
             self.records[id(given)] = state
         return state
 
+    def add(self, optimizer: Any) -> None:
+        """Make an optimizer known, without a record of this iteration."""
+        self._of(optimizer, id(optimizer), None)
+
     def _of(self, optimizer: Any, key: int, made: OptimizerState | None) -> OptimizerState:
         state = self.known.get(key)
         if state is not None:

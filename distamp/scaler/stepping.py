@@ -36,7 +36,7 @@ def agree_on_flags_of_others(scaler: DistGradScaler, subject: Subject) -> None:
     if state.flag_agreed or not state["found_inf_per_device"] or scaler._ranks.alone:
         return
     flags = list(state["found_inf_per_device"].values())
-    look_and_agree(scaler, "step", [subject], lambda *_: Local(flags), by_hooks=False)
+    look_and_agree(scaler, "step", [subject], lambda *_: Local(flags))
 
 
 def apply(
@@ -145,9 +145,7 @@ def step_with_closure(
     def overflowed(error: Exception | None) -> bool:
         if error is None:
             scaler._require_scale("step")
-        look_and_agree(
-            scaler, "closure", [subject], local_pass.unscale, refused=error, by_hooks=False
-        )
+        look_and_agree(scaler, "closure", [subject], local_pass.unscale, refused=error)
         state["stage"] = OptState.READY
         flag = state.flag()
         assert flag is not None

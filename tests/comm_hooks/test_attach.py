@@ -1,8 +1,7 @@
-"""A scaler joined with a hook: the same skips as without, and no message."""
+"""A scaler joined with a hook: the same skips as without."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler, comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS
-from distamp.errors import LockstepError
-from tests.collectives import count_collectives
 from tests.comm_hooks.training import agreed, inputs, mlp
 from tests.ranks import subgroup
 
@@ -77,7 +73,7 @@ def _plant(model: nn.Module, fault: Fault | None, now: list[int]) -> None:
 
 
 def _train(layout: str, wire: str, attach: bool, fault: Fault | None) -> tuple[Any, ...]:
-    """What each step did, how many messages there were, and whether the ranks agree."""
+    """What each step did, whether the parameters are finite, and their values."""
     model = _model(layout)
     state = comm_hooks.register(model, wire)
     group = model.process_group if layout == "two groups" else None
@@ -90,7 +86,7 @@ def _train(layout: str, wire: str, attach: bool, fault: Fault | None) -> tuple[A
         optimizers = [_optimizer(layout, half) for half in (parameters[:3], parameters[3:])]
     now = [0]
     _plant(model, fault, now)
-    did, messages = [], []
+    did = []
     for step in range(STEPS):
         now[0] = step
         for optimizer in optimizers:
@@ -99,16 +95,14 @@ def _train(layout: str, wire: str, attach: bool, fault: Fault | None) -> tuple[A
             with model.no_sync():
                 scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
         scaler.scale(model(inputs(step + 100, WIDTHS[0])).square().mean()).backward()
-        with count_collectives() as log:
-            if layout == "clip":
-                scaler.clip_grad_norm_(optimizers[0], 0.1)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
+        if layout == "clip":
+            scaler.clip_grad_norm_(optimizers[0], 0.1)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
-        messages.append(log.count)
         did.append((*(scaler.stepped(o) for o in optimizers), scaler.get_scale()))
     values = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return did, messages, bool(values.isfinite().all()), values
+    return did, bool(values.isfinite().all()), values
 
 
 LAYOUTS = ["plain", "fused", "views", "accumulate", "clip", "two optimizers", "two groups"]
@@ -118,16 +112,11 @@ def _compare(cells: list[tuple[str, str, Fault | None]]) -> list[Any]:
     """The cells in which a joined scaler does something else than one by itself."""
     wrong: list[Any] = []
     for layout, wire, fault in cells:
-        did, messages, finite, values = _train(layout, wire, True, fault)
-        did_without, messages_without, _, values_without = _train(layout, wire, False, fault)
-        optimizers = len(did[0]) - 1
+        did, finite, values = _train(layout, wire, True, fault)
+        did_without, _, values_without = _train(layout, wire, False, fault)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, did)
         same = layout == "two groups" or all(each == everyone[0] for each in everyone)
-        # The first message tells the ranks that there will be no other; where the last ones had no
-        # norm, a norm may take one more.
-        quiet = messages[1:] == [0] * (STEPS - 1) and messages[0] <= max(2, optimizers)
-        spoken = all(messages_without) and max(messages_without[1:]) == max(1, optimizers)
         skips = sum(not all(each[:-1]) for each in did)
         mine = fault is not None and (
             layout != "two groups" or fault.rank // 2 == dist.get_rank() // 2
@@ -137,13 +126,11 @@ def _compare(cells: list[tuple[str, str, Fault | None]]) -> list[Any]:
         if not (
             did == did_without
             and same
-            and quiet
-            and spoken
             and finite
             and skips == int(mine)
             and (fed_back or torch.allclose(values, values_without, rtol=1e-5, atol=1e-7))
         ):
-            wrong.append((layout, wire, fault, did, did_without, messages, messages_without, same))
+            wrong.append((layout, wire, fault, did, did_without, same))
     return wrong
 
 
@@ -158,7 +145,7 @@ def _cells() -> list[tuple[str, str, Fault | None]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_steps_are_skipped_without_a_message(ranks4, layout):
+def test_the_same_steps_are_skipped(ranks4, layout):
     cells = [cell for cell in _cells() if cell[0] == layout]
     # The slow test has every combination.
     some = cells[::9] if layout == "plain" else cells[5::25]
@@ -175,49 +162,8 @@ def test_the_same_steps_are_skipped_in_every_cell(ranks4, layout):
         assert ranks4.run(_compare, cells[start : start + 10], timeout=600) == [[]] * 4
 
 
-# -- when the message stays -------------------------------------------------------------------
-
-
-def _with_message(layout: str, wire: str) -> tuple[Any, ...]:
-    fault = Fault(float("inf"), 1, parameter=5 if layout == "experts" else 1)
-    did, messages, *_ = _train(layout, wire, True, fault)
-    return [each[0] for each in did], messages
-
-
-@pytest.mark.parametrize(
-    ("layout", "wire"), [("experts", "fp16"), ("plain", "fp16_plain")], ids=str
-)
-def test_what_did_not_come_through_brings_the_message_back(ranks4, layout, wire):
-    for taken, messages in ranks4.run(_with_message, layout, wire):
-        assert taken == [True, True, False, True, True]
-        assert messages == [1] * STEPS
-
-
-def _sparse() -> list[int]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3))
-    model = DistributedDataParallel(net)
-    scaler = DistGradScaler("cpu", init_scale=1024.0)
-    scaler.attach(comm_hooks.register(model, "fp16"))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = []
-    for step in range(3):
-        sgd.zero_grad()
-        tokens = torch.arange(3) + step + dist.get_rank()
-        scaler.scale(model(tokens).square().mean()).backward()
-        with count_collectives() as log:
-            scaler.step(sgd)
-        scaler.update()
-        counts.append(log.count)
-    return counts
-
-
-def test_sparse_gradients_bring_the_message_back(ranks2):
-    assert ranks2.run(_sparse) == [[1, 1, 1]] * 2
-
-
 def _zero() -> tuple[Any, ...]:
-    did, _, finite, values = _train("ZeRO", "fp16", True, Fault(float("nan"), 2))
+    did, finite, values = _train("ZeRO", "fp16", True, Fault(float("nan"), 2))
     return [each[0] for each in did], finite, agreed(values)
 
 
@@ -228,97 +174,9 @@ def test_zero_redundancy_optimizer_skips_on_all_ranks(ranks4):
         assert same
 
 
-def _spoilt_then_zeroed() -> tuple[bool, int]:
-    """A backward pass that overflowed and was thrown away, then a clean one."""
-    model = _model("plain")
+def _detached() -> bool:
+    """Whether ranks agree: joined with a hook, without, and joined with another model's."""
     scaler = DistGradScaler("cpu", init_scale=1024.0)
-    scaler.attach(comm_hooks.register(model, "fp16"))
-    adam = torch.optim.Adam(model.parameters())
-    for step in range(3):
-        if step == 2:
-            scaler.scale(model(inputs(0, WIDTHS[0])).mean() * float("inf")).backward()
-        adam.zero_grad()
-        scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-        with count_collectives() as log:
-            scaler.step(adam)
-        scaler.update()
-    return scaler.stepped(adam), log.count
-
-
-def test_an_overflow_that_was_zeroed_does_not_count(ranks2):
-    assert ranks2.run(_spoilt_then_zeroed) == [(True, 0)] * 2
-
-
-class _Reads(TorchDispatchMode):
-    """Counts operators that read gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.name()
-        if "foreach" in name or "isfinite" in name or "norm" in name:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def _passes(fused: bool) -> list[str]:
-    model = _model("plain")
-    scaler = DistGradScaler("cpu", init_scale=1024.0)
-    scaler.attach(comm_hooks.register(model, "fp16"))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused, foreach=False)
-    reads = _Reads()
-    for step in range(3):
-        sgd.zero_grad()
-        scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-        with reads if step == 2 else contextlib.nullcontext():
-            scaler.step(sgd)
-        scaler.update()
-    return reads.seen
-
-
-def test_a_fused_optimizer_s_gradients_are_not_read_before_its_step(ranks2):
-    assert ranks2.run(_passes, True) == [[], []]
-    unscaled = ["aten::_amp_foreach_non_finite_check_and_unscale_"]
-    assert ranks2.run(_passes, False) == [unscaled, unscaled]
-
-
-# -- lockstep ---------------------------------------------------------------------------------
-
-
-def _astray(what: str) -> str:
-    model = _model("plain")
-    scaler = DistGradScaler("cpu", init_scale=1024.0)
-    scaler.attach(comm_hooks.register(model, "fp16"))
-    parameters = list(model.parameters())
-    optimizers = [torch.optim.SGD(half, lr=0.1) for half in (parameters[:3], parameters[3:])]
-    try:
-        for step in range(4):
-            if dist.get_rank() == 1 and step == 2 and what == "scale":
-                scaler.update(512.0)
-            model.zero_grad()
-            scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-            swapped = dist.get_rank() == 1 and step == 2 and what == "order"
-            for optimizer in reversed(optimizers) if swapped else optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-    except LockstepError as error:
-        return f"step {step}: {error}"
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize(("what", "when"), [("scale", "step 2"), ("order", "step 3")])
-def test_ranks_that_drift_apart_are_found_out_by_the_next_exchange(ranks4, what, when):
-    for line in ranks4.run(_astray, what):
-        assert line.startswith(f"{when}: the ranks are not in lockstep")
-        assert "rank 1:" in line
-
-
-def _detached() -> tuple[list[int], bool]:
-    """The messages of six steps: joined with a hook, without, and joined with another model's."""
-    scaler = DistGradScaler("cpu", init_scale=1024.0)
-    messages = []
     same = True
     for joined in (True, False, True):
         model = _model("plain")
@@ -329,46 +187,18 @@ def _detached() -> tuple[list[int], bool]:
         for step in range(2):
             sgd.zero_grad()
             scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-            with count_collectives() as log:
-                scaler.step(sgd)
+            scaler.step(sgd)
             scaler.update()
-            messages.append(log.count)
         same &= agreed(torch.cat([p.detach().flatten() for p in model.parameters()]))
         if joined:
             scaler.detach(state)
             with pytest.raises(ValueError, match="not attached"):
                 scaler.detach(state)
-    return messages, same
+    return same
 
 
 def test_a_hook_can_be_taken_back_and_another_attached(ranks2):
-    for messages, same in ranks2.run(_detached):
-        assert same
-        # The first message of each optimizer says that there will be no other.
-        assert messages == [1, 0, 1, 1, 1, 0]
-
-
-# -- uneven inputs ----------------------------------------------------------------------------
-
-
-def _uneven() -> tuple[int, bool]:
-    """Ranks run out of inputs one after another; those that have some go on."""
-    model = _model("plain")
-    scaler = DistGradScaler("cpu", init_scale=1024.0)
-    scaler.attach(comm_hooks.register(model, "fp16"))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join():
-        for step in range(2 + dist.get_rank()):
-            sgd.zero_grad()
-            scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-            scaler.step(sgd)
-            scaler.update()
-    values = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return scaler.step_counts(sgd).taken, agreed(values)
-
-
-def test_ranks_without_inputs_are_not_waited_for(ranks4):
-    assert ranks4.run(_uneven) == [(2, True), (3, True), (4, True), (5, True)]
+    assert ranks2.run(_detached) == [True, True]
 
 
 # -- bad input --------------------------------------------------------------------------------

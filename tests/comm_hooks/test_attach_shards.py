@@ -13,7 +13,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.scaler import HeadroomSchedule
 from tests.comm_hooks.training import inputs, mlp
 
 WIDTHS = (20, 64, 48, 3)
@@ -28,10 +27,10 @@ def _spread(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-def _train(layout: str, hooked: bool, call: str, schedule: Any) -> list[tuple[float, float]]:
+def _train(layout: str, hooked: bool, call: str) -> list[tuple[float, float]]:
     """Norm, or 0, and scale of each step."""
     model, optimizer = _spread(layout)
-    scaler = DistGradScaler("cpu", init_scale=2.0**10, schedule=schedule)
+    scaler = DistGradScaler("cpu", init_scale=2.0**10)
     if hooked:
         scaler.attach(comm_hooks.register(model, "fp16"))
     seen = []
@@ -56,20 +55,10 @@ def _train(layout: str, hooked: bool, call: str, schedule: Any) -> list[tuple[fl
 @pytest.mark.parametrize("call", ["clip", "unscale, clip parameters"])
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2", "ZeRO"])
 def test_the_norm_is_that_of_the_whole_model(ranks2, layout, call):
-    without = ranks2.run(_train, layout, False, call, None)
-    hooked = ranks2.run(_train, layout, True, call, None)
+    without = ranks2.run(_train, layout, False, call)
+    hooked = ranks2.run(_train, layout, True, call)
     for one, other in zip(without, hooked, strict=True):
         for (norm, scale), (expected, expected_scale) in zip(other, one, strict=True):
             assert scale == expected_scale
             assert norm == pytest.approx(expected, rel=1e-3, nan_ok=True)
     assert repr(hooked[0]) == repr(hooked[1])  # with NaN where a step was skipped
-
-
-@pytest.mark.parametrize("layout", ["DDP", "FSDP2", "ZeRO"])
-def test_a_schedule_that_watches_gradients_keeps_the_ranks_together(ranks2, layout):
-    schedule = HeadroomSchedule(growth_interval=1)
-    hooked = ranks2.run(_train, layout, True, "step", schedule)
-    assert hooked[0] == hooked[1]
-    alone = [scale for _, scale in ranks2.run(_train, layout, False, "step", schedule)[0]]
-    # Scales follow gradients, which the wire rounds.
-    assert [scale for _, scale in hooked[0]] == pytest.approx(alone, rel=1e-3)

@@ -411,3 +411,38 @@ def test_the_scaler_keeps_no_optimizer_alive():
 
     gc.collect()
     assert reference() is None
+
+
+# -- before the first step -----------------------------------------------------------------------
+
+
+def test_is_unscaled_from_unscale_until_the_step():
+    scaler = cpu_scaler()
+    parameter, optimizer = sgd()
+    assert not scaler.is_unscaled(optimizer)
+    backward(scaler, parameter, 1.0)
+    assert not scaler.is_unscaled(optimizer)
+    scaler.unscale_(optimizer)
+    assert scaler.is_unscaled(optimizer)
+    scaler.step(optimizer)
+    assert not scaler.is_unscaled(optimizer)
+
+
+def test_an_optimizer_added_before_its_first_step_is_known():
+    scaler = cpu_scaler()
+    parameter, optimizer = sgd()
+    scaler.add_optimizer(optimizer)
+    scaler.add_optimizer(optimizer)
+    assert scaler.step_counts(optimizer) == StepCounts(taken=0, skipped=0)
+    iteration(scaler, optimizer, parameter, 1.0)
+    assert scaler.step_counts(optimizer) == StepCounts(taken=1, skipped=0)
+    with pytest.raises(TypeError):
+        scaler.add_optimizer([optimizer])
+
+
+def test_a_disabled_scaler_knows_no_optimizer_as_unscaled():
+    scaler = cpu_scaler(enabled=False)
+    _, optimizer = sgd()
+    scaler.add_optimizer(optimizer)
+    scaler.unscale_(optimizer)
+    assert not scaler.is_unscaled(optimizer)

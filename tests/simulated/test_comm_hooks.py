@@ -172,8 +172,8 @@ def test_an_overflow_is_told_to_scaler_and_stats(sim2, wrapper):
             assert -20 < exponent < 20
 
 
-def _out_of_step(wrapper: str) -> tuple[str, bool]:
-    """Rank 1 has counted one exchange more: what the step does, and what the next call raises."""
+def _out_of_step(wrapper: str) -> str:
+    """Rank 1 has counted one exchange more: what the next call raises."""
     model, options = _wrapped(wrapper)
     hook = comm_hooks.register(model, "fp16", **options)
     scaler = DistGradScaler("sim", init_scale=4.0)
@@ -192,51 +192,12 @@ def _out_of_step(wrapper: str) -> tuple[str, bool]:
             stepped.append(bool(scaler.stepped(sgd)))
             scaler.update()
     except (LockstepError, RuntimeError) as error:
-        return f"step {len(stepped)}: {error}", all(stepped[:2]) and not any(stepped[2:])
-    return "nothing was raised", False
+        return f"step {len(stepped)}: {error}"
+    return "nothing was raised"
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_a_mismatch_steps_nothing_and_raises_at_the_next_call(sim2, wrapper):
-    for said, right in sim2.run(_out_of_step, wrapper, group="fresh"):
+def test_a_mismatch_raises_at_the_next_call(sim2, wrapper):
+    for said in sim2.run(_out_of_step, wrapper, group="fresh"):
         assert "different" in said or "lockstep" in said
         assert said.startswith(("step 2", "step 3"))
-        assert right, said
-
-
-def _several_devices() -> list[float]:
-    """What a watch over one model on two devices of one process found, in three iterations."""
-    first, second = torch.device("sim", 0), torch.device("sim", 1)
-    if dist.get_rank() == 1:
-        first, second = torch.device("sim", 2), torch.device("sim", 3)
-    torch.accelerator.set_device_index(first.index)
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(23, 50).to(first), nn.Linear(50, 6).to(second)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.a(x)).to(second))
-
-    model = DistributedDataParallel(Two())
-    hook = comm_hooks.register(model, "fp16")
-    found = []
-    for step in range(3):
-        model.zero_grad()
-        bad = step == 1 and dist.get_rank() == 1
-        loss = model(_inputs(step, dist.get_rank()).to(first)).square().sum()
-        (loss * (float("inf") if bad else 1.0)).backward()
-        watch = hook.watch(list(model.parameters()), [0, 1])
-        assert watch is not None
-        assert watch.exchanged()
-        found.append(watch.found_inf().item())
-        assert not hook.ranks_mismatched()
-        hook.iteration_ended()
-    return found
-
-
-def test_flags_of_several_devices_of_one_process(sim2):
-    for schedule in ("late", "late_others"):
-        assert sim2.run(_several_devices, schedule=schedule) == [[0.0, 1.0, 0.0]] * 2
