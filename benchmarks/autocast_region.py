@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import sys
 import time
 import timeit
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from torch import nn
 from distamp import AutocastState, OpLists, autocast
 from distamp.autocast.op_lists.kernels import key_of_lists
 from distamp.autocast.op_lists.rules import stash
-from distamp.autocast.threads.suspension import SUSPENDABLE
 from distamp.autocast.threads.thread_state import local
 
 Run = Callable[[], Any]
@@ -121,7 +119,6 @@ PARTS = {
     "torch._C._is_torch_function_mode_enabled()": (1, 0, 2),
     "torch._jit_internal.is_scripting()": (0, 0, 2),
     "torch.compiler.is_dynamo_compiling()": (1, 0, 0),
-    "caller()": (1, 0, 0),
     "local.state": (2, 2, 0),
     "torch.is_grad_enabled(); torch._C._autograd._top_saved_tensors_default_hooks(True)": (0, 1, 0),
     "stash(low)": (0, 1, 0),
@@ -138,16 +135,13 @@ def parts(rounds: int) -> None:
         "local": local,
         "stash": stash,
         "key": key_of_lists().key,
-        # A function of its own has no frame object until somebody asks for it.
-        "caller": lambda: sys._getframe(0).f_code.co_flags & SUSPENDABLE,
-        "empty": lambda: 0 & SUSPENDABLE,
     }
 
     def least(statement: str) -> float:
         return min(timeit.repeat(statement, globals=scope, number=5000, repeat=rounds)) / 5000 * 1e9
 
-    bare = {name: least("empty()" if name == "caller()" else "pass") for name in PARTS}
-    spent = {name: least(name) - bare[name] for name in PARTS}
+    bare = least("pass")
+    spent = {name: least(name) - bare for name in PARTS}
     print(f"{'':<84} {'ns':>6}   ours  lists  torch")
     for name, counts in PARTS.items():
         print(f"{name:<84} {spent[name]:6.0f}   " + "  ".join(f"{it:5d}" for it in counts))

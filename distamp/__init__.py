@@ -7,9 +7,7 @@ Everything public is here, by the names in ``__all__``. ``distamp.autocast`` is 
 from distamp import cpu as cpu
 from distamp import cuda as cuda
 from distamp.autocast import (
-    AutocastExecutor,
     AutocastState,
-    AutocastThreadPoolExecutor,
     DataParallel,
     Finding,
     OpLists,
@@ -50,9 +48,7 @@ __version__ = "0.1.0"
 GradScaler = DistGradScaler
 
 __all__ = [
-    "AutocastExecutor",
     "AutocastState",
-    "AutocastThreadPoolExecutor",
     "DataParallel",
     "DistGradScaler",
     "DistampError",

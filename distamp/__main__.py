@@ -103,7 +103,6 @@ def _add_preflight(commands: Any) -> None:
     command.add_argument("factory", help="package.module:name of what makes the model")
     command.add_argument("--device-type", default="cuda", choices=("cuda", "cpu"))
     command.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
-    command.add_argument("--no-backward", action="store_true", help="look at forward alone")
     command.add_argument("--no-measure", action="store_true", help="do not time ops here")
     command.add_argument(
         "--allow-unfinished", action="store_true", help="pass what cannot be simulated to its end"
@@ -120,7 +119,6 @@ def _preflight(options: argparse.Namespace) -> int:
     chosen = {
         "device_type": options.device_type,
         "dtype": getattr(torch, options.dtype),
-        "backward": not options.no_backward,
         "measure": not options.no_measure,
         "allow_unfinished": options.allow_unfinished,
     }

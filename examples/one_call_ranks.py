@@ -27,7 +27,7 @@ STEPS = 20
 def wrap(model: nn.Module, strategy: str) -> nn.Module:
     """Spread a model over devices or ranks."""
     if strategy == "DataParallel":
-        return DataParallel(model, device_ids=["cpu", "cpu"] if device() == "cpu" else None)
+        return DataParallel(model)
     if strategy == "DDP":
         return DistributedDataParallel(model)
     return fully_shard(model)

@@ -61,8 +61,8 @@ def none(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
 def dp(model: nn.Module, context: ParallelContext) -> ParallelizedModel:
     """DataParallel: several devices in one process."""
     on_cpu = context.device.type == "cpu"
-    count = context.config.replicas or (2 if on_cpu else torch.accelerator.device_count())
-    devices: list[Any] = ["cpu"] * count if on_cpu else list(range(count))
+    count = context.config.replicas or (0 if on_cpu else torch.accelerator.device_count())
+    devices = None if on_cpu else list(range(count))
     return ParallelizedModel(DataParallel(model, devices), model, _adamw(model, context))
 
 

@@ -90,7 +90,7 @@ def test_an_error_is_exit_code_1(capsys):
 def test_an_unfinished_step_is_exit_code_1_unless_allowed(capsys):
     code, out, _ = run(capsys, "tests.test_main:unfinished", "--findings")
     assert code == 1
-    assert out.startswith("forward NOT FINISHED, backward NOT FINISHED, 1 of 1 modules visited\n")
+    assert out.startswith("forward NOT FINISHED, 1 of 1 modules visited\n")
     assert "ERROR    (model): forward  [not-simulated]" in out
     code, out, _ = run(capsys, "tests.test_main:unfinished", "--allow-unfinished")
     assert code == 0
@@ -107,7 +107,7 @@ def test_device_dtype_and_phases_are_chosen(capsys):
     _, out, _ = run(
         capsys,
         "tests.test_main:with_loss",
-        *("--device-type", "cpu", "--dtype", "bfloat16", "--no-backward", "--no-measure"),
+        *("--device-type", "cpu", "--dtype", "bfloat16", "--no-measure"),
     )
     assert "Linear, cpu, bfloat16, simulated" in out
     assert "exp" in out
@@ -123,7 +123,7 @@ def test_json_and_picture_are_written(capsys, tmp_path):
     assert code == 0
     assert f"wrote {json_path}" in out
     values = json.loads(json_path.read_text())
-    assert values["forward"] is values["backward"] is True
+    assert values["forward"] is True
     assert values["visited"] == [""]
     (tmp_path / "report.json").write_text(json.dumps(values["report"]))
     assert PrecisionReport.from_json(tmp_path / "report.json").model == "Linear"
@@ -172,7 +172,7 @@ def test_it_runs_as_a_module_from_any_folder(tmp_path):
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("forward finished, backward finished, 1 of 1 modules visited")
+    assert done.stdout.startswith("forward finished, 1 of 1 modules visited")
 
 
 def test_help_names_the_factory(capsys):

@@ -12,13 +12,10 @@ from distamp.autocast.preflight import Finding, Preflight, preflight
 from distamp.autocast.region import autocast
 from distamp.autocast.replicas import DataParallel, bind, parallel_apply, unbind
 from distamp.autocast.report import PrecisionReport, compare_reports, precision_report
-from distamp.autocast.threads.executors import AutocastExecutor, AutocastThreadPoolExecutor
 from distamp.autocast.threads.state import AutocastState, propagate
 
 __all__ = [
-    "AutocastExecutor",
     "AutocastState",
-    "AutocastThreadPoolExecutor",
     "DataParallel",
     "Finding",
     "OpLists",

@@ -33,9 +33,6 @@ from distamp.autocast.compiler import never_compiled
 from distamp.autocast.devices import is_here
 from distamp.autocast.op_lists import OpLists, push, restore
 from distamp.autocast.threads.suspension import (
-    ENTER_CONTEXT,
-    SUSPENDABLE,
-    refuse_if_suspended,
     suspendable_kind,
     wrap,
 )
@@ -64,8 +61,8 @@ class autocast(torch.autocast):
     - One object may be entered again while it is entered, and by several threads at once. torch's
       class saves the previous state on the object, and so leaves autocast on, or sets another
       thread's state.
-    - A decorated generator or coroutine is outside the region while it is suspended, and a ``with``
-      whose body suspends raises. torch's region leaks into what the thread runs meanwhile.
+    - A decorated generator or coroutine is outside the region while it is suspended. A ``with``
+      whose body suspends leaks into what the thread runs meanwhile, as torch's does.
     - A region of another dtype inside a region does not use the outer one's cast weights, and
       an optimizer's step inside a region drops them. A ``torch.autocast`` of another dtype inside
       this one does use them, and raises, as inside torch's own.
@@ -85,8 +82,7 @@ class autocast(torch.autocast):
             None.
         TypeError: ``dtype`` is not a :class:`torch.dtype`, or ``ops`` not an :class:`OpLists`.
         RuntimeError: This torch has no autocast for ``device_type``.
-        RegionError: On entering: the body suspends its function. On leaving: another thread, or
-            a region entered later is still open.
+        RegionError: On leaving: another thread, or a region entered later is still open.
 
     Source: torch's page on automatic mixed precision, https://pytorch.org/docs/stable/amp.html.
     """
@@ -187,9 +183,6 @@ class autocast(torch.autocast):
     def __enter__(self) -> Self:
         if is_dynamo_compiling():
             return self._enter_traced()
-        code = _getframe(1).f_code
-        if code.co_flags & SUSPENDABLE or code is ENTER_CONTEXT:
-            refuse_if_suspended(_getframe(1))
         device = self.device
         dtype = self.fast_dtype
         caches = self._caches

@@ -46,7 +46,6 @@ def look_ahead():
     result = preflight(model, x, "cuda", torch.float16, loss_fn=lambda y: y.float().mean())
     rows = {(row.phase, row.op): row.outputs for row in result.report.rows}
     assert rows["forward", "addmm"][0] == "float16", rows
-    assert any(phase == "backward" for phase, _ in rows)
 
 for way in (states, look_ahead, states, reference, states, look_ahead):
     way()

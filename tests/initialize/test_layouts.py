@@ -358,7 +358,7 @@ def test_replicas_of_dataparallel_compute_in_the_levels_dtype():
 
     for level, wanted in (("bf16", torch.bfloat16), ("O1", torch.float16), ("O2", torch.float16)):
         seen.clear()
-        model = DataParallel(Watched(batchnorm=False), device_ids=["cpu", "cpu"])
+        model = DataParallel(Watched(batchnorm=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp = initialize(model, optimizer, level)
         ((context, following),) = batches(1)

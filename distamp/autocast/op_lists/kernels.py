@@ -24,7 +24,6 @@ from torch._ops import (
 )
 
 from distamp.autocast.compiler import never_compiled
-from distamp.autocast.op_lists.flex_attention import register_flex_attention
 from distamp.autocast.op_lists.refusal import refuse_torchs_checkpoint
 from distamp.autocast.op_lists.rules import (
     CASTABLE,
@@ -410,5 +409,4 @@ def _choose_key() -> Key:
     _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(chosen.key)
     for op in _higher_order_ops.values():
         op.fallthrough(chosen.key)
-    register_flex_attention(chosen.key, _slots)
     return chosen

@@ -41,7 +41,6 @@ def preflight(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     mixed_precision: Any = None,
-    backward: bool = True,
     measure: bool = True,
     allow_unfinished: bool = False,
 ) -> Preflight:
@@ -71,12 +70,10 @@ def preflight(
         device_type: ``"cuda"`` or ``"cpu"``.
         dtype: The region's dtype, ``torch.float16`` or ``torch.bfloat16``.
         loss_fn: Takes the model's output, returns the loss; runs inside the region. Real tensors
-            it uses, such as labels, are taken to be on the device. None starts backward from the
-            output's ``loss``, if it has one, else from the output itself.
+            it uses, such as labels, are taken to be on the device.
         optimizers: Checked for epsilons that fp16 cannot hold.
         mixed_precision: FSDP's ``MixedPrecision`` or ``MixedPrecisionPolicy`` that this (not yet
             wrapped) model is to get: the table is that of its parameter and input dtypes.
-        backward: Whether to go on through backward.
         measure: Whether to time the model's kinds of op in ``dtype`` on this machine, if it has
             the device: on small tensors, milliseconds each, kept for the process.
         allow_unfinished: Makes what stops the simulation a warning instead of an error, unless it
@@ -103,9 +100,9 @@ def preflight(
         done = Simulation(findings=[_sharded(wrapped[0])])
     else:
         _check_tensors(model)
-        job = _job(model, example_inputs, device_type, dtype, loss_fn, mixed_precision, backward)
+        job = _job(model, example_inputs, device_type, dtype, loss_fn, mixed_precision)
         done = _look(job, measure)
-    return _result(model, device_type, dtype, backward, findings, done, allow_unfinished)
+    return _result(model, device_type, dtype, findings, done, allow_unfinished)
 
 
 def _job(
@@ -115,7 +112,6 @@ def _job(
     dtype: torch.dtype,
     loss_fn: Callable[[Any], torch.Tensor] | None,
     mixed_precision: Any,
-    backward: bool,
 ) -> Job:
     args, kwargs = _arguments(example_inputs)
     return Job(
@@ -128,7 +124,6 @@ def _job(
         param_dtype=getattr(mixed_precision, "param_dtype", None),
         buffer_dtype=getattr(mixed_precision, "buffer_dtype", None),
         cast_inputs=_casts_inputs(mixed_precision),
-        backward=backward,
     )
 
 
@@ -136,7 +131,6 @@ def _result(
     model: nn.Module,
     device_type: str,
     dtype: torch.dtype,
-    backward: bool,
     findings: list[Finding],
     done: Simulation,
     allow_unfinished: bool,
@@ -155,7 +149,6 @@ def _result(
         report=PrecisionReport(done.rows, type(model).__name__, device),
         findings=in_order(findings),
         forward=done.forward,
-        backward=done.backward if backward else None,
         visited=ran,
         not_visited=left,
     )
@@ -173,7 +166,7 @@ def _look(job: Job, measure: bool) -> Simulation:
     done = simulate(job, observe)
     done.findings += risks.findings + mixtures.findings()
     if measure:
-        done.findings += probe(kinds, job.device_type, job.dtype, backward=job.backward)
+        done.findings += probe(kinds, job.device_type, job.dtype)
     return done
 
 

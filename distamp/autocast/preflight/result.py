@@ -28,7 +28,6 @@ class Preflight:
         report: The table, as of a real step.
         findings: What to mend, the worst first.
         forward: Whether forward, and ``loss_fn``, ran to their end.
-        backward: Whether backward did; None if it was not asked for.
         visited: Names of the modules that took part: their forward ran, or an op took one of their
             own parameters or buffers. ``""`` is the model itself.
         not_visited: Names of the other modules, containers that have no forward left out.
@@ -37,7 +36,6 @@ class Preflight:
     report: PrecisionReport
     findings: tuple[Finding, ...]
     forward: bool
-    backward: bool | None
     visited: tuple[str, ...]
     not_visited: tuple[str, ...]
 
@@ -49,14 +47,12 @@ class Preflight:
     @property
     def finished(self) -> bool:
         """Whether all that was asked for ran to its end."""
-        return self.forward and self.backward is not False
+        return self.forward
 
     @property
     def summary(self) -> str:
         """In one line, how far the step came."""
         parts = [f"forward {'finished' if self.forward else 'NOT FINISHED'}"]
-        if self.backward is not None:
-            parts.append(f"backward {'finished' if self.backward else 'NOT FINISHED'}")
         count = len(self.visited)
         parts.append(f"{count} of {count + len(self.not_visited)} modules visited")
         line = ", ".join(parts)
@@ -82,7 +78,6 @@ class Preflight:
         """All of it as JSON types."""
         return {
             "forward": self.forward,
-            "backward": self.backward,
             "visited": list(self.visited),
             "not_visited": list(self.not_visited),
             "findings": [finding.to_dict() for finding in self.findings],

@@ -1,4 +1,4 @@
-"""Running a model's step on fake tensors: no weights, no device, every op in its dtype."""
+"""Running a model's forward pass on fake tensors: no weights, no device, every op in its dtype."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from distamp.autocast.preflight.device import simulated_device
-from distamp.autocast.preflight.engine import engine_without_device
 from distamp.autocast.preflight.finding import Finding
 from distamp.autocast.preflight.packed import with_lengths
 from distamp.autocast.preflight.swap import modules_of, swapped
 from distamp.autocast.preflight.values import Values
-from distamp.autocast.report.attribution import module_names, tensors_in
+from distamp.autocast.report.attribution import module_names
 from distamp.autocast.report.recording import Observed, Recorder
 from distamp.autocast.report.rows import OUTSIDE, OpRow
 
@@ -49,7 +48,7 @@ _ARRAYS: frozenset[Any] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is simulated: one call of a model under autocast, its loss, and their backward."""
+    """What is simulated: one call of a model under autocast, and its loss."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -61,7 +60,6 @@ class Job:
     param_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_inputs: bool = False
-    backward: bool = True
 
 
 @dataclass(slots=True)
@@ -71,8 +69,6 @@ class Simulation:
     rows: tuple[OpRow, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     forward: bool = False
-    # None where nothing requires grad.
-    backward: bool | None = False
     # Names of modules whose forward ran, or whose parameters and buffers an op took.
     visited: set[str] = field(default_factory=set)
 
@@ -113,7 +109,6 @@ class _Step:
                     self.values,
                     swapped(self._models, dict(self._stand_ins)),
                     self.recorder,
-                    engine_without_device(self.recorder),
                 ):
                     try:
                         self._forward(args, kwargs)
@@ -180,23 +175,6 @@ class _Step:
             self.done.forward = True
             if isinstance(output, torch.Tensor) and not output.dim():
                 self._check_loss(output)
-            if job.backward:
-                self._backward(output)
-
-    def _backward(self, output: Any) -> None:
-        roots = [t for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
-        if not roots and not any(t.requires_grad for t in self._stand_ins.values()):
-            self.done.backward = None
-            return
-        if not roots:
-            what = "no output requires grad, so there is no backward to look at"
-            fix = "return the tensors that backward starts from, or ask for backward=False"
-            self._note("not-simulated", OUTSIDE, "backward", what, fix)
-            return
-        with self.recorder.paused():
-            grads = [torch.empty_like(root) for root in roots]
-        torch.autograd.backward(roots, grads)
-        self.done.backward = True
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         if loss.dtype == torch.float16:
@@ -231,7 +209,7 @@ class _Step:
 
     def _failure(self, error: Exception) -> Finding:
         phase = "forward" if self.values.device is None else "loss_fn"
-        place = _module_of(self.job.model, error), "backward" if self.done.forward else phase
+        place = _module_of(self.job.model, error), phase
         if self._functions.failed is not None and isinstance(error, RuntimeError | AssertionError):
             place = self._functions.failed
         rule = "not-simulated"

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import distamp
 from distamp import precision_report
-from distamp.autocast import DataParallel
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.report import recording
 from distamp.autocast.report.rows import OUTSIDE
@@ -98,6 +97,16 @@ MODELS = {
 }
 
 
+def needs(make, shape, dtype):
+    """Skip where this CPU has no kernel for the model in the dtype: asked by running it once."""
+    model = make()
+    try:
+        with torch.autocast("cpu", dtype=dtype):
+            model(torch.randn(shape)).sum().backward()
+    except RuntimeError as error:
+        pytest.skip(f"this CPU cannot run it in {dtype}: {str(error).splitlines()[0]}")
+
+
 def train(model, shape, dtype=BF16, autocast=torch.autocast, cache=True, step=True):
     """Two microbatches in one region, and an optimizer step."""
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,9 +128,8 @@ def kernels(report):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_totals_equal_an_independent_count(name, dtype, autocast):
-    if name == "lstm" and dtype == FP16:
-        pytest.skip("torch has no fp16 LSTM on CPUs")
     make, shape = MODELS[name]
+    needs(make, shape, dtype)
     model = make()
     with Independent() as count, precision_report(model) as report:
         train(model, shape, dtype, autocast)
@@ -138,6 +146,7 @@ def test_totals_equal_an_independent_count(name, dtype, autocast):
 @pytest.mark.parametrize("name", MODELS)
 def test_hits_are_the_casts_that_an_uncached_run_makes_more(name):
     make, shape = MODELS[name]
+    needs(make, shape, BF16)
     model = make()
     reports = {}
     for cache in (True, False):
@@ -552,22 +561,6 @@ def test_casts_of_custom_fwd_are_autocasts():
     with precision_report(model) as report, torch.autocast("cpu", BF16):
         model(torch.randn(4, dtype=BF16))
     assert {(r.cause, r.module) for r in report.rows if r.casts} == {("autocast", "")}
-
-
-def test_distamps_data_parallel_is_followed_into_its_replicas():
-    model = mlp()
-    wrapped = DataParallel(model, device_ids=[torch.device("cpu")] * 2)
-    with precision_report(wrapped) as report:
-        with distamp.autocast("cpu", BF16):
-            out = wrapped(torch.randn(4, 8))
-        out.float().sum().backward()
-    calls = Counter()
-    for row in report.rows:
-        calls[row.module, row.op, row.phase, row.outputs[:1]] += row.calls
-    assert calls["0", "addmm", "forward", ("bfloat16",)] == 2
-    assert calls["3", "addmm", "forward", ("bfloat16",)] == 2
-    assert calls["1", "threshold_backward", "backward", ("bfloat16",)] == 2
-    assert calls["0", "mm", "backward", ("bfloat16",)] >= 2
 
 
 def test_higher_order_operators_are_one_kernel():

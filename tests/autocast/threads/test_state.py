@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from distamp import autocast
-from distamp.autocast import (
-    AutocastExecutor,
-    AutocastState,
-    AutocastThreadPoolExecutor,
-    propagate,
-)
+from distamp.autocast import AutocastState, propagate
 from distamp.autocast.op_lists import OpLists
 from distamp.errors import RegionError
 from tests.autocast.conftest import DEVICE_TYPES, thread_state
@@ -212,66 +205,6 @@ def test_a_propagated_generator_has_the_state_only_while_it_runs():
 def test_propagating_what_cannot_be_called_is_refused():
     with pytest.raises(TypeError, match="callable"):
         propagate(3)
-
-
-def test_the_pool_runs_tasks_in_the_submitters_state_and_maps_in_it():
-    with AutocastThreadPoolExecutor(2) as pool:
-        with autocast("cpu", dtype=torch.float16):
-            first = pool.submit(product)
-            mapped = list(pool.map(lambda _: product(), range(3)))
-        second = pool.submit(product)
-    assert (first.result(), second.result()) == (torch.float16, torch.float32)
-    assert mapped == [torch.float16] * 3
-
-
-def leak() -> None:
-    autocast("cpu", dtype=torch.float16).__enter__()
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    torch.set_autocast_cache_enabled(False)
-
-
-def test_torchs_worker_keeps_what_a_task_leaked():
-    with ThreadPoolExecutor(1) as pool:
-        fresh = pool.submit(thread_state).result()
-        pool.submit(leak).result()
-        assert pool.submit(thread_state).result() != fresh
-
-
-def test_a_leaking_worker_is_put_right_before_its_next_task():
-    with ThreadPoolExecutor(1) as plain:
-        pool = AutocastExecutor(plain)
-        fresh = plain.submit(thread_state).result()
-        pool.submit(leak).result()
-        assert plain.submit(thread_state).result() == fresh
-        plain.submit(leak).result()
-        assert pool.submit(product).result() is torch.float32
-
-
-def test_processes_run_in_the_submitters_state():
-    processes = ProcessPoolExecutor(1, mp_context=get_context("fork"))
-    with processes, autocast("cpu", dtype=torch.float16):
-        dtypes = list(AutocastExecutor(processes).map(name_of_product, range(2)))
-    assert dtypes == ["torch.float16"] * 2
-
-
-def name_of_product(_: int) -> str:
-    return str(product())
-
-
-def test_asyncios_threads_run_in_their_callers_state():
-    @autocast("cpu", dtype=torch.float16)
-    async def bound() -> torch.dtype:
-        return await asyncio.to_thread(propagate(product))
-
-    @autocast("cpu", dtype=torch.bfloat16)
-    async def by_default_executor() -> torch.dtype:
-        return await asyncio.to_thread(product)
-
-    async def main() -> list[torch.dtype]:
-        asyncio.get_running_loop().set_default_executor(AutocastThreadPoolExecutor(1))
-        return [await bound(), await by_default_executor(), await asyncio.to_thread(product)]
-
-    assert asyncio.run(main()) == [torch.float16, torch.bfloat16, torch.float32]
 
 
 def test_a_context_variable_carries_a_state_to_another_thread():
