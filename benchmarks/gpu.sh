@@ -114,7 +114,6 @@ for path in benchmarks/*.py; do
     __init__ | common | scaler_round) continue ;;
     # Of gloo, of shaped links between hosts, or long and of what is computed, not where.
     scaler_collectives | shaped* | comm_hooks_* | levels* | wire_error) continue ;;
-    headroom) options=(--cost) ;;
     esac
     if "$python" -m "benchmarks.$name" --help 2>/dev/null | grep -q -- --device; then
         options+=(--device cuda)

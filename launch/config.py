@@ -133,8 +133,6 @@ class Config:
     """A dynamic loss scale at the start."""
     growth_interval: int = 2000
     """Clean steps until a dynamic loss scale doubles."""
-    schedule: Literal["dynamic", "headroom"] = "dynamic"
-    """How a dynamic loss scale moves: torch's rule, or ahead of overflows."""
 
     evaluate_every: int = 50
     """Steps between two validations."""

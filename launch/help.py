@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "data": ("data", "image_size", "batch", "accumulate", "seed"),
     "precision": (
         *("precision", "opt_level", "keep_batchnorm_fp32", "master_weights", "loss_scale"),
-        *("init_scale", "growth_interval", "schedule"),
+        *("init_scale", "growth_interval"),
     ),
     "parallelism": (
         *("strategy", "replicas", "shards", "tp", "gather_fp32", "comm_hook", "backend"),

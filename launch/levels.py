@@ -10,14 +10,13 @@ from torch import nn
 from distamp import initialize
 from distamp.initialize import Amp
 from distamp.precision import Precision
-from distamp.scaler import DynamicSchedule, HeadroomSchedule
+from distamp.scaler import DynamicSchedule
 from launch.config import Config
 from launch.errors import UsageError
 from launch.parallel import ParallelizedModel
 
 __all__ = ["amp_for", "described", "eps_for", "stepped_in", "trial"]
 
-_SCHEDULES = {kind.kind: kind for kind in (DynamicSchedule, HeadroomSchedule)}
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -73,7 +72,7 @@ def _scale(config: Config) -> dict[str, Any]:
     """
     constant = config.level.loss_scale
     if constant != "dynamic":
-        for name in ("init_scale", "growth_interval", "schedule"):
+        for name in ("init_scale", "growth_interval"):
             if getattr(config, name) != getattr(Config, name):
                 raise UsageError(
                     f"--{name.replace('_', '-')} {getattr(config, name)}: the loss scale at"
@@ -82,7 +81,7 @@ def _scale(config: Config) -> dict[str, Any]:
                 )
         return {}
     try:
-        schedule = _SCHEDULES[config.schedule](growth_interval=config.growth_interval)
+        schedule = DynamicSchedule(growth_interval=config.growth_interval)
     except ValueError as error:
         raise UsageError(f"the loss scale's settings: {error}") from None
     return {"init_scale": config.init_scale, "schedule": schedule}

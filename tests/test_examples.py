@@ -20,7 +20,6 @@ SCALER_EXAMPLES = [
     "gate_lr_and_ema",
     "gradient_clipping",
     "gradient_penalty",
-    "lbfgs",
     "several_optimizers",
 ]
 HOOK_EXAMPLES = ["hook_on_a_slow_link"]
@@ -130,14 +129,6 @@ def test_the_gradient_penalty_in_fp16_is_that_of_fp32(example):
     half, full = module.train(True), module.train(False)
     assert half[0] == pytest.approx(full[0], rel=1e-2)
     assert half[1] == pytest.approx(full[1], rel=2e-2)
-
-
-def test_lbfgs_in_fp16_reaches_the_minimum_of_fp32_over_an_overflow(example):
-    module = example("lbfgs")
-    half, _, taken = module.train(True)
-    full, _, _ = module.train(False)
-    assert taken == [False, *([True] * (module.STEPS - 1))]
-    assert half[-1] == pytest.approx(full[-1], rel=5e-3)
 
 
 def test_every_level_of_the_typical_loop_learns_what_fp32_learns(example):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from distamp import DistampError, DistGradScaler, comm_hooks, initialize
-from distamp.scaler import HeadroomSchedule, HysteresisSchedule, MasterParameters
+from distamp.scaler import HysteresisSchedule, MasterParameters
 
 CLEAR = (DistampError, ValueError, TypeError)
 WRONG: list[Any] = [
@@ -65,13 +65,6 @@ def scaler() -> Subject:
 
 def schedule() -> Subject:
     made, step = _training(DistGradScaler("cpu", schedule=HysteresisSchedule(hysteresis=2)))
-    return Subject(
-        made.schedule_state_dict(), made.load_schedule_state_dict, lambda: _of(made), step
-    )
-
-
-def headroom() -> Subject:
-    made, step = _training(DistGradScaler("cpu", schedule=HeadroomSchedule()))
     return Subject(
         made.schedule_state_dict(), made.load_schedule_state_dict, lambda: _of(made), step
     )
@@ -133,7 +126,7 @@ def _of(made: DistGradScaler) -> Any:
     return made.state_dict(), made.schedule_state_dict()
 
 
-SUBJECTS = {each.__name__: each for each in (scaler, schedule, headroom, masters, amp)}
+SUBJECTS = {each.__name__: each for each in (scaler, schedule, masters, amp)}
 
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -45,8 +45,7 @@ class Amp:
 
     Like ``torch.amp.autocast`` and ``torch.amp.GradScaler``, combined for one level, so that the
     training loop is the same at every level. Nothing is patched. For what this class does not
-    cover, use ``scaler`` and ``precision``; for closures (LBFGS), for example,
-    ``amp.scaler.step(optimizer, closure)``.
+    cover, use ``scaler`` and ``precision``.
 
     Attributes:
         models: The given models, cast if the level requires it.

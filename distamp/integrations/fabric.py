@@ -30,7 +30,7 @@ class _Scaled(_plugins.Precision):
     scaler: DistGradScaler | None
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step on all ranks or on none; a closure too, each evaluation agreed on."""
+        """Step on all ranks or on none."""
         if self.scaler is None:
             return _plugins.Precision.optimizer_step(self, optimizer, **kwargs)
         output = self.scaler.step(first_optimizer(optimizer), **kwargs)
@@ -51,8 +51,7 @@ class MixedPrecision(_Scaled, _plugins.MixedPrecision):
     """Fabric's ``MixedPrecision`` with a :class:`distamp.DistGradScaler`.
 
     For one device, DDP and ModelParallelStrategy: ``Fabric(plugins=MixedPrecision("16-mixed",
-    "cuda"))``, without ``precision=``. Unlike Fabric's it clips with fused optimizers and steps
-    LBFGS.
+    "cuda"))``, without ``precision=``. Unlike Fabric's it clips with fused optimizers.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.

@@ -2,7 +2,6 @@
 
 from distamp.masters import MasterParameters, master_params, masters_of
 from distamp.scaler.grad_scaler import DistGradScaler
-from distamp.scaler.headroom import HeadroomSchedule
 from distamp.scaler.optimizer_state import StepCounts
 from distamp.scaler.schedule import (
     DynamicSchedule,
@@ -15,7 +14,6 @@ from distamp.scaler.schedule import (
 __all__ = [
     "DistGradScaler",
     "DynamicSchedule",
-    "HeadroomSchedule",
     "HysteresisSchedule",
     "MasterParameters",
     "ScaleState",

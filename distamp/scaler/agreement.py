@@ -48,14 +48,13 @@ class Question:
         live: Scale, growth tracker and what else a schedule remembers, where the host can read it
             without a wait; else what all of it follows from.
         scaled: Whether this rank has ever called ``scale()``.
-        flags: 0-d float32 flags of the caller's own, beside those of the optimizers.
         refused: An error that was found before gradients were looked at.
         wants_rows: Whether a norm or the largest gradient is asked for.
         row: This rank's words of them, int64 (3,); None where it has an error.
         norms: The number of the norm plan; 0 where no norm is asked for.
         table: What the other ranks need to know to make a plan; asked for where plans differ.
         tail: Words for ranks that have no more inputs, inside ``Join``.
-        read_live: Reads scale, tracker and memory; waits where they lie on a device.
+        read_live: Reads scale and tracker; waits where they lie on a device.
     """
 
     call: str
@@ -67,7 +66,6 @@ class Question:
     scale: Tensor
     live: tuple[Any, ...]
     scaled: bool
-    flags: Sequence[Tensor] = ()
     refused: Exception | None = None
     wants_rows: bool = False
     row: Tensor | None = None
@@ -90,8 +88,7 @@ class Agreed(NamedTuple):
     """What all ranks agree on.
 
     Args:
-        flags: For each optimizer, and then for each flag of the caller's own, 0-d float32,
-            exactly 0 or 1.
+        flags: For each optimizer, 0-d float32, exactly 0 or 1.
         reply: Who overflowed.
         rows: The rows of all ranks, int64 (ranks, 3), if asked for.
         with_rows: Whether they came in the reply, and not in a collective of their own.
@@ -143,8 +140,8 @@ class Statement:
             "growth_tracker": tracker,
             "over": self.over,
         }
-        memory = self.live[2:]
-        return {**shown, "memory": memory} if memory else shown
+        hysteresis = self.live[2:]
+        return {**shown, "hysteresis": hysteresis} if hysteresis else shown
 
 
 class Ranks:
@@ -245,8 +242,6 @@ class Ranks:
         usual = scaled and error is None and unsent is None
         marks = () if usual else (error is not None, unsent is not None, scaled)
         flags = [local.flags for local in question.locals]
-        if question.flags:
-            flags += [[flag] for flag in question.flags]
         row, tail = question.row, question.tail
         takes_rows = bool(tail) or group.length.takes_rows()
         digest = self._digest(question, marks)

@@ -14,7 +14,7 @@ from distamp.scaler.optimizer_state import OptimizerState, OptState
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
-__all__ = ["check_closure", "enter"]
+__all__ = ["enter"]
 
 
 def enter(
@@ -22,14 +22,11 @@ def enter(
     call: str,
     given: Sequence[Any],
     check: Callable[[OptimizerState], None],
-    *,
-    needs_scale: bool = True,
 ) -> list[Subject]:
     """Return what a call is about; an error reaches every rank in this message or the next."""
     subjects: list[Subject] = []
     try:
-        if needs_scale:
-            scaler._require_scale("step" if call == "step_all" else call)
+        scaler._require_scale("step" if call == "step_all" else call)
         if len(given) != 1:
             _check_given(call, given)
         for optimizer in given:
@@ -40,7 +37,7 @@ def enter(
     except Exception as error:
         if scaler._ranks.alone:
             raise
-        if _is_due(scaler, call, given):
+        if _is_due(scaler, given):
             look_and_agree(scaler, "step", subjects, local_pass.check, refused=error)
         shown = _with_peers(error, given) if call.startswith("step") else error
         scaler._ranks.raise_later_elsewhere(shown)
@@ -48,7 +45,7 @@ def enter(
     return subjects
 
 
-def _is_due(scaler: DistGradScaler, call: str, given: Sequence[Any]) -> bool:
+def _is_due(scaler: DistGradScaler, given: Sequence[Any]) -> bool:
     """Return whether the other ranks send a message in the call that is refused here."""
     unscaled_some = any(
         state["stage"] is OptState.UNSCALED for state in scaler._states.records.values()
@@ -58,9 +55,7 @@ def _is_due(scaler: DistGradScaler, call: str, given: Sequence[Any]) -> bool:
         if state is None:
             if not unscaled_some:
                 return True
-        elif (state["stage"] is OptState.READY and state.closed is None) or (
-            scaler._recheck and call != "unscale_" and state["stage"] is OptState.UNSCALED
-        ):
+        elif state["stage"] is OptState.READY and state.closed is None:
             return True
     return not given and not unscaled_some
 
@@ -71,16 +66,6 @@ def _check_given(call: str, given: Sequence[Any]) -> None:
     if len(given) > 1 and len(set(map(id, map(unwrapped, given)))) != len(given):
         raise StageError(
             f"{call}() was given one optimizer twice; each is unscaled and stepped once"
-        )
-
-
-def check_closure(state: OptimizerState) -> None:
-    """Refuse a step with a closure after ``unscale_``."""
-    state.check_step()
-    if state["stage"] is OptState.UNSCALED:
-        raise StageError(
-            "step() was given a closure after unscale_(); a closure computes its own gradients "
-            "and each of its evaluations is unscaled, so leave unscale_() out"
         )
 
 

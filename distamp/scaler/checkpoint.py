@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from distamp.errors import SettingError, StageError
-from distamp.scaler.headroom import HeadroomSchedule
 from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
 from distamp.scaler.settings import stacklevel_of_caller
 
@@ -20,7 +19,6 @@ __all__ = ["Saved", "read_schedule", "read_state", "written_schedule"]
 _VERSION = 1
 # What the counters on a device hold.
 _LARGEST_COUNT = 2**31 - 1
-_KINDS: dict[str, type[Schedule]] = {**SCHEDULES, HeadroomSchedule.kind: HeadroomSchedule}
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,12 @@ class Saved:
         scale: The loss scale; None where the state does not say.
         tracker: Clean iterations since the scale last moved; None where it does not say.
         hysteresis: Overflows still forgiven; None where it does not say.
-        memory: What else the schedule remembers; None where it does not say.
     """
 
     schedule: Schedule
     scale: float | None = None
     tracker: int | None = None
     hysteresis: int | None = None
-    memory: tuple[int, ...] | None = None
 
 
 def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
@@ -74,13 +70,12 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
     return replace(read, scale=_scale(state, read.schedule), tracker=tracker)
 
 
-def written_schedule(schedule: Schedule, hysteresis: int, memory: Sequence[int]) -> dict[str, Any]:
-    """Return what torch's five keys cannot hold: the kind of schedule, its bounds and memory."""
+def written_schedule(schedule: Schedule, hysteresis: int) -> dict[str, Any]:
+    """Return what torch's five keys cannot hold: the kind of schedule and its bounds."""
     return {
         "version": _VERSION,
         **schedule.extras(),
         "hysteresis_tracker": hysteresis,
-        "memory": list(memory),
     }
 
 
@@ -154,26 +149,20 @@ def _schedule(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Saved:
     saved = dict(given)
     hysteresis = _count(saved, "hysteresis_tracker")
     del saved["hysteresis_tracker"]
+    saved.pop("memory", None)  # earlier versions wrote an empty list
     kind = saved.pop("kind", DynamicSchedule.kind)
-    if kind not in _KINDS:
-        raise SettingError(f"the scaler state has schedule {kind!r}; known are {sorted(_KINDS)}")
-    memory = saved.pop("memory", None)
-    unknown = set(saved) - {field.name for field in fields(_KINDS[kind])}
+    if kind not in SCHEDULES:
+        raise SettingError(
+            f"the scaler state has schedule {kind!r}; known are {sorted(SCHEDULES)}. To go on by "
+            "torch's rule, load state_dict() alone"
+        )
+    unknown = set(saved) - {field.name for field in fields(SCHEDULES[kind])}
     if unknown:
         raise SettingError(
             f"the scaler state has settings that schedule {kind!r} does not: {sorted(unknown)}"
         )
-    schedule = _KINDS[kind](**settings, **saved)
-    if memory is None:
-        memory = schedule.initial_memory
-    if not isinstance(memory, (list, tuple)) or len(memory) != len(schedule.initial_memory):
-        raise SettingError(
-            f"the scaler state has memory {memory!r} for schedule {kind!r}, which remembers "
-            f"{len(schedule.initial_memory)} numbers"
-        )
-    if not all(isinstance(each, int) and abs(each) < 2**63 for each in memory):
-        raise SettingError(f"the scaler state's memory must be integers of 64 bits, not {memory!r}")
-    return Saved(schedule, hysteresis=hysteresis, memory=tuple(memory))
+    schedule = SCHEDULES[kind](**settings, **saved)
+    return Saved(schedule, hysteresis=hysteresis)
 
 
 def _scale(state: Mapping[str, Any], schedule: Schedule) -> float:

@@ -154,26 +154,20 @@ def look_and_agree(
     """
     scale = scaler._scale_tensor()
     group = scaler._ranks.group_for(scale, scaler._states)
-    flags = scaler._own_flags
-    if flags:
-        scaler._own_flags, scaler._agreed_flags = [], flags if group is None else []
     if group is None:
         _alone(scaler, subjects, look, refused, norm, scale)
         return
     # The same on all ranks, though some may not have read the last reply: of a call that takes
     # several messages, all but the last are read before it ends.
     most = group.length.capacity
-    total = len(subjects) + len(flags)
+    total = len(subjects)
     if total <= most:
-        _with_ranks(scaler, group, call, subjects, look, flags, total, refused, norm)
+        _with_ranks(scaler, group, call, subjects, look, total, refused, norm)
         return
-    items = [*subjects, *flags]
     for start in range(0, total, most):
-        part = items[start : start + most]
-        some = [item for item in part if isinstance(item, Subject)]
-        others = [item for item in part if isinstance(item, Tensor)]
+        some = subjects[start : start + most]
         asked = norm if start + most >= total else None
-        _with_ranks(scaler, group, call, some, look, others, total, refused, asked)
+        _with_ranks(scaler, group, call, some, look, total, refused, asked)
 
 
 def _alone(
@@ -191,8 +185,6 @@ def _alone(
         local = look(scaler, subject)
         flags = local.flags
         subject.state.set_flag(flags[0] if len(flags) == 1 else merged(flags, scale.device))
-        if local.largest is not None:
-            scaler._note_largest(local.largest)
     if norm is not None:
         norm.measure(None, scale.device)
         norm.total = norm.local_total()
@@ -204,7 +196,6 @@ def _with_ranks(
     call: str,
     subjects: Sequence[Subject],
     look: Look,
-    flags: Sequence[Tensor],
     total: int,
     refused: Exception | None,
     norm: Norm | None,
@@ -212,7 +203,6 @@ def _with_ranks(
     """Look at what one message takes, and agree."""
     try:
         question = _question(scaler, group, call, subjects, look, total, refused, norm)
-        question.flags = flags
         question.tail = joining.tail_of(scaler, total)
         agreed = scaler._ranks.agree(group, question, scaler._states)
         _note(scaler, group, question, agreed, norm)
@@ -250,13 +240,13 @@ def _question(
         scaler._live_state(),
         scaler._scale_called,
         refused=refused,
-        wants_rows=norm is not None or scaler._watches_largest(call),
+        wants_rows=norm is not None,
         norms=0 if norm is None else UNMEASURED,
         read_live=scaler._read_live_state,
     )
     if question.wants_rows and question.error() is None:
         try:
-            _add_row(group, question, locals_, norm)
+            _add_row(group, question, norm)
         except Exception as error:
             question.refused = error
     return question
@@ -265,22 +255,15 @@ def _question(
 def _add_row(
     group: Group,
     question: Question,
-    locals_: Sequence[Local],
     norm: Norm | None,
 ) -> None:
+    assert norm is not None
     device = question.scale.device
-    seen = [local.largest for local in locals_ if local.largest is not None]
-    largest = torch.stack(seen).max() if seen else None
-    if norm is None:
-        question.row = NormPlan.alone([], device).row(
-            torch.zeros(0, dtype=torch.float64, device=device), 2.0, largest
-        )
-        return
     norm.measure(group, device)
     plan, norms = norm.plan, norm.norms
     assert plan is not None
     assert norms is not None
-    question.row = plan.row(norms, norm.norm_type, largest)
+    question.row = plan.row(norms, norm.norm_type, None)
     question.norms = plan.key
     question.table = lambda: plan.table(norms)
 
@@ -290,17 +273,12 @@ def _note(
 ) -> None:
     for place, state in enumerate(question.states):
         state.set_flag(agreed.flags[place], agreed.reply, place)
-    if question.flags:
-        scaler._agreed_flags += agreed.flags[len(question.states) :]
     if agreed.compared:
         scaler._rebase()
     if agreed.rows is None:
         return
-    order = 2.0 if norm is None else norm.norm_type
-    whole, largest = total_norm(agreed.rows, order)
-    if scaler._watches_largest(question.call):
-        scaler._note_largest(largest.to(question.scale.device))
     if norm is not None:
+        whole, _ = total_norm(agreed.rows, norm.norm_type)
         total = norm.agreed_total(group, agreed, whole, question.tail)
         norm.total = total.to(question.scale.device)
 
@@ -319,7 +297,7 @@ def agree_on_norm(
     )
     if refused is None:
         try:
-            _add_row(group, question, [], norm)
+            _add_row(group, question, norm)
         except Exception as error:
             question.refused = error
     agreed = ranks.agree(group, question, states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -16,7 +16,7 @@ from distamp.gradients import flag_of, merged
 from distamp.optimizers import find_closure, unwrapped
 from distamp.scaler import clipping, groups, joining, local_pass, overflow, settings, stepping
 from distamp.scaler.agreement import Ranks
-from distamp.scaler.calls import check_closure, enter
+from distamp.scaler.calls import enter
 from distamp.scaler.flow import look_and_agree
 from distamp.scaler.groups import GroupLike
 from distamp.scaler.guard import BackwardWatch
@@ -68,8 +68,6 @@ class DistGradScaler(TorchNames):
             raises. ``"inplace"`` unscales them in place, as ShardedGradScaler does; values below
             6e-8 times the scale become zero. ``"master"`` unscales them in float32, into the
             optimizer's `MasterParameters`.
-        recheck: In ``step``, check again what was changed after ``unscale_`` (by a clip that
-            divides by zero, for example). Costs one more message.
         max_consecutive_skips: Raise `LossScaleCollapse` at this many skipped steps of one optimizer
             in a row.
         named_parameters: ``model.named_parameters()``, for names in `overflow_report`.
@@ -109,7 +107,6 @@ class DistGradScaler(TorchNames):
         max_scale: float = MAX_SCALE,
         schedule: Schedule | None = None,
         fp16_grads: Literal["error", "inplace", "master"] = "error",
-        recheck: bool = False,
         max_consecutive_skips: int | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
@@ -128,13 +125,12 @@ class DistGradScaler(TorchNames):
         settings.check_fp16_grads(fp16_grads)
         settings.check_skips(max_consecutive_skips)
         groups.check_group(process_group)
-        self._fp16_grads, self._recheck = fp16_grads, recheck
+        self._fp16_grads = fp16_grads
         self._max_consecutive_skips = max_consecutive_skips
         self._names = settings.Names(named_parameters)
         self._init_scale = self._schedule.checked_scale(init_scale)
         self._init_growth_tracker = 0
         self._init_hysteresis = self._schedule.initial_hysteresis
-        self._init_memory = self._schedule.initial_memory
         self._start(process_group)
 
     def _start(self, process_group: GroupLike) -> None:
@@ -142,16 +138,12 @@ class DistGradScaler(TorchNames):
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
         self._hysteresis_tracker: Tensor | None = None
-        self._memory: Tensor | None = None
-        self._largest: Tensor | None = None
         self._state: ScaleState | None = None
         self._scale_called = False
         self._warned_seed = False
         self._known_settings: tuple[Any, ...] = ()
         self._known_live: tuple[Any, ...] = ()
         self._moves = 0
-        self._own_flags: list[Tensor] = []
-        self._agreed_flags: list[Tensor] = []
         self._notified_join = False
         self._plans = NormPlans()
         self._states = OptimizerStates()
@@ -283,9 +275,7 @@ class DistGradScaler(TorchNames):
         """Step the optimizer if no rank found inf or NaN, else skip on every rank.
 
         Like ``torch.amp.GradScaler.step``; sends the message if ``unscale_`` has not. Unlike
-        torch's, it supports a closure (LBFGS), by position or by name. The closure zeroes the
-        gradients, computes the loss, runs ``scaler.scale(loss).backward()`` and returns the
-        unscaled loss. Each evaluation is unscaled and agreed on separately.
+        torch's, it refuses a closure also by position.
 
         Args:
             optimizer: The optimizer whose parameters to update.
@@ -296,7 +286,8 @@ class DistGradScaler(TorchNames):
             The result of ``optimizer.step``; None for a skipped step.
 
         Raises:
-            StageError: A second ``step`` before ``update``, or gradients added after ``unscale_``.
+            StageError: A closure, a second ``step`` before ``update``, or gradients added after
+                ``unscale_``.
             LossScaleCollapse: ``max_consecutive_skips`` was reached.
             ValueError, GradientError, LockstepError: As for `unscale_`.
         """
@@ -304,10 +295,11 @@ class DistGradScaler(TorchNames):
             return optimizer.step(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(_STEP)(self, optimizer, *args, **kwargs)
-        closure = find_closure(args, kwargs) if args or kwargs else None
-        if closure is not None:
-            (subject,) = enter(self, "step", (optimizer,), check_closure, needs_scale=False)
-            return stepping.step_with_closure(self, subject, closure, args, kwargs)
+        if (args or kwargs) and find_closure(args, kwargs) is not None:
+            raise StageError(
+                "step() was given a closure, whose backward passes would step scaled gradients: "
+                "run such an optimizer (LBFGS) without a scaler, in float32 or bfloat16"
+            )
         (subject,) = enter(self, "step", (optimizer,), OptimizerState.check_step)
         state = subject.state
         if state["stage"] is OptState.READY:
@@ -320,8 +312,6 @@ class DistGradScaler(TorchNames):
             else:
                 look_and_agree(self, "step", (subject,), local_pass.unscale)
             stepping.agree_on_flags_of_others(self, subject)
-        elif self._recheck:
-            look_and_agree(self, "recheck", [subject], local_pass.recheck)
         else:
             stepping.agree_on_flags_of_others(self, subject)
         return stepping.apply(self, subject, args, kwargs)
@@ -343,11 +333,8 @@ class DistGradScaler(TorchNames):
             return [self.step(optimizer) for optimizer in optimizers]
         subjects = enter(self, "step_all", optimizers, OptimizerState.check_step)
         ready = [s for s in subjects if s.state["stage"] is OptState.READY]
-        again = [s for s in subjects if s.state["stage"] is OptState.UNSCALED]
-        if ready or self._own_flags:
+        if ready:
             look_and_agree(self, "step", ready, local_pass.before_step)
-        if again and self._recheck:
-            look_and_agree(self, "recheck", again, local_pass.recheck)
         return [stepping.apply(self, subject, (), {}) for subject in subjects]
 
     # -- what each call begins with --------------------------------------------------------------
@@ -374,14 +361,6 @@ class DistGradScaler(TorchNames):
         device = given if isinstance(given, (str, torch.device)) else "cpu"
         return self._scale_on(torch.device(device))
 
-    def _watches_largest(self, call: str) -> bool:
-        # Gradients that are checked again are unscaled already.
-        return self._schedule.watches_largest and call != "recheck"
-
-    def _note_largest(self, largest: Tensor) -> None:
-        known = self._largest
-        self._largest = largest if known is None else torch.maximum(known, largest)
-
     # -- update ----------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -407,7 +386,6 @@ class DistGradScaler(TorchNames):
             scale = self._scale_tensor()
         if new_scale is not None:
             scale.fill_(self._schedule.checked_scale(settings.one_number(new_scale), "new_scale"))
-            self._largest = None
             self._rebase()
         else:
             records = self._states.records.values()
@@ -423,12 +401,11 @@ class DistGradScaler(TorchNames):
         assert scale is not None
         assert tracker is not None
         assert hysteresis is not None
-        largest, self._largest = self._largest, None
         self._moves += 1
         state = self._state
         if state is None or state.scale is not scale or state.growth_tracker is not tracker:
-            state = self._state = ScaleState(scale, tracker, hysteresis, self._memory)
-        self._schedule.advance_(state, found_inf, largest)
+            state = self._state = ScaleState(scale, tracker, hysteresis)
+        self._schedule.advance_(state, found_inf)
 
     def _begin_iteration(self, records: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         if self._scale is not None:
@@ -485,18 +462,6 @@ class DistGradScaler(TorchNames):
                 "found_inf() was called before unscale_() or step() for this optimizer"
             )
         return found
-
-    def overflow_rank(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Return the lowest rank on which the last check found inf or NaN; may wait.
-
-        Every rank returns the same: None if no rank overflowed; 0 without a group.
-
-        Raises:
-            StageError: The scaler never saw the optimizer.
-        """
-        if not self._enabled:
-            return None
-        return self._states.asked("overflow_rank", optimizer).overflow_rank()
 
     def step_counts(self, optimizer: torch.optim.Optimizer) -> StepCounts:
         """Return how many steps of this optimizer were taken and skipped; may wait.
@@ -578,18 +543,6 @@ class DistGradScaler(TorchNames):
                 "a skipped step and before zero_grad()"
             )
         return report
-
-    def send_flags(self, flags: Sequence[Tensor]) -> None:
-        """Send the caller's own flags in the next message; the same number on every rank.
-
-        Args:
-            flags: Each 0-d float32, exactly 0 or 1.
-        """
-        self._own_flags = list(flags)
-
-    def agreed_flags(self) -> list[Tensor]:
-        """Return the flags of the last `send_flags`, each 1 if any rank had set it; 0-d."""
-        return self._agreed_flags
 
     def attach(self, hook_state: object) -> None:
         """Tell a communication hook the loss scale and which steps were skipped.

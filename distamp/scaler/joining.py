@@ -84,14 +84,13 @@ def _skips(scaler: DistGradScaler) -> int:
 
 
 def _state(scaler: DistGradScaler) -> list[int]:
-    """Return scale, tracker, hysteresis and memory as integers."""
+    """Return scale, tracker and hysteresis as integers."""
     scale, tracker = scaler._scale_tensor(), scaler._growth_tracker
-    hysteresis, memory = scaler._hysteresis_tracker, scaler._memory
+    hysteresis = scaler._hysteresis_tracker
     assert tracker is not None
     assert hysteresis is not None
     bits = int(scale.cpu().view(torch.int32).item())
-    state = [bits, int(tracker.item()), int(hysteresis.item())]
-    return state if memory is None else [*state, *map(int, memory.tolist())]
+    return [bits, int(tracker.item()), int(hysteresis.item())]
 
 
 class ShadowScaler(JoinHook):
@@ -136,13 +135,12 @@ class ShadowScaler(JoinHook):
 
     def _take_over(self, state: list[int]) -> None:
         scaler = self._scaler
-        bits, tracker, hysteresis, *memory = state
+        bits, tracker, hysteresis = state
         scale = torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32)
         pairs = (
             (scaler._scale, scale),
             (scaler._growth_tracker, tracker),
             (scaler._hysteresis_tracker, hysteresis),
-            (scaler._memory, torch.tensor(memory, dtype=torch.int64, device="cpu")),
         )
         for held, value in pairs:
             if held is not None:

@@ -1,4 +1,4 @@
-"""The pass over the gradients of one optimizer on this rank: unscale them, check them, or again."""
+"""The pass over the gradients of one optimizer on this rank: unscale them, or check them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distamp import host
 from distamp.errors import SettingError
-from distamp.gradients import check_finite, flag_of, largest_magnitude, local_gradients
+from distamp.gradients import check_finite, flag_of, local_gradients
 from distamp.scaler.look import Local
 from distamp.scaler.optimizer_state import OptState
 from distamp.scaler.torch_compat import UNSCALE_GRADS, overrides
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distamp.scaler.flow import Subject
     from distamp.scaler.grad_scaler import DistGradScaler
 
-__all__ = ["before_step", "check", "only_checks", "recheck", "unscale"]
+__all__ = ["before_step", "check", "only_checks", "unscale"]
 
 
 def only_checks(subject: Subject) -> bool:
@@ -51,15 +51,11 @@ def unscale(scaler: DistGradScaler, subject: Subject) -> Local:
     way: Callable[[Tensor, Tensor, bool], Sequence[Tensor]] = source.unscale
     if not source.has_masters and overrides(scaler, UNSCALE_GRADS):
         way = partial(_flags_of_override, scaler, optimizer)
-    largest = None
-    if scaler._schedule.watches_largest:
-        with torch.no_grad():
-            largest = largest_magnitude(local_gradients(source.filled(), optimizer), scale.device)
     found = flag_of(False, scale.device)
     flags = way(_inverse(scale), found, scaler._fp16_grads == "inplace")
     state["stage"] = OptState.UNSCALED
     state.in_place = True
-    return Local(flags or [found], largest)
+    return Local(flags or [found])
 
 
 def check(scaler: DistGradScaler, subject: Subject) -> Local:
@@ -72,16 +68,7 @@ def check(scaler: DistGradScaler, subject: Subject) -> Local:
     if overrides(scaler, UNSCALE_GRADS):
         one, found = flag_of(True, own.device), flag_of(False, own.device)
         return Local(_flags_of_override(scaler, optimizer, one, found, True) or [found])
-    return _check(optimizer, source, own.device, watch=scaler._schedule.watches_largest)
-
-
-def recheck(scaler: DistGradScaler, subject: Subject) -> Local:
-    """Look again at gradients that were changed after they were unscaled."""
-    # An overflow stays one, though a clip may have put finite numbers in its place.
-    before = subject.state.flag()
-    device = scaler._scale_tensor().device
-    local = _check(subject.optimizer, subject.source, device, watch=False)
-    return Local([*local.flags, *([] if before is None else [before])])
+    return _check(optimizer, source, own.device)
 
 
 def _flags_of_override(
@@ -98,11 +85,8 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _check(optimizer: Any, source: GradientSource, device: torch.device, *, watch: bool) -> Local:
+def _check(optimizer: Any, source: GradientSource, device: torch.device) -> Local:
     gradients = local_gradients(source.watched(), optimizer)
-    if watch:  # one pass gives both
-        largest = largest_magnitude(gradients, device)
-        return Local([largest.isinf().float()], largest)
     return Local(check_finite(gradients, flag_of(False, device)))
 
 

@@ -19,12 +19,10 @@ class Local:
 
     Args:
         flags: 0-d float32, one for each device that holds gradients; 1 where there is inf or NaN.
-        largest: 0-d float32, the largest magnitude while still scaled, where it is asked for.
         error: Why they could not be looked at.
     """
 
     flags: Sequence[Tensor] = field(default_factory=list)
-    largest: Tensor | None = None
     error: Exception | None = None
 
 

@@ -27,13 +27,11 @@ class ScaleState:
         scale: 0-d float32, the loss scale.
         growth_tracker: 0-d int32, clean iterations since the last growth or overflow.
         hysteresis_tracker: 0-d int32, overflows still forgiven before the scale backs off.
-        memory: 1-d int64, what else a schedule remembers; None if nothing.
     """
 
     scale: Tensor
     growth_tracker: Tensor
     hysteresis_tracker: Tensor
-    memory: Tensor | None = None
 
     @classmethod
     def initial(
@@ -42,14 +40,12 @@ class ScaleState:
         growth_tracker: int,
         hysteresis: int,
         device: torch.device,
-        memory: tuple[int, ...] = (),
     ) -> Self:
         """Build the tensors on ``device``."""
         return cls(
             torch.full((), scale, dtype=torch.float32, device=device),
             torch.full((), growth_tracker, dtype=torch.int32, device=device),
             torch.full((), hysteresis, dtype=torch.int32, device=device),
-            torch.tensor(memory, dtype=torch.int64, device=device) if memory else None,
         )
 
 
@@ -69,7 +65,6 @@ class Schedule:
     """
 
     kind: ClassVar[str] = ""
-    watches_largest: ClassVar[bool] = False  # whether next_state wants the largest gradient
 
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -105,35 +100,24 @@ class Schedule:
         """Overflows that are forgiven before the first back-off, plus one."""
         return 1
 
-    @property
-    def initial_memory(self) -> tuple[int, ...]:
-        """What `ScaleState.memory` holds at the start; empty for schedules without one."""
-        return ()
-
-    def next_state(
-        self, state: ScaleState, found_inf: Tensor, largest: Tensor | None = None
-    ) -> ScaleState:
+    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """Return the state of the next iteration.
 
         Args:
             state: The state that this iteration's gradients were scaled with; left as it is.
             found_inf: 0-d float32, 0.0 for a clean iteration and 1.0 for an overflow.
-            largest: 0-d float32, the largest magnitude among the still scaled gradients of all
-                ranks, inf where it is not known; None for schedules that do not watch it.
         """
         raise NotImplementedError
 
-    def advance_(
-        self, state: ScaleState, found_inf: Tensor, largest: Tensor | None = None
-    ) -> ScaleState:
+    def advance_(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """Write the state of the next iteration into ``state``'s own tensors, and return it.
 
         Captured graphs and optimizers may hold these very tensors.
         """
-        after = self.next_state(state, found_inf, largest)
+        after = self.next_state(state, found_inf)
         for field_ in fields(ScaleState):
             old, new = getattr(state, field_.name), getattr(after, field_.name)
-            if old is not None and new is not None and new is not old:
+            if new is not old:
                 old.copy_(new)
         return state
 
@@ -168,17 +152,13 @@ class DynamicSchedule(Schedule):
 
     kind: ClassVar[str] = "dynamic"
 
-    def next_state(
-        self, state: ScaleState, found_inf: Tensor, largest: Tensor | None = None
-    ) -> ScaleState:
+    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """See `Schedule.next_state`; torch's own kernel computes it."""
         scale, tracker = state.scale.clone(), state.growth_tracker.clone()
-        moved = ScaleState(scale, tracker, state.hysteresis_tracker, state.memory)
-        return self.advance_(moved, found_inf, largest)
+        moved = ScaleState(scale, tracker, state.hysteresis_tracker)
+        return self.advance_(moved, found_inf)
 
-    def advance_(
-        self, state: ScaleState, found_inf: Tensor, largest: Tensor | None = None
-    ) -> ScaleState:
+    def advance_(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """See `Schedule.advance_`; torch's own kernel works in place."""
         torch._amp_update_scale_(
             state.scale,
@@ -225,9 +205,7 @@ class HysteresisSchedule(Schedule):
         """The full credit."""
         return self.hysteresis
 
-    def next_state(
-        self, state: ScaleState, found_inf: Tensor, largest: Tensor | None = None
-    ) -> ScaleState:
+    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """See `Schedule.next_state`."""
         found = found_inf > 0
         scale, tracker = state.scale.clone(), state.growth_tracker.clone()
@@ -252,9 +230,7 @@ class StaticSchedule(Schedule):
 
     kind: ClassVar[str] = "static"
 
-    def next_state(
-        self, state: ScaleState, found_inf: Tensor, largest: Tensor | None = None
-    ) -> ScaleState:
+    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """See `Schedule.next_state`."""
         return state
 

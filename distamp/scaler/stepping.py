@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from distamp import host
 from distamp.errors import LossScaleCollapse, StageError
-from distamp.scaler import local_pass, overflow
-from distamp.scaler.closure import step_or_restore
+from distamp.scaler import overflow
 from distamp.scaler.flow import Subject, look_and_agree
 from distamp.scaler.look import Local
 from distamp.scaler.optimizer_state import OptState, leaves_garbage
@@ -23,7 +21,7 @@ from distamp.scaler.torch_compat import MAYBE_OPT_STEP, overrides
 if TYPE_CHECKING:
     from distamp.scaler.grad_scaler import DistGradScaler
 
-__all__ = ["agree_on_flags_of_others", "apply", "step_with_closure"]
+__all__ = ["agree_on_flags_of_others", "apply"]
 
 
 _HOST = torch.device("cpu")
@@ -130,41 +128,6 @@ def _step_with_scaler(
         if flag is not None and flag.item():
             return None
     return subject.given.step(*args, **{**kwargs, "grad_scaler": scaler})
-
-
-def step_with_closure(
-    scaler: DistGradScaler,
-    subject: Subject,
-    closure: Callable[[], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Step an optimizer that evaluates the loss itself; each evaluation is agreed on by itself."""
-    state = subject.state
-
-    def overflowed(error: Exception | None) -> bool:
-        if error is None:
-            scaler._require_scale("step")
-        look_and_agree(scaler, "closure", [subject], local_pass.unscale, refused=error)
-        state["stage"] = OptState.READY
-        flag = state.flag()
-        assert flag is not None
-        is_set = bool(flag.item())
-        scaler._ranks.drain()
-        return is_set
-
-    try:
-        result = step_or_restore(
-            subject.given, subject.optimizer, closure, overflowed, args, kwargs
-        )
-    finally:
-        subject.source.write_back()
-    flag = state.flag()
-    if flag is None:
-        raise StageError("step() was given a closure that the optimizer never called")
-    skipped = bool(flag.item()) if host.is_host(flag.device) else None
-    _finish(scaler, subject, flag, skipped)
-    return result
 
 
 def _finish(scaler: DistGradScaler, subject: Subject, flag: Tensor, skipped: bool | None) -> None:

@@ -49,12 +49,10 @@ def _from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
         **{name: value for name, value in state.items() if name not in left_out},
         "_schedule": schedule,
         "_fp16_grads": "error",
-        "_recheck": False,
         "_max_consecutive_skips": None,
         "_init_scale": schedule.checked_scale(state.get("_init_scale", 2.0**16)),
         "_init_growth_tracker": state.get("_init_growth_tracker", 0),
         "_init_hysteresis": schedule.initial_hysteresis,
-        "_init_memory": schedule.initial_memory,
         "group_was_default": True,
     }
 
@@ -72,19 +70,15 @@ class TorchNames(torch.amp.GradScaler, Joinable):
 
     _schedule: Schedule
     _init_hysteresis: int
-    _init_memory: tuple[int, ...]
     _hysteresis_tracker: Tensor | None
-    _memory: Tensor | None
     _states: OptimizerStates
     _ranks: Ranks
     _watch: BackwardWatch
     _names: settings.Names
-    _largest: Tensor | None
     _state: ScaleState | None
     _known_settings: tuple[Any, ...]
     _known_live: tuple[Any, ...]
     _moves: int
-    _recheck: bool
     _max_consecutive_skips: int | None
 
     def _start(self, process_group: GroupLike) -> None:
@@ -141,10 +135,9 @@ class TorchNames(torch.amp.GradScaler, Joinable):
                 self._init_growth_tracker,
                 self._init_hysteresis,
                 dev,
-                self._init_memory,
             )
         self._scale, self._growth_tracker = state.scale, state.growth_tracker
-        self._hysteresis_tracker, self._memory = state.hysteresis_tracker, state.memory
+        self._hysteresis_tracker = state.hysteresis_tracker
 
     def _unscale_grads_(
         self,
@@ -238,7 +231,7 @@ class TorchNames(torch.amp.GradScaler, Joinable):
             return {}
         left = self._hysteresis_tracker
         hysteresis = self._init_hysteresis if left is None else int(left.item())
-        return written_schedule(self._schedule, hysteresis, self._current_memory())
+        return written_schedule(self._schedule, hysteresis)
 
     def load_schedule_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `schedule_state_dict` returned; best before ``load_state_dict``.
@@ -260,29 +253,16 @@ class TorchNames(torch.amp.GradScaler, Joinable):
                 self._scale.fill_(saved.scale)
             if self._growth_tracker is not None:
                 self._growth_tracker.fill_(saved.tracker)
-        if saved.hysteresis is not None and saved.memory is not None:
-            self._init_hysteresis, self._init_memory = saved.hysteresis, saved.memory
+        if saved.hysteresis is not None:
+            self._init_hysteresis = saved.hysteresis
             if self._hysteresis_tracker is not None:
                 self._hysteresis_tracker.fill_(saved.hysteresis)
-            self._load_memory(saved.memory)
         self._init_scale = min(max(self._init_scale, schedule.min_scale), schedule.max_scale)
         if self._scale is not None:
             self._scale.clamp_(schedule.min_scale, schedule.max_scale)
             self._watch.scale_is(self._scale)
         self._rebase()
         self._ranks.iteration = 0
-
-    def _current_memory(self) -> tuple[int, ...]:
-        return self._init_memory if self._memory is None else tuple(self._memory.tolist())
-
-    def _load_memory(self, memory: tuple[int, ...]) -> None:
-        self._largest = None
-        if self._memory is not None and self._memory.numel() == len(memory):
-            self._memory.copy_(torch.tensor(memory, dtype=torch.int64, device="cpu"))
-        elif self._scale is not None:  # the loaded schedule is of another kind
-            kept = torch.tensor(memory, dtype=torch.int64, device=self._scale.device)
-            self._memory = kept if memory else None
-        self._state = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._states.records:
@@ -298,7 +278,6 @@ class TorchNames(torch.amp.GradScaler, Joinable):
         state["_init_growth_tracker"] = self._get_growth_tracker()
         left = self._hysteresis_tracker
         state["_init_hysteresis"] = self._init_hysteresis if left is None else int(left.item())
-        state["_init_memory"] = self._current_memory()
         state["group_was_default"] = self._ranks.process_group is None
         return state
 
@@ -332,7 +311,7 @@ class TorchNames(torch.amp.GradScaler, Joinable):
     # -- what all ranks must have alike ----------------------------------------------------------
 
     def _live_state(self) -> tuple[Any, ...]:
-        """Return scale, tracker and memory, or what they follow from where reading would wait."""
+        """Return scale and tracker, or what they follow from where reading would wait."""
         if self._scale is not None and host.is_host(self._scale.device):
             return self._read_live_state()
         return (*self._known_live, self._moves)
@@ -343,8 +322,6 @@ class TorchNames(torch.amp.GradScaler, Joinable):
         live: tuple[Any, ...] = (scale.item(), tracker.item())
         if self._schedule.initial_hysteresis > 1 and self._hysteresis_tracker is not None:
             live = (*live, self._hysteresis_tracker.item())
-        if self._memory is not None:
-            live = (*live, *self._memory.tolist())
         return live
 
     def _rebase(self) -> None:
@@ -356,7 +333,7 @@ class TorchNames(torch.amp.GradScaler, Joinable):
         """Return what must be the same on every rank; a collapse gathers from all, so its limit."""
         known = self._known_settings
         if not known or known[0] is not self._schedule:
-            words = f"{self._schedule}, recheck={self._recheck}"
+            words = str(self._schedule)
             words = f"{words}, max_consecutive_skips={self._max_consecutive_skips}"
             known = self._known_settings = (self._schedule, words)
         return str(known[1])

@@ -77,9 +77,8 @@ def _late(runner: Runner, event: Event) -> None:
         runner.backward(index)
     for slot in runner.slots:
         runner.scaler.unscale_(slot.inner)
-    if event.what == "late everywhere" or runner.rank == event.rank:
-        for index in runner.every():
-            runner.backward(index)
+    for index in runner.every():
+        runner.backward(index)
     for slot in runner.slots:
         runner.scaler.step(slot.inner)
     runner.scaler.update()
@@ -129,14 +128,8 @@ def _mistake(runner: Runner, event: Event) -> None:
     slot = runner.slots[_chosen(runner, event)]
     for index in runner.every():
         runner.backward(index)
-    due = event.flavour % 2 == 0
-    if not due:
-        runner.scaler.unscale_(*[each.inner for each in runner.slots])
     if runner.rank == event.rank:
-        what = event.flavour // 2 % 3
-        if what == 0 and not due:
-            runner.scaler.unscale_(slot.inner)
-        elif what == 1:
+        if event.flavour % 2:
             runner.scaler.clip_grad_norm_(slot.inner, -1.0)
         else:
             runner.scaler.step(object())
@@ -470,7 +463,6 @@ _EVENTS: dict[str, Callable[[Runner, Event], None]] = {
     "plain": _plain,
     "inf": _inf,
     "thrown away": _thrown_away,
-    "late": _late,
     "late everywhere": _late,
     "across": _across,
     "between": _between,

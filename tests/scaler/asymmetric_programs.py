@@ -40,11 +40,10 @@ EVENTS = (
     "alone",  # a scaler of a subclass for each rank by itself
     # These end a program: every rank raises.
     "mistake",
-    "late",  # gradients after unscale_, on one rank alone
-    "late everywhere",
+    "late everywhere",  # gradients after unscale_
     "across",  # gradients of two scales in one sum
 )
-ENDING = ("mistake", "late", "late everywhere", "across")
+ENDING = ("mistake", "late everywhere", "across")
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,8 @@ class Seen:
         scale: The loss scale afterwards.
         tracker: Clean iterations since the scale moved.
         norms: Every norm that was returned.
-        answers: For each optimizer that was stepped: whether it was, how often it was and was
-            not so far, and who overflowed; a text if the question raised.
+        answers: For each optimizer that was stepped: whether it was, and how often it was and was
+            not so far; a text if the question raised.
         calls: Which overrides were called, for a logged scaler.
         error: The error of this iteration.
         wrong: What the event itself found wrong.

@@ -42,7 +42,6 @@ class Expected:
         counts: For each optimizer, steps taken and skipped.
         norms: Of the iteration.
         stepped: For each optimizer whether this iteration's step was taken; None without one.
-        overflow_rank: Who overflowed in this iteration.
     """
 
     setting: Setting
@@ -51,7 +50,6 @@ class Expected:
     counts: list[list[int]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     stepped: list[bool | None] = field(default_factory=list)
-    overflow_rank: int | None = None
 
     @classmethod
     def of(cls, setting: Setting) -> Expected:
@@ -73,7 +71,7 @@ class Expected:
         """One iteration that ends without an error."""
         count = len(self.values)
         chosen = event.optimizer % count
-        self.norms, self.overflow_rank = [], None
+        self.norms = []
         self.stepped = [None] * count
         if event.what in ("out of memory", "optimizer raises"):
             return
@@ -82,14 +80,14 @@ class Expected:
         if event.what == "some":
             moving = moving[: 1 + event.optimizer % (count - 1)]
         if event.what == "between":
-            self._step(0, number, overflow=event.flavour % 2 == 0, rank=event.rank)
+            self._step(0, number, overflow=event.flavour % 2 == 0)
             self.rule.update(event.flavour % 2 == 0)
             moving = moving[1:]
         for optimizer in moving:
             here = overflow and optimizer == chosen
             if event.how.startswith("clip") and event.what in ("plain", "between", "inf"):
                 self.norms.append(math.nan if here else self._norm(optimizer, number))
-            self._step(optimizer, number, overflow=here, rank=event.rank)
+            self._step(optimizer, number, overflow=here)
         self.rule.update(overflow)
         if event.what == "overlap":
             self.values[chosen][0] -= gradient_of(number, chosen)
@@ -99,11 +97,10 @@ class Expected:
         if event.what == "replace":
             self.add([1.0])
 
-    def _step(self, optimizer: int, number: int, *, overflow: bool, rank: int) -> None:
+    def _step(self, optimizer: int, number: int, *, overflow: bool) -> None:
         self.stepped[optimizer] = not overflow
         self.counts[optimizer][overflow] += 1
         if overflow:
-            self.overflow_rank = rank
             return
         gradient = gradient_of(number, optimizer)
         self.values[optimizer] = [value - gradient for value in self.values[optimizer]]

@@ -142,12 +142,22 @@ class Runner:
             if event.how == "unscale":
                 self.scaler.unscale_(self.through(index, event))
             elif event.how == "clip":
-                norm = self.scaler.clip_grad_norm_(self.slots[index].inner, 1e6)
+                norm = self.clip(self.slots[index].inner)
                 self.seen.norms.append(norm.item())
             elif event.how == "clip parameters":
                 self.scaler.unscale_(self.slots[index].inner)
-                norm = self.scaler.clip_grad_norm_(self.slots[index].parameters, 1e6)
+                norm = self.clip(self.slots[index].parameters)
                 self.seen.norms.append(norm.item())
+
+    def clip(self, given: Any) -> Tensor:
+        if self.setting.structure == "replicas":
+            return self.scaler.clip_grad_norm_(given, 1e6)
+        own = set()
+        for slot in self.slots[: self.setting.optimizers]:
+            tied = len(slot.parameters) > 1
+            first = int(tied and self.rank == 1)
+            own.update(map(id, slot.parameters[first : first + 1] if tied else slot.parameters))
+        return self.scaler.clip_grad_norm_(given, 1e6, sharded=lambda p: id(p) in own)
 
     def step(self, indices: Sequence[int], event: Event) -> None:
         if event.how == "step_all":
@@ -229,8 +239,7 @@ class Runner:
         scaler = self.scaler
         try:
             counts = scaler.step_counts(slot.outer)
-            overflow_rank = scaler.overflow_rank(slot.outer)
-            return scaler.stepped(slot.outer), counts.taken, counts.skipped, overflow_rank
+            return scaler.stepped(slot.outer), counts.taken, counts.skipped
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

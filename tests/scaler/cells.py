@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Fault, Iteration, Program
-from tests.scaler.reference import ALL_KINDS, KINDS, LBFGS
+from tests.scaler.reference import KINDS
 
 __all__ = ["FAULTS", "ORDERS", "cell", "cells", "chain", "sample"]
 
@@ -20,7 +20,6 @@ ORDERS: dict[str, tuple[str, int, int]] = {
     "accumulate": ("step", 2, 1),
     "two optimizers": ("unscale", 1, 2),
     "grouped": ("grouped", 2, 2),
-    "closure": ("closure", 1, 1),
 }
 FAULTS: dict[str, tuple[Fault, ...]] = {
     "none": (),
@@ -50,17 +49,15 @@ def chain(layout: str, kind: str, order: str, faults: Iterable[str]) -> Program:
 
 def cells(
     layouts: Iterable[str] = tuple(ALL_LAYOUTS),
-    kinds: Iterable[str] = tuple(ALL_KINDS),
+    kinds: Iterable[str] = tuple(KINDS),
     orders: Iterable[str] = tuple(ORDERS),
     faults: Iterable[str] = tuple(FAULTS),
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Every cell there is: an LBFGS has a closure, and only a sum in float16 overflows."""
+    """Every cell there is: only a sum in float16 overflows."""
     for each in itertools.product(layouts, kinds, orders, faults):
-        layout, kind, order, fault = ALL_LAYOUTS[each[0]], *each[1:]
-        if (
-            kind in (KINDS if layout.kinds is None else layout.kinds)
-            and (kind != LBFGS.name or order == "closure")
-            and (fault != "sum" or layout.overflows_in_sum)
+        layout, kind, _, fault = ALL_LAYOUTS[each[0]], *each[1:]
+        if kind in (KINDS if layout.kinds is None else layout.kinds) and (
+            fault != "sum" or layout.overflows_in_sum
         ):
             yield each
 

@@ -14,7 +14,7 @@ from tests.place import here
 from tests.scaler.layouts import DDP, FSDP2, LAYOUTS, Layout
 from tests.scaler.layouts_base import Alone
 from tests.scaler.layouts_meshes import MESH_LAYOUTS
-from tests.scaler.reference import KINDS, LBFGS, Net
+from tests.scaler.reference import KINDS, Net
 
 __all__ = ["ALL_LAYOUTS"]
 
@@ -137,16 +137,6 @@ class DDPSparse(_Sparse, DDP):
     pass
 
 
-class AloneLBFGS(Alone):
-    kinds = (LBFGS.name,)
-    tolerance = 1e-4
-
-
-class DDPLBFGS(DDP):
-    kinds = (LBFGS.name,)
-    tolerance = 1e-4
-
-
 ALL_LAYOUTS: dict[str, type[Layout]] = {
     **LAYOUTS,
     **MESH_LAYOUTS,
@@ -160,6 +150,4 @@ ALL_LAYOUTS: dict[str, type[Layout]] = {
     "FSDP2, bf16 parameters": FSDP2BFloat16Parameters,
     "alone, sparse": AloneSparse,
     "DDP, sparse": DDPSparse,
-    "alone, LBFGS": AloneLBFGS,
-    "DDP, LBFGS": DDPLBFGS,
 }

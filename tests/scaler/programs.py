@@ -31,7 +31,7 @@ class Iteration:
     Args:
         order: ``"step"``; ``"unscale"``: unscale_, step; ``"clip"``: unscale_, clip, step;
             ``"grouped"``: unscale_ and step of all optimizers with one message each, where the
-            scaler has that; ``"closure"``: step with a closure that computes the gradients.
+            scaler has that.
         micro: backward passes before the step.
         faults: what goes wrong.
         reverse: the optimizers in reverse order.
@@ -52,7 +52,7 @@ class Program:
 
     Args:
         layout: one of `ALL_LAYOUTS`.
-        kind: one of `ALL_KINDS`.
+        kind: one of `KINDS`.
         iterations: what every rank does.
         optimizers: 1 for all parameters, or 2 for the layout's two parts.
         init_scale: of the scaler.

@@ -76,11 +76,6 @@ KINDS["Adam capturable"] = Kind(
 )
 
 
-# Evaluates the loss several times in one step, so it is only ever given a closure.
-LBFGS = Kind("LBFGS", torch.optim.LBFGS, {"lr": 0.5, "max_iter": 3}, {})
-ALL_KINDS: dict[str, Kind] = {**KINDS, LBFGS.name: LBFGS}
-
-
 class Reference:
     """The whole model in float64, trained on every shard of the batch at once.
 
@@ -108,9 +103,8 @@ class Reference:
         self.parts = [list(part) for part in parts]
         self._forward = forward
         self._shards = shards
-        plain: dict[str, Any] = {} if kind is LBFGS else {"foreach": False}
         self._optimizers = [
-            kind.cls([self.parameters[name] for name in part], **kind.settings, **plain)
+            kind.cls([self.parameters[name] for name in part], **kind.settings, foreach=False)
             for part in self.parts
         ]
 
@@ -158,9 +152,6 @@ class Reference:
 
     def step(self, part: int) -> None:
         self._optimizers[part].step()
-
-    def step_with_closure(self, part: int, iteration: int, micro: int) -> None:
-        self._optimizers[part].step(lambda: self.backward(iteration, micro))
 
 
 @dataclass

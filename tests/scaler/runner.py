@@ -19,7 +19,7 @@ from tests.scaler.layouts import WORLD, Layout
 from tests.scaler.layouts_base import local_values
 from tests.scaler.layouts_devices import layout_named
 from tests.scaler.programs import Iteration, Outcome, Program
-from tests.scaler.reference import ALL_KINDS, LBFGS, Reference, ScaleRule
+from tests.scaler.reference import KINDS, Reference, ScaleRule
 
 MAX_NORM = 0.05
 VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -33,8 +33,8 @@ class _NoScaler:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def step(self, optimizer: torch.optim.Optimizer, *closure: Any) -> None:
-        optimizer.step(*closure)
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
 
     def update(self) -> None: ...
 
@@ -94,7 +94,7 @@ class _Runner:
         self.layout = layout_named(program.layout)()
         self.scaler = SCALERS[scaler](program, self.layout)
         self.real = scaler != "none"
-        kind = ALL_KINDS[program.kind]
+        kind = KINDS[program.kind]
         parts = self.layout.parts()
         if program.optimizers == 1:
             parts = [[p for part in parts for p in part]]
@@ -138,17 +138,16 @@ class _Runner:
             self.rule.scale = self.rule.by_hand()
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": self.rule.scale})
         self._factors = self._factors_of_faults(number, iteration)
-        if iteration.order != "closure":
-            self._backward(number, iteration)
-            outcome.expected_skips = self._overflows()
-            # Where two optimizers share a model, the sums of one may overflow and the other steps.
-            enlarged = any(fault.value == "sum" for fault in iteration.faults)
-            last = self._factors[-1] if enlarged else 1.0
-            self.reference.backward(number, iteration.micro, last)
+        self._backward(number, iteration)
+        outcome.expected_skips = self._overflows()
+        # Where two optimizers share a model, the sums of one may overflow and the other steps.
+        enlarged = any(fault.value == "sum" for fault in iteration.faults)
+        last = self._factors[-1] if enlarged else 1.0
+        self.reference.backward(number, iteration.micro, last)
         before = [self._local_parameters(o) for o in self.optimizers]
         stepped: list[int] = []
         try:
-            self._call_scaler(number, iteration, outcome, stepped)
+            self._call_scaler(iteration, outcome, stepped)
         except Exception as error:
             outcome.error = (type(error).__name__, str(error))
             outcome.unchanged_by_error = all(
@@ -164,11 +163,7 @@ class _Runner:
         if hasattr(self.scaler, "stepped"):
             outcome.said_stepped = [self.scaler.stepped(o) for o in self.optimizers]
         for part, skipped in enumerate(outcome.expected_skips):
-            if skipped:
-                continue
-            if iteration.order == "closure":
-                self.reference.step_with_closure(part, number, iteration.micro)
-            else:
+            if not skipped:
                 self.reference.step(part)
         self._after(iteration, outcome)
         return outcome
@@ -193,15 +188,13 @@ class _Runner:
                 factors[-1] = 50_000 / (largest * self.rule.scale)
         return factors
 
-    def _backward(self, number: int, iteration: Iteration, evaluation: int = 0) -> Tensor:
+    def _backward(self, number: int, iteration: Iteration) -> None:
         layout = self.layout
-        loss = layout.backward(self.scaler, number, iteration.micro, self._factors)
+        layout.backward(self.scaler, number, iteration.micro, self._factors)
         for fault in iteration.faults:
-            late = self.program.kind == LBFGS.name and fault.where % 2
-            if fault.rank == layout.rank and fault.value in VALUES and evaluation >= late:
+            if fault.rank == layout.rank and fault.value in VALUES:
                 optimizer = self.optimizers[fault.optimizer % len(self.optimizers)]
                 layout.plant(optimizer, VALUES[fault.value], fault.where)
-        return loss
 
     def _overflows(self) -> list[bool]:
         """For each optimizer, whether any rank of this domain holds inf or NaN; counted here."""
@@ -218,17 +211,12 @@ class _Runner:
         members = [r for r in range(WORLD) if self.layout.domain_of(r) == domain]
         return mine[members].amax(0).bool().tolist()
 
-    def _call_scaler(
-        self, number: int, iteration: Iteration, outcome: Outcome, stepped: list[int]
-    ) -> None:
+    def _call_scaler(self, iteration: Iteration, outcome: Outcome, stepped: list[int]) -> None:
         scaler = self.scaler
         order = list(range(len(self.optimizers)))
         if iteration.reverse:
             order.reverse()
-        if iteration.order == "closure":
-            self._step_with_closure(number, iteration, outcome)
-            stepped.extend(order)
-        elif iteration.order == "grouped" and hasattr(scaler, "step_all"):
+        if iteration.order == "grouped" and hasattr(scaler, "step_all"):
             if iteration.micro % 2 == 0:
                 scaler.unscale_(*[self.optimizers[i] for i in order])
             # Where the second optimizer raises an error of its own, the first has stepped.
@@ -249,26 +237,6 @@ class _Runner:
             scaler.update(self.rule.by_hand())
         else:
             scaler.update()
-
-    def _step_with_closure(self, number: int, iteration: Iteration, outcome: Outcome) -> None:
-        evaluations = 0
-
-        def closure() -> Tensor:
-            nonlocal evaluations
-            self.layout.zero_grad(self.optimizers)
-            loss = self._backward(number, iteration, evaluations)
-            evaluations += 1
-            found = self._overflows()
-            outcome.expected_skips = [
-                a or b for a, b in zip(outcome.expected_skips or found, found, strict=True)
-            ]
-            if dist.is_initialized() and self.layout.shards > 1:
-                # LBFGS looks at the loss; ranks that see different ones would part by themselves.
-                dist.all_reduce(loss)
-                loss /= self.layout.shards
-            return loss
-
-        self.scaler.step(self.optimizers[0], closure)
 
     def _step_one(self, index: int, iteration: Iteration, outcome: Outcome) -> None:
         optimizer, scaler = self.optimizers[index], self.scaler

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.errors import SettingError, StageError
-from distamp.scaler import norms as norms_module
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
 from tests.scaler.layouts import LAYOUTS
@@ -62,37 +61,6 @@ def test_the_norm_is_that_of_the_unsharded_model(
         assert result["after"] == pytest.approx(min(MAX_NORM, result["expected"]), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["DDP", "FSDP2 x TP"])
-def test_the_partial_norms_travel_in_the_message_of_unscale(ranks4: RankPool, name: str) -> None:
-    together = ranks4.run(_clipped, name, 2.0, False)
-    apart = ranks4.run(_clipped, name, 2.0, True)
-    assert [result["messages"] for result in together] == [1] * 4
-    assert [result["messages"] for result in apart] == [2] * 4
-
-
-def _alike_experts(same_gradients: bool) -> tuple[float, float]:
-    """Each rank's own expert, all with the same initial values, beside a replicated layer."""
-    torch.manual_seed(0)
-    shared, expert = nn.Linear(2, 2), nn.Linear(2, 2)
-    for p in expert.parameters():
-        p._ddp_ignored = True
-    optimizer = torch.optim.SGD([*shared.parameters(), *expert.parameters()], lr=0.1)
-    scaler = DistGradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(()))
-    rank = dist.get_rank()
-    for p in shared.parameters():
-        p.grad = torch.full_like(p, 2.0)
-    for p in expert.parameters():
-        p.grad = torch.full_like(p, 1.0 + rank)
-    norm = scaler.clip_grad_norm_(optimizer, 1e9)
-    return norm.item(), math.sqrt(6 * 4 + 6 * sum((1.0 + r) ** 2 for r in range(4)))
-
-
-def test_experts_that_began_alike_count_each_for_itself(ranks4: RankPool) -> None:
-    for norm, expected in ranks4.run(_alike_experts, False):
-        assert norm == pytest.approx(expected, rel=1e-6)
-
-
 def _overflowed() -> dict[str, Any]:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,40 +81,6 @@ def test_a_norm_that_is_not_finite_changes_nothing(ranks2: RankPool) -> None:
         assert not math.isfinite(result["norm"])
         assert torch.equal(result["kept"], torch.ones(2, 2))
         assert not result["stepped"]
-
-
-def _first_clip_meets(value: float, rank: int) -> tuple[list[float], float]:
-    """Two iterations over replicas and a part that began alike; the first meets ``value``."""
-    torch.manual_seed(0)
-    replica = nn.Parameter(torch.randn(6))
-    part = nn.Parameter(torch.full((6,), 1.0 + dist.get_rank()))
-    optimizer = torch.optim.SGD([replica, part], lr=0.1)
-    scaler = DistGradScaler("cpu", init_scale=1.0, growth_interval=1000)
-    norms = []
-    for bad in (True, False, False):
-        scaler.scale(torch.ones(()))
-        replica.grad = torch.full((6,), 2.0)
-        part.grad = torch.full((6,), 1.0 + dist.get_rank())
-        if bad and rank in (dist.get_rank(), EVERY_RANK):
-            replica.grad[0] = value
-        norms.append(scaler.clip_grad_norm_(optimizer, 1e9).item())
-        scaler.update(1.0)
-    ranks = dist.get_world_size()
-    return norms, math.sqrt(6 * 4 + 6 * sum((1.0 + r) ** 2 for r in range(ranks)))
-
-
-EVERY_RANK = -1
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("rank", [0, 1, EVERY_RANK])
-def test_a_first_clip_that_meets_inf_leaves_open_what_is_a_replica(
-    ranks2: RankPool, value: float, rank: int
-) -> None:
-    for norms, expected in ranks2.run(_first_clip_meets, value, rank):
-        assert not math.isfinite(norms[0])
-        # Replicas that were taken for parts would count twice from here on.
-        assert norms[1:] == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def _one_process() -> tuple[nn.Linear, torch.optim.Optimizer, DistGradScaler]:
@@ -222,29 +156,3 @@ def test_rows_of_a_sparse_gradient_that_come_twice_count_as_their_sum(
         norms += table.weight.detach().flatten().tolist()
     half = len(norms) // 2
     assert norms[:half] == pytest.approx(norms[half:], rel=1e-3)
-
-
-def _plans_of_ever_others(most: int) -> tuple[int, bool]:
-    """Plans that are kept, of others in each step, and whether the norms are right."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norms_module, "_MOST_PLANNED", most)
-        parameters = [nn.Parameter(torch.full((2,), 1.0 + place)) for place in range(9)]
-        optimizer = torch.optim.SGD(parameters, lr=0.0)
-        scaler = DistGradScaler("cpu", init_scale=8.0)
-        right = True
-        for step in range(20):
-            optimizer.zero_grad()
-            used = [parameters[step % 9], parameters[(step * 5 + 3) % 9]]
-            scaler.scale(torch.stack(used).square().sum()).backward()
-            scaler.unscale_(optimizer)
-            filled = [p for p in parameters if p.grad is not None]
-            gradients = [p.grad for p in filled if p.grad is not None]
-            norm = scaler.clip_grad_norm_(filled, 1e6).item()
-            right = right and norm == pytest.approx(_reference_norm(gradients, 2.0), rel=1e-5)
-            scaler.step(optimizer)
-            scaler.update()
-        return len(scaler._plans._plans), right
-
-
-def test_parameters_that_are_others_at_each_call_are_not_all_remembered(ranks2: RankPool) -> None:
-    assert ranks2.run(_plans_of_ever_others, 10) == [(6, True)] * 2

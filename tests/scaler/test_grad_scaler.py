@@ -446,3 +446,21 @@ def test_a_disabled_scaler_knows_no_optimizer_as_unscaled():
     scaler.add_optimizer(optimizer)
     scaler.unscale_(optimizer)
     assert not scaler.is_unscaled(optimizer)
+
+
+# -- closures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["position", "name"])
+def test_a_closure_is_refused_before_anything_changes(by_name):
+    scaler, calls = cpu_scaler(), []
+    parameter, optimizer = sgd(1.0)
+    backward(scaler, parameter, 0.25)
+    given = {"closure": lambda: calls.append(1)}
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(optimizer, **given) if by_name else scaler.step(optimizer, *given.values())
+    assert calls == []
+    assert parameter.grad.item() == 0.25 * 1024.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.item() == 0.75

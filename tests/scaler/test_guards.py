@@ -14,23 +14,12 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distamp.errors import StageError
-from tests.scaler.steps import INF, NAN, backward, cpu_scaler, leaf, sgd, torch_scaler
+from tests.scaler.steps import INF, backward, cpu_scaler, leaf, sgd, torch_scaler
 
 LATE = r"backward\(\) through a scaled loss added gradients after unscale_\(\)"
 
 
 # -- backward after unscale_ -----------------------------------------------------------------------
-
-
-def test_torch_steps_a_sum_of_scaled_and_unscaled_gradients():
-    parameter, optimizer = sgd(1.0)
-    scaler = torch_scaler()
-    backward(scaler, parameter, 1.0)
-    scaler.unscale_(optimizer)
-    backward(scaler, parameter, 1.0)
-    assert parameter.grad.item() == 1025.0
-    scaler.step(optimizer)
-    assert parameter.item() == -1024.0
 
 
 def test_backward_after_unscale_is_refused_and_nothing_is_stepped():
@@ -61,17 +50,6 @@ def test_backward_after_clip_is_refused():
     backward(scaler, parameter, 1.0)
     scaler.clip_grad_norm_(optimizer, 1.0)
     backward(scaler, parameter, 1.0)
-    with pytest.raises(StageError, match=LATE):
-        scaler.step(optimizer)
-
-
-def test_backward_of_a_loss_scaled_before_unscale_is_refused_too():
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler()
-    early = scaler.scale(parameter.sum())
-    backward(scaler, parameter, 1.0)
-    scaler.unscale_(optimizer)
-    early.backward()
     with pytest.raises(StageError, match=LATE):
         scaler.step(optimizer)
 
@@ -143,17 +121,6 @@ def test_one_graph_kept_for_two_backwards_before_unscale_accumulates():
     scaler.step(optimizer)
     scaler.update()
     assert parameter.item() == 0.5
-
-
-def test_one_graph_kept_across_unscale_is_refused():
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler()
-    loss = scaler.scale((parameter * 0.25).sum())
-    loss.backward(retain_graph=True)
-    scaler.unscale_(optimizer)
-    loss.backward()
-    with pytest.raises(StageError, match=LATE):
-        scaler.step(optimizer)
 
 
 def test_a_backward_that_reads_the_parameters_and_adds_nothing_to_them_is_fine():
@@ -252,77 +219,6 @@ def test_a_forgotten_optimizer_unscaled_but_never_stepped_is_begun_anew_by_updat
     assert parameter.item() == 0.75
 
 
-# -- NaN after unscale_ ----------------------------------------------------------------------------
-
-
-def bad_clip(scaler: Any) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    """Zero gradients, unscaled, then clipped by a rule that divides by their norm."""
-    parameter, optimizer = sgd(1.0)
-    backward(scaler, parameter, 0.0)
-    scaler.unscale_(optimizer)
-    parameter.grad /= parameter.grad.norm()
-    return parameter, optimizer
-
-
-def test_torch_steps_a_nan_that_appears_after_unscale():
-    scaler = torch_scaler()
-    parameter, optimizer = bad_clip(scaler)
-    scaler.step(optimizer)
-    assert parameter.isnan().all()
-
-
-@pytest.mark.parametrize("kind", ["for-loop", "fused"])
-def test_recheck_skips_a_nan_that_appears_after_unscale(kind):
-    scaler = cpu_scaler(recheck=True)
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=kind == "fused")
-    backward(scaler, parameter, 0.0)
-    scaler.unscale_(optimizer)
-    parameter.grad /= parameter.grad.norm()
-    scaler.step(optimizer)
-    assert (parameter.item(), scaler.stepped(optimizer)) == (1.0, False)
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-
-
-def test_recheck_steps_clean_gradients_once_and_unscaled_once():
-    for unscale in (False, True):
-        scaler = cpu_scaler(recheck=True)
-        parameter, optimizer = sgd(1.0)
-        backward(scaler, parameter, 0.25)
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        assert parameter.item() == 0.75
-
-
-def test_an_overflow_found_by_unscale_stays_one_though_the_recheck_finds_none():
-    """A clip that replaces inf does not make the step right."""
-    scaler = cpu_scaler(recheck=True)
-    parameter, optimizer = sgd(1.0)
-    backward(scaler, parameter, INF)
-    scaler.unscale_(optimizer)
-    parameter.grad.nan_to_num_(posinf=1.0)
-    scaler.step(optimizer)
-    assert (parameter.item(), scaler.stepped(optimizer)) == (1.0, False)
-
-
-def recheck_on_ranks(bad: int) -> tuple[float, float, bool]:
-    scaler = cpu_scaler(recheck=True)
-    parameter, optimizer = sgd(1.0)
-    backward(scaler, parameter, 0.25)
-    scaler.unscale_(optimizer)
-    if dist.get_rank() == bad:
-        parameter.grad.fill_(NAN)
-    scaler.step(optimizer)
-    scaler.update()
-    return parameter.item(), scaler.get_scale(), scaler.stepped(optimizer)
-
-
-def test_a_recheck_is_agreed_on_by_all_ranks(ranks2):
-    assert ranks2.run(recheck_on_ranks, 1) == [(1.0, 512.0, False)] * 2
-
-
 # -- wrapper and inner optimizer -------------------------------------------------------------------
 
 
@@ -353,13 +249,6 @@ def zero_on_ranks(which: str, first: str, second: str, inf_on: int | None) -> li
     return zero_with(scaler, names[first], names[second], inf_on)
 
 
-def test_torch_unscales_twice_through_wrapper_and_inner_optimizer(ranks2):
-    values = ranks2.run(zero_on_ranks, "torch", "outer", "inner", None)
-    # Each rank's inner optimizer holds one of the two parameters.
-    stepped = {value for rank in values for value in rank} - {1.0}
-    assert stepped == {1.0 - 0.25 / 1024.0}
-
-
 @pytest.mark.parametrize("second", ["outer", "inner"])
 def test_gradients_unscaled_through_the_wrapper_are_not_unscaled_again(ranks2, second):
     values = ranks2.run(zero_on_ranks, "ours", "outer", second, None)
@@ -384,43 +273,6 @@ def zero_inner_first(inf_on: int | None) -> Any:
 def test_inner_unscaled_and_wrapper_stepped_is_right_or_named(ranks2):
     for result in ranks2.run(zero_inner_first, None):
         assert result == [0.75, 0.75] or "unscaled twice" in result
-
-
-def test_two_optimizers_over_some_of_the_same_parameters_are_named():
-    shared, own = leaf(1.0), leaf(1.0)
-    first = torch.optim.SGD([shared], lr=1.0)
-    second = torch.optim.SGD([shared, own], lr=1.0)
-    scaler = cpu_scaler()
-    for parameter in (shared, own):
-        backward(scaler, parameter, 0.25)
-    scaler.unscale_(first)
-    with pytest.raises(StageError, match=r"shares parameters with a SGD .* unscaled twice"):
-        scaler.step(second)
-    assert (shared.item(), own.item()) == (1.0, 1.0)
-
-
-@pytest.mark.parametrize("call", ["step", "unscale_"])
-def test_an_optimizer_whose_gradients_another_has_stepped_with_is_told_which(call: str):
-    shared, own = leaf(1.0), leaf(1.0)
-    every = torch.optim.SGD([shared, own], lr=1.0)
-    one = torch.optim.Adam([shared], lr=1.0)
-    scaler = cpu_scaler()
-    for parameter in (shared, own):
-        backward(scaler, parameter, 0.25)
-    scaler.step(every)
-    with pytest.raises(StageError, match="Its gradients are those of a SGD with the same"):
-        getattr(scaler, call)(one)
-    assert (shared.item(), own.item()) == (0.75, 0.75)
-
-
-def test_torch_unscales_shared_parameters_twice():
-    shared = leaf(1.0)
-    first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
-    scaler = torch_scaler()
-    backward(scaler, shared, 0.25)
-    scaler.unscale_(first)
-    scaler.step(second)
-    assert shared.item() == 1.0 - 0.25 / 1024.0
 
 
 def test_a_new_optimizer_over_the_same_parameters_works_in_the_next_iteration():
@@ -460,14 +312,6 @@ def test_a_user_s_hooks_on_a_scaled_loss_run_beside_ours_and_can_be_removed(seen
     scaler.scale(parameter.sum()).backward()
     with pytest.raises(StageError, match=LATE):
         scaler.step(optimizer)
-
-
-def test_a_hook_of_a_user_s_does_not_run_for_the_next_loss():
-    scaler, parameter = cpu_scaler(), leaf(1.0)
-    calls: list[float] = []
-    scaler.scale(parameter.sum()).register_hook(lambda gradient: calls.append(1.0))
-    scaler.scale(parameter.sum()).backward()
-    assert calls == []
 
 
 def test_a_scaled_loss_is_saved_without_a_warning():

@@ -80,11 +80,6 @@ def test_the_same_gradients_summed_in_float32_do_not_overflow(new_ranks):
     assert "iteration 1: the fault did not land" in Judge(new_ranks(WORLD)).judge(program)[0]
 
 
-@pytest.mark.parametrize("fault", ["none", "inf", "both"])
-def test_lbfgs_under_ddp_goes_as_without_a_scaler(judge, fault):
-    assert _wrong(judge, [("DDP, LBFGS", "LBFGS", "closure", fault)]) == {}
-
-
 ASTRAY_LAYOUTS = ["DDP", "FSDP1", "FSDP2", "FSDP2 x TP", "ZeRO", "pipeline"]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.errors import SettingError, StageError
-from distamp.scaler import HeadroomSchedule, MasterParameters, master_params, masters_of
+from distamp.scaler import MasterParameters, master_params, masters_of
 from tests.scaler.masters import ByHand, half_mlp, master_scaler
 from tests.scaler.steps import cpu_scaler
 
@@ -360,16 +360,6 @@ def test_clipping_by_hand_after_unscale_takes_master_params():
     assert parameter.item() == pytest.approx(-2.0, rel=1e-3)
 
 
-def test_recheck_sees_a_clip_that_made_nan():
-    parameter, optimizer, _ = one_master(1.0)
-    scaler = master_scaler(recheck=True)
-    scaler.scale(parameter.float().sum()).backward()
-    scaler.unscale_(optimizer)
-    next(master_params(optimizer)).grad.mul_(float("nan"))
-    scaler.step(optimizer)
-    assert parameter.item() == 1.0
-
-
 # -- groups and parameters -------------------------------------------------------------------------
 
 
@@ -579,64 +569,6 @@ def test_several_optimizers_are_skipped_or_stepped_each_by_its_own_flag(call):
     assert [scaler.stepped(o) for o in optimizers] == [True, False, True]
 
 
-# -- closures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
-def test_lbfgs_on_masters_is_lbfgs_by_hand(search):
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(list(parameters), lr=0.5, max_iter=5, line_search_fn=search)
-
-    model, other = half_mlp(), half_mlp()
-    optimizer = make(model.parameters())
-    MasterParameters(optimizer)
-    hand, scaler = ByHand(other.parameters(), make), master_scaler()
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        scaler.scale(loss).backward()
-        return loss
-
-    def by_hand() -> Tensor:
-        with torch.no_grad():
-            for parameter, master in zip(other.parameters(), hand.copies, strict=True):
-                parameter.copy_(master)
-        hand.zero_grad()
-        loss = loss_of(other, 0)
-        (loss * 1024.0).backward()
-        hand.unscale(1024.0)
-        return loss
-
-    for _ in range(2):
-        scaler.step(optimizer, closure)
-        scaler.update()
-        hand.optimizer.step(by_hand)
-    assert equal(master_params(optimizer), hand.copies)
-    assert loss_of(model, 0) < loss_of(half_mlp(), 0)
-
-
-def test_an_overflow_in_any_evaluation_puts_masters_and_parameters_back():
-    model = half_mlp()
-    optimizer = torch.optim.LBFGS(list(model.parameters()), max_iter=4)
-    MasterParameters(optimizer)
-    before = values(model.parameters()), values(master_params(optimizer))
-    scaler, evaluations = master_scaler(), []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        evaluations.append(values(model.parameters()))
-        loss = loss_of(model, 0, INF if len(evaluations) == 3 else 1.0)
-        scaler.scale(loss).backward()
-        return loss
-
-    scaler.step(optimizer, closure)
-    assert len(evaluations) == 3
-    assert not equal(evaluations[2], before[0]), "the search had moved the model"
-    assert equal(model.parameters(), before[0])
-    assert equal(master_params(optimizer), before[1])
-
-
 # -- without a scaler ------------------------------------------------------------------------------
 
 
@@ -683,21 +615,6 @@ def test_a_disabled_scaler_clips_masters():
     assert parameter.item() == pytest.approx(-1.0, rel=1e-3)
 
 
-def test_a_closure_without_a_scaler_sees_each_move():
-    parameter = one(0.0, BF16)
-    optimizer = torch.optim.LBFGS([parameter], max_iter=20)
-    MasterParameters(optimizer)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (parameter.float() - 3.0).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert parameter.item() == 3.0
-
-
 def test_a_scaler_of_another_model_leaves_a_run_without_one_alone():
     """Its backward pass lies between zero_grad and step of a bfloat16 model."""
     parameter = one(0.0, BF16)
@@ -738,14 +655,6 @@ def test_an_unscaled_gradient_that_comes_after_unscale_is_added():
     (parameter.float().sum() * 2.0).backward()
     scaler.step(optimizer)
     assert parameter.item() == -3.0
-
-
-def test_a_schedule_that_watches_the_largest_gradient_sees_the_scaled_one():
-    parameter, optimizer, _ = one_master(0.0)
-    scaler = master_scaler(1024.0, schedule=HeadroomSchedule())
-    scaler.scale(parameter.float().sum() * 16.0).backward()
-    scaler.unscale_(optimizer)
-    assert scaler._largest.item() == 16.0 * 1024.0
 
 
 @pytest.mark.parametrize("setting", ["error", "inplace"])

@@ -87,24 +87,6 @@ def test_state_that_an_optimizer_has_already_goes_on_in_float32(name):
     assert set(optimizer.state) == set(master_params(optimizer))
 
 
-def test_the_state_of_lbfgs_is_widened_all_through():
-    model = half_mlp()
-    optimizer = torch.optim.LBFGS(list(model.parameters()), lr=0.1, max_iter=3)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    MasterParameters(optimizer)
-    (kept,) = optimizer.state.values()
-    tensors = [kept["d"], kept["prev_flat_grad"], *kept["old_dirs"], *kept["old_stps"]]
-    assert {t.dtype for t in tensors} == {F32}
-    optimizer.step(closure)
-
-
 # -- checkpoints -----------------------------------------------------------------------------------
 
 

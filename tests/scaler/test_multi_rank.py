@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from distamp import DistGradScaler
-from distamp.errors import LockstepError
 from tests.collectives import count_collectives
-from tests.ranks import mesh
 from tests.scaler.layouts import LAYOUTS, WORLD
 from tests.scaler.reference import KINDS
 
 IN_A_GROUP = [name for name, layout in LAYOUTS.items() if layout.group == "default"]
 ADAM = "Adam for-loop"
-MESSAGES = {"step each": 2, "unscale_ each": 2, "unscale_ together": 1, "step_all": 1}
 
 
 class Training:
@@ -49,30 +43,6 @@ class Training:
             for optimizer in optimizers:
                 scaler.step(optimizer)
         scaler.update()
-
-
-def _sent_in(name: str) -> tuple[dict[str, Counter[str]], Counter[str]]:
-    """What an iteration sends in each order, and what the two optimizers send by themselves."""
-    training = Training(name)
-    sent: dict[str, Counter[str]] = {}
-    # The very first message also compares what the optimizers are.
-    for order in ["step each", *MESSAGES]:
-        training.backward()
-        with count_collectives() as log:
-            training.step(order)
-        sent[order] = log.by_name()
-    training.backward()
-    with count_collectives() as log:
-        for optimizer in training.optimizers:
-            optimizer.step()
-    return sent, log.by_name()
-
-
-@pytest.mark.parametrize("layout", IN_A_GROUP)
-def test_one_message_per_optimizer_or_one_for_the_set(ranks, layout):
-    for sent, own in ranks(WORLD).run(_sent_in, layout):
-        messages = {order: counted - own for order, counted in sent.items()}
-        assert messages == {order: Counter(allreduce=n) for order, n in MESSAGES.items()}
 
 
 def _bytes_of_a_message(name: str) -> list[int]:
@@ -108,33 +78,3 @@ def _flag_after_a_fault(name: str) -> float:
 @pytest.mark.parametrize("layout", [name for name in IN_A_GROUP if name != "DDP, two groups"])
 def test_every_rank_holds_the_flag_as_a_0_d_one(ranks, layout):
     assert ranks(WORLD).run(_flag_after_a_fault, layout) == [1.0] * WORLD
-
-
-def _swapped_later(sharded: bool) -> str:
-    """Two optimizers alike in all but their values; rank 2 swaps them in the second iteration."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(8, 8) for _ in range(2)]
-    if sharded:
-        for layer in layers:
-            fully_shard(layer, mesh=mesh((WORLD,), ("shard",)))
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
-    scaler = DistGradScaler("cpu")
-    for iteration in range(2):
-        for layer, optimizer in zip(layers, optimizers, strict=True):
-            optimizer.zero_grad()
-            scaler.scale(layer(torch.ones(1, 8)).sum()).backward()
-        if iteration == 1 and dist.get_rank() == 2:
-            optimizers.reverse()
-        try:
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-        except LockstepError as error:
-            return f"iteration {iteration}: {error}"
-        scaler.update()
-    return "nothing was noticed"
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "FSDP2"])
-def test_a_later_swap_of_alike_optimizers_is_noticed(ranks, sharded):
-    for raised in ranks(WORLD).run(_swapped_later, sharded):
-        assert raised.startswith("iteration 1: the ranks are not in lockstep")

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distamp.errors import LossScaleCollapse, StageError
-from tests.collectives import count_collectives
 from tests.scaler.steps import INF, NAN, cpu_scaler, iteration, leaf, sgd
 
 
@@ -268,23 +267,6 @@ def test_two_optimizers_that_skip_in_one_iteration_have_skipped_once_each():
     assert scaler.get_scale() == 512.0
 
 
-def test_a_closures_skips_count_too():
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler(max_consecutive_skips=2)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (parameter * INF).sum()
-        scaler.scale(loss).backward()
-        return loss
-
-    scaler.step(optimizer, closure)
-    scaler.update()
-    with pytest.raises(LossScaleCollapse) as caught:
-        scaler.step(optimizer, closure)
-    assert rows(caught.value.report)[0][2] == 1
-
-
 def collapse_on_ranks(bad: int) -> tuple[str, Any, float]:
     parameter, optimizer = sgd(1.0)
     scaler = cpu_scaler(max_consecutive_skips=2)
@@ -303,21 +285,6 @@ def test_a_collapse_is_raised_on_every_rank_and_names_the_rank(ranks2):
     assert message.startswith("2 steps in a row were skipped")
     assert report == [("group 0, parameter 0", 1, 1, 0, 1, 0.0)]
     assert value == 1.0
-
-
-def traffic_of_a_limit() -> list[int]:
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler(max_consecutive_skips=5)
-    counts = []
-    for gradient in (0.25, INF, 0.25):
-        with count_collectives() as counted:
-            iteration(scaler, optimizer, parameter, gradient)
-        counts.append(counted.count)
-    return counts
-
-
-def test_a_limit_on_skips_sends_no_message_of_its_own(ranks2):
-    assert ranks2.run(traffic_of_a_limit) == [[1, 1, 1]] * 2
 
 
 def limits_that_differ() -> str:

@@ -87,56 +87,6 @@ def test_the_sharded_scaler_uses_the_wrong_flags_in_another_order_and_ours_names
     assert ranks2.run(swapped_on_ranks, "ours") == ["LockstepError"] * 2
 
 
-def collectives_of(which: str, optimizers: int, unscale: bool) -> int:
-    scaler = sharded() if which == "sharded" else cpu_scaler()
-    models = [
-        [leaf(1.0), leaf(1.0, dtype=torch.float64), leaf(1.0, dtype=torch.bfloat16)]
-        for _ in range(optimizers)
-    ]
-    all_optimizers = [torch.optim.SGD(model, lr=1.0) for model in models]
-    count = 0
-    for _ in range(2):
-        for optimizer, model in zip(all_optimizers, models, strict=True):
-            optimizer.zero_grad()
-            for parameter in model:
-                backward(scaler, parameter, 0.25)
-        with count_collectives() as counted:
-            for optimizer in all_optimizers:
-                if unscale:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-            scaler.update()
-        count = counted.count
-    return count
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("optimizers", [1, 2, 4])
-def test_one_message_for_each_optimizer_whatever_its_dtypes(ranks2, optimizers, unscale):
-    assert ranks2.run(collectives_of, "ours", optimizers, unscale) == [optimizers] * 2
-
-
-def grouped_messages(how: str) -> int:
-    scaler = cpu_scaler()
-    both = list(pairs(scaler, 0.25, 0.25, 0.25, 0.25))
-    optimizers = [optimizer for _, optimizer in both]
-    with count_collectives() as counted:
-        if how == "unscale_":
-            scaler.unscale_(*optimizers)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-        else:
-            scaler.step_all(optimizers)
-        scaler.update()
-    assert [p.item() for p, _ in both] == [0.75] * 4
-    return counted.count
-
-
-@pytest.mark.parametrize("how", ["unscale_", "step_all"])
-def test_a_set_of_optimizers_shares_one_message(ranks2, how):
-    assert ranks2.run(grouped_messages, how) == [1, 1]
-
-
 def random_run(seed: int) -> list[tuple[float, float, bool]]:
     """Random overflows on random ranks, random orders of calls."""
     rank = dist.get_rank()

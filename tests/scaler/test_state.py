@@ -122,7 +122,6 @@ def test_torchs_state_leaves_bounds_and_kind_of_the_schedule_as_they_are():
         "hysteresis": 3,
         "consecutive": False,
         "hysteresis_tracker": 3,
-        "memory": [],
     }
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (64.0, 7)
 
@@ -384,8 +383,8 @@ def test_a_disabled_scaler_can_be_pickled():
 
 
 def test_a_pickle_keeps_the_settings_that_no_checkpoint_has():
-    original = cpu_scaler(recheck=True, fp16_grads="inplace", max_consecutive_skips=3)
-    names = ("_recheck", "_fp16_grads", "_max_consecutive_skips", "_device")
+    original = cpu_scaler(fp16_grads="inplace", max_consecutive_skips=3)
+    names = ("_fp16_grads", "_max_consecutive_skips", "_device")
     for each in copies(original):
         assert [getattr(each, n) for n in names] == [getattr(original, n) for n in names]
 

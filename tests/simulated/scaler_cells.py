@@ -13,7 +13,7 @@ from tests.scaler.judge import Judge, complaints
 from tests.scaler.layouts_devices import DEVICE_LAYOUTS
 from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Fault, Outcome, Program
-from tests.scaler.reference import ALL_KINDS
+from tests.scaler.reference import KINDS
 from tests.scaler.test_random_programs import _draw as draw
 from tests.simulated.pools import SimPool
 
@@ -47,7 +47,7 @@ Wrong = tuple[Schedule, Program, list[str]]
 
 def cells_of(layout: str, *kinds: str) -> Iterator[Cell]:
     """Every cell of a layout, of these optimizers or of all."""
-    for _, kind, order, fault in cells([_LIKE.get(layout, layout)], kinds or ALL_KINDS):
+    for _, kind, order, fault in cells([_LIKE.get(layout, layout)], kinds or KINDS):
         yield layout, kind, order, fault
 
 

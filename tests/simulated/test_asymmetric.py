@@ -8,16 +8,12 @@ from tests.scaler.asymmetric_draws import draw_programs
 from tests.scaler.asymmetric_judge import AsymmetricJudge
 from tests.scaler.asymmetric_programs import ENDING, Event, Program, Setting
 
-# Each went wrong on a device alone: a rank that could not measure asserted in the scaler; a first
-# clip of pipeline stages was skipped; a rank that was replaced gathered what the other did not.
+# Each went wrong on a device alone: a rank that could not measure asserted in the scaler; a rank
+# that was replaced gathered what the other did not.
 FOUND = {
     "no memory for a clip": Program(
         Setting(optimizers=2, kind="SGD", scaler="no flags", growth_interval=2),
         (Event("plain", how="clip"), Event("out of memory", rank=1, how="clip"), Event()),
-    ),
-    "first clip of stages": Program(
-        Setting(optimizers=3, structure="stages", kind="SGD foreach", growth_interval=1),
-        (Event(how="step"), Event(how="clip"), Event(how="clip")),
     ),
     "a rank is replaced and clips": Program(
         Setting(optimizers=3, structure="tied", kind="SGD foreach", masters=True),

@@ -283,16 +283,6 @@ def _norms_of_parameters_that_stop_being_replicas() -> list[float]:
     return [norm.item() for norm in norms]
 
 
-def test_replicas_that_turn_out_to_be_none_are_noticed_at_the_next_call(sim2):
-    for schedule, seed in SCHEDULES:
-        found = sim2.run(
-            _norms_of_parameters_that_stop_being_replicas, schedule=schedule, seed=seed
-        )
-        for norms in found:
-            assert norms[:3] == [2.0] * 3
-            assert norms[4:] == [10.0, 10.0]  # the root of 6 ** 2 + 8 ** 2
-
-
 @pytest.mark.usefixtures("sim2")
 def test_a_group_of_the_device_alone():
     """As after init_process_group("nccl"): no gloo, so what ranks compare goes by the device."""

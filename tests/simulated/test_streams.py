@@ -16,34 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from distamp import DistGradScaler
 from distamp.comm_hooks import register
 from distamp.comm_hooks.residuals import Residuals
-from distamp.scaler import message
-from distamp.scaler.groups import Group
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 31)]
-
-
-# -- messages -------------------------------------------------------------------------------------
-
-
-def _words_on_two_streams() -> list[int]:
-    """The words of a message that has room for more optimizers, on streams that never meet."""
-    device = torch.device("sim", dist.get_rank())
-    group = Group(dist.group.WORLD, device)
-    group.length.capacity = 3
-    first, second = torch.Stream(device), torch.Stream(device)
-    for stream in (first, second):
-        with stream:
-            clean = [[torch.zeros((), device=device)]]
-            words = message._device_words(group, group.layout(), 5, clean)
-    with second:
-        found: list[int] = words.tolist()
-    return found
-
-
-def test_a_message_is_made_of_nothing_that_another_stream_made(sim2):
-    for schedule, seed in SCHEDULES:
-        found = sim2.run(_words_on_two_streams, schedule=schedule, seed=seed, group="fresh")
-        assert found == [[5 << 32] * 3] * 2
 
 
 # -- hooks ----------------------------------------------------------------------------------------

@@ -39,18 +39,16 @@ class _Scaled(_plugins.Precision):
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, clip and step, on all ranks or on none.
-
-        As in Lightning, and LBFGS works: each evaluation of its closure is unscaled and agreed on.
-        ``on_before_optimizer_step`` is not called for it, as there is no one moment before its
-        step.
-        """
+        """Run the closure, unscale, clip and step, on all ranks or on none; LBFGS is refused."""
         if self.scaler is None:
             return _plugins.Precision.optimizer_step(
                 self, optimizer, model=model, closure=closure, **kwargs
             )
         if isinstance(first_optimizer(optimizer), LBFGS):
-            return self._step_by_closure(optimizer, model, closure, **kwargs)
+            raise SettingError(
+                "LBFGS evaluates the loss inside its step, with scaled gradients: train it in "
+                "float32 or bfloat16"
+            )
         result = closure()
         # Automatic optimization whose training_step returned None: no backward, so no step.
         if result is None and model.automatic_optimization:
@@ -59,20 +57,6 @@ class _Scaled(_plugins.Precision):
         unscale_once(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         output = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return output
-
-    def _step_by_closure(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        assert self.scaler is not None
-        if model.automatic_optimization and model.trainer.gradient_clip_val:
-            raise SettingError(
-                "gradient_clip_val does not go with LBFGS in 16-mixed: its closure is evaluated "
-                "several times in one step, each time with gradients that are unscaled afterwards. "
-                "Leave gradient_clip_val out"
-            )
-        output = self.scaler.step(optimizer, closure=closure, **kwargs)
         self.scaler.update()
         return output
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
-from distamp.errors import StageError
-from tests.collectives import count_collectives
 from tests.ranks import RankPool
 from tests.scaler.faults.tools import RaiseAt, error_of, value_of
 from tests.scaler.steps import INF, backward, cpu_scaler, leaf
@@ -38,60 +36,6 @@ def _iterate(scaler: DistGradScaler, optimizer: Any, parameter: Tensor, g: float
     backward(scaler, parameter, g)
     scaler.step(optimizer)
     scaler.update()
-
-
-# -- gradients that come late on one rank alone ----------------------------------------------------
-
-
-def _late_on_one(late: int, recheck: bool) -> tuple[list[Error], float, int]:
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler(recheck=recheck)
-    errors: list[Error] = []
-
-    def iterate(number: int) -> None:
-        optimizer.zero_grad()
-        backward(scaler, parameter, 0.25)
-        scaler.unscale_(optimizer)
-        if number == 1 and dist.get_rank() == late:
-            backward(scaler, parameter, 0.25)
-        scaler.step(optimizer)
-
-    for number in range(4):
-        errors.append(error_of(iterate, number))
-        if number > 0 and errors[-1] is not None:
-            scaler.update()
-            break
-        scaler.update()
-    if dist.get_rank() == late:  # a user who catches it and goes on
-        errors.append(error_of(iterate, 2))
-    return errors, parameter.item(), scaler.step_counts(optimizer).taken
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_late_backward_on_one_rank_stops_every_rank_by_its_next_message(
-    pair: RankPool, late: int
-) -> None:
-    results = pair.run(_late_on_one, late, False)
-    errors, _, steps = results[late]
-    assert errors[0] is None
-    assert errors[1] is not None
-    assert errors[1][0] == "StageError"
-    # The others may have stepped, and the error says so, with the optimizer's name.
-    assert "one step ahead" in errors[1][1]
-    assert "SGD" in errors[1][1]
-    assert steps == 1
-    errors, _, steps = results[1 - late]
-    assert errors[0] is None
-    assert any(errors[1:3]), "the next message tells it"
-    assert steps <= 2
-
-
-def test_with_recheck_the_message_of_the_same_step_tells_every_rank(pair: RankPool) -> None:
-    for errors, value, steps in pair.run(_late_on_one, 1, True):
-        assert errors[0] is None
-        assert errors[1] is not None
-        assert (value, steps) == (0.75, 1)
 
 
 # -- unscale_ on one rank alone --------------------------------------------------------------------
@@ -147,22 +91,6 @@ def test_unscale_of_each_of_two_optimizers_on_rank_0_alone(pair: RankPool) -> No
 # -- errors of one rank alone ----------------------------------------------------------------------
 
 
-def _mistake(what: str, scaler: DistGradScaler, optimizer: Any, parameter: Tensor) -> None:
-    """What rank 1 alone does wrong in the middle of an iteration."""
-    if what == "unscale_ twice":
-        scaler.unscale_(optimizer)
-    elif what == "step of no optimizer":
-        scaler.step(object())
-    elif what == "step_all of one twice":
-        scaler.step_all([optimizer, optimizer])
-    elif what == "clip by a negative norm":
-        scaler.clip_grad_norm_(optimizer, -1.0)
-    elif what == "clip what nobody holds":
-        scaler.clip_grad_norm_([leaf(1.0)], 1.0)
-    elif what == "step with a closure after unscale_":
-        scaler.step(optimizer, lambda: torch.zeros(()))
-
-
 MISTAKES = [
     "unscale_ twice",
     "step of no optimizer",
@@ -171,39 +99,6 @@ MISTAKES = [
     "clip what nobody holds",
     "step with a closure after unscale_",
 ]
-
-
-def _one_rank_is_mistaken(what: str, in_place_of_the_step: bool) -> tuple[list[Error], float]:
-    """Rank 1's error is caught there, as a trainer does that goes on with the next batch."""
-    parameter, optimizer, scaler = _one()
-    errors: list[Error] = []
-
-    def iterate(number: int) -> None:
-        optimizer.zero_grad()
-        backward(scaler, parameter, 0.25)
-        scaler.unscale_(optimizer)
-        if number == 0 and dist.get_rank() == 1:
-            if in_place_of_the_step:
-                _mistake(what, scaler, optimizer, parameter)
-            else:
-                errors.append(error_of(_mistake, what, scaler, optimizer, parameter))
-        scaler.step(optimizer)
-
-    for number in range(2):
-        errors.append(error_of(iterate, number))
-        scaler.update()
-    return errors, parameter.item()
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_an_error_where_no_message_is_due_travels_in_the_next_message(
-    pair: RankPool, what: str
-) -> None:
-    (first, second) = pair.run(_one_rank_is_mistaken, what, True)
-    assert second[0][0] is not None, "the rank itself raises at once"
-    assert first[0][1] is not None, "the others no later than at their next message"
-    assert "rank 1" in first[0][1][1] + second[0][0][1]
-    assert first[1] in (0.75, 0.5), "at most the step that was due"
 
 
 def _wrong_where_a_message_is_due(what: str) -> tuple[list[Error], float]:
@@ -316,21 +211,6 @@ def test_a_replaced_rank_that_loads_a_survivors_state_goes_on_with_it(
     assert pair.run(_restarted, str(tmp_path), True) == [(None, 0.0, 1024.0, 4)] * 2
 
 
-def _another_tracker() -> Error:
-    parameter, optimizer, scaler = _one()
-    if dist.get_rank() == 1:
-        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 7})
-    else:
-        scaler.load_state_dict(scaler.state_dict())
-    return error_of(_iterate, scaler, optimizer, parameter)
-
-
-def test_ranks_whose_live_trackers_differ_are_still_refused(pair: RankPool) -> None:
-    for error in pair.run(_another_tracker):
-        assert error is not None
-        assert error[0] == "LockstepError"
-
-
 # -- the same optimizers, in other company ---------------------------------------------------------
 
 
@@ -353,33 +233,6 @@ def _some_then_all(stages: bool) -> Any:
 @pytest.mark.parametrize("stages", [True, False], ids=["pipeline", "replicas"])
 def test_an_optimizer_may_come_later_into_the_same_call(pair: RankPool, stages: bool) -> None:
     assert pair.run(_some_then_all, stages) == [[0.25, 1.25]] * 2
-
-
-def _one_more_on_rank_0(when: str, values: str) -> Any:
-    """Rank 0 alone has one more optimizer of the same shape, which the scaler never gets."""
-    rank = dist.get_rank()
-    parameter = leaf(1.0) if values == "replicas" else leaf(1.0 + rank)
-    extra = []
-    if rank == 0 and when == "before":
-        extra.append(torch.optim.SGD([leaf(3.0)], lr=1.0))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler()
-    for number in range(3):
-        if rank == 0 and when == "between" and number == 1:
-            extra.append(torch.optim.SGD([leaf(3.0)], lr=1.0))
-            scaler.process_group = None  # what is known of the optimizers is asked anew
-        if rank == 1 and when == "between" and number == 1:
-            scaler.process_group = None
-        _iterate(scaler, optimizer, parameter)
-    return parameter.item() - (rank if values == "stages" else 0)
-
-
-@pytest.mark.parametrize("values", ["replicas", "stages"])
-@pytest.mark.parametrize("when", ["before", "between"])
-def test_an_optimizer_that_only_one_rank_has_and_nobody_uses_is_no_mismatch(
-    pair: RankPool, when: str, values: str
-) -> None:
-    assert pair.run(_one_more_on_rank_0, when, values) == [0.25] * 2
 
 
 def _one_more_with_two_used(order: str) -> Any:
@@ -406,45 +259,6 @@ def _one_more_with_two_used(order: str) -> Any:
 @pytest.mark.parametrize("order", ["step_all", "step"])
 def test_a_probe_on_rank_0_beside_two_optimizers_is_no_mismatch(pair: RankPool, order: str) -> None:
     assert pair.run(_one_more_with_two_used, order) == [[0.5, 1.5]] * 2
-
-
-def _one_more_before_the_second_comes() -> Any:
-    """Rank 0 alone makes an optimizer of the shape of one that is yet to be stepped."""
-    parameters = [leaf(1.0), leaf(2.0, 2.0)]
-    a, b = (torch.optim.SGD([p], lr=1.0) for p in parameters)
-    scaler = cpu_scaler()
-    probes = []
-    for chosen in ([a], [a, b], [b, a]):
-        for parameter in parameters:
-            parameter.grad = None
-            backward(scaler, parameter, [0.25] * parameter.numel())
-        scaler.step_all(chosen)
-        scaler.update()
-        if dist.get_rank() == 0:
-            probes.append(torch.optim.SGD([leaf(3.0, 3.0)], lr=1.0))
-    return [p[0].item() for p in parameters]
-
-
-def test_a_probe_made_on_rank_0_before_an_optimizer_is_first_stepped_is_no_mismatch(
-    pair: RankPool,
-) -> None:
-    assert pair.run(_one_more_before_the_second_comes) == [[0.25, 1.5]] * 2
-
-
-def _stepped_on_rank_0_by_itself(later: bool) -> Any:
-    """Rank 0 alone trains a probe with a plain scaler between two iterations of everybody."""
-    parameter, optimizer, scaler = _one()
-    if dist.get_rank() == 0:
-        probe = leaf(1.0)
-        probes = torch.optim.SGD([probe], lr=1.0)
-        backward(torch.amp.GradScaler("cpu"), probe, 0.0)
-        probes.step()
-    _iterate(scaler, optimizer, parameter)
-    return parameter.item()
-
-
-def test_a_probe_that_rank_0_trains_in_between_is_no_mismatch(pair: RankPool) -> None:
-    assert pair.run(_stepped_on_rank_0_by_itself, True) == [0.5] * 2
 
 
 # -- Join: uneven inputs ---------------------------------------------------------------------------
@@ -505,62 +319,3 @@ def test_an_overflow_after_another_rank_has_joined_is_skipped(pair: RankPool) ->
     results = pair.run(_uneven, (1, 3), 1, False, True)
     assert [r[:3] for r in results] == [_right((1, 3), 1)] * 2
     assert results[0][3] == results[1][3]
-
-
-@pytest.mark.parametrize("overflow_at", [None, 1])
-def test_join_with_an_optimizer_that_joins_too_is_right_or_refused_on_every_rank(
-    pair: RankPool, overflow_at: int | None
-) -> None:
-    """ZeRO's own shadow of a step broadcasts parameters, also where the step is skipped."""
-    results = pair.run(_uneven, (1, 3), overflow_at, True, True)
-    errors = [error for error, *_ in results]
-    if errors == [None, None]:
-        assert [r[:3] for r in results] == [_right((1, 3), int(overflow_at is not None))] * 2
-    else:
-        assert all(error is not None and "Join" in error[1] for error in errors), errors
-
-
-def test_join_without_the_scaler_is_refused_where_it_can_be_seen(pair: RankPool) -> None:
-    """An optimizer says that it is joined; a model does not lead from its loss to itself."""
-    results = pair.run(_uneven, (1, 3), None, True, False)
-    texts = [error[1] for error, *_ in results if error is not None]
-    assert len(texts) == 2, "the scaler's message cannot be shadowed"
-    assert all("Join([" in text for text in texts), texts
-
-
-# -- the number of messages ------------------------------------------------------------------------
-
-
-def _messages() -> list[int]:
-    parameter, optimizer, scaler = _one()
-    counts = []
-    for how in ("step", "unscale_", "clip"):
-        optimizer.zero_grad()
-        backward(scaler, parameter, 0.25)
-        with count_collectives() as counted:
-            if how == "unscale_":
-                scaler.unscale_(optimizer)
-            elif how == "clip":
-                scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        counts.append(counted.count)
-    return counts
-
-
-def test_there_is_still_one_message_for_each_step(pair: RankPool) -> None:
-    pair.run(_messages)
-    assert pair.run(_messages) == [[1, 1, 1]] * 2
-
-
-def test_stage_errors_are_still_raised_where_there_is_one_rank() -> None:
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler()
-    backward(scaler, parameter, 0.25)
-    scaler.unscale_(optimizer)
-    with pytest.raises(StageError, match="already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert parameter.item() == 0.75

@@ -5,7 +5,6 @@ References are roots that can be taken by hand.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -16,35 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
 from tests.ranks import RankPool
-
-
-def _grown_beside_a_tied_embedding(grows: int) -> list[float]:
-    """Pipeline stages that both hold an embedding; after three steps one of them adds a layer."""
-    rank = dist.get_rank()
-    embedding = nn.Parameter(torch.ones(4))
-    parameters = [embedding, nn.Parameter(torch.full((6 + rank,), 2.0))]
-    optimizer = torch.optim.SGD(parameters, lr=0.125)
-    scaler = DistGradScaler("cpu", init_scale=4.0)
-    norms = []
-    for step in range(6):
-        if step == 3 and rank == grows:
-            parameters.append(nn.Parameter(torch.full((9,), 3.0)))
-            optimizer.add_param_group({"params": parameters[-1:]})
-        optimizer.zero_grad()
-        scaler.scale(torch.stack([p.sum() for p in parameters]).sum()).backward()
-        norms.append(scaler.clip_grad_norm_(optimizer, 1e6).item())
-        scaler.step(optimizer)
-        scaler.update()
-    return norms
-
-
-@pytest.mark.parametrize("grows", [0, 1])
-def test_a_tied_embedding_counts_once_after_one_stage_has_grown(
-    ranks2: RankPool, grows: int
-) -> None:
-    expected = [math.sqrt(4 + 6 + 7)] * 3 + [math.sqrt(4 + 6 + 7 + 9)] * 3
-    for norms in ranks2.run(_grown_beside_a_tied_embedding, grows):
-        assert norms == pytest.approx(expected, rel=1e-6)
 
 
 class _Line(nn.Module):

@@ -52,63 +52,8 @@ def _clip(
     return norm.item(), left.item()
 
 
-def _tied_across_stages(by_parameters: bool) -> Any:
-    """Pipeline stages: both hold the embedding, the second a head of its own as well."""
-    embedding = _filled(6, 10.0)
-    layer = _filled(4, 10.0, value=2.0)
-    return _clip(
-        [embedding] if dist.get_rank() == 0 else [layer, embedding], by_parameters=by_parameters
-    )
-
-
-@pytest.mark.parametrize("by_parameters", [False, True], ids=["optimizer", "parameters"])
-def test_an_embedding_tied_across_pipeline_stages_counts_once(
-    ranks2: RankPool, by_parameters: bool
-) -> None:
-    expected = math.hypot(10.0, 10.0)
-    norms = ranks2.run(_tied_across_stages, by_parameters)
-    assert [norm for norm, _ in norms] == pytest.approx([expected] * 2, rel=1e-6)
-    assert [left for _, left in norms] == pytest.approx([10 / expected, 1.0], rel=1e-4)
-
-
-def _beside_a_shard(norm_type: float = 2.0, **declared: Any) -> Any:
-    """Plain tensor parallel: each rank holds a part of a layer, and all of a LayerNorm."""
-    rank = dist.get_rank()
-    shard = _filled(4, 4.0 + rank, value=1.0 + rank)
-    layer_norm = _filled(8, 2.0, value=3.0)
-    return _clip([shard, layer_norm], norm_type=norm_type, **declared)[0]
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-def test_a_replicated_layer_norm_beside_a_plain_shard_counts_once(
-    ranks4: RankPool, norm_type: float
-) -> None:
-    gradients = [torch.full((4,), (4.0 + rank) / 2.0) for rank in range(4)]
-    gradients.append(torch.full((8,), 2.0 / math.sqrt(8)))
-    expected = torch.linalg.vector_norm(torch.cat(gradients).double(), norm_type).item()
-    assert ranks4.run(_beside_a_shard, norm_type) == pytest.approx([expected] * 4, rel=1e-6)
-
-
-def _equal_biases(**declared: Any) -> Any:
-    """Two stages whose biases began alike and whose gradients have the same norm."""
-    return _clip([_filled(4, 3.0), _filled(8, 1.0 + dist.get_rank(), value=2.0)], **declared)[0]
-
-
 def _is_bias(parameter: Tensor) -> bool:
     return parameter.numel() == 4
-
-
-def _declared(kind: str) -> Any:
-    return _equal_biases(**{kind: _is_bias})
-
-
-def test_a_tensor_that_agrees_to_the_bit_is_a_replica_unless_it_is_declared_a_part(
-    ranks2: RankPool,
-) -> None:
-    once, twice = math.sqrt(9 + 1 + 4), math.sqrt(9 + 9 + 1 + 4)
-    assert ranks2.run(_equal_biases) == pytest.approx([once] * 2, rel=1e-6)
-    assert ranks2.run(_declared, "replicated") == pytest.approx([once] * 2, rel=1e-6)
-    assert ranks2.run(_declared, "sharded") == pytest.approx([twice] * 2, rel=1e-6)
 
 
 def _last_bit_differs(**declared: Any) -> Any:
@@ -197,46 +142,3 @@ def _no_gradient_on_one() -> Any:
 def test_a_missing_gradient_is_a_zero(ranks2: RankPool) -> None:
     expected = math.sqrt(9 + 16 + 16)
     assert ranks2.run(_no_gradient_on_one) == pytest.approx([expected] * 2, rel=1e-6)
-
-
-def _several_layouts_in_one() -> Any:
-    """A DTensor shard, a DTensor replica, a plain replica and a plain part in one optimizer."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from tests.ranks import mesh
-
-    over = mesh((2,), ("all",))
-    rank = dist.get_rank()
-
-    def spread(size: int, norm: float, placement: Any) -> nn.Parameter:
-        local = torch.full((size,), norm / math.sqrt(size))
-        parameter = nn.Parameter(DTensor.from_local(torch.ones(size), over, [placement]))
-        parameter.grad = DTensor.from_local(local * SCALE, over, [placement])
-        return parameter
-
-    parameters = [
-        spread(4, 1.0 + rank, Shard(0)),
-        spread(4, 2.0, Replicate()),
-        _filled(8, 3.0),
-        _filled(2, 4.0 + rank, value=7.0 + rank),
-    ]
-    return _clip(parameters)[0]
-
-
-def test_each_parameter_of_a_mixture_counts_by_its_own_layout(ranks2: RankPool) -> None:
-    expected = math.sqrt((1 + 4) + 4 + 9 + (16 + 25))
-    assert ranks2.run(_several_layouts_in_one) == pytest.approx([expected] * 2, rel=1e-6)
-
-
-def _twins(on_second_rank: int) -> Any:
-    """Two biases that began at zero and have the same gradient are two parameters."""
-    count = on_second_rank if dist.get_rank() else 2
-    return _clip([_filled(4, 3.0, value=0.0) for _ in range(count)])[0]
-
-
-@pytest.mark.parametrize("on_second_rank", [1, 2])
-def test_two_parameters_of_one_rank_are_no_replicas_of_each_other(
-    ranks2: RankPool, on_second_rank: int
-) -> None:
-    expected = math.sqrt(9 + 9)
-    assert ranks2.run(_twins, on_second_rank) == pytest.approx([expected] * 2, rel=1e-6)

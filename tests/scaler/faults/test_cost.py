@@ -5,18 +5,9 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from distamp import DistGradScaler
-from tests.ranks import RankPool
 
 # Costly, and of no use to who trains plain tensors in one process.
 HEAVY = (
@@ -140,66 +131,3 @@ def test_every_order_of_import_gives_the_same_names(tmp_path: Path) -> None:
 def test_a_name_that_was_used_is_not_rebound_by_an_import(tmp_path: Path) -> None:
     cases = [f"{name} {part}" for name in NAMES for part in PARTS]
     assert _wrong_cases(cases, tmp_path) == ""
-
-
-# -- ops of one message ----------------------------------------------------------------------------
-
-
-class _Ops(TorchDispatchMode):
-    """Counts aten ops, but for those of the optimizer's own step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-# The local pass is the same however many ranks there are, so what is more there is the message.
-def _ops(device: str, process_group_of: str) -> Counter[str]:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    parameter = nn.Parameter(torch.ones(4, device=device))
-    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    scaler = DistGradScaler(
-        device, init_scale=1024.0, process_group=group if process_group_of == "self" else None
-    )
-    for number in range(6):
-        optimizer.zero_grad()
-        scaler.scale((parameter * 0.25).sum()).backward()
-        with _Ops() as ops:
-            scaler.step(optimizer)
-        scaler.update()
-        assert number < 5 or ops.seen
-    return ops.seen
-
-
-def _message_on(device: str) -> dict[str, int]:
-    together, alone = _ops(device, "all"), _ops(device, "self")
-    return dict(together - alone)
-
-
-def _accelerator() -> str | None:
-    """A device that is no host: a real one, or the tests' simulated one where it is loaded."""
-    if torch.accelerator.is_available():
-        return str(torch.accelerator.current_accelerator())
-    return None
-
-
-def _message_on_accelerator() -> dict[str, int] | None:
-    device = _accelerator()
-    return None if device is None else _message_on(device)
-
-
-MOST_OPS = 8
-
-
-def test_one_message_on_an_accelerator_is_few_ops(pair: RankPool) -> None:
-    counted = pair.run(_message_on_accelerator)
-    if counted[0] is None:
-        pytest.skip("no accelerator here; the simulated one runs this from its own pools")
-    for ops in counted:
-        assert sum(ops.values()) <= MOST_OPS, ops

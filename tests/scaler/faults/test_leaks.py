@@ -19,7 +19,6 @@ from torch import nn
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
 from tests.ranks import RankPool
-from tests.scaler.faults.tools import error_of
 from tests.scaler.steps import INF, backward, cpu_scaler, leaf
 
 
@@ -87,7 +86,6 @@ def test_a_model_skipped_and_asked_about_is_not_kept_alive_either() -> None:
         scaler.scale(model(torch.ones(2, 4)).sum() * INF).backward()
         scaler.step(optimizer)
         scaler.overflow_report(model)
-        scaler.overflow_rank(optimizer)
         scaler.update()
         references += [weakref.ref(optimizer), *map(weakref.ref, model.parameters())]
         del model, optimizer
@@ -194,62 +192,7 @@ def test_memory_is_flat_where_ranks_agree(pair: RankPool) -> None:
     assert all(growth < count // 5 for growth in pair.run(_born_on_ranks, count))
 
 
-# -- naming an optimizer ---------------------------------------------------------------------------
-
-
-def _walks() -> int:
-    """How often the heap is walked while ten optimizers are stepped for the first time."""
-    walks = 0
-    walk = gc.get_objects
-
-    def counted(*args: Any, **kwargs: Any) -> list[Any]:
-        nonlocal walks
-        walks += 1
-        return walk(*args, **kwargs)
-
-    gc.get_objects = counted
-    try:
-        scaler = cpu_scaler()
-        one = _clipped(scaler)
-        for _ in range(10):
-            one()
-        refused = leaf(*[1.0] * (1 + dist.get_rank()))
-        optimizer = torch.optim.SGD([refused], lr=1.0)
-        backward(scaler, refused, [0.25] * refused.numel())
-        error_of(scaler.step, optimizer)
-    finally:
-        gc.get_objects = walk
-    return walks
-
-
-def test_naming_optimizers_walks_no_heap(pair: RankPool) -> None:
-    assert pair.run(_walks) == [0, 0]
-
-
 # -- groups ----------------------------------------------------------------------------------------
-
-
-def _asked_after_the_group_is_gone(own_group: bool) -> Any:
-    group = dist.new_group([0, 1]) if own_group else None
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler(process_group=group)
-    backward(scaler, parameter, INF if dist.get_rank() == 1 else 0.25)
-    scaler.step(optimizer)
-    scaler.update()
-    if own_group:
-        dist.destroy_process_group(group)
-    else:
-        dist.destroy_process_group()
-    counts = scaler.step_counts(optimizer)
-    return scaler.overflow_rank(optimizer), scaler.stepped(optimizer), counts.skipped
-
-
-@pytest.mark.parametrize("own_group", [False, True], ids=["default", "own"])
-def test_who_overflowed_is_known_after_the_group_was_destroyed(
-    pair: RankPool, own_group: bool
-) -> None:
-    assert pair.run(_asked_after_the_group_is_gone, own_group) == [(1, False, 1)] * 2
 
 
 def _group_is_kept() -> Any:

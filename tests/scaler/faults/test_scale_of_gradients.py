@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,17 +81,6 @@ def test_a_new_scale_by_hand_counts_too() -> None:
     assert q.item() == 0.75
 
 
-def test_so_does_a_state_that_is_loaded_between_backward_and_step() -> None:
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler()
-    backward(scaler, parameter, 0.25)
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
-    error = error_of(scaler.step, optimizer)
-    # Refused or right; never 1 - 0.25 * 1024 / 16 in silence.
-    assert parameter.item() == (0.75 if error is None else 1.0)
-
-
 def test_masters_are_unscaled_by_their_own_scale() -> None:
     p, q = leaf(1.0), leaf(1.0, dtype=torch.float16)
     a, b = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
@@ -134,18 +121,6 @@ def _accumulates(first: float, growth_interval: int, zeroed: str) -> tuple[Any, 
     return error, q.item()
 
 
-@pytest.mark.parametrize(("first", "growth_interval"), [(INF, 2000), (0.25, 1)])
-def test_gradients_of_two_scales_in_one_sum_are_refused_in_one_line(
-    first: float, growth_interval: int
-) -> None:
-    error, value = _accumulates(first, growth_interval, "never")
-    assert error is not None
-    assert error[0] in ("StageError", "GradientError")
-    assert "scale" in error[1]
-    assert "\n" not in error[1]
-    assert value == 1.0
-
-
 def test_accumulation_over_an_update_that_left_the_scale_alone_is_a_sum() -> None:
     assert _accumulates(0.25, 2000, "never") == (None, 1.0 - 0.375)
 
@@ -158,26 +133,6 @@ def test_gradients_that_were_zeroed_are_of_the_new_scale(
     first: float, growth_interval: int, zeroed: str
 ) -> None:
     assert _accumulates(first, growth_interval, zeroed) == (None, 0.875)
-
-
-def _accumulates_on_ranks() -> Any:
-    (p, q), (a, b) = _pair_of_optimizers()
-    scaler = cpu_scaler()
-    backward(scaler, p, INF)
-    backward(scaler, q, 0.25)
-    scaler.step(a)
-    scaler.update()
-    if dist.get_rank() == 0:
-        b.zero_grad()  # the other rank forgets it
-    backward(scaler, q, 0.125)
-    return error_of(scaler.step, b), q.item()
-
-
-def test_it_is_refused_on_every_rank_where_one_rank_has_such_a_sum(pair: RankPool) -> None:
-    for error, value in pair.run(_accumulates_on_ranks):
-        assert error is not None
-        assert "scale" in error[1]
-        assert value == 1.0
 
 
 def test_accumulation_within_one_iteration_goes_on_after_a_skipped_one() -> None:
@@ -261,31 +216,6 @@ def test_gradients_made_after_step_and_before_update_keep_their_scale() -> None:
     assert parameter.item() == 0.25
 
 
-def _written_through_data(scaler: Any, parameter: Tensor) -> None:
-    parameter.grad.data.mul_(0.5)
-
-
-def _added_by_a_pass_of_no_scaled_loss(scaler: Any, parameter: Tensor) -> None:
-    """As in a stage of a pipeline, which then scales a loss of its own."""
-    parameter.grad.zero_()
-    (parameter * 1.0).backward(torch.full((1,), 0.5 * scaler.get_scale()))
-    backward(scaler, leaf(1.0), 1.0)
-
-
-@pytest.mark.parametrize("how", [_written_through_data, _added_by_a_pass_of_no_scaled_loss])
-def test_gradients_left_behind_and_then_written_are_refused(how: Callable[..., None]) -> None:
-    (p, q), (a, b) = _pair_of_optimizers()
-    scaler = cpu_scaler(growth_interval=1)
-    backward(scaler, p, 0.25)
-    backward(scaler, q, 0.25)
-    scaler.step(a)
-    scaler.update()
-    how(scaler, q)
-    with pytest.raises(StageError, match=r"several loss scales .* set its gradients to None"):
-        scaler.step(b)
-    assert q.item() == 1.0
-
-
 def test_a_stage_that_is_set_back_begins_anew() -> None:
     """As is done to take a second step of an iteration with torch's scaler."""
     values = []
@@ -302,34 +232,6 @@ def test_a_stage_that_is_set_back_begins_anew() -> None:
         scaler.update()
         values.append(parameter.item())
     assert values == [0.5, 0.5]
-
-
-def test_parameters_are_referred_to_weakly_by_no_scaler_that_has_stepped_them() -> None:
-    """torch swaps no tensor that has weak references: FSDP2's model.to(dtype) would fail."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = cpu_scaler(growth_interval=1)
-    for _ in range(3):
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert [weakref.getweakrefcount(p) for p in model.parameters()] == [0, 0]
-
-
-def test_gradients_made_in_inference_mode_of_an_optimizer_that_is_not_stepped() -> None:
-    (p, q), (a, b) = _pair_of_optimizers()
-    scaler = cpu_scaler(growth_interval=1)
-    backward(scaler, q, 0.25)
-    scaler.step(b)
-    for _ in range(3):
-        with torch.inference_mode():
-            q.grad = torch.ones(1)
-        a.zero_grad()
-        backward(scaler, p, 0.25)
-        scaler.step(a)
-        scaler.update()
-    assert (p.item(), q.item()) == (0.25, 0.75)
 
 
 # -- scale() inside torch.compile ------------------------------------------------------------------
@@ -382,49 +284,6 @@ def test_masters_see_zero_grad(compiled: bool) -> None:
         scaled(parameter, 2.0).backward()
         scaler.step(optimizer)
     assert parameter.item() == 2.0
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_whole_iterations_train(compiled: bool) -> None:
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler(growth_interval=1)
-    scaled = _scaled_loss(scaler, compiled)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for gradient in (0.25, INF, 0.25):
-            optimizer.zero_grad()
-            scaled(parameter, gradient).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert (parameter.item(), scaler.get_scale()) == (0.5, 2048.0)
-
-
-def test_a_compiled_loss_is_traced_up_to_scale_and_nothing_of_the_scaler_is() -> None:
-    parameter = leaf(4.0, dtype=torch.float16)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    MasterParameters(optimizer)
-    scaler = cpu_scaler(fp16_grads="master")
-    ops: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        ops.extend(node.name for node in graph.graph.nodes if "call" in node.op)
-        return graph.forward
-
-    def loss_of(parameter: Tensor, gradient: float) -> Tensor:
-        return scaler.scale((parameter.float() * gradient).sum()) * 1.0
-
-    compiled = torch.compile(loss_of, backend=backend)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(3):
-            optimizer.zero_grad()
-            compiled(parameter, 0.5).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert parameter.item() == 2.5
-    # What stands before scale(), and the product by 1.0 after it.
-    assert ops == ["float_1", "mul", "sum_1", "mul"]
 
 
 def test_the_scale_that_compiled_code_used_is_the_one_gradients_are_divided_by() -> None:
@@ -487,79 +346,6 @@ def test_an_update_inside_a_compiled_step_moves_the_scale() -> None:
     assert (parameter.item(), scaler.get_scale()) == (0.5, 2048.0)
 
 
-def test_a_scaler_works_while_another_thread_compiles() -> None:
-    started, done = threading.Event(), threading.Event()
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        started.set()
-        done.wait(60)
-        return graph.forward
-
-    thread = threading.Thread(target=torch.compile(torch.sin, backend=backend), args=(leaf(1.0),))
-    thread.start()
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler()
-    try:
-        assert started.wait(60)
-        if not torch.compiler.is_compiling():
-            pytest.skip("this torch does not tell one thread that another compiles")
-        scaler.scale((parameter * 0.25).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    finally:
-        done.set()
-        thread.join()
-    assert parameter.item() == 0.75
-
-
-# -- passes that do not reach every parameter ------------------------------------------------------
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_two_optimizers_of_which_the_second_has_gradients_of_some_parameters(
-    set_to_none: bool,
-) -> None:
-    values = []
-    for scaler in (cpu_scaler(), torch_scaler()):
-        a, b = leaf(1.0), leaf(1.0)
-        first = torch.optim.SGD([a, b], lr=0.125)
-        second = torch.optim.SGD([a, b], lr=0.5)
-        scaler.scale((a * b).sum()).backward()
-        scaler.step(first)
-        first.zero_grad(set_to_none=set_to_none)
-        scaler.scale((a * 3).sum()).backward()
-        scaler.step(second)
-        scaler.update()
-        values.append((a.item(), b.item()))
-    assert values[0] == values[1] == (-0.625, 0.875)
-
-
-def _unscaled_through_another_with_zeros_on_rank_1() -> Any:
-    parameter = leaf(1.0)
-    first, second = (torch.optim.SGD([parameter], lr=1.0) for _ in range(2))
-    scaler = cpu_scaler()
-    backward(scaler, parameter, 0.0 if dist.get_rank() else 0.25)
-    scaler.unscale_(first)
-    error = error_of(scaler.step, second)
-    scaler.update()
-    return error, parameter.item()
-
-
-def test_a_rank_whose_gradients_are_zero_takes_a_step_that_was_unscaled_through_another(
-    ranks: Callable[[int], RankPool],
-) -> None:
-    found = ranks(2).run(_unscaled_through_another_with_zeros_on_rank_1, timeout=20)
-    assert found == [(None, 0.75), (None, 1.0)]
-
-
-def test_leaves_of_losses_before_any_optimizer_are_noted_once() -> None:
-    scaler, parameter = cpu_scaler(), leaf(1.0)
-    for _ in range(50):
-        torch.autograd.grad(scaler.scale(parameter.sum()), parameter)
-    assert len(scaler._watch._leaves) == 1
-
-
 # -- FSDP2, which adds to what a DTensor holds; tensor parallel, which adds to the DTensor ---------
 
 
@@ -569,42 +355,7 @@ def _sharded(kind: str) -> nn.Module:
     return parallelize_module(nn.Linear(4, 4), mesh((2,), ("shard",)), ColwiseParallel())
 
 
-def _late_on_dtensors(kind: str) -> Any:
-    """A pass after unscale_, and then two passes of which the scale changes in between."""
-    torch.manual_seed(0)
-    model, other = _sharded(kind), _sharded(kind)
-    optimizer, first = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
-    scaler = DistGradScaler("cpu", init_scale=1024.0)
-
-    def passes(module: Any, factor: float = 1.0) -> None:
-        scaler.scale(module(torch.ones(2, 4)).square().mean() * factor).backward()
-
-    passes(model)
-    scaler.unscale_(optimizer)
-    passes(model)
-    late = error_of(scaler.step, optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    passes(model)
-    passes(other, INF)
-    scaler.step(first)
-    scaler.update()
-    passes(model)
-    return late, error_of(scaler.step, optimizer)
-
-
 KINDS = ["FSDP2", "TP"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_late_passes_and_two_scales_are_seen_on_dtensors(
-    ranks: Callable[[int], RankPool], kind: str
-) -> None:
-    for late, mixed in ranks(2).run(_late_on_dtensors, kind):
-        assert late is not None
-        assert "after unscale_()" in late[1]
-        assert mixed is not None
-        assert "made with several loss scales (512, 1024)" in mixed[1] or "1024, 512" in mixed[1]
 
 
 def _leaves_out_a_step(wrap: Callable[[nn.Module], nn.Module], set_to_none: bool) -> Any:

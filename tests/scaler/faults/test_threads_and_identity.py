@@ -7,12 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distamp.errors import StageError
 from distamp.scaler import DistGradScaler, MasterParameters
 from tests.scaler.steps import backward, cpu_scaler, leaf, torch_scaler
 
@@ -126,59 +124,6 @@ def test_trainers_in_threads_learn_what_each_learns_alone() -> None:
 # -- parameters that are replaced, as by densifying, pruning and merging ---------------------------
 
 
-def _parameter_at(address: int, values: list[Tensor]) -> nn.Parameter:
-    """A new parameter whose ``id`` is that of one that has just died."""
-    kept = []
-    for value in values:
-        # Nothing else is made on the way, which would lie at that address first.
-        parameter = nn.Parameter(value)
-        if id(parameter) == address:
-            return parameter
-        kept.append(parameter)
-    pytest.skip("this interpreter does not use an address again soon")
-
-
-def _replaced(scaler: Any) -> tuple[Any, ...]:
-    """Two optimizers; the second holds a tensor in the place of one that the first replaced."""
-    first = leaf(1.0)
-    a = torch.optim.SGD([first], lr=1.0)
-    backward(scaler, first, 0.25)
-    scaler.step(a)
-    scaler.update()
-    address, values = id(first), [torch.ones(1) for _ in range(100)]
-    a.param_groups[0]["params"] = [second := leaf(1.0)]
-    a.state.clear()
-    del first
-    third = _parameter_at(address, values)
-    b = torch.optim.SGD([third], lr=1.0)
-    backward(scaler, second, 0.25)
-    backward(scaler, third, 0.25)
-    return a, second, b, third
-
-
-def _unscale_one_step_both(scaler: Any) -> list[float]:
-    a, second, b, third = _replaced(scaler)
-    scaler.unscale_(a)
-    scaler.step(b)
-    scaler.step(a)
-    scaler.update()
-    return [second.item(), third.item()]
-
-
-def _step_both(scaler: Any) -> list[float]:
-    a, second, b, third = _replaced(scaler)
-    scaler.step(a)
-    scaler.step(b)
-    scaler.update()
-    return [second.item(), third.item()]
-
-
-@pytest.mark.parametrize("steps", [_unscale_one_step_both, _step_both])
-def test_a_new_parameter_at_a_dead_ones_address_is_no_relative_of_its_optimizer(steps: Any) -> None:
-    assert steps(torch_scaler()) == [0.75, 0.75]
-    assert steps(cpu_scaler()) == [0.75, 0.75]
-
-
 def _named_anew(scaler: Any) -> float:
     """The parameters of one optimizer are replaced in the middle of training."""
     parameter = leaf(1.0)
@@ -216,108 +161,3 @@ def _all_then_some(scaler: Any) -> list[float]:
 def test_an_optimizer_over_some_parameters_steps_after_one_over_all_on_fresh_gradients() -> None:
     assert _all_then_some(torch_scaler()) == [0.75, 0.5]
     assert _all_then_some(cpu_scaler()) == [0.75, 0.5]
-
-
-def _all_then_some_unscaled(scaler: Any) -> list[float]:
-    first, second = leaf(1.0), leaf(1.0)
-    every = torch.optim.SGD([first, second], lr=1.0)
-    some = torch.optim.SGD([second], lr=1.0)
-    for optimizer in (every, some):
-        every.zero_grad()
-        backward(scaler, first, 0.25)
-        backward(scaler, second, 0.25)
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-    scaler.update()
-    return [first.item(), second.item()]
-
-
-def test_the_same_with_unscale_before_each_step() -> None:
-    assert _all_then_some_unscaled(torch_scaler()) == [0.75, 0.5]
-    assert _all_then_some_unscaled(cpu_scaler()) == [0.75, 0.5]
-
-
-def test_gradients_unscaled_through_one_optimizer_are_not_unscaled_again_through_another() -> None:
-    first, second = leaf(1.0), leaf(1.0)
-    every = torch.optim.SGD([first, second], lr=1.0)
-    some = torch.optim.SGD([second], lr=1.0)
-    scaler = cpu_scaler()
-    backward(scaler, first, 0.25)
-    backward(scaler, second, 0.25)
-    scaler.unscale_(every)
-    try:
-        scaler.step(some)
-    except StageError:
-        assert second.item() == 1.0
-    else:
-        assert second.item() == 0.75
-
-
-# -- one scaler in several threads -----------------------------------------------------------------
-
-
-class _Read(nn.Parameter):
-    """Notes which threads read its gradient. It may not be read while another thread writes it."""
-
-    readers: set[int]
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        self.readers.add(threading.get_ident())
-        return Tensor.grad.__get__(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        Tensor.grad.__set__(self, value)
-
-
-def _shared_by_threads(scaler: Any, to_none: bool) -> tuple[list[float], list[set[int]]]:
-    """Three threads, each with its own model, alternate in backward passes; steps are in the main.
-
-    Each third step is left out, so that gradients are kept over a change of the scale.
-    """
-    parameters = [_Read(torch.tensor([float(1 + k)])) for k in range(3)]
-    for p in parameters:
-        p.readers = set()
-    optimizers = [torch.optim.SGD([p], lr=0.125) for p in parameters]
-    strangers: list[set[int]] = []
-
-    def work(k: int, number: int) -> None:
-        optimizers[k].zero_grad(set_to_none=to_none or number % 2 == 0)
-        loss = scaler.scale((parameters[k] * 0.5).sum())
-        for p in parameters:
-            p.readers.clear()
-        loss.backward()
-        strangers.extend(set(p.readers) for p in parameters if p is not parameters[k])
-
-    for number in range(9):
-        # All of them live at once, so that each is a thread of its own.
-        turns = [threading.Event() for _ in range(4)]
-
-        def in_turn(k: int, number: int, turns: list[threading.Event]) -> None:
-            turns[k].wait(30)
-            try:
-                work(k, number)
-            finally:
-                turns[k + 1].set()
-
-        threads = [threading.Thread(target=in_turn, args=(k, number, turns)) for k in range(3)]
-        for thread in threads:
-            thread.start()
-        turns[0].set()
-        for thread in threads:
-            thread.join()
-        for k, optimizer in enumerate(optimizers):
-            if (number + k) % 3:
-                scaler.step(optimizer)
-        scaler.update()
-    return [p.item() for p in parameters], strangers
-
-
-@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
-def test_a_pass_reads_no_gradient_of_another_threads_pass(to_none: bool) -> None:
-    weights, strangers = _shared_by_threads(cpu_scaler(growth_interval=1), to_none)
-    expected, _ = _shared_by_threads(torch_scaler(growth_interval=1), to_none)
-    assert len(strangers) == 9 * 3 * 2
-    assert strangers == [set()] * len(strangers)
-    assert weights == expected

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distamp import DistGradScaler
-from distamp.scaler import HeadroomSchedule, HysteresisSchedule, MasterParameters
+from distamp.scaler import HysteresisSchedule, MasterParameters
 from tests.ranks import RankPool
 from tests.scaler.steps import INF, backward, leaf
 
@@ -35,7 +35,6 @@ def _default(name: str) -> Iterator[None]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"growth_interval": 1},
     "hysteresis": {"schedule": HysteresisSchedule(hysteresis=2)},
-    "headroom": {"schedule": HeadroomSchedule()},
     "master": {"fp16_grads": "master"},
 }
 

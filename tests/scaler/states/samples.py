@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distamp import DistGradScaler
-from distamp.scaler import HeadroomSchedule, HysteresisSchedule, StaticSchedule
+from distamp.scaler import HysteresisSchedule, StaticSchedule
 
 __all__ = ["AFTER", "BEFORE", "SAMPLES", "train"]
 
@@ -42,7 +42,6 @@ SAMPLES: dict[str, Callable[[], Any]] = {
         schedule=HysteresisSchedule(growth_interval=3, hysteresis=2, consecutive=True),
     ),
     "static": _ours(init_scale=128.0, schedule=StaticSchedule()),
-    "headroom": _ours(init_scale=1024.0, schedule=HeadroomSchedule()),
     "disabled": _ours(enabled=False),
 }
 
