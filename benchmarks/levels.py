@@ -26,7 +26,6 @@ from benchmarks.common import environment
 from benchmarks.levels_page import CONTROL, LEVELS, RESULTS, render, write
 from distamp import initialize
 from distamp.initialize import Amp
-from distamp.initialize.entry import Overrides
 from distamp.scaler import DynamicSchedule
 from launch.config import Shape
 from launch.corpus import load_corpus
@@ -34,7 +33,7 @@ from launch.data import TrainingWindows, validation_windows
 from launch.networks import GPT
 
 # A run this short would otherwise spend a part of it on finding its scale.
-SCALING: Overrides = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
+SCALING: dict[str, Any] = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/one_call_ranks.py
 
 ``cast_model`` does nothing at levels whose model stays fp32, so the order is the same at all of
-them. On several ranks an overflow anywhere skips the step everywhere.
+them. FSDP casts what it gathers by itself: at O2 its fp32 shards are what the optimizer steps. On
+several ranks an overflow anywhere skips the step everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from next_byte import NextByte, batches, device
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,19 +25,19 @@ from distamp import DataParallel, cast_model, initialize
 STEPS = 20
 
 
-def wrap(model: nn.Module, strategy: str) -> nn.Module:
+def wrap(model: nn.Module, strategy: str, opt_level: str) -> nn.Module:
     """Spread a model over devices or ranks."""
-    if strategy == "DataParallel":
-        return DataParallel(model)
-    if strategy == "DDP":
-        return DistributedDataParallel(model)
-    return fully_shard(model)
+    if strategy == "FSDP2":
+        half = torch.float16 if opt_level == "O2" else None
+        return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=half))
+    model = cast_model(model, opt_level)
+    return DataParallel(model) if strategy == "DataParallel" else DistributedDataParallel(model)
 
 
 def train(strategy: str, opt_level: str) -> list[float]:
     """Train with a model that is spread; return the losses of this rank's share."""
     torch.manual_seed(0)
-    model = wrap(cast_model(NextByte().to(device()), opt_level), strategy)
+    model = wrap(NextByte().to(device()), strategy, opt_level)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     amp = initialize(model, optimizer, opt_level)
     ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from distamp.autocast import autocast
 from distamp.comm_hooks import CommHookState
-from distamp.errors import StageError
-from distamp.initialize import amp_state
-from distamp.initialize.ddp_passes import OnePassEach
-from distamp.initialize.wrappers import Wrapping, no_sync
+from distamp.errors import SettingError, StageError
+from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
-from distamp.scaler import DistGradScaler, MasterParameters, masters_of
-from distamp.scaler.clipping import clip_unscaled
+from distamp.scaler import DistGradScaler, MasterParameters, master_params, masters_of
 
 __all__ = ["Amp", "StepResult"]
 
@@ -68,6 +65,10 @@ class Amp:
                 schedule.step()
     """
 
+    # What survives a call, beside the arguments:
+    # _syncs: False inside no_sync(), where DDP reduces nothing, so a second pass does no harm.
+    # _waiting: a loss was scaled since the last step, so there are gradients that can be unscaled.
+
     def __init__(
         self,
         models: tuple[nn.Module, ...],
@@ -75,6 +76,7 @@ class Amp:
         optimizers: tuple[torch.optim.Optimizer, ...],
         precision: Precision,
         scaler: DistGradScaler,
+        measuring: DistGradScaler,
         region: autocast,
         comm_hooks: tuple[CommHookState, ...] = (),
     ) -> None:
@@ -83,11 +85,14 @@ class Amp:
         self.precision = precision
         self.scaler = scaler
         self.comm_hooks = comm_hooks
-        self._wrappings = wrappings
+        # The scaler itself, or one of scale 1 where the level has none: a norm is one of all ranks.
+        self._measuring = measuring
         self._region = region
-        self._passes = [OnePassEach(m) for m, w in zip(models, wrappings, strict=True) if w.is_ddp]
+        names = [wrapping.name for wrapping in wrappings]
+        self._keeps_buckets = SHARDED_DDP in names
+        self._passes = OnePassEach(m for m, name in zip(models, names, strict=True) if name == DDP)
         self._syncs = True
-        self._unscaled = False
+        self._waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy or a pickle without masters, which would train no model."""
@@ -97,6 +102,12 @@ class Amp:
                 "has no masters. Copy the model, make its optimizers, and call initialize on them"
             )
         return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the copies of the optimizers known to the copies of the scalers."""
+        vars(self).update(state)
+        for scaler in (self.scaler, self._measuring):
+            scaler.add_optimizer(*self.optimizers)
 
     @property
     def masters(self) -> list[MasterParameters]:
@@ -127,24 +138,58 @@ class Amp:
         """
         return self._region
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing over ranks in what runs inside, forward and backward.
 
         As ``no_sync()`` of DDP and FSDP1 and ``set_requires_gradient_sync(False)`` of FSDP2, for
         every model at once; nothing happens where there is no such wrapper.
         """
-        return self._pause_sync()
-
-    @contextlib.contextmanager
-    def _pause_sync(self) -> Iterator[None]:
         before, self._syncs = self._syncs, False
         try:
             with contextlib.ExitStack() as stack:
                 for model in self.models:
-                    stack.enter_context(no_sync(model))
+                    stack.enter_context(pause_sync(model))
                 yield
         finally:
             self._syncs = before
+
+    @contextlib.contextmanager
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizers: object = None,
+        loss_id: int = 0,
+        model: object = None,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yield the scaled loss, of which one backward pass is taken inside.
+
+        Apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``. Unlike Apex's
+        it leaves gradients scaled, to be added to; `clip_grad_norm_`, `master_params` and `step`
+        unscale them.
+
+        Args:
+            loss: 0-d, preferably computed in float32.
+            optimizers: As the rest, Apex's, and without effect: all losses share one scale.
+            loss_id: See ``optimizers``.
+            model: See ``optimizers``.
+            delay_unscale: See ``optimizers``.
+            delay_overflow_check: See ``optimizers``.
+
+        Raises:
+            StageError: Gradients were unscaled already; or DDP would not reduce this pass, because
+                its forward pass had one already.
+        """
+        if any(map(self._measuring.is_unscaled, self.optimizers)):
+            raise StageError(
+                "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
+                "ones; clip after the last backward() of the iteration"
+            )
+        self._waiting = True
+        with self._passes.one() if self._syncs else contextlib.nullcontext():
+            yield self._measuring.scale(loss)
 
     def backward(
         self,
@@ -161,27 +206,15 @@ class Amp:
 
         Args:
             loss: 0-d, preferably computed in float32.
-            loss_id: As in Apex; all losses share one scale, so it changes nothing.
+            loss_id: As in `scale_loss`.
             retain_graph: As in ``Tensor.backward``.
             create_graph: As in ``Tensor.backward``.
             inputs: As in ``Tensor.backward``.
 
         Raises:
-            StageError: Gradients were clipped already; or DDP would not reduce this pass, because
-                its forward pass had one already.
+            StageError: As `scale_loss`.
         """
-        if self._unscaled:
-            raise StageError(
-                "backward() after clip_grad_norm_() would add scaled gradients to unscaled ones; "
-                "clip after the last backward() of the iteration"
-            )
-        if not self.scaler.is_enabled():  # else the scaler does it
-            for masters in self.masters:
-                masters.before_backward()
-        scaled = self.scaler.scale(loss)
-        with contextlib.ExitStack() as stack:
-            for passes in self._passes if self._syncs else ():
-                stack.enter_context(passes.one())
+        with self.scale_loss(loss, loss_id=loss_id) as scaled:
             scaled.backward(
                 retain_graph=retain_graph,
                 create_graph=create_graph,
@@ -205,7 +238,7 @@ class Amp:
         Args:
             loss: 0-d.
             inputs: The tensors to differentiate with respect to.
-            loss_id: As in `backward`.
+            loss_id: As in `scale_loss`.
             retain_graph: As in ``torch.autograd.grad``.
             create_graph: As in ``torch.autograd.grad``; True for a penalty.
         """
@@ -231,18 +264,19 @@ class Amp:
             The norm before clipping: 0-d float32, the same on every rank.
         """
         self._require_optimizers()
-        given = self.optimizers
-        if not self.scaler.is_enabled():
-            self._unscaled = True
-            return clip_unscaled(self.scaler, given, max_norm, norm_type)
-        one = len(given) == 1
-        # The scaler tells whose gradients it is given by the optimizers it has seen.
-        unseen = None in map(self.scaler._states.get, given)
-        if not one and not self._unscaled and unseen:
-            self.scaler.unscale_(*given)
-        clipped: Any = given[0] if one else [p for o in self.optimizers for p in parameters_of(o)]
-        self._unscaled = True
-        return self.scaler.clip_grad_norm_(clipped, max_norm, norm_type)
+        given: Any = self.optimizers[0]
+        if len(self.optimizers) > 1:
+            given = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+        return self._measuring.clip_grad_norm_(given, max_norm, norm_type)
+
+    def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        """Return what ``optimizer`` steps, as Apex's; gradients that wait are unscaled first.
+
+        The masters at O2, the parameters else. Collective after a backward pass, as ``unscale_``.
+        """
+        if self._waiting and not self._measuring.is_unscaled(optimizer):
+            self._measuring.unscale_(optimizer)
+        return iter(master_params(optimizer))
 
     def step(self) -> StepResult:
         """Step every optimizer that did not overflow on any rank, and update the loss scale.
@@ -254,13 +288,14 @@ class Amp:
             StageError, GradientError, LockstepError, LossScaleCollapse: As ``DistGradScaler.step``.
         """
         self._require_optimizers()
-        try:
-            self.scaler.step_all(self.optimizers)
-        finally:
-            self._unscaled = False
+        unscaled = any(map(self._measuring.is_unscaled, self.optimizers))
+        self.scaler.step_all(self.optimizers)
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         self.scaler.update()
+        if unscaled and self._measuring is not self.scaler:
+            self._measuring.update()
+        self._waiting = False
         return StepResult(anyone == 0, tuple(flag == 0 for flag in found))
 
     def _require_optimizers(self) -> None:
@@ -274,27 +309,82 @@ class Amp:
             set_to_none: As in ``Optimizer.zero_grad``; without effect under fairscale's
                 ShardedDataParallel, whose buckets hold the gradients.
         """
-        to_none = set_to_none and not any(w.keeps_buckets for w in self._wrappings)
+        to_none = set_to_none and not self._keeps_buckets
         for model in self.models:
             model.zero_grad(set_to_none=to_none)
         for optimizer in self.optimizers:
-            masters = masters_of(optimizer)
-            (optimizer if masters is None else masters).zero_grad(set_to_none=to_none)
+            (masters_of(optimizer) or optimizer).zero_grad(set_to_none=to_none)
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return level, loss scale and master weights, to be saved beside model and optimizers.
+        """Return level, loss scale and masters, to be saved beside model and optimizers."""
+        return {
+            "version": 1,
+            "opt_level": self.precision.level,
+            "loss_scalers": [self.scaler.state_dict()] if self.scaler.is_enabled() else [],
+            "schedule": self.scaler.schedule_state_dict(),
+            "masters": [masters.state_dict() for masters in self.masters],
+        }
 
-        Masters are those of this rank where FSDP1, ZeroRedundancyOptimizer or OSS shard them, and
-        DTensors under FSDP2.
-        """
-        return amp_state.saved(self.precision, self.scaler, self.masters)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, or Apex's ``amp.state_dict()``, or a scaler's.
 
+        A state of another level is welcome: a scale that there is not here, or not in it, stays as
+        it is; and masters that it does not have follow their parameters. Of the scales that Apex
+        had for several losses, the smallest is taken.
+
         Raises:
-            SettingError: It has masters of another number of optimizers, or a value out of range.
+            SettingError: It is no such state, has masters of another number of optimizers, or a
+                value out of range. Nothing is changed then, but masters before those refused.
+            ValueError: It has masters of other parameters.
         """
-        amp_state.load(state, self.scaler, self.masters)
+        if not isinstance(state, Mapping):
+            raise SettingError(
+                f"the state is the dict that amp.state_dict() returned, not {state!r:.80}"
+            )
+        scales, masters = _scales(state), _list_of(state, "masters")
+        if masters and self.masters and len(masters) != len(self.masters):
+            raise SettingError(
+                f"the state has the masters of {len(masters)} optimizers and {len(self.masters)} "
+                "have some here; initialize with the same optimizers"
+            )
+        before = self.scaler.state_dict(), self.scaler.schedule_state_dict()
+        try:
+            if scales and self.scaler.is_enabled():
+                scale = scales[0] if len(scales) == 1 else min(scales, key=_scale_in)
+                self._load_scale(scale, state.get("schedule"))
+            for mine, saved in zip(self.masters, masters, strict=False):
+                mine.load_state_dict(saved)
+        except Exception:
+            self._load_scale(*before)
+            raise
+
+    def _load_scale(self, scale: dict[str, Any], schedule: Any) -> None:
+        if schedule is not None and schedule != {}:
+            self.scaler.load_schedule_state_dict(schedule)
+        self.scaler.load_state_dict(scale)
+
+
+def _scales(state: Mapping[str, Any]) -> list[Any]:
+    """Return the loss scales of a state of ours, of Apex's or of a scaler's."""
+    if "loss_scalers" in state:
+        if not isinstance(state.get("version"), int) or state["version"] != 1:
+            raise SettingError(
+                f"the state was written by another version ({state.get('version')!r}) of distamp; "
+                f"this one reads version 1"
+            )
+        return _list_of(state, "loss_scalers")
+    apex = [state[name] for name in state if str(name).startswith("loss_scaler")]
+    return apex or [state]
+
+
+def _scale_in(state: Any) -> float:
+    return float({"loss_scale": dict(state).get("scale", "none"), **state}["loss_scale"])
+
+
+def _list_of(state: Mapping[str, Any], name: str) -> list[Any]:
+    found = [] if state.get(name) is None else state[name]
+    if not isinstance(found, list | tuple):
+        raise SettingError(f"the state's {name!r} must be a list, not {found!r:.80}")
+    return list(found)

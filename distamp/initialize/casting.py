@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import torch
@@ -10,12 +11,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from distamp.errors import SettingError
-from distamp.initialize.wrappers import outermost_wrapper
+from distamp.initialize.wrappers import recognise
 from distamp.precision import Precision
 
-__all__ = ["cast_as", "cast_model"]
+__all__ = ["cast_as", "cast_model", "layout_of"]
 
 _M = TypeVar("_M", bound=nn.Module)
+_MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and pickles keep
 
 
 def cast_model(
@@ -54,7 +56,7 @@ def cast_model(
     precision = Precision.of(
         opt_level, keep_batchnorm_fp32=keep_batchnorm_fp32, master_weights=master_weights
     )
-    wrapper = outermost_wrapper(model)
+    wrapper = recognise(model).name
     if wrapper is not None and precision.casts_model:
         raise SettingError(
             f"cast_model was given a model inside {wrapper}, which has laid its parameters out in "
@@ -62,7 +64,7 @@ def cast_model(
             "the optimizer, then initialize"
         )
     before = cast_as(model)
-    if before is not None and _layout(before) != _layout(precision):
+    if before is not None and layout_of(before) != layout_of(precision):
         raise SettingError(
             f"the model was already cast for {before.level} (parameters {before.param}) and cannot "
             f"be cast for {precision.level}, because rounding lost precision; build the model again"
@@ -71,54 +73,47 @@ def cast_model(
         return model
     for module in model.modules():
         kept = precision.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
-        _cast_own_tensors(module, torch.float32 if kept else precision.param)
-    model.register_forward_pre_hook(_CastInputs(precision), with_kwargs=True, prepend=True)
-    model.register_forward_hook(_CastOutputs(precision))
+        dtype = torch.float32 if kept else precision.param
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    setattr(model, _MARK, precision)
+    inputs = functools.partial(_cast_inputs, precision.param)
+    model.register_forward_pre_hook(inputs, with_kwargs=True, prepend=True)
+    if precision.output is not None:
+        model.register_forward_hook(functools.partial(_cast_outputs, precision.output))
     return model
 
 
 def cast_as(model: nn.Module) -> Precision | None:
     """Return what `cast_model` cast this very module to; None if it did not."""
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, _CastInputs):
-            return hook.precision
-    return None
+    return getattr(model, _MARK, None)
 
 
-def _layout(precision: Precision) -> tuple[torch.dtype, bool | None]:
-    return precision.param, precision.keep_batchnorm_fp32
+def layout_of(precision: Precision) -> str:
+    """Return what a level casts a model to."""
+    return f"parameters {precision.param}, keep_batchnorm_fp32={precision.keep_batchnorm_fp32}"
 
 
-def _cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
-    # torch's own walk, so that modules that override it (recurrent ones, say) have their say.
-    module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
+# The hooks are partials of module-level functions, so that a cast model can be copied and pickled.
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def one(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return tree_map(one, value)
-
-
-# Classes, so that a cast model can be copied and pickled.
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return _cast(dtype, (args, kwargs))
 
 
-class _CastInputs:
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = self.precision.param
-        return _cast(args, dtype), _cast(kwargs, dtype)
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return _cast(dtype, output)
 
 
-class _CastOutputs:
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        dtype = self.precision.output
-        return output if dtype is None else _cast(output, dtype)
+def _cast(dtype: torch.dtype, nested: Any) -> Any:
+    return tree_map(
+        lambda leaf: (
+            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        ),
+        nested,
+    )

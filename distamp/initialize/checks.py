@@ -4,121 +4,90 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.errors import SettingError
-from distamp.initialize.casting import cast_as
-from distamp.initialize.wrappers import (
-    Wrapping,
-    batchnorms_cast_by_wrapper,
-    gathers_for_region,
-    is_fsdp2,
-)
+from distamp.initialize.casting import cast_as, layout_of
+from distamp.initialize.wrappers import Wrapping, norms_cast_along
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 
-__all__ = ["check_comm_hook", "check_models", "check_optimizers"]
+__all__ = ["check_comm_hook", "check_model", "check_optimizers"]
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = {torch.float16, torch.bfloat16}
+# What FSDP calls its own mixed precision.
+_SETTINGS = {
+    "fully_shard": "mp_policy=MixedPrecisionPolicy(param_dtype={})",
+    "FullyShardedDataParallel": "mixed_precision=MixedPrecision(param_dtype={})",
+}
+# Optimizers that step a part of the parameters on each rank.
+_SPLITTING = {"ZeroRedundancyOptimizer", "OSS"}
 
 
-def check_models(
-    models: tuple[nn.Module, ...], wrappings: tuple[Wrapping, ...], precision: Precision
-) -> None:
+def check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
     """Refuse a model that cannot be trained at this level as it is.
 
     Raises:
         SettingError: See the text.
     """
-    for model, wrapping in zip(models, wrappings, strict=True):
-        _check_model(model, wrapping, precision)
-
-
-def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if wrapping.computes_in is not None:
-        _check_casting_wrapper(model, wrapping, precision, dtypes)
+    half = _HALF & {parameter.dtype for parameter in model.parameters()}
+    if wrapping.policies:
+        _check_policies(model, wrapping, precision, half)
     elif precision.casts_model:
-        _check_cast(model, wrapping, precision)
-    elif half := [dtype for dtype in _HALF if dtype in dtypes]:
+        _check_cast(wrapping, precision)
+    elif half:
         raise SettingError(
-            f"{precision.level} trains float32 parameters and the model has some in {half[0]}; "
+            f"{precision.level} trains float32 parameters and the model has some in {half.pop()}; "
             "leave out model.half() or cast_model(), or take O2, whose model is cast"
         )
 
 
-def _check_casting_wrapper(
-    model: nn.Module, wrapping: Wrapping, precision: Precision, dtypes: set[torch.dtype]
+def _check_policies(
+    model: nn.Module, wrapping: Wrapping, precision: Precision, half: set[torch.dtype]
 ) -> None:
-    name, dtype = wrapping.name, wrapping.computes_in
-    if precision.autocasts and gathers_for_region(model, precision):
-        if any(d in _HALF for d in dtypes):
-            raise SettingError(
-                f"{precision.level} trains float32 parameters and the model has some in {dtype}; "
-                f"leave out model.half() or cast_model(): {name} casts what it gathers by itself"
-            )
+    name, level = wrapping.name, precision.level
+    if half:
+        raise SettingError(
+            f"{name} casts float32 parameters by its own mixed precision, and the model has some "
+            f"in {half.pop()}, so nothing would be stepped in float32; leave out model.half() or "
+            "cast_model()"
+        )
+    if precision.autocasts and wrapping.policies == {(precision.compute, precision.reduce)}:
         return  # gathered in the dtype that the region would cast it to
-    if not precision.casts_model or dtype is not precision.param:
+    dtypes = {dtype for dtype, _ in wrapping.policies}
+    if not precision.master_weights or dtypes != {precision.param}:
         raise SettingError(
-            f"{name} casts parameters to {dtype} by its own mixed precision, and {precision.level} "
-            f"has them in {precision.param}; leave the wrapper's setting out, or take "
-            f"{_level_casting_to(dtype)}"
+            f"{name} computes in {', '.join(map(str, dtypes))} and keeps float32 parameters by its "
+            f"own mixed precision, and {level} computes in {precision.compute} with parameters in "
+            f"{precision.param} and gradients reduced in {precision.reduce}; leave that setting "
+            f"out, or take {'O2' if torch.float16 in dtypes else 'bf16-O2'}"
         )
-    if any(d in _HALF for d in dtypes):
+    if precision.keep_batchnorm_fp32 and (cast := list(norms_cast_along(model))):
         raise SettingError(
-            f"{name} casts parameters to {dtype} by its own mixed precision, and they are that "
-            "already: nothing would be stepped in float32. Either leave its setting out after "
-            "cast_model(), or leave cast_model() out"
-        )
-    if not precision.master_weights:
-        raise SettingError(
-            f"{name} keeps float32 parameters for the optimizer by its own mixed precision, and "
-            f"{precision.level} as asked for has none; the order without them is "
-            f"cast_model(model, ...), {name} without that setting, the optimizer, initialize"
-        )
-    if precision.keep_batchnorm_fp32 and (cast := batchnorms_cast_by_wrapper(model)):
-        raise SettingError(
-            f"{name} casts {_some(cast)} to {dtype} along with the rest, and {precision.level} "
-            "keeps batch norms in float32; wrap each batch norm by itself first, without mixed "
-            "precision, or pass keep_batchnorm_fp32=False"
+            f"{name} casts batch norm {cast[0]!r} to {precision.param} with the modules around it "
+            f"({len(cast)} in all), and {level} keeps batch norms in float32; wrap each batch norm "
+            "by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
         )
 
 
-def _check_cast(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
+    name, level = wrapping.name, precision.level
+    if name in _SETTINGS and precision.master_weights:
+        raise SettingError(
+            f"{level} over {name} is its own mixed precision over float32 parameters: leave out "
+            f"cast_model() and pass {name} {_SETTINGS[name].format(precision.param)}"
+        )
     cast = cast_as(wrapping.inner)
-    if cast is None and wrapping.name in (None, "DataParallel"):
-        return
-    if cast is None:
-        shards = wrapping.is_sharded
-        hint = f", or give {wrapping.name} a mixed precision of {precision.param}" if shards else ""
+    if cast is None and name not in (None, "DataParallel"):
         raise SettingError(
-            f"{precision.level} casts the model to {precision.param}, and {wrapping.name} has laid "
-            f"its parameters out already; the order is cast_model(model, {precision.level!r}), "
-            f"{wrapping.name}, the optimizer, initialize{hint}"
+            f"{level} casts the model to {precision.param}, and {name} has laid its parameters "
+            f"out already; the order is cast_model(model, {level!r}), {name}, the optimizer, "
+            "initialize"
         )
-    if cast.param is not precision.param or cast.keep_batchnorm_fp32 != (
-        precision.keep_batchnorm_fp32
-    ):
+    if cast is not None and layout_of(cast) != layout_of(precision):
         raise SettingError(
-            f"the model was cast for {cast.level} (parameters {cast.param}, "
-            f"keep_batchnorm_fp32={cast.keep_batchnorm_fp32}) and initialize was asked for "
-            f"{precision.level} (parameters {precision.param}, "
-            f"keep_batchnorm_fp32={precision.keep_batchnorm_fp32}); give both the same"
+            f"the model was cast for {cast.level} ({layout_of(cast)}) and initialize was asked for "
+            f"{level} ({layout_of(precision)}); give both the same"
         )
-    if precision.keep_batchnorm_fp32 and any(is_fsdp2(m) for m in model.modules()):
-        mixed = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm)
-            and not is_fsdp2(module)
-            and any(True for _ in module.parameters(recurse=False))
-        ]
-        if mixed:
-            raise SettingError(
-                f"{_some(mixed)} is float32 in a fully_shard group of {precision.param} "
-                "parameters, which torch cannot reduce together; call fully_shard on each batch "
-                "norm by itself first, or pass keep_batchnorm_fp32=False"
-            )
 
 
 def check_optimizers(
@@ -128,40 +97,40 @@ def check_optimizers(
 ) -> None:
     """Refuse optimizers over parameters that no model has, as those made before a wrapper.
 
-    Also those whose state would be float16 and whose ``eps`` float16 rounds to zero: Adam divides
-    zero by zero then.
+    Also those that would need masters of parameters which other ranks step, and those whose state
+    would be float16 and whose ``eps`` float16 rounds to zero: Adam divides zero by zero then.
 
     Raises:
         SettingError: See the text.
     """
-    known = {id(p) for model in models for p in model.parameters()}
+    trained = [p for model in models for p in model.parameters()]
+    known = set(map(id, trained))
     stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
-    left_out = [
-        p for m in models for p in m.parameters() if p.requires_grad and id(p) not in stepped
-    ]
+    left_out = any(p.requires_grad and id(p) not in stepped for p in trained)
     for number, optimizer in enumerate(optimizers):
-        parameters = parameters_of(optimizer)
+        kind, parameters = type(optimizer).__name__, parameters_of(optimizer)
         strange = sum(id(p) not in known for p in parameters)
         # One beside the model is welcome, a learnable temperature for example; but not one in the
         # place of a parameter that no optimizer steps.
         if strange and (left_out or strange == len(parameters)):
             raise SettingError(
-                f"{strange} of the {len(parameters)} parameters of optimizer {number} "
-                f"({type(optimizer).__name__}) do not belong to the model; a wrapper that shards "
-                "replaces parameters, so make the optimizer after it, from model.parameters()"
+                f"{strange} of the {len(parameters)} parameters of optimizer {number} ({kind}) do "
+                "not belong to the model; a wrapper that shards replaces parameters, so make the "
+                "optimizer after it, from model.parameters()"
             )
-        if precision.param is torch.float16 and not precision.master_weights:
-            _check_eps(optimizer, precision)
-
-
-def _check_eps(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if eps and torch.tensor(float(eps), dtype=torch.float16) == 0:
+        if precision.master_weights and kind in _SPLITTING:
             raise SettingError(
-                f"{type(optimizer).__name__} has eps={eps:g}, which float16 rounds to zero, and "
-                f"{precision.level} keeps the optimizer's state in float16: 0 / 0 would make "
-                "parameters NaN. Pass eps=1e-3, or take O2"
+                f"{kind} steps a part of the parameters on each rank, and {precision.level} would "
+                "need masters of that part; take O1, or in its place fully_shard with "
+                + _SETTINGS["fully_shard"].format(precision.param)
+            )
+        eps = min((group["eps"] for group in optimizer.param_groups if group.get("eps")), default=1)
+        rounds = precision.param is torch.float16 and not precision.master_weights
+        if rounds and torch.tensor(float(eps), dtype=torch.float16) == 0:
+            raise SettingError(
+                f"{kind} has eps={eps:g}, which float16 rounds to zero, and {precision.level} "
+                "keeps the optimizer's state in float16: 0 / 0 would make parameters NaN. Pass "
+                "eps=1e-3, or take O2"
             )
 
 
@@ -179,19 +148,9 @@ def check_comm_hook(
             "replicas= needs a communication hook to average them; comm_hook is None: pass "
             "comm_hook='fp16', or apply fully_shard with the whole mesh and leave replicas out"
         )
-    for wrapping in wrappings:
-        if comm_hook is not None and wrapping.name in (None, "DataParallel"):
-            raise SettingError(
-                f"comm_hook={comm_hook!r} needs a wrapper that reduces gradients between ranks; "
-                "this model has none: wrap it in DistributedDataParallel or FSDP first, or leave "
-                "comm_hook out"
-            )
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"batch norm {names[0]!r}{rest}"
-
-
-def _level_casting_to(dtype: torch.dtype | None) -> str:
-    return "O2" if dtype is torch.float16 else "bf16-O2"
+    if comm_hook is not None and any(w.name in (None, "DataParallel") for w in wrappings):
+        raise SettingError(
+            f"comm_hook={comm_hook!r} needs a wrapper that reduces gradients between ranks, and a "
+            "model has none: wrap it in DistributedDataParallel or FSDP first, or leave comm_hook "
+            "out"
+        )

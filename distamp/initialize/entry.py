@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import OpLists, autocast, bind
-from distamp.comm_hooks import CommHookState, register
+from distamp.comm_hooks import register
 from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import cast_as, cast_model
-from distamp.initialize.checks import check_comm_hook, check_models, check_optimizers
-from distamp.initialize.wrappers import Wrapping, recognise
+from distamp.initialize.checks import check_comm_hook, check_model, check_optimizers
+from distamp.initialize.wrappers import recognise
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import (
@@ -26,23 +27,8 @@ from distamp.scaler import (
     StaticSchedule,
     masters_of,
 )
-from distamp.scaler.groups import GroupLike
 
-__all__ = ["Overrides", "initialize"]
-
-
-class Overrides(TypedDict, total=False):
-    """Keyword arguments of `initialize` besides the level."""
-
-    keep_batchnorm_fp32: bool | str | None
-    master_weights: bool | None
-    loss_scale: float | str | None
-    num_losses: int
-    init_scale: float
-    schedule: Schedule | None
-    max_consecutive_skips: int | None
-    ops: OpLists | None
-    cache_enabled: bool | None
+__all__ = ["initialize"]
 
 
 def initialize(
@@ -50,152 +36,129 @@ def initialize(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     opt_level: str | Precision = "O1",
     *,
-    process_group: GroupLike = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    num_losses: int = 1,
+    init_scale: float | None = None,
+    schedule: Schedule | None = None,
+    max_consecutive_skips: int | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     comm_hook: str | None = None,
     replicas: ProcessGroup | None = None,
-    **overrides: Unpack[Overrides],
+    ops: OpLists | None = None,
+    cache_enabled: bool | None = None,
+    **apex: object,
 ) -> Amp:
     """Prepare a model and its optimizers for training at a level of precision.
 
     Like ``apex.amp.initialize``, but in every layout and without patching: DDP, FSDP1, FSDP2,
-    fairscale's wrappers and DataParallel are recognised. A model that is plain or in DataParallel
-    is cast in place. For any other wrapper, call `cast_model` before wrapping; if not, the error
-    gives the right order.
+    fairscale's ShardedDataParallel and DataParallel are recognised. A model that is plain or in
+    DataParallel is cast in place. Under DDP, call `cast_model` before wrapping. Under FSDP, O2 is
+    its own mixed precision. Where it is otherwise, the error gives the right order.
 
     Args:
         model: The model that you call, wrapped or not; or several.
         optimizers: One or several, over parameters of the models; None to only run the model.
         opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
+        keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
+        master_weights: As in Apex.
+        loss_scale: As in Apex: a number or ``"dynamic"``.
+        num_losses: As in Apex, and without effect: all losses share one scale.
+        init_scale: The first loss scale, where it is dynamic.
+        schedule: How a dynamic loss scale moves.
+        max_consecutive_skips: See `DistGradScaler`.
         process_group: The ranks that have a part of the models; see `DistGradScaler`.
         comm_hook: The wire format of gradients between the ranks, such as ``"fp16"``;
-            see ``distamp.comm_hooks.register``. The scaler then learns of overflows from them.
+            see ``distamp.comm_hooks.register``.
         replicas: With ``comm_hook``, for FSDP2 over only the shard dimension of a mesh: the ranks
             that have the same shard, between which the hook averages too.
-        overrides: ``keep_batchnorm_fp32``, ``master_weights`` and ``loss_scale`` (a number or
-            ``"dynamic"``) as in Apex, or None for the level's default; ``num_losses`` as in Apex,
-            but they share one scale; ``init_scale``, ``schedule`` and ``max_consecutive_skips`` of
-            the scaler; ``ops`` and ``cache_enabled`` of the autocast region.
+        ops: Of the autocast region, as in `autocast`.
+        cache_enabled: Of the autocast region, as in `autocast`.
+        apex: Apex's other arguments, which raise with what to use instead.
 
     Raises:
         SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
             or an optimizer does not fit it. The message gives the correction.
-        TypeError: There is no such override.
+        TypeError: There is no such argument.
         ValueError: The wrapper does not support this ``comm_hook``.
 
     Source: Apex's documentation of amp.initialize.
     """
-    precision = _precision(opt_level, overrides)
-    models = _several("model", model, nn.Module)
-    to_step = _several("optimizers", optimizers, torch.optim.Optimizer)
-    if not models:
-        raise SettingError("initialize needs at least one model")
-    wrappings = tuple(map(recognise, models))
-    check_models(models, wrappings, precision)
-    check_optimizers(models, to_step, precision)
-    check_comm_hook(wrappings, comm_hook, replicas)
-    scaler = _scaler(precision, models, process_group, overrides)
-    region = _region(precision, models, overrides)
-    _prepare(models, wrappings, precision)
-    hooks = _attach_hooks(models, comm_hook, replicas, scaler)
-    if precision.master_weights:
-        _make_masters(to_step)
-    return Amp(models, wrappings, to_step, precision, scaler, region, hooks)
-
-
-def _precision(opt_level: str | Precision, overrides: Overrides) -> Precision:
-    _refuse_unknown(overrides)
-    return Precision.of(
+    for name in apex:
+        hint = f"; Apex's {name}: {_APEX[name]}" if name in _APEX else ""
+        raise TypeError(f"initialize() got an unexpected keyword argument {name!r}{hint}")
+    precision = Precision.of(
         opt_level,
-        keep_batchnorm_fp32=overrides.get("keep_batchnorm_fp32"),
-        master_weights=overrides.get("master_weights"),
-        loss_scale=overrides.get("loss_scale"),
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
     )
-
-
-def _region(precision: Precision, models: tuple[nn.Module, ...], overrides: Overrides) -> autocast:
-    return autocast(
-        _device_of(models).type,
-        precision.compute if precision.autocasts else None,
-        enabled=precision.autocasts,
-        cache_enabled=overrides.get("cache_enabled"),
-        ops=overrides.get("ops"),
+    models: tuple[nn.Module, ...] = _several("model", model, nn.Module)
+    stepped: tuple[torch.optim.Optimizer, ...] = _several(
+        "optimizers", optimizers, torch.optim.Optimizer
     )
+    device = next((p.device.type for each in models for p in each.parameters()), None)
+    if device is None:
+        raise SettingError("initialize needs a model with parameters: there is nothing to train")
+    wrappings = tuple(map(recognise, models))
+    check_optimizers(models, stepped, precision)
+    for each, wrapping in zip(models, wrappings, strict=True):
+        check_model(each, wrapping, precision)
+    check_comm_hook(wrappings, comm_hook, replicas)
 
+    unscaling: Any = "inplace" if precision.casts_model else "error"
 
-def _prepare(
-    models: tuple[nn.Module, ...], wrappings: tuple[Wrapping, ...], precision: Precision
-) -> None:
-    for model, wrapping in zip(models, wrappings, strict=True):
-        plain = wrapping.computes_in is None and cast_as(wrapping.inner) is None
-        if precision.casts_model and plain:
+    def scaler(enabled: bool, schedule: Schedule, init_scale: float) -> DistGradScaler:
+        made = DistGradScaler(
+            device,
+            init_scale=init_scale,
+            schedule=schedule,
+            enabled=enabled,
+            process_group=process_group,
+            fp16_grads="master" if precision.master_weights else unscaling,
+            max_consecutive_skips=max_consecutive_skips,
+            named_parameters=[pair for each in models for pair in each.named_parameters()],
+        )
+        made.add_optimizer(*stepped)
+        return made
+
+    main = scaler(precision.scales, *_schedule(precision, schedule, init_scale))
+    measuring = main if main.is_enabled() else scaler(True, StaticSchedule(), 1.0)
+    dtype = precision.compute if precision.autocasts else None
+    region = autocast(device, dtype, precision.autocasts, cache_enabled, ops=ops)
+    for each, wrapping in zip(models, wrappings, strict=True):
+        if precision.casts_model and not wrapping.policies and cast_as(wrapping.inner) is None:
             cast_model(wrapping.inner, precision)
         if precision.autocasts and wrapping.name == "DataParallel":
-            # torch's replicas know whether autocast is on, and not in which dtype.
-            bind(model)
-
-
-def _attach_hooks(
-    models: tuple[nn.Module, ...],
-    comm_hook: str | None,
-    replicas: ProcessGroup | None,
-    scaler: DistGradScaler,
-) -> tuple[CommHookState, ...]:
-    if comm_hook is None:
-        return ()
-    states = tuple(register(model, comm_hook, replicas=replicas) for model in models)
-    if scaler.is_enabled():
-        for state in states:
-            scaler.attach(state)
-    return states
-
-
-def _make_masters(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    for optimizer in optimizers:
+            bind(each)  # torch's replicas know whether autocast is on, and not in which dtype
+    hooks = tuple(
+        register(each, comm_hook, replicas=replicas) for each in models if comm_hook is not None
+    )
+    for state in hooks if main.is_enabled() else ():
+        main.attach(state)
+    for optimizer in stepped if precision.master_weights else ():
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters_of(optimizer))
         if half and masters_of(optimizer) is None:
             MasterParameters(optimizer)
+    return Amp(models, wrappings, stepped, precision, main, measuring, region, hooks)
 
 
-def _scaler(
-    precision: Precision,
-    models: tuple[nn.Module, ...],
-    process_group: GroupLike,
-    overrides: Overrides,
-) -> DistGradScaler:
-    schedule, init_scale = _schedule(precision, overrides)
-    _check_count(overrides.get("num_losses", 1))
-    return DistGradScaler(
-        _device_of(models).type,
-        init_scale=init_scale,
-        schedule=schedule,
-        enabled=precision.scales,
-        process_group=process_group,
-        fp16_grads=_unscaling(precision),
-        max_consecutive_skips=overrides.get("max_consecutive_skips"),
-        named_parameters=[pair for model in models for pair in model.named_parameters()],
-    )
-
-
-def _unscaling(precision: Precision) -> Literal["error", "inplace", "master"]:
-    if precision.master_weights:
-        return "master"
-    return "inplace" if precision.casts_model else "error"
-
-
-def _schedule(precision: Precision, overrides: Overrides) -> tuple[Schedule, float]:
-    given, init_scale = overrides.get("schedule"), overrides.get("init_scale")
+def _schedule(
+    precision: Precision, schedule: Schedule | None, init_scale: float | None
+) -> tuple[Schedule, float]:
     if precision.loss_scale == "dynamic":
-        return given or DynamicSchedule(), 2.0**16 if init_scale is None else init_scale
-    if given is not None or init_scale is not None:
-        name = "schedule" if given is not None else "init_scale"
+        return schedule or DynamicSchedule(), 2.0**16 if init_scale is None else init_scale
+    if schedule is not None or init_scale is not None:
+        name = "schedule" if schedule is not None else "init_scale"
         raise SettingError(
             f"{name} was given, and the loss scale of {precision.level} is the constant "
             f"{precision.loss_scale:g}; pass loss_scale='dynamic' too, or leave {name} out"
         )
-    return StaticSchedule(), float(precision.loss_scale)
+    return StaticSchedule(), precision.loss_scale
 
 
-def _several(name: str, given: Any, kind: type) -> tuple[Any, ...]:
+def _several(name: str, given: Any, kind: type) -> Any:
     several = () if given is None else (given,) if isinstance(given, kind) else tuple(given)
     for each in several:
         if not isinstance(each, kind):
@@ -203,18 +166,6 @@ def _several(name: str, given: Any, kind: type) -> tuple[Any, ...]:
                 f"{name} must be a {kind.__name__} or several, not {type(each).__name__}"
             )
     return several
-
-
-def _device_of(models: tuple[nn.Module, ...]) -> torch.device:
-    for model in models:
-        for parameter in model.parameters():
-            return parameter.device
-    raise SettingError("the model has no parameters, so there is nothing to train")
-
-
-def _check_count(count: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise SettingError(f"num_losses must be an integer >= 1, not {count!r}")
 
 
 _APEX = {
@@ -228,11 +179,3 @@ _APEX = {
     "min_loss_scale": "pass schedule=DynamicSchedule(min_scale=...)",
     "max_loss_scale": "pass schedule=DynamicSchedule(max_scale=...)",
 }
-
-
-def _refuse_unknown(overrides: Overrides) -> None:
-    for name in overrides:
-        if name not in Overrides.__annotations__:
-            known = ", ".join(Overrides.__annotations__)
-            hint = f"Apex's {name}: {_APEX[name]}" if name in _APEX else f"it takes {known}"
-            raise TypeError(f"initialize() got an unexpected argument {name!r}; {hint}")

@@ -1,124 +1,99 @@
-"""How a model is wrapped: what holds it, what that casts by itself, and how its sync is paused."""
+"""How a model is wrapped: what stands around it, what that casts, and how its sync is paused."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.distributed._composable_state as composable_state
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
-from distamp.precision import Precision
+from distamp.errors import StageError
 
 __all__ = [
+    "DDP",
+    "SHARDED_DDP",
+    "OnePassEach",
     "Wrapping",
-    "batchnorms_cast_by_wrapper",
-    "gathers_for_region",
-    "is_fsdp2",
-    "no_sync",
-    "outermost_wrapper",
+    "norms_cast_along",
+    "pause_sync",
     "recognise",
 ]
 
+DDP, SHARDED_DDP = "DistributedDataParallel", "fairscale's ShardedDataParallel"
+_FSDP1, _FSDP2 = "FullyShardedDataParallel", "fully_shard"
+# By package and class, so that nothing is imported to look for it.
+_NAMES = {
+    ("torch", "FSDPModule"): _FSDP2,
+    ("torch", "FullyShardedDataParallel"): _FSDP1,
+    ("torch", "DistributedDataParallel"): DDP,
+    ("torch", "DataParallel"): "DataParallel",
+    ("fairscale", "ShardedDataParallel"): SHARDED_DDP,
+}
 
-@dataclass(frozen=True)
-class Wrapping:
+
+class Wrapping(NamedTuple):
     """One model and what stands around it.
 
     Args:
-        name: Of the wrapper, for people and for comparison; None for a plain model.
+        name: Of the wrapper; None for a plain model.
         inner: The user's own module, whose forward is the model's.
-        computes_in: The dtype that the wrapper itself casts parameters to for the forward pass,
-            from the float32 that the optimizer steps; None if it does not.
+        policies: In which dtypes FSDP's own mixed precision gathers parameters and reduces
+            gradients, for each part that it casts.
     """
 
     name: str | None
     inner: nn.Module
-    computes_in: torch.dtype | None
-
-    @property
-    def is_ddp(self) -> bool:
-        """Whether torch's DistributedDataParallel reduces the gradients."""
-        return self.name == _DDP
-
-    @property
-    def keeps_buckets(self) -> bool:
-        """Whether gradients are views of buckets, which setting them to None would detach."""
-        return self.name == _SHARDED_DDP
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the parameters."""
-        return self.name in _SHARDING
+    policies: frozenset[tuple[torch.dtype, torch.dtype | None]]
 
 
 def recognise(model: nn.Module) -> Wrapping:
-    """Return what stands around ``model``: DDP, FSDP1, FSDP2, fairscale, DataParallel or nothing.
+    """Return what stands around ``model``: DDP, FSDP1, FSDP2, OSS's wrapper, DataParallel, nothing.
 
-    A model whose parts alone are wrapped counts as wrapped, and is its own inner module.
+    A model of which only parts are sharded counts as sharded, and is its own inner module.
     """
     model = _uncompiled(model)
-    name = _name(model)
-    if name is None:
-        parts = [part for part in model.modules() if _name(part) is not None]
-        if not parts:
-            return Wrapping(None, model, None)
-        return Wrapping(_name(parts[0]), model, _computes_in(parts))
-    inner = model if is_fsdp2(model) else _uncompiled(getattr(model, "module"))  # noqa: B009
-    return Wrapping(name, inner, _computes_in(list(model.modules())))
+    named = [(name, part) for part in model.modules() if (name := _name(part)) is not None]
+    if not named:
+        return Wrapping(None, model, frozenset())
+    name, outermost = named[0]
+    wraps = outermost is model and name != _FSDP2
+    inner = _uncompiled(model.get_submodule("module")) if wraps else model
+    policies = frozenset((dtype, _policy(p)[1]) for _, p in named if (dtype := _policy(p)[0]))
+    return Wrapping(name, inner, policies)
 
 
-def outermost_wrapper(model: nn.Module) -> str | None:
-    """Return the name of what stands around ``model`` or a part of it; None for a plain one."""
-    return recognise(model).name
+def norms_cast_along(
+    module: nn.Module, name: str = "", dtype: torch.dtype | None = None
+) -> Iterator[str]:
+    """Yield the batch norms whose weights FSDP's mixed precision casts with the modules around.
 
-
-def gathers_for_region(model: nn.Module, precision: Precision) -> bool:
-    """Return whether ``fully_shard`` gathers weights in the dtype of the autocast region.
-
-    And reduces gradients in the level's, as it does without a policy.
+    Args:
+        module: Where to begin.
+        name: Its name.
+        dtype: What the wrapper around it casts to, if any.
     """
-    parts: list[Any] = [part for part in model.modules() if is_fsdp2(part)]
-    policies = [part._get_fsdp_state()._mp_policy for part in parts]
-    casting = [policy for policy in policies if policy.param_dtype is not None]
-    return bool(casting) and all(
-        (p.param_dtype, p.reduce_dtype) == (precision.compute, precision.reduce) for p in casting
-    )
-
-
-def batchnorms_cast_by_wrapper(model: nn.Module) -> list[str]:
-    """Return the batch norms whose parameters a sharding wrapper casts along with the rest.
-
-    A wrapper casts what it holds, down to the next wrapper; a batch norm is spared by one of its
-    own that casts nothing.
-    """
-    found: list[str] = []
-
-    def walk(module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
-        dtype = _own_dtype(module) if _name(module) in _SHARDING else dtype
-        affine = isinstance(module, _BatchNorm) and module.affine
-        if affine and dtype not in (None, torch.float32):
-            found.append(name)
-        for child_name, child in module.named_children():
-            walk(child, f"{name}.{child_name}" if name else child_name, dtype)
-
-    walk(model, "", None)
-    return found
+    if _name(module) in (_FSDP1, _FSDP2):
+        dtype = _policy(module)[0]
+    if isinstance(module, _BatchNorm) and module.affine and dtype not in (None, torch.float32):
+        yield name
+    for child_name, child in module.named_children():
+        yield from norms_cast_along(child, f"{name}.{child_name}".lstrip("."), dtype)
 
 
 @contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def pause_sync(model: nn.Module) -> Iterator[None]:
     """Leave gradients unreduced in what runs inside, forward and backward, whatever the wrapper."""
     model = _uncompiled(model)
-    if hasattr(model, "no_sync"):  # DDP, FSDP1, fairscale's
+    if hasattr(model, "no_sync"):  # DDP, FSDP1, ShardedDataParallel
         with model.no_sync():  # type: ignore[operator]
             yield
         return
-    sharded = [part for part in model.modules() if is_fsdp2(part)]
+    sharded: list[Any] = [part for part in model.modules() if _name(part) == _FSDP2]
     for part in sharded:
         part.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -128,60 +103,62 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             part.set_requires_gradient_sync(True, recurse=False)
 
 
-_DDP = "DistributedDataParallel"
-_FSDP1, _FSDP2 = "FullyShardedDataParallel", "fully_shard"
-_SHARDED_DDP = "fairscale's ShardedDataParallel"
-_FAIRSCALE_FSDP = "fairscale's FullyShardedDataParallel"
-_SHARDING = (_FSDP1, _FSDP2, _FAIRSCALE_FSDP)
+class OnePassEach:
+    """Watches the outputs of DistributedDataParallel.
 
+    torch reduces gradients in the first backward pass through an output and leaves those of a
+    second one as each rank has them: the ranks diverge silently.
 
-def is_fsdp2(module: object) -> TypeGuard[Any]:
-    """Return whether ``fully_shard`` was applied to a module; does not import what defines it."""
-    return _is_of_torchs_fsdp(module, "FSDPModule")
+    Args:
+        models: The wrappers themselves.
+    """
 
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._pass: object | None = None
+        for model in models:
+            model.register_forward_hook(self._watch)
 
-def _is_of_torchs_fsdp(module: object, name: str) -> bool:
-    return any(
-        kind.__name__ == name and kind.__module__.startswith("torch.distributed.fsdp")
-        for kind in type(module).__mro__
-    )
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Stand around one backward pass that is to be reduced."""
+        self._pass = object()
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        reduced_in: list[object] = []
+
+        def arrived(gradient: Tensor) -> None:
+            now = self._pass
+            if now is None or now in reduced_in:
+                return
+            if reduced_in:
+                raise StageError(
+                    "a second backward() through one forward pass of DistributedDataParallel: it "
+                    "reduces the first alone, and the ranks would part. Add the losses up before "
+                    "backward(), or run the forward pass once for each"
+                )
+            reduced_in.append(now)
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(arrived)
 
 
 def _name(module: nn.Module) -> str | None:
-    if is_fsdp2(module):
-        return _FSDP2
-    if _is_of_torchs_fsdp(module, _FSDP1):
-        return _FSDP1
-    if isinstance(module, DistributedDataParallel):
-        return _DDP
-    if isinstance(module, DataParallel):
-        return "DataParallel"
-    for kind in type(module).__mro__:  # without importing it
-        if kind.__module__.startswith("fairscale.") and kind.__name__ in (
-            "ShardedDataParallel",
-            "FullyShardedDataParallel",
-        ):
-            return f"fairscale's {kind.__name__}"
-    return None
+    kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(module).__mro__]
+    return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
 
 
-def _computes_in(parts: list[nn.Module]) -> torch.dtype | None:
-    for part in parts:
-        if _name(part) in _SHARDING and (dtype := _own_dtype(part)) is not None:
-            return dtype
-    return None
-
-
-def _own_dtype(module: nn.Module) -> torch.dtype | None:
-    if is_fsdp2(module):
-        # torch has no public way to ask for the policy.
-        policy: Any = module._get_fsdp_state()._mp_policy
-        return None if policy is None else policy.param_dtype
-    if _is_of_torchs_fsdp(module, _FSDP1):
-        settings: Any = module.mixed_precision
-        return None if settings is None else settings.param_dtype
-    fairscale: Any = module
-    return fairscale.compute_dtype if getattr(fairscale, "mixed_precision", False) else None
+def _policy(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the dtypes that FSDP gathers and reduces one module in; None for the parameters'."""
+    if _name(module) == _FSDP2:  # torch has no public way to ask
+        policy = getattr(composable_state._get_module_state(module), "_mp_policy", None)
+    else:
+        policy = getattr(module, "mixed_precision", None)
+    return getattr(policy, "param_dtype", None), getattr(policy, "reduce_dtype", None)
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

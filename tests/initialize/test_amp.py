@@ -217,6 +217,34 @@ def test_several_losses_share_one_scale_and_their_gradients_add_up(level):
         torch.testing.assert_close(ours.float(), wanted, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "bf16-O2"])
+def test_apexs_lines_train_as_ours(level):
+    outcomes = []
+    for apexs in (False, True):
+        model = net()
+        optimizer = adam(model)
+        scale = {} if level in ("O0", "bf16-O2") else {"loss_scale": 2.0**10}
+        amp = initialize(model, optimizer, level, num_losses=2, **scale)
+        for context, following in batches(STEPS):
+            optimizer.zero_grad()
+            for loss_id in (0, 1):
+                with amp.autocast():
+                    loss = loss_of(amp.model(context), following) * (loss_id + 1)
+                if apexs:
+                    with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                        scaled.backward()
+                else:
+                    amp.backward(loss)
+            if apexs:
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+            else:
+                amp.clip_grad_norm_(0.1)
+            assert amp.step()
+        outcomes.append([p.detach().clone() for p in amp.master_params(optimizer)])
+    for ours, theirs in zip(*outcomes, strict=True):  # the norm is summed up in another order
+        torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "bf16-O2"])
 def test_gradients_for_a_penalty_come_unscaled_and_in_fp32(level):
     model, reference = net(), net()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
@@ -33,7 +34,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ("O2", {"loss_scale": -1.0}, "must be 'dynamic' or a number > 0"),
         ("O2", {"loss_scale": 128.0, "init_scale": 4.0}, "the constant 128"),
         ("O0", {"init_scale": 4.0}, "loss_scale='dynamic'"),
-        ("O1", {"num_losses": 0}, "num_losses must be an integer >= 1"),
     ],
 )
 def test_settings_that_contradict_each_other(level, overrides, reason):
@@ -56,7 +56,7 @@ def test_settings_that_contradict_each_other(level, overrides, reason):
         ("verbosity", "nothing is printed"),
         ("min_loss_scale", "min_scale"),
         ("max_loss_scale", "max_scale"),
-        ("lose_scale", "it takes keep_batchnorm_fp32"),
+        ("lose_scale", "unexpected keyword argument 'lose_scale'"),
     ],
 )
 def test_what_apex_took_and_this_does_not_names_its_replacement(name, hint):
@@ -139,9 +139,9 @@ def wrapped_before_the_cast() -> dict[str, str]:
     shard = mesh((dist.get_world_size(),), ("shard",))
     return {
         "DDP": _refused(DistributedDataParallel(net()), "O2"),
-        "FSDP1": _refused(FullyShardedDataParallel(net(batchnorm=False), device_id=CPU), "O2"),
+        "FSDP1": _refused(FullyShardedDataParallel(net(batchnorm=False), device_id=CPU), "O3"),
         "FSDP2": _refused(fully_shard(net(batchnorm=False), mesh=shard), "O3"),
-        "a part": _refused(_partly_sharded(), "O2"),
+        "a part": _refused(_partly_sharded(), "O3"),
     }
 
 
@@ -162,9 +162,61 @@ def _partly_sharded() -> nn.Module:
 )
 def test_a_wrapper_around_a_model_that_is_still_to_be_cast(ranks2: RankPool, kind, name):
     for shown in ranks2.run(wrapped_before_the_cast, timeout=PATIENCE_S):
-        level = "'O3'" if kind == "FSDP2" else "'O2'"
+        level = "'O2'" if kind == "DDP" else "'O3'"
         assert f"the order is cast_model(model, {level}), {name}, the optimizer" in shown[kind]
         assert "\n" not in shown[kind]
+
+
+def masters_elsewhere() -> dict[str, str]:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim.oss import OSS
+
+    shard = mesh((dist.get_world_size(),), ("shard",))
+
+    def wrapped_in(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = cast_model(net(batchnorm=False), "O2")
+        if kind == "FSDP1":
+            model = FullyShardedDataParallel(model, device_id=CPU)
+        elif kind == "FSDP2":
+            fully_shard(model, mesh=shard)
+        elif kind == "a part":
+            fully_shard(model.hidden, mesh=shard)
+        elif kind == "OSS":
+            optimizer = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
+            return ShardedDataParallel(model, optimizer), optimizer
+        else:
+            model = DistributedDataParallel(model)
+            return model, ZeroRedundancyOptimizer(
+                model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1
+            )
+        return model, sgd(model)
+
+    shown = {}
+    for kind in ELSEWHERE:
+        model, optimizer = wrapped_in(kind)
+        before = values(model)
+        with pytest.raises(SettingError) as raised:
+            initialize(model, optimizer, "O2")
+        assert all(map(torch.equal, before, values(model)))
+        shown[kind] = str(raised.value)
+    return shown
+
+
+ELSEWHERE = {
+    "FSDP1": "mixed_precision=MixedPrecision(param_dtype=torch.float16)",
+    "FSDP2": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)",
+    "a part": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)",
+    "ZeRO": "take O1, or in its place fully_shard",
+    "OSS": "take O1, or in its place fully_shard",
+}
+
+
+def test_masters_where_a_rank_has_a_part_of_the_parameters(ranks2: RankPool):
+    pytest.importorskip("fairscale")
+    for shown in ranks2.run(masters_elsewhere, timeout=PATIENCE_S):
+        for kind, hint in ELSEWHERE.items():
+            assert hint in shown[kind]
+            assert "\n" not in shown[kind]
 
 
 def other_orders() -> dict[str, str]:
@@ -191,9 +243,6 @@ def other_orders() -> dict[str, str]:
     shown["batch norm in a policy"] = _refused(
         fully_shard(net(), mesh=shard, mp_policy=policy), "O2"
     )
-    shown["batch norm in a group"] = _refused(
-        fully_shard(cast_model(net(), "O2"), mesh=shard), "O2"
-    )
     settings = MixedPrecision(param_dtype=torch.float16)
     shown["batch norm in FSDP1"] = _refused(
         FullyShardedDataParallel(net(), mixed_precision=settings, device_id=CPU), "O2"
@@ -208,10 +257,9 @@ def other_orders() -> dict[str, str]:
         ("two levels", "give both the same"),
         ("optimizer before fully_shard", "make the optimizer after it"),
         ("a policy at O1", "or take O2"),
-        ("a policy at O3", "keeps float32 parameters for the optimizer"),
+        ("a policy at O3", "keeps float32 parameters"),
         ("policy and cast", "nothing would be stepped in float32"),
         ("batch norm in a policy", "casts batch norm 'norm' to torch.float16"),
-        ("batch norm in a group", "fully_shard on each batch norm"),
         ("batch norm in FSDP1", "wrap each batch norm by itself first"),
     ],
 )
