@@ -10,21 +10,17 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import sharded_grad_scaler
-from torch.utils.checkpoint import checkpoint
 
 import distamp
-from distamp import DistGradScaler, autocast
-from distamp.autocast import OpLists
-from distamp.errors import SettingError
+from distamp import DistGradScaler
+from distamp.errors import LossScaleCollapse, SettingError, StageError
 
 PLACES = [
     ("torch", "GradScaler"),
@@ -188,14 +184,94 @@ def test_it_says_which_module_took_torchs_class_before(monkeypatch):
         assert early.Scaler is not DistGradScaler
 
 
-def test_it_says_which_class_was_derived_from_torchs_before():
-    class Early(torch.amp.GradScaler):
-        pass
+EARLY = """
+import functools, torch
 
-    with pytest.warns(RuntimeWarning, match="was called after"):
+class Derived(torch.amp.GradScaler): pass
+class Trainer:
+    scaler_class = torch.cuda.amp.GradScaler
+    def fit(self, model, scaler_class=torch.amp.GradScaler): pass
+
+make = functools.partial(torch.amp.GradScaler, "cuda")
+def train(model, *, make_scaler=functools.partial(torch.GradScaler, "cuda")): pass
+def sound(model, scaler=None): return torch.amp.GradScaler("cuda")
+"""
+
+
+def test_it_says_what_was_derived_bound_or_a_default_before(monkeypatch):
+    early = types.ModuleType("early_trainer")
+    monkeypatch.setitem(sys.modules, "early_trainer", early)
+    exec(EARLY, vars(early))
+    with pytest.warns(RuntimeWarning, match=r"early_trainer\.Derived"):
         done = distamp.install()
     with done:
-        assert f"{__name__}.{Early.__qualname__}" in done.late
+        named = [name for name in done.late if name.startswith("early_trainer.")]
+    names = ("Derived", "Trainer.fit", "Trainer.scaler_class", "make", "train")
+    assert named == [f"early_trainer.{name}" for name in names]
+
+
+# -- settings for the scalers that a trainer makes itself ------------------------------------------
+
+
+@contextlib.contextmanager
+def installed_with(**settings: object) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*was called after.*")
+        installation = distamp.install(**settings)
+    with installation:
+        yield
+
+
+def overflow(scaler: DistGradScaler, times: int) -> None:
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(times):
+        scaler.scale(weight * torch.inf).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.amp.GradScaler("cpu", init_scale=1.0),
+        lambda: torch.cpu.amp.GradScaler(1.0),
+        lambda: sharded_grad_scaler.ShardedGradScaler("cpu", 1.0),
+        lambda: type("Mine", (torch.amp.GradScaler,), {})("cpu", init_scale=1.0),
+    ],
+)
+def test_a_scaler_that_a_trainer_makes_takes_the_settings(make):
+    with installed_with(min_scale=0.5, max_consecutive_skips=2):
+        scaler = make()
+        for other in (copy.deepcopy(scaler), scaler):
+            with pytest.raises(LossScaleCollapse):
+                overflow(other, 3)
+            assert other.get_scale() == 0.5
+
+
+def test_what_the_trainer_passes_itself_comes_first():
+    with installed_with(init_scale=8.0):
+        assert torch.amp.GradScaler("cpu").get_scale() == 8.0
+        assert torch.amp.GradScaler("cpu", init_scale=2.0).get_scale() == 2.0
+
+
+def test_torchs_names_are_one_class_with_settings_too_and_it_pickles():
+    with installed_with(min_scale=0.5):
+        assert torch.amp.GradScaler is torch.GradScaler is torch.amp.grad_scaler.GradScaler
+        for scaler in (torch.GradScaler("cpu", 4.0), torch.cpu.amp.GradScaler(4.0)):
+            other = pickle.loads(pickle.dumps(scaler))
+            assert (type(other), other.get_scale()) == (type(scaler), 4.0)
+
+
+def test_a_setting_that_cannot_be_is_refused_at_once():
+    theirs = torch.amp.GradScaler
+    with pytest.raises(SettingError, match="min_scale"):
+        distamp.install(min_scale=-1.0)
+    with pytest.raises(TypeError, match="no_such"):
+        distamp.install(no_such=1)
+    with installed(), pytest.raises(StageError, match="uninstall"):
+        distamp.install(min_scale=0.5)
+    assert torch.amp.GradScaler is theirs
 
 
 def test_it_is_silent_where_it_came_in_time(new_process):
@@ -215,73 +291,22 @@ def test_what_another_put_over_a_name_stays():
     torch.amp.GradScaler = theirs
 
 
-# -- checkpointing ------------------------------------------------------------------------------
+def on_some_ranks() -> float:
+    """Rank 0 alone trains; without a group its scaler would wait for the other."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    if dist.get_rank() == 1:
+        return 0.0
+    with installed_with(process_group=groups[0]):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    scaler.scale(weight * 1.0).backward()
+    scaler.step(optimizer)
+    return weight.item()
 
 
-class Softplus(nn.Module):
-    """Notes the dtype in which its linear layer is computed, each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.linear(x)
-        self.seen.append(hidden.dtype)
-        return nn.functional.softplus(hidden)
-
-
-def _reentrant(net: Softplus, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(net, x, use_reentrant=True)
-
-
-def _without_reentrance(net: Softplus, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(net, x, use_reentrant=False, determinism_check="none")
-
-
-def _wrapped(net: Softplus, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint_wrapper(net, determinism_check="none")(x)
-
-
-def _composed(net: Softplus, x: torch.Tensor) -> torch.Tensor:
-    return composable_checkpoint(net, determinism_check="none")(x)
-
-
-WAYS = [_reentrant, _without_reentrance, _wrapped, _composed]
-
-
-def computed_in(way: Callable[..., torch.Tensor]) -> list[torch.dtype]:
-    """The dtypes of the forward pass and of its recomputation."""
-    net, x = Softplus(), torch.randn(2, 4, requires_grad=True)
-    with autocast("cpu", dtype=torch.bfloat16, ops=OpLists(fp32={"linear"})):
-        out = way(net, x)
-    out.float().sum().backward()
-    return net.seen
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_checkpointing_recomputes_under_the_op_lists_of_the_forward_pass(way):
-    with contextlib.suppress(RuntimeError):  # torch may refuse the other dtype's gradients
-        assert computed_in(way)[1:] != [torch.float32], "torch does it by itself: drop this"
-    with installed():
-        assert computed_in(way) == [torch.float32, torch.float32]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_checkpointing_without_op_lists_gives_torchs_gradients(way):
-    def gradients() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        net, x = Softplus(), torch.randn(2, 4, requires_grad=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = way(net, x)
-        out.float().sum().backward()
-        return [p.grad for p in net.parameters()]
-
-    theirs = gradients()
-    with installed():
-        ours = gradients()
-    assert all(map(torch.equal, ours, theirs))
+def test_where_only_some_ranks_train_a_group_says_which(ranks2):
+    assert ranks2.run(on_some_ranks) == [0.75, 0.0]
 
 
 # -- a script written for torch, on two ranks ------------------------------------------------------

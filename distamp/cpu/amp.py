@@ -5,10 +5,49 @@ For code written against them; new code says ``distamp.autocast("cpu", ...)``.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
-from distamp.device_amp import amp_of
+import distamp.autocast as regions
+from distamp.scaler import DistGradScaler
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
-autocast, GradScaler, custom_fwd, custom_bwd = amp_of("cpu", torch.bfloat16, __name__)
+custom_fwd = functools.partial(regions.custom_fwd, device_type="cpu")
+custom_bwd = functools.partial(regions.custom_bwd, device_type="cpu")
+
+
+class autocast(regions.autocast):  # noqa: N801
+    """:obj:`distamp.autocast` for ``"cpu"``, with the arguments of the old name."""
+
+    def __new__(
+        cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
+    ) -> Any:
+        """Make a region; in a compiled function, one of torch's."""
+        if torch.compiler.is_dynamo_compiling():  # which knows torch's own class by identity
+            return torch.autocast("cpu", dtype, enabled, cache_enabled)
+        return object.__new__(cls)
+
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
+    ) -> None:
+        super().__init__("cpu", dtype, enabled, cache_enabled)
+
+
+class GradScaler(DistGradScaler):
+    """:obj:`distamp.DistGradScaler` for ``"cpu"``, with the arguments of the old name."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **settings
+        )
