@@ -46,7 +46,7 @@ def test_the_reference_has_public_names_with_what_they_take(site: Path) -> None:
 
 def test_generated_pages_have_the_flags_of_the_parsers(site: Path) -> None:
     assert "--checkpoint-activations" in (site / "reference" / "launcher.html").read_text()
-    assert "--require" in (site / "reference" / "command_line.html").read_text()
+    assert "--timeout" in (site / "reference" / "command_line.html").read_text()
 
 
 def test_a_link_to_an_example_leads_to_a_page_of_it(site: Path) -> None:
