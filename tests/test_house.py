@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "initialize": {*FOUNDATION, *GRADIENTS, "masters", "autocast", "scaler", "comm_hooks"},
     "installation": {"errors", "scaler", "cpu", "cuda"},
     # What only those import who train with these packages.
-    "integrations": {*FOUNDATION, "autocast", "scaler", "comm_hooks"},
+    "integrations": {*FOUNDATION, "optimizers", "autocast", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
         "autocast",
@@ -222,6 +222,7 @@ CLEAN = {
     "cuda",
     "initialize",
     "installation",
+    "integrations",
     "doctor",
     "precision",
     "errors",

@@ -5,24 +5,19 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import (
-    DistributedType,
-    convert_outputs_to_fp32,
-    get_mixed_precision_context_manager,
-)
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks import CommHookState, register
+from distamp.comm_hooks import register
 from distamp.errors import SettingError
-from distamp.integrations.scaling import checked_scaler, first_optimizer, was_skipped
+from distamp.integrations.shared import checked_scaler, was_skipped
 from distamp.scaler import DistGradScaler
 
 __all__ = ["prepare"]
@@ -36,14 +31,13 @@ def prepare(
     accelerator: Accelerator,
     *prepared: Any,
     comm_hook: str | None = None,
-    attach: bool = True,
     scaler: DistGradScaler | None = None,
     **settings: Any,
 ) -> DistGradScaler | None:
     """Give an ``Accelerator`` a :class:`distamp.DistGradScaler`, and a communication hook.
 
-    Call it before or after ``accelerator.prepare``, on every rank. ``accelerator.backward``,
-    ``clip_grad_norm_``, ``save_state`` and the rest work as before, and then:
+    Call it before or after ``accelerator.prepare`` (on a CPU: before), on every rank.
+    ``accelerator.backward``, ``clip_grad_norm_``, ``save_state`` and the rest work as before, and:
     ``accelerator.optimizer_step_was_skipped`` is right for fused optimizers too and waits for the
     device only when it is asked; schedules that Accelerate prepared follow it; and
     ``mixed_precision="fp16"`` scales losses on a CPU, where Accelerate makes no scaler.
@@ -54,8 +48,6 @@ def prepare(
             ``comm_hook`` is given.
         comm_hook: A wire format for gradients, as `distamp.comm_hooks.register` takes it, for each
             wrapped model; ``DistributedDataParallelKwargs(comm_hook=)`` knows only torch's.
-        attach: Whether the scaler takes inf and NaN from the exchange; see
-            `DistGradScaler.attach`. Off where gradients are changed between backward and step.
         scaler: A `DistGradScaler`; None makes one, with the settings of ``GradScalerKwargs`` and
             the loss scale that the accelerator had.
         settings: Keyword settings of the scaler that is made, before those.
@@ -75,12 +67,13 @@ def prepare(
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     """
     _check(accelerator, comm_hook, scaler, settings)
-    scales = accelerator.mixed_precision == "fp16"
-    made = _give_scaler(accelerator, scaler, settings) if scales else None
-    hooks = _Hooks(comm_hook, made if attach else None)
-    _adopt(accelerator, made, prepared, hooks)
+    made = None
+    if accelerator.mixed_precision == "fp16":
+        made = _give_scaler(accelerator, scaler, settings)
+    adopt = _Adopts(accelerator, comm_hook, made)
+    adopt(prepared)
     for name in ("prepare", "prepare_model", "prepare_optimizer"):
-        _follow(accelerator, name, lambda new: _adopt(accelerator, made, new, hooks))
+        _follow(accelerator, name, adopt)
     return made
 
 
@@ -108,34 +101,28 @@ def _give_scaler(
     theirs = accelerator.scaler
     if scaler is None and not settings and isinstance(theirs, DistGradScaler):
         return theirs  # of distamp.install()
-    made = scaler
-    if made is None:
+    if scaler is None:
         handler = accelerator.scaler_handler
-        kwargs = {} if handler is None else handler.to_kwargs()
-        made = checked_scaler(None, accelerator.device.type, {**kwargs, **settings})
+        given = {**({} if handler is None else handler.to_kwargs()), **settings}
+        made = checked_scaler(None, accelerator.device.type, given)
         if theirs is not None and theirs.is_enabled() and "init_scale" not in settings:
             before = theirs.state_dict()
             kept = {name: before[name] for name in ("scale", "_growth_tracker")}
             made.load_state_dict({**made.state_dict(), **kept})
     else:
         made = checked_scaler(scaler, None, settings)
-    accelerator.scaler = made
-    if not accelerator.native_amp:  # fp16 on a CPU
-        accelerator.native_amp = True
-        for model in accelerator._models:
-            _compute_in_fp16(accelerator, model)
+    if not accelerator.native_amp and _kept(accelerator, "models"):
+        raise SettingError(
+            "on a CPU Accelerate computes in float16 where it is told so first: call "
+            "prepare(accelerator) before accelerator.prepare(model)"
+        )
+    accelerator.scaler, accelerator.native_amp = made, True
     return made
 
 
-def _compute_in_fp16(accelerator: Accelerator, model: Any) -> None:
-    """Give a model that was prepared without it the region that Accelerate gives to others."""
-    region = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
-    forward = model._original_forward = model.forward
-    if isinstance(forward, MethodType):
-        # From the function, as Accelerate does it: it takes both wrappers off again by its name.
-        model.forward = MethodType(convert_outputs_to_fp32(region(forward.__func__)), model)
-    else:
-        model.forward = convert_outputs_to_fp32(region(forward))
+def _kept(accelerator: Accelerator, kind: str) -> list[Any]:
+    """Return what the accelerator has prepared so far; Accelerate has no public name for it."""
+    return list(getattr(accelerator, f"_{kind}", ()))
 
 
 class _ScaledOptimizer(AcceleratedOptimizer):
@@ -145,56 +132,46 @@ class _ScaledOptimizer(AcceleratedOptimizer):
         if sys._getframe(1).f_code is _STATE_MAKER:
             # torch's checkpoints make state by a step of zero gradients that nothing has scaled.
             self.optimizer.step()
-            return
-        if not self.gradient_state.sync_gradients:
-            return
-        if closure is None:
-            self.scaler.step(self.optimizer)
-        else:
-            self.scaler.step(self.optimizer, closure)
-        self.scaler.update()
+        elif self.gradient_state.sync_gradients:
+            self.scaler.step(self.optimizer, **({} if closure is None else {"closure": closure}))
+            self.scaler.update()
 
     @property
     def step_was_skipped(self) -> bool:
-        return was_skipped(self.scaler, first_optimizer(self.optimizer))
+        return was_skipped(self.scaler, self.optimizer)
 
 
-class _Hooks:
-    """The communication hook of each wrapped model."""
+class _Adopts:
+    """Takes on what an accelerator has prepared: optimizers, and the hook of each wrapped model."""
 
-    def __init__(self, wire: str | None, scaler: DistGradScaler | None) -> None:
-        self._wire = wire
-        self._scaler = scaler
-        self._states: dict[int, tuple[nn.Module, CommHookState]] = {}
+    def __init__(
+        self, accelerator: Accelerator, wire: str | None, scaler: DistGradScaler | None
+    ) -> None:
+        self._accelerator, self._wire, self._scaler = accelerator, wire, scaler
+        self._models: dict[int, nn.Module] = {}
 
-    def give(self, model: nn.Module) -> None:
-        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-        if self._wire is None or id(model) in self._states or not _is_wrapped(model):
-            return
-        state = register(model, self._wire)
-        self._states[id(model)] = model, state
+    def __call__(self, new: Iterable[Any]) -> None:
         if self._scaler is not None:
-            self._scaler.attach(state)
+            for optimizer in _kept(self._accelerator, "optimizers"):
+                # In place, as schedules and the user's variables refer to this very object.
+                optimizer.__class__, optimizer.scaler = _ScaledOptimizer, self._scaler
+                self._scaler.add_optimizer(optimizer)
+        if self._wire is not None:
+            for each in new:
+                self._register(getattr(each, "_orig_mod", each), self._wire)  # not compiled
+
+    def _register(self, model: Any, wire: str) -> None:
+        if isinstance(model, nn.Module) and id(model) not in self._models and _is_wrapped(model):
+            self._models[id(model)] = model
+            state = register(model, wire)
+            if self._scaler is not None:
+                self._scaler.attach(state)
 
 
 def _is_wrapped(model: nn.Module) -> bool:
     if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
         return True
     return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _adopt(
-    accelerator: Accelerator, scaler: DistGradScaler | None, new: Iterable[Any], hooks: _Hooks
-) -> None:
-    """Take on what the accelerator has prepared."""
-    for optimizer in accelerator._optimizers:
-        if scaler is not None and isinstance(optimizer, AcceleratedOptimizer):
-            # In place, as schedules and the user's variables refer to this very object.
-            optimizer.__class__ = _ScaledOptimizer
-            optimizer.scaler = scaler
-    for each in new:
-        if isinstance(each, nn.Module):
-            hooks.give(each)
 
 
 def _follow(accelerator: Accelerator, name: str, then: Callable[[Iterable[Any]], None]) -> None:

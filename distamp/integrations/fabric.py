@@ -5,18 +5,11 @@ Serves the packages ``lightning`` and ``lightning_fabric``: import the one you u
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from distamp.integrations.packages import lightning_package
-from distamp.integrations.scaling import (
-    first_optimizer,
-    fp16_region,
-    scaler_for,
-    unscale_once,
-)
+from distamp.integrations.shared import MixedMixin, ShardedMixin, lightning_package, unscale_once
 from distamp.scaler import DistGradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision"]
@@ -33,7 +26,7 @@ class _Scaled(_plugins.Precision):
         """Step on all ranks or on none."""
         if self.scaler is None:
             return _plugins.Precision.optimizer_step(self, optimizer, **kwargs)
-        output = self.scaler.step(first_optimizer(optimizer), **kwargs)
+        output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return output
 
@@ -42,12 +35,11 @@ class _Scaled(_plugins.Precision):
         unscale_once(self.scaler, optimizer)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if self.scaler is not None:
-            tensor = self.scaler.scale(tensor)
-        _plugins.Precision.backward(self, tensor, model, *args, **kwargs)
+        scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
+        _plugins.Precision.backward(self, scaled, model, *args, **kwargs)
 
 
-class MixedPrecision(_Scaled, _plugins.MixedPrecision):
+class MixedPrecision(MixedMixin, _Scaled, _plugins.MixedPrecision):
     """Fabric's ``MixedPrecision`` with a :class:`distamp.DistGradScaler`.
 
     For one device, DDP and ModelParallelStrategy: ``Fabric(plugins=MixedPrecision("16-mixed",
@@ -66,14 +58,8 @@ class MixedPrecision(_Scaled, _plugins.MixedPrecision):
     Source: Lightning's documentation of precision plugins.
     """
 
-    def __init__(
-        self, precision: str, device: str, scaler: DistGradScaler | None = None, **settings: Any
-    ) -> None:
-        scaler = scaler_for(precision, scaler, device, settings)
-        _plugins.MixedPrecision.__init__(self, precision, device, scaler)
 
-
-class FSDPPrecision(_Scaled, _plugins.FSDPPrecision):
+class FSDPPrecision(ShardedMixin, _Scaled, _plugins.FSDPPrecision):
     """Fabric's ``FSDPPrecision`` with a :class:`distamp.DistGradScaler`.
 
     Args:
@@ -87,15 +73,3 @@ class FSDPPrecision(_Scaled, _plugins.FSDPPrecision):
 
     Source: Lightning's documentation of precision plugins.
     """
-
-    def __init__(
-        self, precision: str, scaler: DistGradScaler | None = None, **settings: Any
-    ) -> None:
-        _plugins.FSDPPrecision.__init__(self, precision)
-        self.scaler = scaler_for(precision, scaler, None, settings)
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = (
-            super().forward_context() if self.scaler is None else fp16_region()
-        )
-        return context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distamp.integrations.accelerate import prepare
-from distamp.integrations.scaling import skipped_steps
+from distamp.integrations.shared import skipped_steps
 
 if TYPE_CHECKING:
     from distamp.scaler import DistGradScaler
@@ -24,7 +24,6 @@ class DistTrainerMixin:
     Args:
         args: The trainer's own arguments.
         comm_hook: A wire format for gradients, as `distamp.comm_hooks.register` takes it.
-        attach: Whether the scaler takes inf and NaN from the exchange.
         scaler: A `distamp.DistGradScaler`; None makes one.
         scaler_settings: Keyword settings of the scaler that is made, such as ``init_scale``.
         kwargs: The trainer's own arguments.
@@ -38,12 +37,11 @@ class DistTrainerMixin:
         self,
         *args: Any,
         comm_hook: str | None = None,
-        attach: bool = True,
         scaler: DistGradScaler | None = None,
         scaler_settings: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._distamp: dict[str, Any] = {"comm_hook": comm_hook, "attach": attach, "scaler": scaler}
+        self._distamp: dict[str, Any] = {"comm_hook": comm_hook, "scaler": scaler}
         self._distamp |= scaler_settings or {}
         super().__init__(*args, **kwargs)
 
@@ -51,12 +49,13 @@ class DistTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = self.accelerator  # type: ignore[attr-defined]
         wanted = {name: value for name, value in self._distamp.items() if value is not None}
-        if accelerator.mixed_precision == "fp16" or set(wanted) != {"attach"}:
+        if accelerator.mixed_precision == "fp16" or wanted:
             prepare(accelerator, **wanted)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         accelerator = self.accelerator  # type: ignore[attr-defined]
         if accelerator.scaler is not None and "loss" in logs:
             logs["loss_scale"] = accelerator.scaler.get_scale()
-            logs["skipped_steps"] = skipped_steps(accelerator.scaler, accelerator._optimizers)
+            optimizer = self.optimizer  # type: ignore[attr-defined]
+            logs["skipped_steps"] = skipped_steps(accelerator.scaler, [optimizer])
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

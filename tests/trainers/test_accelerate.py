@@ -57,7 +57,7 @@ def accelerator_with(
         gradient_accumulation_steps=parts,
         fsdp_plugin=None if fsdp is None else fsdp_plugin(fsdp),
     )
-    if ours is None and precision == "fp16":
+    if ours in (None, "after") and precision == "fp16":  # as on an accelerator
         kind = ShardedGradScaler if fsdp == 1 else torch.amp.GradScaler
         made.scaler, made.native_amp = kind("cpu", init_scale=SCALE), True
     return made
@@ -340,7 +340,7 @@ def test_installed_accelerates_own_factories_make_our_scaler():
 def test_an_unwrapped_model_computes_in_float32_again(when):
     from distamp.integrations.accelerate import prepare
 
-    accelerator = accelerator_with("ours")
+    accelerator = accelerator_with(when)
     if when == "before":
         prepare(accelerator)
     net = accelerator.prepare(nn.Linear(2, 1))
@@ -349,6 +349,15 @@ def test_an_unwrapped_model_computes_in_float32_again(when):
     net(torch.ones(1, 2))
     plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
     assert torch.equal(plain(torch.ones(1, 2)), nn.Linear.forward(plain, torch.ones(1, 2)))
+
+
+def test_on_a_cpu_the_scaler_comes_before_the_model():
+    from distamp.integrations.accelerate import prepare
+
+    accelerator = accelerator_with("ours")
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=r"before accelerator\.prepare"):
+        prepare(accelerator)
 
 
 def test_an_optimizer_that_was_prepared_can_be_pickled():

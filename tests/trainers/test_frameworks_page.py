@@ -165,32 +165,6 @@ def given_torchtitan() -> dict[str, Any]:
     return {"debug_model": titan.config_for("runs", FAULT + 2)}
 
 
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization around SGD: climbs, evaluates again, and descends from there."""
-
-    def __init__(self, params: Any, rho: float, lr: float) -> None:
-        super().__init__(params, {"rho": rho, "lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any]) -> Any:
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        (group,) = self.param_groups
-        norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"]])
-        steps = [p.grad * (group["rho"] / norm) for p in group["params"]]
-        torch._foreach_add_(group["params"], steps)
-        closure()
-        torch._foreach_sub_(group["params"], steps)
-        for parameter in group["params"]:
-            parameter.sub_(parameter.grad, alpha=group["lr"])
-        return loss
-
-
-def given_sam() -> dict[str, Any]:
-    given = plain()
-    return given | {"optimizer": SAM(given["model"].parameters(), rho=0.05, lr=0.01)}
-
-
 def given_torchao() -> dict[str, Any]:
     torch.compiler.set_stance("force_eager")  # it compiles its steps, which takes minutes
     return plain()
@@ -208,7 +182,6 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "torchtitan": ("torchtitan", given_torchtitan),
     "torchtitan_loop": ("torchtitan", given_torchtitan_loop),
     "schedule_free": ("schedulefree", plain),
-    "sam": ("torch", given_sam),
     "muon": ("torch", plain),
     "torchao": ("torchao", given_torchao),
     "bitsandbytes": ("bitsandbytes", plain),

@@ -1,0 +1,251 @@
+"""distamp in Lightning's Trainer: precision plugins and callbacks.
+
+Serves the packages ``lightning`` and ``pytorch_lightning``: import the one you use first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from distamp.comm_hooks import CommHookState, register
+from distamp.errors import SettingError
+from distamp.integrations.shared import (
+    MixedMixin,
+    ShardedMixin,
+    lightning_package,
+    skipped_steps,
+    unscale_once,
+    was_skipped,
+)
+from distamp.optimizers import unwrapped
+from distamp.scaler import DistGradScaler
+
+__all__ = ["CommHook", "FSDPPrecision", "MixedPrecision", "SkippedSteps"]
+
+_package: Any = lightning_package("pytorch")
+_plugins: Any = _package.plugins.precision
+_Callback: Any = _package.Callback
+
+
+class _Scaled(_plugins.Precision):
+    """What both plugins do with a scaler; everything else is Lightning's."""
+
+    scaler: DistGradScaler | None
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Make every optimizer known to the scaler before the first step."""
+        if self.scaler is not None:
+            self.scaler.add_optimizer(*optimizers)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
+        return _plugins.Precision.pre_backward(self, scaled, module)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, unscale, clip and step, on all ranks or on none."""
+        if self.scaler is None:
+            return _plugins.Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+        if isinstance(unwrapped(optimizer), LBFGS):
+            raise SettingError(
+                "LBFGS evaluates the loss inside its step, with scaled gradients: train it in "
+                "float32 or bfloat16"
+            )
+        result = closure()
+        # Automatic optimization whose training_step returned None: no backward, so no step.
+        steps = result is not None or not model.automatic_optimization
+        if steps:
+            unscale_once(self.scaler, optimizer)
+        self._after_closure(model, optimizer)
+        if not steps:
+            return None
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Clip unscaled gradients, of fused optimizers too, by the norm over all ranks.
+
+        In manual optimization too, where ``self.clip_gradients`` comes before ``step``.
+        """
+        if self.scaler is None or clip_val <= 0:
+            _plugins.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        elif gradient_clip_algorithm == "value":
+            unscale_once(self.scaler, optimizer)
+            self.clip_grad_by_value(optimizer, clip_val)
+        else:
+            self.scaler.clip_grad_norm_(unwrapped(optimizer), clip_val)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+
+class MixedPrecision(MixedMixin, _Scaled, _plugins.MixedPrecision):
+    """Lightning's ``MixedPrecision`` with a :class:`distamp.DistGradScaler`.
+
+    For one device, DDP and ModelParallelStrategy: ``Trainer(plugins=MixedPrecision("16-mixed",
+    "cuda"))``, without ``precision=``. Unlike Lightning's it clips with fused optimizers and
+    computes in float16 on a CPU. Checkpoints are Lightning's: each loads the other's.
+
+    Args:
+        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+        device: The device type of the autocast region and of the loss scale.
+        scaler: A `DistGradScaler`; None makes one.
+        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
+
+    Raises:
+        ValueError: Another precision, or a scaler or its settings at ``"bf16-mixed"``.
+        TypeError: ``scaler`` is another scaler.
+
+    Source: Lightning's documentation of precision plugins.
+    """
+
+
+class FSDPPrecision(ShardedMixin, _Scaled, _plugins.FSDPPrecision):
+    """Lightning's ``FSDPPrecision`` with a :class:`distamp.DistGradScaler`.
+
+    For FSDPStrategy: ``Trainer(strategy="fsdp", plugins=FSDPPrecision("16-mixed"))``. Unlike
+    Lightning's it clips by the norm, takes a scaler, and steps fused optimizers.
+
+    Args:
+        precision: What Lightning's takes: ``"16-mixed"``, ``"bf16-mixed"``, ``"32-true"``, ...
+        scaler: A `DistGradScaler`; None makes one at ``"16-mixed"``.
+        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
+
+    Raises:
+        ValueError: Another precision, or a scaler or its settings where none is used.
+        TypeError: ``scaler`` is another scaler.
+
+    Source: Lightning's documentation of precision plugins.
+    """
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each rank's part of the gradients: the same as clipping the whole."""
+        torch.nn.utils.clip_grad_value_(list(self.main_params(optimizer)), clip_value=clip_val)
+
+
+class SkippedSteps(_Callback):
+    """Keep learning rates and ``trainer.global_step`` from moving on steps that were skipped.
+
+    Lightning moves both on every step, taken or not. What depends on ``global_step``
+    (``max_steps``, ``ModelCheckpoint(every_n_train_steps=)``) then counts steps that were taken.
+    The loss scale and the skipped steps go to the progress bar and the loggers, under the names
+    ``loss_scale`` and ``skipped_steps``, every ``log_every_n_steps``. With a fused optimizer on an
+    accelerator this waits for the device once each step, as the host has to know.
+
+    Raises:
+        SettingError: At the start of training, if the Trainer's scaler is another than distamp's.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        scaler = _scaler_of(trainer)
+        if scaler is not None:
+            self._seen = skipped_steps(scaler, trainer.optimizers)
+            # An attribute of the module, until training ends, in front of the hook it overrides.
+            pl_module.lr_scheduler_step = _StepsWithOptimizer(trainer, pl_module, scaler)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        vars(pl_module).pop("lr_scheduler_step", None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        vars(pl_module).pop("lr_scheduler_step", None)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        scaler = _scaler_of(trainer)
+        if scaler is None:
+            return
+        skipped = skipped_steps(scaler, trainer.optimizers)
+        loop = trainer.fit_loop.epoch_loop
+        progress = loop.manual_optimization.optim_step_progress
+        if pl_module.automatic_optimization:
+            progress = loop.automatic_optimization.optim_progress.optimizer.step
+        for tracker in (progress.total, progress.current):
+            tracker.increment_by(self._seen - skipped)
+        self._seen = skipped
+        if (batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0:
+            pl_module.log("loss_scale", scaler.get_scale(), prog_bar=True, batch_size=1)
+            pl_module.log("skipped_steps", float(skipped), prog_bar=True, batch_size=1)
+
+
+def _scaler_of(trainer: Any) -> DistGradScaler | None:
+    """Return the scaler of the Trainer's precision plugin; None where it scales nothing.
+
+    Raises:
+        SettingError: The scaler is another than ours.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and not isinstance(scaler, DistGradScaler):
+        raise SettingError(
+            f"the Trainer's precision plugin has a {type(scaler).__name__}, which does not report "
+            "skipped steps; pass plugins=distamp.integrations.lightning.MixedPrecision(...) or "
+            "FSDPPrecision(...), or call distamp.install() before importing Lightning"
+        )
+    return scaler
+
+
+class _StepsWithOptimizer:
+    """``LightningModule.lr_scheduler_step``, left out where the schedule's optimizer skipped."""
+
+    def __init__(self, trainer: Any, pl_module: Any, scaler: DistGradScaler) -> None:
+        self._trainer, self._scaler = trainer, scaler
+        self._step = pl_module.lr_scheduler_step
+
+    def __reduce__(self) -> Any:
+        """Be the module's own hook in its copies, which have no Trainer."""
+        return self._step.__reduce__()
+
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        configs = [c for c in self._trainer.lr_scheduler_configs if c.scheduler is scheduler]
+        by_step = any(config.interval == "step" for config in configs)
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not (by_step and optimizer is not None and was_skipped(self._scaler, optimizer)):
+            self._step(scheduler, metric)
+
+
+class CommHook(_Callback):
+    """Average gradients through a wire format, and tell the hook of the loss scale and of skips.
+
+    ``DDPStrategy(ddp_comm_hook=)`` is ignored by Lightning on a CPU and knows no scaler. Knows DDP,
+    FSDP and ModelParallel strategies; does nothing on one device.
+
+    Args:
+        wire: What `distamp.comm_hooks.register` takes: ``"fp16"``, ``"int8"``, ``"auto"``, ...
+
+    Attributes:
+        state: What ``register`` returned, with its ``stats()``; None before training.
+
+    Raises:
+        ValueError: At the start of training, where the format or the model does not fit.
+    """
+
+    state: CommHookState | None
+
+    def __init__(self, wire: str = "fp16") -> None:
+        self._wire = wire
+        self.state = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.world_size == 1:
+            return
+        self.state = register(trainer.strategy.model, self._wire)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if isinstance(scaler, DistGradScaler):
+            scaler.attach(self.state)
