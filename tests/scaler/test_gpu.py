@@ -69,25 +69,6 @@ def one_nccl_rank(tmp_path: Any) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("one_nccl_rank")
-def test_fairscale_fsdp_trains() -> None:
-    fsdp = pytest.importorskip("fairscale.nn").FullyShardedDataParallel
-    torch.manual_seed(0)
-    model = fsdp(nn.Linear(4, 4).cuda(), mixed_precision=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = DistGradScaler()
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4, device="cuda").half()).float().pow(2).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.usefixtures("one_nccl_rank")
 def test_fsdp1_with_cpu_offload_trains_as_without(use_orig_params: bool) -> None:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from distamp import DistGradScaler
-from tests.collectives import count_collectives
 from tests.scaler.layouts import LAYOUTS, WORLD
 from tests.scaler.reference import KINDS
 
@@ -43,24 +42,6 @@ class Training:
             for optimizer in optimizers:
                 scaler.step(optimizer)
         scaler.update()
-
-
-def _bytes_of_a_message(name: str) -> list[int]:
-    training = Training(name)
-    training.backward()
-    training.step("step each")
-    training.backward()
-    with count_collectives() as log:
-        training.scaler.unscale_(training.optimizers[0])
-    return [size for _, size in log.calls]
-
-
-def test_the_message_has_one_size_whatever_a_rank_holds(ranks):
-    layouts = ["DDP", "DDP, idle experts", "FSDP2 x TP", "two meshes", "OSS", "pipeline"]
-    sizes = [size for layout in layouts for size in ranks(WORLD).run(_bytes_of_a_message, layout)]
-    assert len(sizes[0]) == 1
-    assert sizes == [sizes[0]] * (WORLD * len(layouts))
-    assert sizes[0][0] < 4096
 
 
 def _flag_after_a_fault(name: str) -> float:

@@ -45,12 +45,6 @@ def partial_on_one(scaler_class: type, call: str, holder: int | None):
     return raised, stayed, torch.equal(weight.grad.to_local(), before)
 
 
-def test_torch_unscales_a_summand_as_if_it_were_the_sum(ranks2):
-    for raised, stayed, _ in ranks2.run(partial_on_one, torch.amp.GradScaler, "step", None):
-        assert raised == ""
-        assert not stayed
-
-
 @pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
 @pytest.mark.parametrize("holder", [None, 1])
 def test_a_partial_gradient_is_refused_by_name_on_every_rank(ranks2, call, holder):

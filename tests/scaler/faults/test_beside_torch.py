@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scaler.faults.tools import error_of
 from tests.scaler.steps import INF, cpu_scaler, leaf, torch_scaler
 
 Make = Callable[..., Any]
@@ -297,22 +296,6 @@ def an_optimizer_that_skips_iterations_zeroed_in_place(make: Make) -> Any:
     return p.item(), q.item(), scaler.get_scale()
 
 
-def _buffers_filled_by_hand_where_one_is_not_stepped(make: Make) -> Any:
-    """Gradient buffers of the trainer's own, which every backward pass overwrites."""
-    scaler, p, q = make(growth_interval=1), leaf(1.0), leaf(1.0)
-    every, other = _sgd(p), _sgd(q)
-    p.grad, q.grad = torch.zeros(1), torch.zeros(1)
-    for number in range(4):
-        gradients = torch.autograd.grad(scaler.scale((p * 0.25 + q * 0.25).sum()), [p, q])
-        p.grad.copy_(gradients[0])
-        q.grad.copy_(gradients[1])
-        scaler.step(every)
-        if number % 2:
-            scaler.step(other)
-        scaler.update()
-    return p.item(), q.item(), scaler.get_scale()
-
-
 def a_frozen_part_that_thaws(make: Make) -> Any:
     scaler, p, q = make(growth_interval=1), leaf(1.0), leaf(1.0)
     q.requires_grad_(False)
@@ -525,17 +508,6 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_goes_as_with_torchs_class(loop: Callable[[Make], Any]) -> None:
     assert loop(cpu_scaler) == loop(torch_scaler)
-
-
-def test_a_gradient_overwritten_outside_of_backward_is_of_the_new_scale_or_refused() -> None:
-    theirs = _buffers_filled_by_hand_where_one_is_not_stepped(torch_scaler)
-    error = error_of(_buffers_filled_by_hand_where_one_is_not_stepped, cpu_scaler)
-    if error is None:
-        assert _buffers_filled_by_hand_where_one_is_not_stepped(cpu_scaler) == theirs
-    else:
-        assert error[0] == "StageError"
-        assert "scale" in error[1]
-        assert "\n" not in error[1]
 
 
 def test_the_loops_are_there() -> None:

@@ -64,7 +64,7 @@ def _trained(way: str, compiled: bool) -> tuple[list[float], float, int]:
     return parameter.tolist(), scaler.get_scale(), scaler.step_counts(optimizer).skipped
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["step", "clip_grad_norm_"])
 def test_a_compiled_training_step_trains_as_without(pair: RankPool, way: str) -> None:
     eager = pair.run(_trained, way, False)
     assert eager[0] == eager[1]
@@ -72,7 +72,7 @@ def test_a_compiled_training_step_trains_as_without(pair: RankPool, way: str) ->
     assert pair.run(_trained, way, True) == eager
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["unscale_", "step_all"])
 def test_the_same_in_a_process_alone(way: str) -> None:
     assert _trained(way, True) == _trained(way, False)
 

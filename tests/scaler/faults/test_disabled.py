@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import distamp
 from distamp import DistGradScaler
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
@@ -123,44 +122,6 @@ def test_every_question_has_an_answer_and_every_call_does_nothing(made: str) -> 
         assert copied.scale(parameter) is parameter
 
 
-def test_clip_by_parameters_that_no_optimizer_was_stepped_with() -> None:
-    model = _model()
-    model(_batch()).square().sum().backward()
-    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    norm = DistGradScaler("cpu", enabled=False).clip_grad_norm_(model.parameters(), 1.0)
-    torch.testing.assert_close(norm, expected)
-
-
-# -- initialize ------------------------------------------------------------------------------------
-
-
-def _amp(level: str, optimizers: int) -> Any:
-    model = _model()
-    parameters = list(model.parameters())
-    cut = 2 if optimizers == 2 else 4
-    parts = [part for part in (parameters[:cut], parameters[cut:]) if part]
-    made = [torch.optim.SGD(part, lr=0.1) for part in parts]
-    return distamp.initialize(model, made, level)
-
-
-@pytest.mark.parametrize("level", ["O0", "bf16"])
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_amp_clips_where_its_level_needs_no_scaler(level: str, optimizers: int) -> None:
-    amp = _amp(level, optimizers)
-    assert not amp.scaler.is_enabled()
-    for _ in range(2):
-        amp.zero_grad()
-        with amp.autocast():
-            loss = amp.model(_batch()).float().square().sum()
-        amp.backward(loss)
-        gradients = [p.grad.clone() for p in amp.model.parameters()]
-        expected = torch.nn.utils.get_total_norm(gradients)
-        torch.testing.assert_close(amp.clip_grad_norm_(1e-3), expected)
-        left = torch.nn.utils.get_total_norm([p.grad for p in amp.model.parameters()])
-        assert left.item() == pytest.approx(1e-3, rel=1e-3)
-        assert bool(amp.step())
-
-
 # -- ranks -----------------------------------------------------------------------------------------
 
 
@@ -187,25 +148,6 @@ def _collectives_of_everything() -> int:
 
 def test_a_disabled_scaler_sends_nothing(pair: RankPool) -> None:
     assert pair.run(_collectives_of_everything) == [0, 0]
-
-
-def _probe_on_rank_0() -> float:
-    """Rank 0 trains a probe by itself, and the others are at an all_reduce already."""
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler()
-    backward(scaler, parameter, 0.25)
-    scaler.step(optimizer)
-    scaler.update()
-    if dist.get_rank() == 0:
-        _everything(DistGradScaler("cpu", enabled=False))
-    total = torch.full((), 1.0 + dist.get_rank())
-    dist.all_reduce(total)
-    return total.item()
-
-
-def test_rank_0_trains_a_probe_with_a_disabled_scaler_while_others_reduce(pair: RankPool) -> None:
-    assert pair.run(_probe_on_rank_0) == [3.0, 3.0]
 
 
 def _clips_what_is_spread() -> list[float]:

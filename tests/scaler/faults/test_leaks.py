@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
-from tests.ranks import RankPool
-from tests.scaler.steps import INF, backward, cpu_scaler, leaf
+from tests.scaler.steps import backward, cpu_scaler, leaf
 
 
 def _blocks() -> int:
@@ -78,25 +76,10 @@ def test_a_scaler_keeps_no_dead_model_alive(how: Callable[..., None], masters: b
     assert sum(reference() is not None for reference in optimizers) == 0
 
 
-def test_a_model_skipped_and_asked_about_is_not_kept_alive_either() -> None:
-    scaler = cpu_scaler(max_consecutive_skips=10_000)
-    references = []
-    for _ in range(20):
-        model, optimizer = _model_and_optimizer()
-        scaler.scale(model(torch.ones(2, 4)).sum() * INF).backward()
-        scaler.step(optimizer)
-        scaler.overflow_report(model)
-        scaler.update()
-        references += [weakref.ref(optimizer), *map(weakref.ref, model.parameters())]
-        del model, optimizer
-    gc.collect()
-    assert [r for r in references if r() is not None] == []
-
-
 # -- ten thousand optimizers, born and gone --------------------------------------------------------
 
 # Few enough for every run; as many as a long training makes, where there is time.
-BORN, ALL_BORN, WARM_UP = 1_500, 10_000, 300
+BORN, ALL_BORN, WARM_UP = 400, 10_000, 200
 
 
 def _growth(one: Callable[[], None], born: int) -> int:
@@ -107,35 +90,6 @@ def _growth(one: Callable[[], None], born: int) -> int:
     for _ in range(born):
         one()
     return _blocks() - before
-
-
-def _over_its_own(scaler: DistGradScaler) -> Callable[[], None]:
-    def one() -> None:
-        parameter = leaf(1.0)
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        backward(scaler, parameter, 0.25)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return one
-
-
-def _over_a_shared_one(scaler: DistGradScaler) -> Callable[[], None]:
-    """Each holds the parameter that a long-lived optimizer holds, too."""
-    parameter = leaf(1.0)
-    lasting = torch.optim.SGD([parameter], lr=0.0)
-    backward(scaler, parameter, 0.25)
-    scaler.step(lasting)
-    scaler.update()
-
-    def one() -> None:
-        lasting.zero_grad()
-        optimizer = torch.optim.SGD([parameter], lr=0.0)
-        backward(scaler, parameter, 0.25)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return one
 
 
 def _clipped(scaler: DistGradScaler) -> Callable[[], None]:
@@ -164,7 +118,7 @@ def _replaced_parameters(scaler: DistGradScaler) -> Callable[[], None]:
     return one
 
 
-KINDS = [_over_its_own, _over_a_shared_one, _clipped, _replaced_parameters]
+KINDS = [_clipped, _replaced_parameters]
 MANY = pytest.param(ALL_BORN, marks=pytest.mark.slow)
 
 
@@ -173,48 +127,3 @@ MANY = pytest.param(ALL_BORN, marks=pytest.mark.slow)
 def test_memory_is_flat_over_optimizers_and_parameters_born_and_gone(kind: Any, born: int) -> None:
     # A block for every fifth would be a leak already.
     assert _growth(kind(cpu_scaler()), born) < born // 5
-
-
-def _born_on_ranks(count: int) -> Any:
-    scaler = cpu_scaler()
-    one = _clipped(scaler)
-    for _ in range(50):
-        one()
-    before = _blocks()
-    for _ in range(count):
-        one()
-    return _blocks() - before
-
-
-@pytest.mark.timeout(120)
-def test_memory_is_flat_where_ranks_agree(pair: RankPool) -> None:
-    count = 300
-    assert all(growth < count // 5 for growth in pair.run(_born_on_ranks, count))
-
-
-# -- groups ----------------------------------------------------------------------------------------
-
-
-def _group_is_kept() -> Any:
-    """A scaler that is gone leaves its group to whoever made it."""
-    group = dist.new_group([0, 1])
-    scaler = cpu_scaler(process_group=group)
-    parameter = leaf(1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    backward(scaler, parameter, 0.25)
-    scaler.step(optimizer)
-    del scaler
-    gc.collect()
-    before = len(gc.get_referrers(group))
-    for _ in range(20):
-        scaler = cpu_scaler(process_group=group)
-        backward(scaler, parameter, 0.25)
-        scaler.step(optimizer)
-        scaler.update()
-        del scaler
-    gc.collect()
-    return len(gc.get_referrers(group)) - before
-
-
-def test_scalers_that_are_gone_hold_on_to_no_group(pair: RankPool) -> None:
-    assert pair.run(_group_is_kept) == [0, 0]

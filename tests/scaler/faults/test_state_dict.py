@@ -61,11 +61,6 @@ def test_a_state_of_an_earlier_version_loads_and_goes_on(file: Path) -> None:
     assert trace == written["trace"]
 
 
-def test_there_are_files_of_states() -> None:
-    assert len(FILES) >= len(SAMPLES)
-    assert any("distamp" in json.loads(f.read_text())["state"] for f in FILES)
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}-{f.stem}")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_such_a_state_loads_under_any_settings(file: Path, name: str) -> None:
@@ -108,21 +103,6 @@ def test_both_states_together_go_on_as_if_nothing_had_happened(name: str) -> Non
     second.load_state_dict(state[0])
     second.load_schedule_state_dict(state[1])
     assert train(second, AFTER) == train(first, AFTER)
-
-
-@pytest.mark.parametrize("first", SCHEDULES)
-@pytest.mark.parametrize("second", SCHEDULES)
-def test_a_schedules_state_under_another_schedule_loads_or_is_refused(
-    first: str, second: str
-) -> None:
-    one, other = _scaler(first), _scaler(second)
-    train(one, BEFORE)
-    before = (other.state_dict(), other.schedule_state_dict())
-    try:
-        other.load_schedule_state_dict(one.schedule_state_dict())
-    except (SettingError, ValueError):
-        assert (other.state_dict(), other.schedule_state_dict()) == before
-    train(other, AFTER)
 
 
 @pytest.mark.parametrize("bad", [{"version": 99}, {"schedule": "none"}])
@@ -180,32 +160,3 @@ def _on_ranks(folder: str) -> Any:
 
 def test_checkpoints_load_on_ranks(pair: RankPool, tmp_path: Path) -> None:
     assert pair.run(_on_ranks, str(tmp_path)) == [(512.0, 0)] * 2
-
-
-# -- who saves both --------------------------------------------------------------------------------
-
-
-def test_amp_saves_what_its_schedule_remembers() -> None:
-    import distamp
-
-    scales = []
-    made: list[Any] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = HysteresisSchedule(hysteresis=3)
-        made.append(distamp.initialize(model, optimizer, "O1", schedule=schedule))
-
-    def overflow(amp: Any) -> float:
-        amp.zero_grad()
-        amp.backward(amp.model(torch.full((1, 2), float("inf"))).float().sum())
-        amp.step()
-        return amp.scaler.get_scale()
-
-    first, second = made
-    start = first.scaler.get_scale()
-    assert [overflow(first), overflow(first)] == [start, start]
-    second.load_state_dict(json.loads(json.dumps({**first.state_dict(), "masters": []})))
-    scales = [overflow(first), overflow(second)]
-    assert scales == [start / 2, start / 2], "the third overflow in a row, in both"

@@ -6,7 +6,6 @@ torch.amp.GradScaler is the reference throughout: one class is written over both
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import defaultdict
 from typing import Any
 from unittest import mock
@@ -21,7 +20,6 @@ from distamp import DistGradScaler
 from tests.ranks import RankPool
 from tests.scaler.steps import INF, backward, leaf
 
-BASES = {"torch": torch.amp.GradScaler, "distamp": DistGradScaler}
 WATCHED = (
     "scale",
     "unscale_",
@@ -112,17 +110,6 @@ def test_what_is_patched_in_is_called_where_torch_calls_it(where: str, fused: bo
         logs.append([*log, parameter.item(), scaler.get_scale()])
     assert logs[0] == logs[1]
     assert len(logs[1]) > 5
-
-
-def _calls_on_a_rank(base: str, fused: bool) -> list[Any]:
-    return _calls(BASES[base], fused, "step", (0.25, INF, 0.25))
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_the_same_where_ranks_agree(pair: RankPool, fused: bool) -> None:
-    assert pair.run(_calls_on_a_rank, "distamp", fused) == pair.run(
-        _calls_on_a_rank, "torch", fused
-    )
 
 
 # -- what an override does counts ------------------------------------------------------------------
@@ -291,10 +278,6 @@ def test_unscale_grads_may_return_no_flags() -> None:
     assert _nothing_to_say() == (0.5, 1024.0)
 
 
-def test_unscale_grads_may_return_no_flags_on_ranks(pair: RankPool) -> None:
-    assert pair.run(_nothing_to_say) == [(0.5, 1024.0)] * 2
-
-
 # -- optimizers whose step takes the scaler --------------------------------------------------------
 
 
@@ -305,63 +288,6 @@ class _Scaling(torch.optim.SGD):
         super().__init__(params, lr=1.0)
         self._step_supports_amp_scaling = True
         self.seen: list[Any] = []
-
-
-class _WithDefault(_Scaling):
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
-        return self.seen.append((grad_scaler, hasattr(self, "grad_scale")))
-
-
-class _WithoutDefault(_Scaling):
-    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
-        return self.seen.append((grad_scaler, hasattr(self, "found_inf")))
-
-
-class _ByItself(_Scaling):
-    """Checks and unscales through the scaler it is given, as Apex's fused optimizers do."""
-
-    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
-        grad_scaler._check_inf_per_device(self)
-        scale = grad_scaler._get_scale_async()
-        found = sum(f.item() for f in grad_scaler._found_inf_per_device(self).values())
-        for p in self.param_groups[0]["params"]:
-            p.grad.div_(scale)
-        if not found:
-            super().step()
-        self.seen.append((grad_scaler, False))
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("kind", [_WithDefault, _WithoutDefault, _ByItself])
-def test_an_optimizer_that_takes_the_scaler_is_given_it_with_torchs_warning(
-    base: str, kind: type[_Scaling]
-) -> None:
-    assert "grad_scaler" in inspect.signature(kind.step).parameters
-    scaler = BASES[base]("cpu", init_scale=2.0)
-    parameter = leaf(1.0)
-    optimizer, other = kind([parameter]), torch.optim.SGD([leaf(1.0)], lr=1.0, fused=True)
-    backward(scaler, parameter, 0.25)
-    backward(scaler, other.param_groups[0]["params"][0], 0.25)
-    with pytest.warns(FutureWarning, match="stop passing itself as a keyword argument"):
-        scaler.step(optimizer)
-    assert optimizer.seen == [(scaler, False)]
-    scaler.step(other)
-    scaler.update()
-    assert other.param_groups[0]["params"][0].item() == 0.75
-    if kind is _ByItself:
-        assert parameter.item() == 0.75
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
-def test_an_optimizer_that_checks_by_the_scaler_skips_an_overflow(base: str) -> None:
-    scaler = BASES[base]("cpu", init_scale=2.0)
-    parameter = leaf(1.0)
-    optimizer = _ByItself([parameter])
-    backward(scaler, parameter, INF)
-    scaler.step(optimizer)
-    scaler.update()
-    assert (parameter.item(), scaler.get_scale()) == (1.0, 1.0)
 
 
 class _AsksTheScaler(_Scaling):
@@ -444,33 +370,3 @@ def test_it_steps_on_no_rank_where_another_overflowed(pair: RankPool, kind: type
     for seen, results, value, state in pair.run(_steps_where_rank_0_overflows, kind):
         assert (seen, value, state["scale"]) == ([0.0, 0.0], 0.5, 2.0)
         assert results[1] is None
-
-
-def test_torchs_own_test_of_both_protocols() -> None:
-    """As test_grad_scaler_pass_itself of torch/test/test_torch.py asks it."""
-
-    class PlaceHolder(torch.optim.Optimizer):
-        def __init__(self, params: Any, defaults: Any = None) -> None:
-            super().__init__(params, defaults if defaults is not None else {})
-            self._step_supports_amp_scaling = True
-
-    seen: list[Any] = []
-
-    class TakesScaler(PlaceHolder):
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
-            seen.append(isinstance(grad_scaler, torch.amp.GradScaler))
-            seen.append(hasattr(self, "grad_scale") or hasattr(self, "found_inf"))
-
-    class TakesTensors(PlaceHolder):
-        def step(self, closure: Any = None) -> Any:
-            seen.append(isinstance(self.grad_scale, Tensor) and isinstance(self.found_inf, Tensor))
-
-    model = torch.nn.Linear(4, 1)
-    first, second = TakesScaler(model.parameters()), TakesTensors(model.parameters())
-    scaler = DistGradScaler("cpu", init_scale=2.0)
-    scaler.scale(model(torch.randn(4, 4)).mean()).backward()
-    with pytest.warns(FutureWarning):
-        scaler.step(first)
-    scaler.step(second)
-    scaler.update()
-    assert seen == [True, False, True]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distamp import DistGradScaler
 from distamp.scaler import HysteresisSchedule, MasterParameters
 from tests.ranks import RankPool
-from tests.scaler.steps import INF, backward, leaf
+from tests.scaler.steps import INF
 
 DEFAULTS = ["float64", "bfloat16", "float16", "meta", "inference off"]
 
@@ -91,20 +91,3 @@ def _on_ranks(name: str) -> list[list[str]]:
 def test_the_same_where_ranks_agree(pair: RankPool, name: str) -> None:
     expected = pair.run(_on_ranks, "inference off")
     assert pair.run(_on_ranks, name) == expected
-
-
-def test_torchs_class_is_as_right_on_a_default_device() -> None:
-    results = []
-    for scaler in (
-        torch.amp.GradScaler("cpu", init_scale=1024.0),
-        DistGradScaler("cpu", init_scale=1024.0),
-    ):
-        parameter = leaf(1.0)
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        backward(scaler, parameter, 0.25)
-        with torch.device("meta"):
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        results.append(parameter.item())
-    assert results == [0.75, 0.75]
