@@ -151,8 +151,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / f"precision_{arguments.model}"
     report.to_json(stem.with_suffix(".json"))
-    report.plot(stem.with_suffix(".png"))
-    print(f"\nThe report as JSON and as a picture: {stem}.json, {stem}.png")
+    print(f"\nThe report as JSON: {stem}.json")
 
 
 if __name__ == "__main__":

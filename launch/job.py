@@ -165,7 +165,6 @@ class Job:
         try:
             (folder / "precision.txt").write_text(f"{report}\n", encoding="utf-8")
             report.to_json(folder / "precision.json")
-            report.plot(folder / "precision.png")
         except OSError as error:
             self.report.note(f"Warning: cannot write the precision report: {error.strerror}")
 

@@ -1,41 +1,61 @@
-"""Autocast for custom autograd functions: backward computes as forward did."""
+"""What computes later as it did before: activation checkpoints and custom autograd functions."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.utils import checkpoint as torchs
 
-from distamp.autocast import op_lists
-from distamp.autocast.region import autocast
+from distamp.autocast.op_lists import following
+from distamp.autocast.state import AutocastState, propagate
+from distamp.autocast.thread_state import local
 
-__all__ = ["custom_bwd", "custom_fwd"]
-
-
-def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor on ``device_type`` in ``dtype``; float64 stays."""
-    if isinstance(value, torch.Tensor):
-        eligible = (
-            value.is_floating_point()
-            and value.device.type == device_type
-            and value.dtype is not torch.float64
-        )
-        return value.to(dtype) if eligible else value
-    if isinstance(value, Mapping):
-        return {key: _cast(item, device_type, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, device_type, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, device_type, dtype) for item in value)
-    return value
+__all__ = ["checkpoint", "checkpoint_contexts", "custom_bwd", "custom_fwd"]
 
 
-def _check_device_type(device_type: str) -> None:
-    if not isinstance(device_type, str):
-        raise ValueError(f"device_type must be a str such as 'cuda', got {device_type!r}")
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **settings: Any
+) -> Any:
+    """Run ``function`` and keep nothing of it but its inputs; run it again in backward.
+
+    As :func:`torch.utils.checkpoint.checkpoint`, which recomputes with autocast enabled or not, in
+    the same dtype, for the CPU and one more device type. This one carries over the whole
+    :class:`AutocastState`, op lists included, with either value of ``use_reentrant``.
+
+    Args:
+        function: What to run, as for torch's.
+        args: Its arguments, as for torch's.
+        use_reentrant: Which of torch's two implementations; to be given, and better False.
+        settings: As for torch's: ``preserve_rng_state``, ``context_fn``, ``determinism_check`` and
+            ``debug``, and keyword arguments of ``function`` where ``use_reentrant`` is False.
+
+    Returns:
+        What ``function`` returns.
+
+    Source: https://pytorch.org/docs/stable/checkpoint.html.
+    """
+    # A compiled graph has the casts of the lists in it, and is not run again through here.
+    again = function if is_dynamo_compiling() else propagate(function)
+    return torchs.checkpoint(again, *args, use_reentrant=use_reentrant, **settings)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Have a ``context_fn`` that carries over the whole autocast state of the forward pass.
+
+    For code that calls torch's function itself, with ``use_reentrant=False``:
+    ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
+    checkpoint_contexts})`` of Hugging Face's, or ``checkpoint_wrapper`` of FSDP's.
+
+    Returns:
+        The context of the forward pass and that of the recomputation.
+    """
+    state = AutocastState.capture()
+    return state.apply(), state.apply()
 
 
 def custom_fwd(
@@ -46,7 +66,7 @@ def custom_fwd(
 ) -> Any:
     """Decorate ``forward`` of a :class:`torch.autograd.Function` for use under autocast.
 
-    As :func:`torch.amp.custom_fwd`, but named tuples among the inputs stay what they are.
+    :func:`torch.amp.custom_fwd`, which also notes the op lists for :func:`custom_bwd`.
 
     Args:
         fwd: ``forward(ctx, *args)``.
@@ -63,25 +83,16 @@ def custom_fwd(
 
     Source: torch's page on automatic mixed precision, custom autograd functions.
     """
-    _check_device_type(device_type)
     if fwd is None:
+        torch.amp.custom_fwd(device_type=device_type)
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    run = torch.amp.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(fwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        enabled = torch.is_autocast_enabled(device_type)
-        ctx._dtype = torch.get_autocast_dtype(device_type)
-        ctx._fwd_used_autocast = enabled and cast_inputs is None
         if not is_dynamo_compiling():
-            ctx._fwd_op_lists = op_lists.current()
-        if not enabled or cast_inputs is None:
-            return fwd(ctx, *args, **kwargs)
-        with autocast(device_type, enabled=False):
-            return fwd(
-                ctx,
-                *_cast(args, device_type, cast_inputs),
-                **_cast(kwargs, device_type, cast_inputs),
-            )
+            ctx.op_lists = local.lists
+        return run(ctx, *args, **kwargs)
 
     return decorated
 
@@ -89,7 +100,7 @@ def custom_fwd(
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
     """Decorate ``backward`` so that it runs in the autocast state ``forward`` ran in.
 
-    As :func:`torch.amp.custom_bwd`, but the op lists of ``forward``'s region hold too.
+    :func:`torch.amp.custom_bwd`, but the op lists of ``forward``'s region are in force too.
 
     Args:
         bwd: ``backward(ctx, *grads)`` of a function whose ``forward`` has :func:`custom_fwd`.
@@ -101,19 +112,16 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
     Raises:
         ValueError: ``device_type`` is not a string.
     """
-    _check_device_type(device_type)
     if bwd is None:
+        torch.amp.custom_bwd(device_type=device_type)
         return functools.partial(custom_bwd, device_type=device_type)
+    run = torch.amp.custom_bwd(bwd, device_type=device_type)
 
     @functools.wraps(bwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        with autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
-            if is_dynamo_compiling() or not hasattr(ctx, "_fwd_op_lists"):
-                return bwd(ctx, *args, **kwargs)
-            found = op_lists.enter(ctx._fwd_op_lists)
-            try:
-                return bwd(ctx, *args, **kwargs)
-            finally:
-                op_lists.restore(found)
+        if is_dynamo_compiling():
+            return run(ctx, *args, **kwargs)
+        with following(ctx.op_lists):
+            return run(ctx, *args, **kwargs)
 
     return decorated

@@ -1,70 +1,64 @@
-"""pin_precision: one module in a precision of its own, whatever region it is called in."""
+"""pin_precision: one module of a model in a precision of its own."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distamp.autocast.mixin import Mixin, add
 from distamp.autocast.region import autocast
-from distamp.autocast.tensors import tensors_in
 
 __all__ = ["pin_precision"]
 
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_HALF = (torch.float16, torch.bfloat16)
 
 
-class pin_precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad.
-    """Pin one module, and all modules in it, to a precision.
+class pin_precision:
+    """Make a module, and the modules inside it, compute in one precision in whatever region.
 
-    ``"fp32"`` runs the module with autocast off, and casts its fp16 and bf16 inputs to float32, so
-    that it accepts half-precision results of other modules; with torch, you write both by hand.
-    ``"fp16"`` and ``"bf16"`` run it in an autocast region of that dtype, also if it is called
-    outside of a region. The pin applies to the device types of all inputs and parameters.
-
-    It starts at once, and lasts until :meth:`undo`, or until the end of the ``with`` block if it is
-    used as one. A module can be pinned again inside a pin; the last one counts. Backward
-    needs no pin: it runs in the dtypes of forward. Copies, replicas and pickles of the module keep
-    the pin.
+    What torch needs a nested ``autocast(enabled=False)`` and casts of the inputs for, where the
+    module is called. ``"fp32"`` runs it with autocast off and casts half precision inputs; a half
+    precision runs it in a region of that dtype, inside a region or not. Apex's counterpart is
+    ``@float_function`` on ``forward``. The module becomes an instance of a subclass of its class,
+    so hooks, FSDP2, ``torch.compile``, copies and pickles keep working.
 
     Args:
-        module: The module to pin. Its parameters do not change.
-        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"``, or the :class:`torch.dtype`.
+        module: The module.
+        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"`` or one of these as a :class:`torch.dtype`.
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: ``dtype`` is another precision.
+        ValueError: Another ``dtype``; or a scripted module, or one whose ``forward`` is its own.
+
+    A context manager, too, which undoes the pin at its end.
     """
 
     def __init__(self, module: nn.Module, dtype: str | torch.dtype) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+            raise TypeError(
+                f"module must be a torch.nn.Module, got {type(module).__name__}; around a call "
+                "use autocast(device_type, enabled=False)"
+            )
         chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if chosen is None or chosen not in _DTYPES.values():
             raise ValueError(f"precision must be 'fp32', 'fp16' or 'bf16', got {dtype!r}")
-        self.module = module
-        self.dtype: torch.dtype = chosen
         if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
             raise ValueError(
                 f"the forward of this {type(module).__name__} is not its class's, and cannot be "
                 "pinned; pin it before it is scripted or its forward replaced"
             )
-        self._undone = False
+        self.module = module
+        self.dtype: torch.dtype = chosen
         self._before = type(module)
-        add(module, _Pinned, chosen)
-        self._pinned = type(module)
+        before: Any = getattr(module, "unpinned_class", type(module))
+        self._pinned = _pinned_class(before, chosen)
+        module.__class__ = self._pinned
 
     def undo(self) -> None:
         """Let the module follow the region it is called in again.
@@ -72,15 +66,12 @@ class pin_precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad
         Raises:
             RuntimeError: The module was pinned again since; undo that first.
         """
-        if self._undone:
-            return
-        if type(self.module) is not self._pinned:
+        if type(self.module) not in (self._pinned, self._before):
             raise RuntimeError(
-                f"the module became a {type(self.module).__name__} since it was pinned; undo that "
-                "first"
+                f"the module became a {type(self.module).__name__} pinned to another precision "
+                "since it was pinned; undo that first"
             )
         self.module.__class__ = self._before
-        self._undone = True
 
     def __enter__(self) -> pin_precision:
         return self
@@ -94,38 +85,56 @@ class pin_precision:  # noqa: N801 - reads as the verb it is, like torch.no_grad
         self.undo()
 
 
-class _Pinned(Mixin, nn.Module):
-    _attribute = "_pinned_to"
-    _pinned_to: torch.dtype
+class _Pinned:
+    """What is put before a module's class, as an instance's forward would be shared by copies."""
+
+    unpinned_class: type[nn.Module]
+    pinned_to: torch.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pinned_to is torch.float32:
+        module: Any = self
+        dtype = self.pinned_to
+        full = dtype is torch.float32
+        if full:
             args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
-        tensors = (*tensors_in(args, kwargs), *self.parameters())
-        devices = dict.fromkeys(each.device.type for each in tensors)
-        return _pinned(
-            super().forward,
-            args,
-            kwargs,
-            [each for each in devices or ("cpu",) if torch.amp.is_autocast_available(each)],
-            self._pinned_to,
-        )
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        of = (*tensors, *module.parameters())
+        devices = dict.fromkeys(each.device.type for each in of) or ["cpu"]
+        run = functools.partial(super().forward, *args, **kwargs)  # type: ignore[misc]
+        available = [each for each in devices if torch.amp.is_autocast_available(each)]
+        return _in_regions(available, None if full else dtype, run)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as the class before does, by its own methods, and pin again."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, args, *rest = reduced
+        args = tuple(self.unpinned_class if each is type(self) else each for each in args)
+        return (_remade, (self.unpinned_class, self.pinned_to, function, args), *rest)
 
 
-def _pinned(
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device_types: list[str],
-    dtype: torch.dtype,
-) -> Any:
-    """Call ``forward`` in a region for each device type."""
-    if not device_types:
-        return forward(*args, **kwargs)
-    half = dtype is not torch.float32
-    with autocast(device_types[0], dtype if half else None, half):
-        return _pinned(forward, args, kwargs, device_types[1:], dtype)
+def _in_regions(devices: list[str], dtype: torch.dtype | None, run: Callable[[], Any]) -> Any:
+    """Call ``run`` in a region for each device type, which is off where there is no dtype."""
+    if not devices:
+        return run()
+    with autocast(devices[0], dtype, dtype is not None):
+        return _in_regions(devices[1:], dtype, run)
+
+
+@functools.cache
+def _pinned_class(before: Any, dtype: torch.dtype) -> type[nn.Module]:
+    """The one class for these, so that modules of it are of one type, before and after pickling."""
+    body = {"unpinned_class": before, "pinned_to": dtype, "__doc__": before.__doc__}
+    body |= {"__module__": before.__module__, "__qualname__": before.__qualname__}
+    return type(before.__name__, (_Pinned, before), body)
+
+
+def _remade(
+    before: Any, dtype: torch.dtype, function: Callable[..., nn.Module], args: Any
+) -> nn.Module:
+    module = function(*args)
+    module.__class__ = _pinned_class(before, dtype)
+    return module
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in _HALF else tensor

@@ -1,6 +1,6 @@
 """The autocast region: a torch.autocast that can be nested in itself and shared between threads.
 
-What a region found when it was entered is kept in the entering thread, never on the region, so one
+What a region found when it was entered is kept by the entering thread, never on the region, so one
 object may be entered any number of times, by any number of threads.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from sys import _getframe
 from types import TracebackType
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
@@ -26,17 +25,13 @@ from torch import (
     set_autocast_enabled,
 )
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from distamp.autocast.compiler import never_compiled
-from distamp.autocast.devices import is_here
-from distamp.autocast.op_lists import OpLists, push, restore
-from distamp.autocast.threads.suspension import (
-    suspendable_kind,
-    wrap,
-)
-from distamp.autocast.threads.thread_state import local
+from distamp.autocast.op_lists import OpLists, follow, with_lists
+from distamp.autocast.suspension import suspendable_kind, wrap
+from distamp.autocast.thread_state import local, never_compiled
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import RegionError
 
@@ -46,13 +41,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
-
-# (device type, dtype, enabled) that torch's constructor took without a complaint: it need not look
-# again. The renameable backend is never here: what it supports changes when it is registered.
+# (device type, dtype, enabled) that torch's constructor took without a word, so that it is not
+# asked again: it takes longer than all the rest.
 _accepted: set[tuple[str, torch.dtype | None, bool]] = set()
 
 
-class autocast(torch.autocast):
+class autocast(torchs_autocast):
     """Run a region in mixed precision, each op in the dtype that autocast's lists give it.
 
     A subclass of :class:`torch.autocast`, a context manager and a decorator. It differs from
@@ -64,8 +58,7 @@ class autocast(torch.autocast):
     - A decorated generator or coroutine is outside the region while it is suspended. A ``with``
       whose body suspends leaks into what the thread runs meanwhile, as torch's does.
     - A region of another dtype inside a region does not use the outer one's cast weights, and
-      an optimizer's step inside a region drops them. A ``torch.autocast`` of another dtype inside
-      this one does use them, and raises, as inside torch's own.
+      an optimizer's step inside a region drops them.
     - ``ops`` changes the op lists for the region.
 
     Args:
@@ -106,7 +99,7 @@ class autocast(torch.autocast):
         """Make a region; in a compiled function, one of torch's."""
         # torch.compile knows torch's own class by identity, and can break a graph inside it.
         if is_dynamo_compiling() and cls is autocast and ops is None:
-            made: Any = torch.autocast(device_type, dtype, enabled, cache_enabled)
+            made: Any = torchs_autocast(device_type, dtype, enabled, cache_enabled)
             return made  # type: ignore[no-any-return]
         return object.__new__(cls)
 
@@ -121,13 +114,12 @@ class autocast(torch.autocast):
     ) -> None:
         if dtype is None and isinstance(device_type, str):
             dtype = get_autocast_dtype(device_type)
-        if is_dynamo_compiling() or (
-            isinstance(device_type, str) and (device_type, dtype, enabled) in _accepted
+        self.device = device_type
+        self.fast_dtype = dtype
+        self._enabled = bool(enabled)
+        if not is_dynamo_compiling() and (
+            not isinstance(device_type, str) or (device_type, dtype, enabled) not in _accepted
         ):
-            self.device = device_type
-            self.fast_dtype = dtype
-            self._enabled = bool(enabled)
-        else:
             self._check(device_type, dtype, enabled)
         if cache_enabled is None:
             cache_enabled = is_autocast_cache_enabled()
@@ -140,8 +132,8 @@ class autocast(torch.autocast):
         if is_dynamo_compiling():
             # Written out, as torch.compile reads no name here.
             torch._dynamo.graph_break(
-                "autocast(..., ops=...) cannot be entered inside a compiled function: op lists are "
-                "the thread's, not the graph's. Enter it around the call of the compiled function."
+                "autocast(..., ops=...) is the thread's, not the graph's. Enter it around the call "
+                "of the compiled function."
             )
         elif not isinstance(ops, OpLists):
             raise TypeError(f"ops must be an OpLists, got {ops!r}; write OpLists(fp32={{...}})")
@@ -152,48 +144,46 @@ class autocast(torch.autocast):
             raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torchs = torch.autocast(device_type, dtype, bool(enabled))
-        self.device = torchs.device
-        self.fast_dtype = torchs.fast_dtype
-        self._enabled = torchs._enabled
+            self._enabled = torchs_autocast(device_type, dtype, bool(enabled))._enabled
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel_of_caller())
-        renameable = torch._C._get_privateuse1_backend_name()
-        # A device that preflight simulates is accepted while it does.
-        lasting = device_type != renameable and is_here(device_type)
-        if not caught and isinstance(enabled, bool) and lasting:
-            _accepted.add((device_type, self.fast_dtype, enabled))
+        if not caught and isinstance(enabled, bool):
+            _accepted.add((device_type, dtype, enabled))
         _drop_casts_after_optimizer_steps()
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]
-        """The cache flag by torch's name for it.
+        """The cache flag by torch's name; who reads it takes the region for one of torch's.
 
-        torch.compile takes every torch.autocast that it finds for one that has no more to it than
-        torch's. It asks for its settings then, and is refused where there are op lists.
+        torch.compile does, of a region that it finds entered in a compiled function, and then
+        forgets the lists: so a region with lists does not answer.
         """
-        reader = "torch._dynamo.variables.builder"
-        if self.ops is not None and _getframe(1).f_globals.get("__name__") == reader:
+        if self.ops is not None:
             raise torch._dynamo.exc.Unsupported(
-                "autocast(..., ops=...) cannot be entered inside a compiled function: op lists are "
-                "the thread's, not the graph's. Enter it around the call of the compiled function."
+                "autocast(..., ops=...) is the thread's, not the graph's. Enter it around the call "
+                "of the compiled function."
             )
         return self._caches
 
     def __enter__(self) -> Self:
         if is_dynamo_compiling():
-            return self._enter_traced()
+            self._traced = _torchs_region(self.device, self.fast_dtype, self._enabled, self._caches)
+            next(self._traced)
+            return self
         device = self.device
         dtype = self.fast_dtype
         caches = self._caches
         found_dtype = get_autocast_dtype(device)
         found_caches = is_autocast_cache_enabled()
-        lists = None if self.ops is None else push(self.ops, device)
+        found_lists = None
+        if self.ops is not None:
+            found_lists = local.lists
+            follow(with_lists(found_lists, device, self.ops))
         exported = _is_torch_function_mode_enabled() and _tell_export(
             _enter_autocast, (device, dtype, self._enabled, caches)
         )
-        local.state.regions.append(
-            (self, is_autocast_enabled(device), found_dtype, found_caches, lists, exported)
+        local.regions.append(
+            (self, is_autocast_enabled(device), found_dtype, found_caches, found_lists, exported)
         )
         set_autocast_enabled(device, self._enabled)
         if caches is not found_caches:
@@ -213,10 +203,12 @@ class autocast(torch.autocast):
         exc_tb: TracebackType | None,
     ) -> Literal[False]:
         if self._traced is not None:
-            return self._exit_traced()
-        regions = local.state.regions
+            next(self._traced, None)
+            self._traced = None
+            return False
+        regions = local.regions
         if not regions or regions[-1][0] is not self:
-            self._refuse_to_leave()
+            self._refuse_to_leave(regions)
         _, enabled, dtype, caches, lists, exported = regions.pop()
         device = self.device
         if autocast_decrement_nesting() == 0 or dtype is not self.fast_dtype:
@@ -224,22 +216,21 @@ class autocast(torch.autocast):
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(caches)
-        if self.ops is not None:
-            restore(lists)
+        if lists is not None:
+            follow(lists)
         if exported:
             _tell_export(_exit_autocast, ())
         return False
 
-    def _refuse_to_leave(self) -> NoReturn:
-        regions = [entered[0] for entered in local.state.regions]
-        if self not in regions:
+    def _refuse_to_leave(self, regions: list[Any]) -> NoReturn:
+        if all(entered[0] is not self for entered in regions):
             raise RegionError(
                 f"autocast({self.device!r}) is left in a thread, or under an applied state, that "
                 "did not enter it. A region ends where it began; to run a function elsewhere under "
                 "this state use distamp.propagate(fn)."
             )
         raise RegionError(
-            f"autocast({self.device!r}) is left while autocast({regions[-1].device!r}), entered "
+            f"autocast({self.device!r}) is left while autocast({regions[-1][0].device!r}), entered "
             "after it, is still open, and stays open itself. Leave regions in the reverse order of "
             "entering them, as nested with statements and an ExitStack do."
         )
@@ -254,7 +245,6 @@ class autocast(torch.autocast):
         kind = suspendable_kind(func)
         if kind is not None:
             return wrap(lambda: self, func, kind)
-
         settings = (self.device, self.fast_dtype, self._enabled, self._caches)
         listed = self.ops is not None
 
@@ -268,20 +258,6 @@ class autocast(torch.autocast):
         setattr(in_region, "__script_unsupported", "autocast(...) cannot decorate scripted code")
         return in_region
 
-    # Of a subclass, torch.compile traces the methods. It can trace neither the thread's state nor a
-    # call of torch's __enter__, but a with statement of torch's own class.
-
-    def _enter_traced(self) -> Self:
-        self._traced = _torchs_region(self.device, self.fast_dtype, self._enabled, self._caches)
-        next(self._traced)
-        return self
-
-    def _exit_traced(self) -> Literal[False]:
-        assert self._traced is not None
-        next(self._traced, None)
-        self._traced = None
-        return False
-
 
 # Where a graph breaks, torch.compile would compile these by themselves, with a region for argument.
 for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
@@ -291,8 +267,12 @@ for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
 def _torchs_region(
     device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
 ) -> Iterator[None]:
-    """Be in a region of torch's own class between the first step and the second."""
-    with torch.autocast(device, dtype, enabled, cache_enabled):
+    """Be in a region of torch's own class between the first step and the second.
+
+    Of a subclass, torch.compile traces the methods. It can trace neither the thread's state nor a
+    call of torch's ``__enter__``, but a with statement of torch's own class.
+    """
+    with torchs_autocast(device, dtype, enabled, cache_enabled):
         yield
 
 
@@ -304,15 +284,10 @@ def _drop_casts_after_optimizer_steps() -> None:
 
 def _drop_casts(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     clear_autocast_cache()
-    local.state.weights = {}
 
 
 def _tell_export(call: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Let export record entering or leaving a region in its graph, as torch's class does.
-
-    Returns:
-        Whether an export is going on.
-    """
+    """Let export record entering or leaving a region in its graph, as torch's class does."""
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
     for mode in torch.overrides._get_current_function_mode_stack():

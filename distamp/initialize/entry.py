@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distamp.autocast import OpLists, autocast, bind
+from distamp.autocast import DataParallel, OpLists, autocast
 from distamp.comm_hooks import register
 from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
@@ -130,8 +130,9 @@ def initialize(
     for each, wrapping in zip(models, wrappings, strict=True):
         if precision.casts_model and not wrapping.policies and cast_as(wrapping.inner) is None:
             cast_model(wrapping.inner, precision)
-        if precision.autocasts and wrapping.name == "DataParallel":
-            bind(each)  # torch's replicas know whether autocast is on, and not in which dtype
+        if precision.autocasts and type(each) is nn.DataParallel:
+            # torch's replicas know whether autocast is on, and not in which dtype.
+            each.__class__ = DataParallel
     hooks = tuple(
         register(each, comm_hook, replicas=replicas) for each in models if comm_hook is not None
     )

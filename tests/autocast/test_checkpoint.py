@@ -11,7 +11,7 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from distamp import OpLists, RegionError, autocast, checkpoint, checkpoint_contexts
+from distamp import OpLists, autocast, checkpoint, checkpoint_contexts
 from tests.ranks import RankPool
 
 LISTS = OpLists(fp32={"linear"}, lower_precision={"softmax"})
@@ -39,15 +39,6 @@ def test_gradients_are_bit_for_bit_those_without_checkpointing(use_reentrant: bo
     want = gradients(lambda model, x: model(x), model)
     got = gradients(lambda model, x: checkpoint(model, x, use_reentrant=use_reentrant), model)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_torchs_own_inside_a_region_with_lists_is_refused(use_reentrant: bool) -> None:
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        return torchs.checkpoint(model, x, use_reentrant=use_reentrant)
-
-    with pytest.raises(RegionError, match=r"use distamp\.checkpoint"):
-        gradients(run, block())
 
 
 def test_torchs_own_with_our_contexts_carries_the_lists() -> None:
@@ -87,15 +78,6 @@ def test_checkpoints_nest(use_reentrant: bool) -> None:
 
     want = gradients(lambda model, x: model(x), model)
     assert all(torch.equal(a, b) for a, b in zip(gradients(run, model), want, strict=True))
-
-
-def test_evaluation_and_saved_tensor_hooks_inside_a_region_with_lists_are_not_refused() -> None:
-    model = block()
-    with autocast("cpu", ops=LISTS):
-        with torch.no_grad():
-            assert model[0](X).dtype is torch.float32
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            assert model[0](X).dtype is torch.float32
 
 
 def test_arguments_are_torchs() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distamp import autocast, custom_bwd, custom_fwd
-from distamp.autocast.op_lists import OpLists
+from distamp.autocast import OpLists
 
 
 def _note() -> tuple[bool, torch.dtype]:

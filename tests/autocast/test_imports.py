@@ -23,7 +23,7 @@ SPELLINGS = [
     "import distamp.autocast; cls = distamp.autocast",
     "import distamp.autocast.region; cls = distamp.autocast",
     "import distamp.autocast as cls",
-    "import distamp.autocast.threads.state, distamp; cls = distamp.autocast",
+    "import distamp.autocast.state, distamp; cls = distamp.autocast",
     "from distamp.autocast import AutocastState; from distamp import autocast as cls",
     "import distamp as amp; cls = amp.autocast",
     "from distamp import *; cls = autocast",

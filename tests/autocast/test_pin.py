@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from distamp import autocast, bind, pin_precision, preflight, unbind
-from distamp.autocast.devices import autocast_without_device
+from distamp import autocast, pin_precision, preflight
+from distamp.autocast.torch_lists import autocast_is_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -159,7 +159,7 @@ def test_a_pin_holds_on_the_devices_of_all_its_inputs() -> None:
     module = Lengths()
     pin_precision(module, "fp32")
     # Fake, as a CPU stands beside no other device here.
-    with FakeTensorMode(), autocast_without_device("cuda", BF16):
+    with FakeTensorMode(), autocast_is_on("cuda", BF16):
         x = torch.empty(2, 2, device="cuda")
         assert (x @ x).dtype is BF16
         assert module(torch.ones(2), x).dtype is FP32
@@ -186,19 +186,6 @@ def test_a_pinned_module_is_copied_by_its_own_getstate(copied: Any) -> None:
     with autocast("cpu"):
         assert torch.equal(twin(X), layer(X))
         assert twin(X).dtype is FP32
-
-
-def test_a_pin_and_a_binding_of_one_module_are_undone_in_any_order() -> None:
-    layer = nn.Linear(4, 4)
-    with autocast("cpu", FP16):
-        bind(layer)
-    pin = pin_precision(layer, "bf16")
-    assert layer(X).dtype is BF16
-    pin.undo()
-    assert layer(X).dtype is FP16
-    pin_precision(layer, "bf16")
-    unbind(layer)
-    assert layer(X).dtype is BF16
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

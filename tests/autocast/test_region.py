@@ -35,22 +35,10 @@ def _recurse(cls: type[torch.autocast]) -> Callable[[int], None]:
     return recurse
 
 
-def test_torch_leaves_autocast_on_after_a_recursive_function(leaks):
-    _recurse(torch.autocast)(2)
-    assert torch.is_autocast_enabled("cpu")
-
-
 def test_a_recursive_function_leaves_autocast_as_it_was():
     before = thread_state()
     _recurse(autocast)(2)
     assert thread_state() == before
-
-
-def test_torch_leaves_autocast_on_after_one_instance_nested_in_itself(leaks):
-    region = torch.autocast("cpu")
-    with region, region:
-        pass
-    assert torch.is_autocast_enabled("cpu")
 
 
 def test_one_instance_nested_in_itself_leaves_autocast_as_it_was():
@@ -95,23 +83,8 @@ def _two_threads(cls: type[torch.autocast]) -> list[object]:
     return after
 
 
-def test_torch_gives_one_thread_the_state_another_found():
-    assert _two_threads(torch.autocast) == [False, torch.bfloat16]
-
-
 def test_threads_that_share_a_function_keep_their_own_state():
     assert _two_threads(autocast) == [True, torch.float16]
-
-
-def test_torch_mixes_the_dtypes_of_nested_regions_that_share_a_weight():
-    weight = torch.ones(2, 2, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.float16):
-        torch.mm(X, weight)
-        with (
-            torch.autocast("cpu", dtype=torch.bfloat16),
-            pytest.raises(RuntimeError, match="same dtype"),
-        ):
-            torch.mm(X, weight)
 
 
 def test_nested_regions_of_two_dtypes_may_share_a_weight():
@@ -126,19 +99,6 @@ def test_nested_regions_of_two_dtypes_may_share_a_weight():
         torch.bfloat16,
         torch.float16,
     ]
-
-
-def test_torchs_own_region_of_another_dtype_inside_ours_raises_unless_ours_keeps_no_casts():
-    weight = torch.ones(2, 2, requires_grad=True)
-    with autocast("cpu", dtype=torch.float16):
-        torch.mm(X, weight)
-        inner = torch.autocast("cpu", dtype=torch.bfloat16)
-        with inner, pytest.raises(RuntimeError, match="same dtype"):
-            torch.mm(X, weight)
-    with autocast("cpu", dtype=torch.float16, cache_enabled=False):
-        torch.mm(X, weight)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.mm(X, weight).dtype is torch.bfloat16
 
 
 def test_leaving_in_another_thread_is_an_error_there_and_changes_nothing_here():
@@ -301,7 +261,7 @@ def test_ops_are_in_force_inside_and_not_outside():
         assert _product() is torch.float32
         with autocast("cpu", ops=OpLists(fp32={"softmax"})), region:
             assert _product() is torch.float32
-    assert AutocastState.capture().lists is None
+    assert AutocastState.capture().lists == ()
     with autocast("cpu"):
         assert _product() is torch.bfloat16
 
@@ -312,7 +272,7 @@ def test_regions_with_ops_left_out_of_order_keep_their_lists():
         with pytest.raises(RegionError):
             outer.__exit__(None, None, None)
         assert _product() is torch.bfloat16
-    assert AutocastState.capture().lists is None
+    assert AutocastState.capture().lists == ()
 
 
 def test_a_forward_pass_after_a_step_inside_the_region_uses_the_new_weights():
@@ -323,17 +283,3 @@ def test_a_forward_pass_after_a_step_inside_the_region_uses_the_new_weights():
         model(X).sum().backward()
         optimizer.step()
         assert model(X).tolist() == [[-2.0], [-2.0]]
-
-
-def test_a_step_inside_a_region_with_lists_drops_the_casts_of_their_kernels():
-    weight = torch.ones(2, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    with autocast("cpu", ops=OpLists(lower_precision={"layer_norm"})):
-        out = torch.nn.functional.layer_norm(torch.tensor([[0.0, 1.0]]), (2,), weight)
-        out[0, 1].backward()
-        weight.grad.fill_(1.0)
-        version = weight._version
-        optimizer.step()
-        torch._C._autograd._unsafe_set_version_counter((weight,), (version,))  # as FSDP2 does
-        after = torch.nn.functional.layer_norm(torch.tensor([[0.0, 1.0]]), (2,), weight)
-    assert after.tolist() == [[0.0, 0.0]]

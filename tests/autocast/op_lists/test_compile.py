@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from distamp import autocast
-from distamp.autocast import OpLists, checkpoint_contexts, op_lists
-from distamp.autocast.op_lists import lists as lists_module
+from distamp.autocast import OpLists, checkpoint_contexts
 from tests.ranks import RankPool
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -57,26 +56,6 @@ def test_a_change_of_lists_never_runs_a_stale_graph(backend: str) -> None:
         assert got.dtype is want.dtype
         torch.testing.assert_close(got, want)
     assert graphs == len(LISTS)
-
-
-def test_hundreds_of_lists_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than there are dtypes to mark them with; each has a mark of its own, and leaves none."""
-
-    def autocast_state() -> list[tuple[bool, torch.dtype]]:
-        devices = torch._C._autocast_supported_devices()
-        return [(torch.is_autocast_enabled(it), torch.get_autocast_dtype(it)) for it in devices]
-
-    monkeypatch.setattr(lists_module, "_made", {})
-    names = ["exp", "log", "sin", "cos", "tan", "erf", "abs"]
-    subsets = [{n for i, n in enumerate(names) if number >> i & 1} for number in range(1, 128)]
-    seen = []
-    before = autocast_state()
-    for subset in subsets:
-        token = op_lists.push(OpLists(fp32=subset), "cpu")
-        seen.append(tuple(autocast_state()))
-        op_lists.restore(token)
-        assert autocast_state() == before
-    assert len(set(seen)) == len(subsets)
 
 
 def test_gradients_through_a_graph_made_under_lists() -> None:

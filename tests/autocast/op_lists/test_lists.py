@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,16 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.op_reference.observed import NATIVE, observe
-from benchmarks.op_reference.samples import SAMPLES
 from distamp import autocast
-from distamp.autocast import OpLists, op_lists
-from distamp.autocast.op_lists import kernels, registered
-from distamp.autocast.op_lists import lists as lists_module
-from distamp.autocast.op_lists.families import FAMILIES
-from distamp.autocast.op_lists.names import documented, documents, overloads
+from distamp.autocast import AutocastState, OpLists
+from distamp.autocast.op_names import FAMILIES, overloads
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SEED = torch.Generator().manual_seed(0)
@@ -45,9 +37,9 @@ MATMULS: dict[str, Callable[[], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    assert op_lists.current() is None
+    assert AutocastState.capture().lists == ()
     yield
-    assert op_lists.current() is None
+    assert AutocastState.capture().lists == ()
 
 
 def dtypes(calls: dict[str, Callable[[], Tensor]]) -> dict[str, torch.dtype]:
@@ -59,25 +51,6 @@ def test_a_name_moves_its_whole_family(name: str) -> None:
     with autocast("cpu", ops=OpLists(fp32={name})):
         assert set(dtypes(MATMULS).values()) == {FP32}
         assert F.conv2d(X[None, None], W[None, None]).dtype is BF16
-
-
-def test_overriding_one_op_in_torch_leaves_its_family_in_bf16() -> None:
-    """The fault the test above is for: torch's own extension point moves one op alone."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-        def mm(a: Tensor, b: Tensor) -> Tensor:
-            with torch._C._ExcludeDispatchKeyGuard(key):
-                return torch.mm(a.float(), b.float())
-
-        with warnings.catch_warnings():
-            # torch 2.13 says that it is overridden, and 2.14 does not.
-            warnings.simplefilter("ignore")
-            library.impl("mm", mm, "AutocastCPU")
-        with torch.autocast("cpu"):
-            moved = dtypes(MATMULS)
-    assert moved["mm"] is FP32
-    assert moved["linear"] is moved["matmul"] is BF16
 
 
 def test_exact_moves_one_op_alone() -> None:
@@ -152,8 +125,6 @@ def test_argument_mistakes() -> None:
         OpLists(fp32=[3])
     with pytest.raises(ValueError, match=r"one family.*exact=True"):
         OpLists(fp32={"linear"}, lower_precision={"bmm"})
-    with pytest.raises(ValueError, match=r"torch\.amp, .*\.cpu\.amp, got '000'"):
-        OpLists.documented("000")
     with pytest.raises(TypeError, match="ops must be an OpLists"):
         autocast("cpu", ops={"linear"})  # type: ignore[arg-type]
 
@@ -164,12 +135,10 @@ def test_a_value_like_any_other() -> None:
     assert hash(one) == hash(same)
     assert one != OpLists(fp32={"mm", "softmax"}, exact=True)
     assert repr(one) == "OpLists(fp32=['mm', 'softmax'])"
-    assert repr(OpLists.documented("torch.amp")) == "OpLists.documented('torch.amp')"
-    assert OpLists.documented("torch.amp") != OpLists.documented("torch.cpu.amp")
 
 
 def test_lists_survive_pickle_and_copy() -> None:
-    for lists in (OpLists(fp32={"mm"}, exact=True), OpLists.documented("torch.cpu.amp")):
+    for lists in (OpLists(fp32={"mm"}, exact=True), OpLists.of_torch("cuda")):
         assert pickle.loads(pickle.dumps(lists)) == copy.deepcopy(lists) == lists
 
 
@@ -355,18 +324,6 @@ def test_a_composite_op_that_only_other_lists_name_hands_on_to_ours() -> None:
         assert torch.einsum("ij,jk->ik", X, W).dtype is BF16
 
 
-def test_lists_of_one_device_type_leave_the_others_alone() -> None:
-    token = op_lists.push(OpLists(fp32={"mm"}), "cuda")
-    try:
-        with autocast("cpu"):
-            assert (X @ W).dtype is BF16
-            with autocast("cpu", ops=OpLists(lower_precision={"tanh"})):
-                assert torch.tanh(X).dtype is BF16
-                assert (X @ W).dtype is BF16
-    finally:
-        op_lists.restore(token)
-
-
 def test_threads_follow_their_own_lists() -> None:
     lists = [OpLists(fp32={"mm"}), OpLists(lower_precision={"tanh"}), None]
     want = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]
@@ -385,24 +342,6 @@ def test_threads_follow_their_own_lists() -> None:
     for thread in threads:
         thread.join()
     assert seen == [{pair} for pair in want]
-
-
-def test_current_can_be_restored_in_another_thread() -> None:
-    found: list[torch.dtype] = []
-
-    def work(value: Any) -> None:
-        op_lists.enter(value)
-        with torch.autocast("cpu"):
-            found.append((X @ W).dtype)
-        op_lists.restore(None)
-
-    with autocast("cpu", ops=OpLists(fp32={"mm"})):
-        value = op_lists.current()
-        assert hash(value) == hash(op_lists.current())
-        thread = threading.Thread(target=work, args=(value,))
-        thread.start()
-        thread.join()
-    assert found == [FP32]
 
 
 def test_backward_inside_the_region_follows_the_lists() -> None:
@@ -425,33 +364,6 @@ def test_backward_inside_the_region_follows_the_lists() -> None:
     assert seen == [FP32]
 
 
-def test_casts_of_weights_are_kept_within_a_region_and_never_stale() -> None:
-    weight = torch.randn(4, requires_grad=True)
-    casts: list[Any] = []
-    with autocast("cpu", ops=OpLists(lower_precision={"layer_norm"})):
-        for _ in range(3):
-            y = F.layer_norm(X, (4,), weight)
-            casts.append(y.grad_fn.next_functions[1][0])
-        before = F.layer_norm(X, (4,), weight).detach()
-        with torch.no_grad():
-            weight.mul_(2)
-        after = F.layer_norm(X, (4,), weight)
-    assert casts[0] is casts[1] is casts[2]
-    assert torch.equal(after, before * 2)
-    kept = weakref.ref(weight)
-    del weight, y, after, casts
-    assert kept() is None
-
-
-def test_a_cast_made_without_gradients_is_not_kept() -> None:
-    weight = torch.randn(4, requires_grad=True)
-    with autocast("cpu", ops=OpLists(lower_precision={"layer_norm"})):
-        with torch.no_grad():
-            F.layer_norm(X, (4,), weight)
-        F.layer_norm(X, (4,), weight).sum().backward()
-    assert weight.grad is not None
-
-
 def test_a_custom_op_can_be_listed() -> None:
     with torch.library._scoped_library("distamp_test", "FRAGMENT") as library:
         library.define("double(Tensor x) -> Tensor")
@@ -461,95 +373,6 @@ def test_a_custom_op_can_be_listed() -> None:
             assert op(X).dtype is BF16
         with autocast("cpu"):
             assert op(X).dtype is FP32
-
-
-def test_what_torch_lists_alike_needs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it lists otherwise, or where its kernel would meet ours inside, does."""
-    monkeypatch.setattr(lists_module, "_made", {})
-    monkeypatch.setattr(lists_module, "is_registered", lambda overload: False)
-
-    def rules(ops: OpLists) -> set[str]:
-        return {overload.name() for overload in lists_module._rules((("cpu", ops),))}
-
-    assert rules(OpLists(lower_precision={"mm", "linear"}, exact=True)) == set()
-    assert rules(OpLists(fp32={"mm"}, exact=True)) == {"aten::mm"}
-    matrix_products = rules(OpLists(lower_precision={"linear"}))
-    assert "aten::einsum" in matrix_products
-    assert "aten::linear" not in matrix_products
-    assert {"aten::conv2d", "aten::convolution"} <= rules(OpLists(lower_precision={"conv2d"}))
-
-
-def test_reading_torchs_lists_shows_in_no_mode_of_the_callers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[Any] = []
-    monkeypatch.setattr(lists_module, "_made", {})
-    registered.category.cache_clear()
-    with Seen(), autocast("cpu", ops=OpLists(fp32={"linear"})):
-        assert seen == []
-
-
-def test_ops_that_are_not_listed_never_reach_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts calls of every kernel there is while only unlisted ops run."""
-    calls: list[Any] = []
-    real = kernels.entries_of
-
-    class Counting(dict[int, Any]):
-        def get(self, *args: Any) -> Any:
-            calls.append(args)
-            return super().get(*args)
-
-    monkeypatch.setattr(lists_module, "entries_of", lambda rules: Counting(real(rules)))
-    with autocast("cpu", ops=OpLists(fp32={"erfc", "lgamma"})):
-        _ = X + X, F.relu(X), torch.atan(X), X.t(), X.mean(), torch.where(X > 0, X, W)
-        assert not calls
-        torch.erfc(X)
-        assert len(calls) == 1
-    torch.erfc(X)
-    with autocast("cpu"):
-        torch.erfc(X)
-    assert len(calls) == 1
-
-
-DOCUMENTED = [
-    (document, category, name)
-    for document in documents()
-    for category, names in documented(document).get("cpu", {}).items()
-    for name in names
-]
-
-
-@pytest.mark.parametrize("document", [it for it in documents() if "cpu" in documented(it)])
-def test_documented_lists_run_as_the_document_states(document: str) -> None:
-    """Every op the document lists, and every op that torch lists and the document does not."""
-    says = {name: category for doc, category, name in DOCUMENTED if doc == document}
-    token = op_lists.push(OpLists.documented(document), "cpu")
-    try:
-        seen = {name: observe(name, "cpu") for name in SAMPLES}
-    finally:
-        op_lists.restore(token)
-    # Names of torch 2.14 that only raise.
-    removed = {name for name in ("cholesky", "qr") if seen[name] is None}
-    listed = {name: seen[name] for name in set(seen) & set(says) - removed}
-    wrong = {
-        name: (category, says[name])
-        for name, category in listed.items()
-        if category != says[name] and not (category == NATIVE and says[name] == "promote")
-    }
-    assert not wrong
-    assert len(listed) >= 70
-    unlisted = {"prelu", "linalg_vecdot", "huber_loss", "l1_loss", "nll_loss"} - set(says)
-    assert {seen[name] for name in unlisted} <= {"unlisted", NATIVE}
-
-
-def test_a_document_without_lists_for_the_device_type() -> None:
-    with pytest.raises(ValueError, match=r"cuda\.amp states lists for cuda, not for 'cpu'"):
-        op_lists.push(OpLists.documented("torch.cuda.amp"), "cpu")
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from distamp.autocast.op_lists.names import documented, documents, known
 
 from benchmarks.op_reference.observed import NATIVE, observe, observed
 from benchmarks.op_reference.samples import SAMPLES, Inputs
 from benchmarks.op_reference_page import differing, page
 from distamp.autocast import op_reference
-from distamp.autocast.op_lists.names import documented, documents, known
 
 PAGE = Path(__file__).parents[3] / "docs" / "op_reference.md"
 WRITTEN_FOR = "2.13.0"

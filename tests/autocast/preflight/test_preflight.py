@@ -11,12 +11,12 @@ from importlib import import_module
 
 import pytest
 import torch
+from distamp.autocast.preflight.device import SIMULATED, _guard_table, simulated_device
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import precision_report, preflight
 from distamp.autocast import PrecisionReport
-from distamp.autocast.preflight.device import SIMULATED, _guard_table, simulated_device
 from tests.autocast.report.test_report import BF16, FP16, MODELS, mlp, needs
 
 simulating = import_module("distamp.autocast.preflight.simulate")

@@ -8,11 +8,11 @@ import re
 
 import pytest
 import torch
+from distamp.autocast.report.rows import OpRow, Totals, collapse, total
+from distamp.autocast.report.table import human_bytes, text_table
 
 from distamp import precision_report
 from distamp.autocast import PrecisionReport, compare_reports
-from distamp.autocast.report.rows import OpRow, Totals, collapse, total
-from distamp.autocast.report.table import human_bytes, text_table
 from tests.autocast.report.test_report import BF16, conv, mlp, train, transformer
 
 

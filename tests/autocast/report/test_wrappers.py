@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import precision_report
-from distamp.autocast.report.attribution import module_names
-from distamp.autocast.report.rows import OUTSIDE
+from distamp.autocast.recording import module_names
+from distamp.autocast.report import OUTSIDE
 from tests.autocast.report.test_report import BF16, Independent, kernels, mlp
 from tests.ranks import mesh
 

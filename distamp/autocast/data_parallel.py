@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from distamp.autocast.threads.state import AutocastState, propagate
+from distamp.autocast.state import AutocastState, propagate
 
 __all__ = ["DataParallel", "parallel_apply"]
 

@@ -1,0 +1,131 @@
+"""Kernels at torch's own autocast keys that follow the op lists of the thread they run in.
+
+An op gets its kernel when it is first listed, through ``torch.library``, and keeps it: torch cannot
+take one away while other threads dispatch. Where a thread has no rule for the op, torch's own
+kernel runs as before, for the price of a call into Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from distamp.autocast.op_names import Category, autocast_key
+from distamp.autocast.thread_state import local, never_compiled
+
+__all__ = ["register"]
+
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+# Everything floating point but float64, which autocast leaves as it is.
+_CASTABLE = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != torch.float64
+)
+
+_lock = threading.Lock()
+_registered: set[tuple[str, str]] = set()
+# A library takes its kernels with it when it is collected.
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def register(overload: OpOverload, device_type: str) -> None:
+    """Give one overload a kernel that follows lists on one device type, if it has none yet."""
+    slot = overload.name(), device_type
+    if slot in _registered:
+        return
+    with _lock, warnings.catch_warnings():
+        # That torch's kernel is overridden, which it is not: ours calls it.
+        warnings.simplefilter("ignore")
+        if slot in _registered:
+            return
+        namespace = overload.namespace
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        kernel = _Kernel(overload, device_type)
+        _libraries[namespace].impl(
+            overload, kernel.call, autocast_key(device_type), with_keyset=True
+        )
+        _registered.add(slot)
+
+
+class _Kernel:
+    """The kernel of one overload on one device type."""
+
+    def __init__(self, overload: OpOverload, device_type: str) -> None:
+        key = autocast_key(device_type)
+        self._slot = overload.name(), device_type
+        self._overload = overload
+        self._device_type = device_type
+        self._key: DispatchKey = torch._C._dispatch_key_parse(key)
+        self._below: DispatchKeySet = torch._C._dispatch_keyset_full_after(self._key)
+        self._torchs: Any = None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
+            self._torchs = torch.library.get_kernel(overload, key)
+        arguments = [it for it in overload._schema.arguments if not it.kwarg_only]
+        names = [it.name for it in arguments]
+        self._dtype_at = names.index("dtype") if "dtype" in names else len(names)
+        self._tensors_at = [i for i, it in enumerate(arguments) if str(it.type) == "Tensor"]
+        name = overload._schema.name.split("::")[1]
+        self._function: Callable[..., Any] = getattr(torch, name, overload.overloadpacket)
+
+    @never_compiled
+    def call(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Run the op by the rule of this thread's lists, by torch's kernel where they have none."""
+        category = local.rules.get(self._slot)
+        if category is None and self._torchs is not None:
+            return self._torchs.call_boxed(keys, *args, **kwargs)
+        explicit = kwargs.get("dtype") or (len(args) > self._dtype_at and args[self._dtype_at])
+        run = functools.partial(self._overload.redispatch, keys & self._below)
+        if any(isinstance(args[i], Number) for i in self._tensors_at if i < len(args)):
+            # The dispatcher hands on the number of x * 2, and an overload takes tensors.
+            run = functools.partial(self._excluded, self._function)
+        if category is None or category is Category.UNLISTED or explicit:
+            return run(*args, **kwargs)
+        to = self._dtype(category, (args, kwargs))
+        args = tuple([self._cast(arg, to) for arg in args])
+        kwargs = {name: self._cast(arg, to) for name, arg in kwargs.items()}
+        return self._excluded(run, *args, **kwargs)
+
+    def _excluded(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call as torch's kernels do: ops inside run in the dtypes that they are given."""
+        excluded = _is_excluded(self._key)
+        _set_excluded(self._key, True)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _set_excluded(self._key, excluded)
+
+    def _dtype(self, category: Category, inputs: Any) -> torch.dtype:
+        if category is Category.FP32:
+            return torch.float32
+        lower = torch.get_autocast_dtype(self._device_type)
+        if category is Category.LOWER_PRECISION:
+            return lower
+        return functools.reduce(torch.promote_types, self._castable(tree_leaves(inputs)), lower)
+
+    def _castable(self, values: Iterable[Any]) -> set[torch.dtype]:
+        return {value.dtype for value in values if self._casts(value)}
+
+    def _casts(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.dtype in _CASTABLE
+            and value.device.type == self._device_type
+        )
+
+    def _cast(self, value: Any, to: torch.dtype) -> Any:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return [self._cast(each, to) for each in value]
+        return value.to(to) if self._casts(value) and value.dtype is not to else value

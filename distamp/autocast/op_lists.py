@@ -1,0 +1,198 @@
+"""OpLists: which ops run in which precision inside one region of one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import set_autocast_dtype, set_autocast_enabled
+
+from distamp.autocast import torch_lists
+from distamp.autocast.op_kernels import register
+from distamp.autocast.op_names import Category, autocast_key, family, overloads, resolve
+from distamp.autocast.thread_state import local
+
+__all__ = ["DynamoGuard", "Lists", "OpLists", "follow", "following", "with_lists"]
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """The precision of ops in an autocast region, if it is not torch's own choice.
+
+    torch's lists are compiled in and apply to every region of every thread. These apply to the
+    regions they are given to, ``autocast("cuda", ops=OpLists(fp32={"linear"}))``, in the thread
+    that entered them. Ops on none of the lists run as in torch. A region's lists replace those of
+    the region around it; a region without lists keeps them.
+
+    As in torch's lists, only out-of-place ops are changed: in-place variants, calls with ``out=``
+    or with an explicit ``dtype=``, float64 and integer inputs are not changed.
+
+    A name moves its whole family: every op that does the same computation under another name.
+    Apex's ``register_half_function``, ``register_float_function`` and ``register_promote_function``
+    are ``lower_precision``, ``fp32`` and ``promote`` here, for a region instead of the process.
+
+    Args:
+        lower_precision: Ops that cast their inputs to the region's dtype.
+        fp32: Ops that cast their inputs to float32.
+        promote: Ops that cast their inputs to the widest of their inputs' dtypes.
+        unlisted: Ops that run in the dtype of their inputs, as torch runs ops on no list.
+        exact: Move only each named op and its overloads, without its family.
+
+    Names are those of the public API (``"linear"``, ``"torch.nn.functional.linear"``), of the
+    dispatcher (``"aten::mm"``, ``"mylib::op"`` for a custom op), or torch's functions themselves.
+
+    Raises:
+        TypeError: A list is a single string, or contains something that is not a name.
+        ValueError: An unknown or ineligible name (with close matches), or one family in two lists.
+
+    Source: torch's autocast op reference, https://pytorch.org/docs/stable/amp.html.
+    """
+
+    lower_precision: Collection[object] = frozenset()
+    fp32: Collection[object] = frozenset()
+    promote: Collection[object] = frozenset()
+    _: KW_ONLY
+    unlisted: Collection[object] = frozenset()
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        for category in Category:
+            listed = getattr(self, category.value)
+            if isinstance(listed, str):
+                raise TypeError(
+                    f"{category.value} must be a collection of names, got the string {listed!r}; "
+                    f"write {{{listed!r}}}"
+                )
+            ops = frozenset(op for name in listed for op in resolve(name))
+            object.__setattr__(self, category.value, ops)
+        self.by_op()  # One family in two lists is found here, where the names were given.
+
+    @classmethod
+    def of_torch(cls, device_type: str) -> OpLists:
+        """The lists of the running torch for one device type, which need not be here.
+
+        Raises:
+            ValueError: This torch has no autocast for ``device_type``.
+        """
+        found = torch_lists.listed_by_torch(device_type)
+        names = {it.value: {op for op in found if found[op] is it} for it in Category}
+        return cls(**names, exact=True)
+
+    def by_op(self) -> dict[str, Category]:
+        """The category of each dispatcher op that is moved, families included."""
+        found: dict[str, tuple[Category, str]] = {}
+        for category in Category:
+            for name in sorted(map(str, getattr(self, category.value))):
+                for op in {name} if self.exact else family(name):
+                    other = found.setdefault(op, (category, name))
+                    if other[0] is not category:
+                        raise ValueError(
+                            f"{name!r} in {category.value} and {other[1]!r} in {other[0].value} "
+                            "are one family, which moves as a whole; name it in one list, or pass "
+                            "exact=True to move each name alone"
+                        )
+        return {op: category for op, (category, _) in found.items()}
+
+    def __repr__(self) -> str:
+        given = [
+            f"{category.value}={sorted(getattr(self, category.value))}"
+            for category in Category
+            if getattr(self, category.value)
+        ]
+        return f"OpLists({', '.join(given + ['exact=True'] * self.exact)})"
+
+
+# The lists that a thread follows: at most one for each device type.
+Lists = tuple[tuple[str, OpLists], ...]
+_Dtypes = tuple[torch.dtype, ...]
+
+
+def with_lists(lists: Lists, device_type: str, ops: OpLists) -> Lists:
+    """The lists in force where ``ops`` replace what there was for their device type."""
+    return (*(each for each in lists if each[0] != device_type), (device_type, ops))
+
+
+def follow(lists: Lists) -> None:
+    """Make the calling thread follow these lists from now on; () is torch's own alone."""
+    if lists is local.lists:
+        return
+    rules, dtypes = _carried_out(lists) if lists else ({}, ())
+    DynamoGuard.show(dtypes)
+    local.lists, local.rules = lists, rules
+
+
+@contextlib.contextmanager
+def following(lists: Lists) -> Iterator[None]:
+    """Have the calling thread follow these lists in a block."""
+    found = local.lists
+    follow(lists)
+    try:
+        yield
+    finally:
+        follow(found)
+
+
+@functools.cache
+def _carried_out(lists: Lists) -> tuple[Mapping[tuple[str, str], Category], _Dtypes]:
+    """What lists say of each overload and device type, unlike torch; and their mark."""
+    rules: dict[tuple[str, str], Category] = {}
+    for device_type, ops in lists:
+        autocast_key(device_type)
+        for op, category in ops.by_op().items():
+            for overload in overloads(op):
+                if torch_lists.category_in_torch(overload, device_type) is not category:
+                    register(overload, device_type)
+                    rules[overload.name(), device_type] = category
+    return rules, DynamoGuard.mark(lists)
+
+
+class DynamoGuard:
+    """Shows torch.compile which op lists a thread follows, so that it keeps a graph for each.
+
+    torch.compile guards on the autocast state of every device type, and on nothing that is ours.
+    So lists show as the dtypes of two device types that nothing computes on.
+    """
+
+    # And their dtypes in a new thread.
+    _DEVICES = (("ipu", torch.float16), ("maia", torch.bfloat16))
+    _DTYPES = tuple(it for it in vars(torch).values() if isinstance(it, torch.dtype))
+    _count = itertools.count()
+    _numbers: ClassVar[dict[Lists, int]] = {}
+
+    @classmethod
+    def show(cls, dtypes: _Dtypes) -> None:
+        """Show the mark of lists, or none, in the calling thread."""
+        for i, (device_type, usual) in enumerate(cls._DEVICES):
+            set_autocast_enabled(device_type, bool(dtypes))
+            set_autocast_dtype(device_type, dtypes[i] if dtypes else usual)
+
+    @classmethod
+    def mark(cls, lists: Lists) -> _Dtypes:
+        """Give lists a mark of their own, as long as the process lives."""
+        number = cls._numbers.setdefault(lists, next(cls._count))
+        high, low = divmod(number, len(cls._DTYPES))
+        if high >= len(cls._DTYPES):
+            raise RuntimeError(
+                f"a process can use {len(cls._DTYPES) ** 2} different op lists, and these are one "
+                "more; make the lists once and use them again"
+            )
+        cls._tag_caches()
+        return cls._DTYPES[high], cls._DTYPES[low]
+
+    @classmethod
+    def _tag_caches(cls) -> None:
+        """Have torch.compile's caches on disk keep graphs traced under lists for these lists alone.
+
+        A dtype means other lists in another process, so what all of them mean is part of the key.
+        """
+        meant = repr(sorted(cls._numbers.items(), key=lambda each: each[1])).encode()
+        tag = f"distamp-op-lists-{hashlib.sha256(meant).hexdigest()[:16]}"
+        config = torch.compiler.config
+        kept = [it for it in config.cache_key_tag.split(",") if it and "distamp-op-lists" not in it]
+        config.cache_key_tag = ",".join([*kept, tag])

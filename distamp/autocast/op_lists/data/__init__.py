@@ -1,3 +1,0 @@
-"""The lists of torch's documents."""
-
-__all__: list[str] = []

@@ -1,0 +1,210 @@
+"""preflight: the precision report of a forward pass on a device that is not here.
+
+Shapes and dtypes are real, nothing is computed and no memory is taken. The tensors are fake ones of
+the CPU, as a torch without the device can make no others, and follow the other device's op lists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from distamp.autocast.findings import Finding, findings, show
+from distamp.autocast.op_lists import OpLists
+from distamp.autocast.recording import precision_report
+from distamp.autocast.region import autocast
+from distamp.autocast.report import PrecisionReport
+from distamp.autocast.speed import half_speed
+
+__all__ = ["Preflight", "preflight"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What :func:`preflight` found out.
+
+    Attributes:
+        report: What ran until the forward pass, and ``loss_fn``, ended or failed.
+        findings: What to mend; an error means that it failed.
+    """
+
+    report: PrecisionReport
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings of severity error."""
+        return tuple(each for each in self.findings if each.severity == "error")
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.report), "", *show(self.findings)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON types."""
+        return {"findings": [*map(asdict, self.findings)], "report": self.report.to_dict()}
+
+    def to_json(self, path: str | PathLike[str]) -> None:
+        """Write report and findings to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def preflight(
+    model: nn.Module,
+    example_inputs: Any,
+    device_type: str = "cuda",
+    dtype: torch.dtype = torch.float16,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    measure: bool = True,
+) -> Preflight:
+    """Show what a forward pass would run in which dtype on a device that need not be here.
+
+    The table of :func:`precision_report`, of fake tensors; the model may stand on the meta device.
+    What a forward pass decides by values that it computed (a router that chooses experts) cannot be
+    followed: it is an error among the findings, and so is what asks for the device itself. Where
+    a device has several kernels for one op, the CPU's are shown. The model is as before afterwards.
+
+    Args:
+        model: On any device, the meta device too.
+        example_inputs: One tensor, a tuple or list of positional arguments, or a mapping of keyword
+            arguments. Of floating point tensors only shapes and dtypes count, of masks, lengths and
+            the like values do.
+        device_type: ``"cuda"``, ``"cpu"`` or another that this torch has autocast for.
+        dtype: The region's dtype, ``torch.float16`` or ``torch.bfloat16``.
+        loss_fn: Takes the model's output, returns the loss; runs inside the region.
+        measure: Whether to time matrix products, convolutions and attention in ``dtype`` on this
+            machine, where the model has them and the device is here.
+
+    Returns:
+        The report and the findings, a :class:`Preflight`.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``dtype`` not a dtype.
+        ValueError: This torch has no autocast for ``device_type``, or ``dtype`` is no half type.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"preflight takes the model, a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+    if not torch.amp.is_autocast_available(str(device_type)):
+        raise ValueError(f"device_type must be 'cuda', 'cpu' or the like, got {device_type!r}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}")
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), dict(example_inputs)
+    else:
+        given = isinstance(example_inputs, tuple | list)
+        args, kwargs = tuple(example_inputs) if given else (example_inputs,), {}
+    lists = None if device_type == "cpu" else _lists_of(device_type)
+    failed: tuple[Finding, ...] = ()
+    fakes = _FakeOnCPU(model, example_inputs)
+    with (
+        _left_alone(model),
+        torch.random.fork_rng(devices=()),
+        autocast("cpu", dtype, ops=lists),
+        precision_report(model) as report,
+        fakes,
+    ):
+        try:
+            output = model(*fakes.fake(args), **fakes.fake(kwargs))
+            if loss_fn is not None:
+                loss_fn(output)
+        except Exception as error:
+            first = next(iter(str(error).strip().splitlines()), "")
+            what = f"stops here: {type(error).__name__}: {first}"
+            fix = "use precision_report on a real step, if this only fails with fake tensors"
+            at = report.rows[-1].module if report.rows else ""
+            failed = (Finding("error", "fails", at, fakes.function, what, fix),)
+    about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
+    done = PrecisionReport(report.rows, report.model, about)
+    slow = half_speed(done, device_type, dtype) if measure else ()
+    return Preflight(done, (*failed, *_forbidden(done, device_type), *findings(done), *slow))
+
+
+def _lists_of(device_type: str) -> OpLists:
+    """Lists that have CPU tensors computed with as those of another device type."""
+    lists, cpus = OpLists.of_torch(device_type), OpLists.of_torch("cpu")
+    return replace(lists, unlisted=cpus.by_op().keys() - lists.by_op().keys())
+
+
+def _forbidden(report: PrecisionReport, device_type: str) -> Iterator[Finding]:
+    """What torch raises for in every region but the CPU's."""
+    for row in report.rows:
+        if row.op == "binary_cross_entropy" and device_type != "cpu":
+            what = f"raises in a region of {device_type}: its fp16 gradients overflow"
+            fix = "return logits and use binary_cross_entropy_with_logits (BCEWithLogitsLoss)"
+            yield Finding("error", "forbidden", row.module, row.op, what, fix)
+
+
+class _FakeOnCPU(TorchFunctionMode):
+    """Has torch functions take the fakes of some tensors in their place.
+
+    What is computed of real tensors alone, such as masks and lengths, stays real, and decides as it
+    would on the device.
+
+    Args:
+        model: Its parameters and buffers get fakes.
+        inputs: So do its floating point inputs, and those on the meta device.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.function = ""
+        given = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+        replaced = [*model.parameters(), *model.buffers()]
+        replaced += [each for each in given if each.is_floating_point() or each.is_meta]
+        with self._mode:
+            self._fakes = {
+                id(each): torch.empty_strided(
+                    each.shape, each.stride(), dtype=each.dtype, requires_grad=each.requires_grad
+                )
+                for each in replaced
+            }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.function = getattr(func, "__name__", "")
+        args, kwargs = self.fake((args, kwargs or {}))
+        if func is Tensor.cuda:
+            func, args = Tensor.cpu, args[:1]
+        elif func is Tensor.to:
+            args = tuple(_CPU if isinstance(each, str | torch.device) else each for each in args)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _CPU
+        if any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
+            with self._mode:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def fake(self, values: Any) -> Any:
+        """The same values with fakes in the place of what they stand for."""
+        return tree_map_only(Tensor, lambda each: self._fakes.get(id(each), each), values)
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Put every module's attributes and buffers back, whatever forward assigned."""
+    kept = [(each, dict(vars(each)), dict(each._buffers)) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)

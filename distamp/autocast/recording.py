@@ -1,0 +1,427 @@
+"""Recording a precision report: which module, which function, which kernel, which dtypes.
+
+A TorchDispatchMode sees every kernel, below autograd and autocast, casts included. It cannot see
+who asked for a cast; a TorchFunctionMode, above autocast, can: ``Tensor.to`` passes it by name.
+It also sees the autograd nodes that a function made, and writes on them whose they are, so that
+backward can be given to modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from distamp.autocast.report import OUTSIDE, OpRow, PrecisionReport
+from distamp.errors import RegionError
+
+__all__ = ["module_names", "precision_report"]
+
+_any_autocast = torch._C._is_any_autocast_enabled
+_in_backward = torch._C._current_graph_task_id
+# Kernels that may give a tensor another dtype; aten::to is whole in inference mode.
+_CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
+# Python calls that ask for a dtype by name.
+_CONVERSIONS = frozenset(
+    ("to", "type", "type_as", "_to_copy", "asarray", "as_tensor", "tensor", "copy_")
+    + ("float", "half", "bfloat16", "double", "int", "long", "short", "char", "byte", "bool")
+    + ("chalf", "cfloat", "cdouble")
+)
+_GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
+# Code that converts on autocast's behalf: custom_fwd.
+_AUTOCASTS = ("distamp.autocast.", "torch.amp.")
+# Components of names that wrappers add: FSDP1 and fairscale, torch.compile, checkpoint wrappers.
+_WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
+_SUMS = frozenset({"sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm", "mean"})
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear"})
+_NODE_KEY = "distamp.owner"
+
+
+class _Owner(NamedTuple):
+    """Whose an op or an autograd node is; and the cause of the casts of that function."""
+
+    module: str = OUTSIDE
+    function: str = ""
+    cause: str = ""
+
+
+class _Thread(threading.local):
+    """What one thread is doing."""
+
+    def __init__(self) -> None:
+        # The modules that run, innermost last: name, phase, whether autocast was on, module.
+        self.frames: list[tuple[str, str, bool, nn.Module]] = []
+        # The torch function that runs, and the cause of casts in it.
+        self.function = ""
+        self.cause = ""
+        self.modes: ExitStack | None = None
+
+
+class _Recorder:
+    """Counts what a model runs, from entry to exit; any thread that runs it is followed."""
+
+    def __init__(self, model: nn.Module | None = None, closed: bool = True) -> None:
+        self.names = {} if model is None else module_names(model)
+        self.closed = closed
+        self._parameters = {
+            id(parameter): name
+            for module, name in self.names.items()
+            for parameter in module.parameters(recurse=False)
+        }
+        # Of a wrapper and the module in it, which share a name, the module's class.
+        self._kinds = {name: type(module).__name__ for module, name in self.names.items()}
+        self._counts: dict[OpRow, list[int]] = {}
+        self._lock = threading.Lock()
+        self._thread = _Thread()
+        self._home = threading.get_ident()
+
+    # A copied or pickled module does not take the recorder with it.
+
+    def __deepcopy__(self, memo: Any) -> _Recorder:
+        return _Recorder()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Recorder, ()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Set hooks and modes for a block."""
+        with ExitStack() as stack:
+            for module, name in self.names.items():
+                enter = functools.partial(self.enter, name)
+                leave = functools.partial(self.leave, name)
+                for handle in (
+                    module.register_forward_pre_hook(enter, prepend=True),
+                    module.register_forward_hook(leave, always_call=True),
+                ):
+                    stack.callback(handle.remove)
+            if "torch._dynamo" in sys.modules:
+                # Under a dispatch mode torch.compile gives a function up, for good.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            modes = self._modes()
+            try:
+                yield
+            finally:
+                self.closed = True
+                if self._home != threading.get_ident():
+                    # The modes of the other thread cannot be taken off its stack from here.
+                    raise RegionError(
+                        "a precision report was left in another thread than it was entered"
+                    )
+                modes.close()
+
+    def _modes(self) -> ExitStack:
+        with ExitStack() as stack:
+            stack.enter_context(_Kernels(self))
+            stack.enter_context(_Functions(self))
+            return stack.pop_all()
+
+    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        """A module's forward begins in this thread."""
+        if self.closed:
+            return
+        thread = self._thread
+        # Autograd's own threads inherit the modes.
+        if not thread.frames and not any(
+            isinstance(mode, _Kernels) and mode.recorder is self
+            for mode in _get_current_dispatch_mode_stack()
+        ):
+            thread.modes = self._modes()
+        phase = "forward" if _in_backward() == -1 else "recompute"
+        thread.frames.append((name, phase, _any_autocast(), module))
+
+    def leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module's forward has ended, by return or by an exception."""
+        thread = self._thread
+        if self.closed or all(frame[3] is not module for frame in thread.frames):
+            return
+        while thread.frames.pop()[3] is not module:
+            pass
+        _mark(output, inputs, _Owner(name))
+        if not thread.frames and thread.modes is not None:
+            thread.modes.close()
+            thread.modes = None
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, and note which one while it runs."""
+        name = getattr(func, "__name__", "")
+        if name in _GETTERS or self.closed:
+            return func(*args, **kwargs)
+        thread = self._thread
+        found = thread.function, thread.cause
+        explicit = name in _CONVERSIONS or kwargs.get("dtype") is not None
+        autocast = _caller().startswith(_AUTOCASTS) if explicit else _any_autocast()
+        thread.function = name.strip("_")
+        thread.cause = "autocast" if autocast else "explicit"
+        try:
+            out = func(*args, **kwargs)
+            _mark(out, (args, kwargs), self._here())
+            return out
+        finally:
+            thread.function, thread.cause = found
+
+    def _here(self) -> _Owner:
+        thread = self._thread
+        module, cause = OUTSIDE, "explicit"
+        if thread.frames:
+            module = thread.frames[-1][0]
+            cause = "autocast" if thread.frames[-1][2] else "explicit"
+        return _Owner(module, thread.function, thread.cause or cause)
+
+    def _owner(self) -> tuple[_Owner, str]:
+        """Whose the kernel that runs is, and in which phase it does."""
+        thread = self._thread
+        if thread.frames:
+            return self._here(), thread.frames[-1][1]
+        if _in_backward() == -1:
+            return self._here(), "forward"
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return _Owner(cause="autograd"), "backward"
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            name = self._parameters.get(id(variable), OUTSIDE)
+            return _Owner(name, "accumulate_grad", "autograd"), "backward"
+        owner = node.metadata.get(_NODE_KEY, _Owner())
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and thread.cause:
+            return owner._replace(cause=thread.cause), "backward"
+        # The gradient of a cast has its cause; what a gradient's kernel casts is autograd's.
+        if type(node).__name__ != "ToCopyBackward0":
+            owner = owner._replace(cause="autograd")
+        return owner, "backward"
+
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Count one kernel call."""
+        kernel = _kernel_of(func)
+        if self.closed or not kernel.runs:
+            return
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        casts = _casts_of(kernel.name, inputs, outputs)
+        owner, phase = self._owner()
+        cause = owner.cause if casts else ""
+        if casts and kernel.name not in _CASTS:
+            cause = "explicit"
+        key = OpRow(
+            owner.module,
+            self._kinds.get(owner.module, ""),
+            phase,
+            owner.function,
+            kernel.name,
+            _dtypes(inputs),
+            _dtypes(outputs),
+            cause,
+            kernel.view,
+        )
+        read = sum(source.numel() * source.element_size() for source, _ in casts)
+        written = sum(result.numel() * result.element_size() for _, result in casts)
+        with self._lock:
+            counts = self._counts.setdefault(key, [0, 0, 0, 0, 0])
+            for i, more in enumerate((1, len(casts), read, written)):
+                counts[i] += more
+            counts[4] = max(counts[4], _length(kernel.name, inputs, outputs))
+
+    def rows(self) -> list[OpRow]:
+        """What was counted so far."""
+        with self._lock:
+            found = list(self._counts.items())
+        return [
+            OpRow(*(getattr(key, name) for name in OpRow.__slots__[:9]), *counts)
+            for key, counts in found
+        ]
+
+
+class _Kernels(TorchDispatchMode):
+    """Shows a recorder every kernel call of this thread."""
+
+    # flex_attention, cond and the like are one kernel; what they run inside is not seen.
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self.recorder.record(func, args, kwargs, out)
+        return out
+
+
+class _Functions(TorchFunctionMode):
+    """Shows a recorder every torch function that Python calls in this thread."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.recorder.call(func, args, kwargs or {})
+
+
+class _Kernel(NamedTuple):
+    """What is to be known of a kernel, asked of its schema once."""
+
+    name: str
+    view: bool = False
+    # prim:: asks a tensor subclass about itself; nothing runs.
+    runs: bool = True
+
+
+@functools.cache
+def _kernel_of(func: Any) -> _Kernel:
+    if isinstance(func, HigherOrderOperator):
+        return _Kernel(func.name())
+    name = func._schema.name
+    view = bool(func.is_view) or name == "aten::_unsafe_view"
+    return _Kernel(name.removeprefix("aten::"), view, func.namespace != "prim")
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(tensors: list[Tensor]) -> tuple[str, ...]:
+    return tuple(_name(dtype) for dtype in dict.fromkeys(each.dtype for each in tensors))
+
+
+def _casts_of(
+    name: str, inputs: list[Tensor], outputs: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """The (source, result) pairs of a kernel call that differ in dtype."""
+    half = len(inputs) // 2
+    if name in _CASTS:
+        pairs = list(zip(inputs[:1], outputs[:1], strict=True))
+    elif name in ("copy_", "copy"):
+        pairs = [(inputs[1], inputs[0])]
+    elif name in ("_foreach_copy_", "_foreach_copy"):
+        pairs = list(zip(inputs[half:], inputs[:half], strict=True))
+    else:
+        return []
+    return [(source, result) for source, result in pairs if source.dtype != result.dtype]
+
+
+def _length(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """How many numbers are added up for one number of the result."""
+    if name in _SUMS and outputs:
+        first = inputs[0]
+        running = first.shape == outputs[0].shape and first.dim()
+        return first.shape[-1] if running else first.numel() // max(outputs[0].numel(), 1)
+    if name in _PRODUCTS and len(inputs) > 1:
+        # Of addmm's three tensors the product's are the last two.
+        return inputs[0 if name == "linear" else 1 if name.startswith("add") else 0].shape[-1]
+    return 0
+
+
+def _mark(outputs: Any, inputs: Any, owner: _Owner) -> None:
+    """Write on the autograd nodes between inputs and outputs whose they are."""
+    todo = [each.grad_fn for each in _tensors(outputs) if each.grad_fn is not None]
+    if not todo:
+        return
+    stop = {each.grad_fn for each in _tensors(inputs)}
+    while todo:
+        node: Any = todo.pop()
+        if node in stop or _NODE_KEY in node.metadata or hasattr(node, "variable"):
+            continue
+        node.metadata[_NODE_KEY] = owner
+        todo.extend(each for each, _ in node.next_functions if each is not None)
+
+
+def _caller() -> str:
+    """The module that called a torch function, through modes that handed the call on."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module of the model once, with the name it has without wrappers around it."""
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        if not name:
+            names[module] = ""
+            continue
+        head, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(head) if head else model
+        above = names[parent]
+        skip = leaf in _WRAPPERS or (leaf == "module" and _is_wrapper(parent, module))
+        names[module] = above if skip else f"{above}.{leaf}".lstrip(".")
+    return names
+
+
+def _is_wrapper(parent: nn.Module, child: nn.Module) -> bool:
+    """Whether the parent adds nothing of its own, as DataParallel and its like."""
+    return list(parent.children()) == [child] and not any(parent.parameters(recurse=False))
+
+
+class _Live(PrecisionReport):
+    """A report that is being recorded, or was."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.recorder = _Recorder(model, closed=False)
+        inside = [module for module, name in self.recorder.names.items() if not name]
+        self.model = type(inside[-1]).__name__ if inside else ""
+        self.device = ""
+
+    @property
+    def rows(self) -> tuple[OpRow, ...]:  # type: ignore[override]
+        """What has been counted so far, in order of first appearance."""
+        return tuple(self.recorder.rows())
+
+
+@contextmanager
+def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport]:
+    """Record which module ran which op in which dtype, and every cast, while the block runs.
+
+    torch.autocast itself shows none of this; ``torch.utils.flop_counter`` is the nearest in form.
+    Use it around any number of steps: forward, backward, optimizer. It works with
+    ``torch.autocast`` and :class:`distamp.autocast`, with models wrapped for DDP, FSDP or
+    DataParallel, with modules run from other threads, and with activation checkpointing. Hooks are
+    set on the modules of ``model`` and are gone after the block, however it ends. While it
+    records, compiled code runs eagerly. Gradients of gradients are nobody's.
+
+    ::
+
+        with precision_report(model) as report:
+            with autocast("cuda", dtype=torch.float16):
+                loss = loss_fn(model(inputs), targets)
+            loss.backward()
+        print(report)
+
+    Args:
+        model: The model whose module names the rows carry. None records without names.
+
+    Yields:
+        The report, a :class:`PrecisionReport`; inside the block, of what has run so far.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        RegionError: The block is left in another thread than it was entered.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"precision_report takes the model, a torch.nn.Module, got {type(model).__name__}"
+        )
+    report = _Live(model)
+    with report.recorder.recording():
+        yield report

@@ -1,0 +1,325 @@
+"""The precision report as a value: rows of what ran, their sums, one table, JSON, a difference."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["OUTSIDE", "OpRow", "PrecisionReport", "ReportDifference", "Totals", "compare_reports"]
+
+# The module column of what ran inside the block but outside every module of the model.
+OUTSIDE = "(outside)"
+_FORMAT = 2
+# The short names that the field uses in tables.
+_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_HEADINGS = ("phase", "module", "op", "in", "out", "calls", "casts", "cast bytes")
+_RIGHT = range(5, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """All calls of one kernel that one module made with one set of dtypes in one phase.
+
+    Attributes:
+        module: Name in ``model.named_modules()`` without the names of wrappers such as
+            DistributedDataParallel; ``""`` is the model itself, ``"(outside)"`` no module of it.
+        kind: The module's class name.
+        phase: ``"forward"``, ``"backward"``, or ``"recompute"`` (a module's forward run again by
+            activation checkpointing).
+        function: The torch function that was called, such as ``"linear"``; empty in most of
+            backward. Of a backward kernel, the one whose gradient it computes.
+        op: The kernel that ran, such as ``"addmm"``.
+        inputs: The dtypes of its tensors, each once.
+        outputs: Those of its results.
+        cause: Of a cast, ``"autocast"``, ``"explicit"`` (asked for in code) or ``"autograd"``.
+        view: Whether it computes nothing, but gives its input another shape.
+        calls: How often it ran.
+        casts: How many casts these calls made.
+        bytes_read: What those casts read.
+        bytes_written: What they wrote.
+        length: The most numbers that one call added up for one number of its result.
+    """
+
+    module: str
+    kind: str
+    phase: str
+    function: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    cause: str = ""
+    view: bool = False
+    calls: int = 0
+    casts: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    length: int = 0
+
+    @property
+    def label(self) -> str:
+        """The function's name, and the kernel's where that says more."""
+        plain = self.op.strip("_")
+        if not self.function or self.function == plain:
+            return plain
+        return f"{self.function} ({plain.removeprefix(self.function).strip('_')})"
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over rows; bytes are those that casts read and wrote."""
+
+    calls: int = 0
+    casts: int = 0
+    autocast_casts: int = 0
+    explicit_casts: int = 0
+    autograd_casts: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    @classmethod
+    def of(cls, rows: Iterable[OpRow]) -> Totals:
+        """Add rows up."""
+        sums: Counter[str] = Counter()
+        for row in rows:
+            for name in ("calls", "casts", "bytes_read", "bytes_written"):
+                sums[name] += getattr(row, name)
+            if row.cause:
+                sums[f"{row.cause}_casts"] += row.casts
+        return cls(**sums)
+
+
+class PrecisionReport:
+    """What ran where, in which dtype, with its casts; forward, backward, recomputed.
+
+    ``print(report)`` needs torch alone; ``rich.print(report)`` gives a coloured table. Two reports
+    can be subtracted by :meth:`compare`.
+
+    What is counted: every kernel below autograd and autocast, as a
+    ``torch.utils._python_dispatch.TorchDispatchMode`` around the same block sees it. A cast is a
+    ``_to_copy``, ``to``, ``copy_`` or ``_foreach_copy_`` that changes a tensor's dtype. Of a cast
+    that runs while a torch function runs with autocast on, autocast is the cause, unless the
+    function is a conversion (``Tensor.to``, ``float``, ``half``, ...) or was given ``dtype=``:
+    then, as with autocast off, the user asked. The gradient of a cast has the cause of that
+    cast; casts that a backward kernel makes of itself are autograd's.
+
+    Args:
+        rows: The rows.
+        model: The model's class name.
+        device: What the caller says it ran on, such as ``"cuda, float16, simulated"``.
+    """
+
+    def __init__(self, rows: Iterable[OpRow] = (), model: str = "", device: str = "") -> None:
+        self.rows: tuple[OpRow, ...] = tuple(rows)
+        self.model = model
+        self.device = device
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all rows."""
+        return Totals.of(self.rows)
+
+    def totals_of(self, phase: str) -> Totals:
+        """Sums over ``"forward"``, ``"backward"`` or ``"recompute"``."""
+        return Totals.of(row for row in self.rows if row.phase == phase)
+
+    def table(self, *, collapse: bool = True, views: bool = False) -> str:
+        """The report as plain text.
+
+        Args:
+            collapse: Show modules whose names differ by an index alone as one (``h.*.attn``).
+            views: Show ops that only give a new view, which compute nothing.
+        """
+        return "\n".join([self._title(), *text_table(_HEADINGS, self._cells(collapse, views))])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=self._title(), title_justify="left", box=None)
+        for i, heading in enumerate(_HEADINGS):
+            table.add_column(heading, justify="right" if i in _RIGHT else "left")
+        for cells in self._cells(collapse=True, views=False):
+            half = "fp16" in cells[4] or "bf16" in cells[4]
+            table.add_row(*cells, style="yellow" if cells[6] else "cyan" if half else "")
+        return table
+
+    def _title(self) -> str:
+        about = ", ".join(part for part in (self.model, self.device) if part) or "no model"
+        t = self.totals
+        return (
+            f"{about}: {t.calls:,} kernels, {t.casts:,} casts, {t.autocast_casts:,} by autocast, "
+            f"{human_bytes(t.bytes_written)} written by casts"
+        )
+
+    def _cells(self, collapse: bool, views: bool) -> list[tuple[str, ...]]:
+        shown = collapsed({(row.module, row.kind) for row in self.rows}) if collapse else {}
+        merged = merge(
+            replace(row, module=shown.get(row.module, row.module))
+            for row in self.rows
+            if views or row.cause or not row.view
+        )
+        # Each phase together, modules in the order in which they first ran.
+        order = {row.module: i for i, row in reversed(list(enumerate(merged)))}
+        merged.sort(key=lambda row: (len(row.phase) != 7, row.phase, order[row.module]))
+        cells = []
+        for place, rows in itertools.groupby(merged, key=lambda row: (row.phase, row.module)):
+            first = (place[0], place[1] or "(model)")
+            for row in rows:
+                cells.append((*first, row.label, *_numbers(row)))
+                first = ("", "")
+        return cells
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON types."""
+        about = {"format": _FORMAT, "model": self.model, "device": self.device}
+        return {**about, "totals": asdict(self.totals), "rows": [asdict(row) for row in self.rows]}
+
+    def to_json(self, path: str | PathLike[str]) -> None:
+        """Write the report to a file that :meth:`from_json` reads."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_json(cls, path: str | PathLike[str]) -> PrecisionReport:
+        """Read a report that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: The file is something else, or of another format.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+            found = values["format"] if isinstance(values, dict) else None
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(f"{path} is not a precision report: {error}") from error
+        if found != _FORMAT:
+            raise ValueError(f"{path} has report format {found!r}; this version reads {_FORMAT}")
+        rows: list[dict[str, Any]] = values["rows"]
+        for row in rows:
+            row |= {"inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])}
+        return cls((OpRow(**row) for row in rows), values["model"], values["device"])
+
+    def compare(self, other: PrecisionReport) -> ReportDifference:
+        """What changes from this report to the other."""
+        return compare_reports(self, other)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportDifference:
+    """What differs between two reports; falsy where nothing does.
+
+    Attributes:
+        before: Rows of the first report that the second has not: another dtype, op, or number of
+            calls. Views are left out.
+        after: Rows of the second that the first has not.
+    """
+
+    before: tuple[OpRow, ...]
+    after: tuple[OpRow, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.after)
+
+    def __str__(self) -> str:
+        rows = [("-", row) for row in self.before] + [("+", row) for row in self.after]
+        rows.sort(key=lambda each: (each[1].phase, each[1].module, each[1].op))
+        cells = [
+            (sign, row.phase, row.module or "(model)", row.label, *_numbers(row))
+            for sign, row in rows
+        ]
+        return "\n".join(text_table(("", *_HEADINGS), cells)) if cells else "no difference"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The difference as JSON types."""
+        return asdict(self)
+
+
+def compare_reports(before: PrecisionReport, after: PrecisionReport) -> ReportDifference:
+    """What changes from one report to another: the difference of their rows, both ways.
+
+    Raises:
+        TypeError: One of them is not a :class:`PrecisionReport`.
+    """
+    for each in (before, after):
+        if not isinstance(each, PrecisionReport):
+            raise TypeError(f"expected a PrecisionReport, got {type(each).__name__}")
+    left, right = (merge(row for row in it.rows if not row.view) for it in (before, after))
+    only_left, only_right = set(left) - set(right), set(right) - set(left)
+    return ReportDifference(
+        tuple(row for row in left if row in only_left),
+        tuple(row for row in right if row in only_right),
+    )
+
+
+def merge(rows: Iterable[OpRow]) -> list[OpRow]:
+    """Add up rows that are alike but for their counts, in order of appearance."""
+    counts = [field.name for field in fields(OpRow) if field.type == "int"]
+    zero = dict.fromkeys(counts, 0)
+    merged: dict[OpRow, OpRow] = {}
+    for row in rows:
+        bare = replace(row, **zero)  # type: ignore[arg-type]
+        found = merged.get(bare, bare)
+        sums = {name: getattr(found, name) + getattr(row, name) for name in counts}
+        merged[bare] = replace(row, **sums | {"length": max(found.length, row.length)})
+    return list(merged.values())
+
+
+def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Map each name to one for all modules of a class alike but for an index: ``h.*.attn``.
+
+    Args:
+        modules: Names and classes.
+    """
+    groups: dict[tuple[str, str], set[str]] = {}
+    for name, kind in modules:
+        groups.setdefault((_INDEX.sub("*", name), kind), set()).add(name)
+    shown: dict[str, str] = {}
+    for group in groups.values():
+        columns = zip(*(name.split(".") for name in group), strict=True)
+        same = [column[0] if len(set(column)) == 1 else "*" for column in columns]
+        shown |= dict.fromkeys(group, ".".join(same))
+    return shown
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes with a binary unit: 512 B, 1.5 KiB, 22.1 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its columns aligned; the last three are numbers."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    last = len(widths) - 3
+    return [
+        "  ".join(
+            cell.rjust(width) if i >= last else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in (headings, *rows)
+    ]
+
+
+def _numbers(row: OpRow) -> tuple[str, ...]:
+    """The cells of a row from its dtypes on."""
+    return (
+        ", ".join(_SHORT.get(name, name) for name in row.inputs),
+        ", ".join(_SHORT.get(name, name) for name in row.outputs),
+        f"{row.calls:,}",
+        f"{row.casts:,}" if row.casts else "",
+        human_bytes(row.bytes_written) if row.casts else "",
+    )

@@ -1,0 +1,159 @@
+"""The lists that torch itself has: what its autocast kernel of an op does before the op runs.
+
+The dispatcher tells that a kernel is there but not what it does, so each is called once with
+tensors that have no memory and watched until the op itself would start. No device is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from distamp.autocast.op_names import Category, autocast_key, overloads
+
+__all__ = ["autocast_is_on", "category_in_torch", "listed_by_torch"]
+
+# Called through torch's binding, which hands their warnings to Python's filters.
+_DEPRECATED = {"_lu_with_info", "chain_matmul", "cross", "lu_solve", "qr", "stft"}
+_PLAIN = {"int": 1, "float": 1.0, "number": 1, "bool": False, "str": "ij,jk->ik", "List[int]": [1]}
+_PLAIN |= {"List[Optional[Tensor]]": [None]}
+
+
+class _Reached(Exception):
+    """The op itself was reached; it need not run."""
+
+
+class _Probe(Tensor):
+    """A tensor of any device, there or not, that tells what it is cast to and lets no op run."""
+
+    at: torch.device
+    casts: set[torch.dtype]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, dtype: torch.dtype, at: torch.device, casts: set[torch.dtype]) -> _Probe:
+        shape = torch.empty(2, 2, dtype=dtype, device="meta")
+        made: Any = Tensor._make_subclass(
+            cls, shape, False, dispatch_device=True, device_for_backend_keys=at
+        )
+        made.at, made.casts = at, casts
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        values = tree_leaves((args, kwargs or {}))
+        first = next(each for each in values if isinstance(each, _Probe))
+        if func is torch.ops.prim.device.default:
+            return first.at
+        dtypes = [each for each in values if isinstance(each, torch.dtype)]
+        first.casts.update(dtypes)
+        if func in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default):
+            return cls(dtypes[0], first.at, first.casts)
+        raise _Reached
+
+
+@contextlib.contextmanager
+def autocast_is_on(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast for a device that need not be here, for which torch.autocast turns itself off."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
+def _arguments(overload: OpOverload, tensors: Iterator[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of the right types; the shapes need not fit, as the op never runs."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in overload._schema.arguments:
+        kind = str(argument.type)
+        value: Any = _PLAIN.get(kind)
+        if kind == "Tensor":
+            value = next(tensors)
+        elif kind == "List[Tensor]":
+            value = [next(tensors), next(tensors)]
+        elif argument.has_default_value():
+            continue
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def _casts(
+    overload: OpOverload, device_type: str, lower: torch.dtype, dtypes: tuple[torch.dtype, ...]
+) -> set[torch.dtype]:
+    """What one op's inputs of ``dtypes``, in turn, are cast to."""
+    casts: set[torch.dtype] = set()
+    at = torch.device(device_type)
+    args, kwargs = _arguments(overload, (_Probe(it, at, casts) for it in itertools.cycle(dtypes)))
+    name = overload._schema.name.removeprefix("aten::")
+    call = getattr(torch._C._VariableFunctions, name) if name in _DEPRECATED else overload
+    with autocast_is_on(device_type, lower), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Autograd would ask for the device.
+        below = torch._C._AutoDispatchBelowAutograd()
+        # An op that torch forbids in a region raises, and is on no list.
+        with contextlib.suppress(
+            _Reached, RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
+        ):
+            call(*args, **kwargs)
+        del below
+    return casts
+
+
+def _category(overload: OpOverload, device_type: str) -> Category:
+    key = autocast_key(device_type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
+        return Category.UNLISTED
+    lower, fp32 = torch.bfloat16, torch.float32
+    if lower in _casts(overload, device_type, lower, (fp32,)):
+        return Category.LOWER_PRECISION
+    if fp32 in _casts(overload, device_type, lower, (lower,)):
+        return Category.FP32
+    if fp32 in _casts(overload, device_type, lower, (lower, fp32)):
+        return Category.PROMOTE
+    return Category.UNLISTED
+
+
+@functools.cache
+def category_in_torch(overload: OpOverload, device_type: str) -> Category:
+    """The category that this torch registered for one overload."""
+    # In a thread of its own, where no mode and no region of the caller's is.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_category, overload, device_type).result()
+
+
+def listed_by_torch(device_type: str) -> dict[str, Category]:
+    """Every op that this torch lists for a device type, here or not, and its category."""
+    key = autocast_key(device_type)
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    names = {full.removeprefix("aten::").partition(".")[0] for full in registered}
+    found = {
+        name: category_in_torch(overload, device_type)
+        for name in sorted(names)
+        for overload in overloads(name)
+        if overload.name() in registered or f"{overload.name()}.default" in registered
+    }
+    return {name: category for name, category in found.items() if category is not Category.UNLISTED}
