@@ -12,7 +12,6 @@ import argparse
 import platform
 import statistics
 import time
-import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +19,6 @@ import torch
 from torch import nn
 
 from distamp import AutocastState, OpLists, autocast
-from distamp.autocast.op_lists.kernels import key_of_lists
-from distamp.autocast.op_lists.rules import stash
-from distamp.autocast.threads.thread_state import local
 
 Run = Callable[[], Any]
 
@@ -103,50 +99,6 @@ def regions(rounds: int) -> None:
     show("with op lists, beside ours without, kept", lists_kept, kept_ours, number=n, rounds=rounds)
     show("with op lists, beside torch's without, new", lists_new, new_theirs, number=n,
          rounds=rounds)  # fmt: skip
-
-
-# What one region calls, entering and leaving, and how often: ours, ours with lists beyond that,
-# torch's.
-PARTS = {
-    "torch.get_autocast_dtype('cpu')": (1, 0, 1),
-    "torch.is_autocast_enabled('cpu')": (1, 0, 1),
-    "torch.is_autocast_cache_enabled()": (1, 0, 1),
-    "torch.set_autocast_dtype('cpu', low)": (1, 0, 2),
-    "torch.set_autocast_enabled('cpu', False)": (2, 0, 2),
-    "torch.set_autocast_cache_enabled(True)": (1, 0, 2),
-    "torch.autocast_increment_nesting(); torch.autocast_decrement_nesting()": (1, 0, 1),
-    "torch.clear_autocast_cache()": (1, 0, 1),
-    "torch._C._is_torch_function_mode_enabled()": (1, 0, 2),
-    "torch._jit_internal.is_scripting()": (0, 0, 2),
-    "torch.compiler.is_dynamo_compiling()": (1, 0, 0),
-    "local.state": (2, 2, 0),
-    "torch.is_grad_enabled(); torch._C._autograd._top_saved_tensors_default_hooks(True)": (0, 1, 0),
-    "stash(low)": (0, 1, 0),
-    "torch._C._dispatch_tls_set_dispatch_key_included(key, False)": (0, 1, 0),
-    "torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)": (0, 2, 0),
-}
-
-
-def parts(rounds: int) -> None:
-    """The least time of each call that a region makes, above an empty statement."""
-    scope = {
-        "torch": torch,
-        "low": torch.bfloat16,
-        "local": local,
-        "stash": stash,
-        "key": key_of_lists().key,
-    }
-
-    def least(statement: str) -> float:
-        return min(timeit.repeat(statement, globals=scope, number=5000, repeat=rounds)) / 5000 * 1e9
-
-    bare = least("pass")
-    spent = {name: least(name) - bare for name in PARTS}
-    print(f"{'':<84} {'ns':>6}   ours  lists  torch")
-    for name, counts in PARTS.items():
-        print(f"{name:<84} {spent[name]:6.0f}   " + "  ".join(f"{it:5d}" for it in counts))
-    sums = [sum(spent[name] * counts[i] for name, counts in PARTS.items()) for i in range(3)]
-    print(f"{'all, ns':<84} {'':6}   " + "  ".join(f"{it:5.0f}" for it in sums))
 
 
 def states(rounds: int) -> None:
@@ -245,13 +197,9 @@ def main() -> None:
     torch.set_num_threads(1)  # processor time of one thread is all there is
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=41, help="paired rounds of each comparison")
-    parser.add_argument("--parts", action="store_true", help="the calls that a region makes alone")
     options = parser.parse_args()
     rounds = options.rounds
     print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} thread(s)")
-    if options.parts:
-        parts(rounds)
-        return
     print(f"{'':<68} {'ours':>8} {'torch':>8}      ratio [quartiles]")
     regions(rounds)
     states(rounds)

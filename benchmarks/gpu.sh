@@ -22,7 +22,6 @@
 #   scaler_round[_fused]      cost of scale, step, update   ratio to torch.amp.GradScaler <= 1.05
 #   autocast_*                what a region costs the host  docs/autocast_figures.md; tensors of the CPU
 #   precision_report          what a report costs the host  the same
-#   op_reference_page         which ops are observed        differs from docs/op_reference.md in nothing
 #   masters                   step of fp32 masters          ratio to the loop by hand <= 1.1
 #   wire_cost                 cost of a wire format         below the time that it saves on the link
 #   ranks (hour, 2+ GPUs)     NCCL: agreement, order,       every run ends with 0, losses of all

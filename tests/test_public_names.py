@@ -106,7 +106,7 @@ STATEMENTS = [
     "import distamp.autocast",
     "import distamp.autocast.region",
     "from distamp.autocast import OpLists",
-    "from distamp.autocast.threads.state import AutocastState",
+    "from distamp.autocast.state import AutocastState",
     "import distamp.initialize.entry",
     "from distamp import initialize",
     "import distamp.cuda.amp",

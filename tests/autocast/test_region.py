@@ -283,3 +283,19 @@ def test_a_forward_pass_after_a_step_inside_the_region_uses_the_new_weights():
         model(X).sum().backward()
         optimizer.step()
         assert model(X).tolist() == [[-2.0], [-2.0]]
+
+
+def test_torchs_names_may_be_ours(monkeypatch):
+    for owner in (torch, torch.amp):
+        monkeypatch.setattr(owner, "autocast", autocast)
+    with torch.autocast("cpu"), torch.amp.autocast("cpu", enabled=False):
+        assert _product() is torch.float32
+    with torch.autocast("cpu"):
+        assert _product() is torch.bfloat16
+    compiled = torch.compile(_region_of_torchs_name, backend="eager", fullgraph=True)
+    assert compiled(X).dtype is torch.bfloat16
+
+
+def _region_of_torchs_name(x):
+    with torch.autocast("cpu"):
+        return x @ x

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import distamp
-from distamp.autocast.op_lists import OpLists
+from distamp.autocast import OpLists
 
 
 def _seen() -> Any:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import precision_report
 from distamp.autocast.recording import module_names
 from distamp.autocast.report import OUTSIDE
-from tests.autocast.report.test_report import BF16, Independent, kernels, mlp
+from tests.autocast.test_report import BF16, Independent, kernels, mlp
 from tests.ranks import mesh
 
 # Module, op and phase of what the same step runs without a wrapper.

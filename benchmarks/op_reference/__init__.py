@@ -1,1 +1,0 @@
-"""What the op reference page is written from: ops run one by one."""
