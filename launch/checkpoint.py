@@ -1,228 +1,336 @@
-"""Checkpoints that any number of ranks can read, of which half a one never counts.
-
-A checkpoint is a folder that torch.distributed.checkpoint wrote, each rank its own file, and a
-manifest that names every file with its size and digest. It is written beside the others under
-another name, and gets its own in one step, once all of it is on the disk.
-"""
+"""What a run goes on from, by torch.distributed.checkpoint: any number of ranks, any layout."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import io
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
 
-from launch.errors import UsageError
-from launch.places import CHECKPOINTS, is_checkpoint, run_of
-from launch.ranks import Ranks
+from distamp.initialize import Amp
+from launch.config import Config, UsageError, checkpoints_of
+from launch.parallel import Layout
 
-__all__ = ["Manifest", "any_in", "find", "forget_after", "read", "save", "size_in"]
-
-Manifest = dict[str, Any]
-_MANIFEST = "manifest.json"
-# Of all that the manifest says; those of before it had one lack it.
-_DIGEST = "digest"
-_NEEDED = {"progress", "scaler", "model", "settings", "data", "files"}
-_PARTIAL = ".partial"
-_FORMAT = "distamp launch checkpoint 2"
+__all__ = ["Checkpoints", "Progress", "State", "forget_after", "load_weights", "read_about"]
 
 
-def save(
-    folder: Path, ranks: Ranks, tensors: dict[str, Tensor], about: Manifest, keep: int
-) -> Path:
-    """Write a checkpoint, and then remove all but the ``keep`` newest; every rank calls this.
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps done, skipped ones included.
+        position: Examples read, over all ranks: the whole state of the data.
+        skipped: Steps that the scaler skipped.
+    """
+
+    step: int = 0
+    position: int = 0
+    skipped: int = 0
+
+
+class State:
+    """What changes while a run goes on, under names that mean the same in every layout.
+
+    A weight is here once, as the optimizer steps it: the fp32 master where there is one. So a run
+    of any level goes on at any other.
 
     Args:
-        folder: The folder of checkpoints; every rank must see the same one.
-        ranks: Those that write.
-        tensors: This rank's part, by name.
-        about: What else is to be known; ``about["progress"]["step"]`` names the checkpoint.
-        keep: How many stay.
-
-    Raises:
-        UsageError: On every rank, if any rank cannot write. What was there before is untouched.
+        model: Not wrapped, and before `distamp.initialize`, which may put masters into optimizers.
+        optimizers: Over its parameters.
     """
-    partial, target = folder / _PARTIAL, folder / f"step-{about['progress']['step']:08d}"
-    with ranks.together():
-        if ranks.is_main:
-            with _writing(partial):
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-    try:
-        with _quietly():
-            writer = FileSystemWriter(partial)
-            dcp_save(tensors, storage_writer=writer, no_dist=ranks.world_size == 1)
-    except CheckpointException as failed:
-        raise UsageError(f"cannot write {target}: {_reason(failed)}") from None
-    with ranks.together(), _writing(target):
-        mine = {path.name: _fingerprint(path) for path in _own_files(partial, ranks)}
-    files = {name: what for part in ranks.gather(mine) for name, what in part.items()}
-    with ranks.together():
-        if ranks.is_main:
-            with _writing(target):
-                manifest = {"format": _FORMAT, **about, "files": files}
-                _finish(partial, target, {**manifest, _DIGEST: _digest(manifest)})
-                for old in _candidates(folder)[keep:]:
-                    shutil.rmtree(old, ignore_errors=True)
-    return target
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.progress = Progress()
+        self.ema: dict[str, Tensor] = {}
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [[names[id(p)] for p in _parameters(o)] for o in optimizers]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return every parameter by name, as it is stepped."""
+        found: dict[str, Tensor] = dict(self.model.named_parameters())
+        for names, optimizer in zip(self._names, self.optimizers, strict=True):
+            found |= dict(zip(names, _parameters(optimizer), strict=True))
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return this rank's part of weights, their average and the optimizers' state, by name."""
+        found = {f"model.{name}": tensor for name, tensor in self.weights().items()}
+        found |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
+        for name, _, state in self._states():
+            found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+        return found
+
+    def expect(self, metadata: dict[str, Any]) -> None:
+        """Give the optimizers the state that a checkpoint has, still empty."""
+        for name, group, state in self._states():
+            prefix, weight = f"optimizer.{name}.", self.weights()[name]
+            for key, what in metadata.items():
+                if not key.startswith(prefix):
+                    continue
+                empty: Tensor | None = None
+                if isinstance(what, TensorStorageMetadata) and what.size == weight.shape:
+                    empty = torch.zeros_like(weight)
+                elif isinstance(what, TensorStorageMetadata):
+                    on_device = group.get("fused") or group.get("capturable")
+                    device = weight.device if on_device else "cpu"
+                    empty = torch.zeros(what.size, dtype=what.properties.dtype, device=device)
+                state[key.removeprefix(prefix)] = empty
+
+    @torch.no_grad()
+    def accept(self, read: dict[str, Any]) -> None:
+        """Take over what was read into ``tensors``: values that are no tensors, and masters."""
+        for name, _, state in self._states():
+            for key in state:
+                state[key] = read[f"optimizer.{name}.{key}"]
+        stepped = self.weights()
+        for name, parameter in self.model.named_parameters():
+            if stepped[name].dtype != parameter.dtype:
+                parameter.copy_(stepped[name])
+
+    def _states(self) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+        found = []
+        for names, optimizer in zip(self._names, self.optimizers, strict=True):
+            pairs = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+            for name, (group, parameter) in zip(names, pairs, strict=True):
+                found.append((name, group, optimizer.state[parameter]))
+        return found
 
 
-def find(resume: Path, ranks: Ranks) -> tuple[Path, Manifest, list[str]]:
-    """Return the newest whole checkpoint of a run, the same on every rank.
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class Checkpoints:
+    """The checkpoints of a run: folders that torch writes, whose .metadata comes last.
 
     Args:
-        resume: The folder of a run, that of its checkpoints, or one checkpoint.
-        ranks: Those that look; each reads a share of the files.
+        config: Where, how many, and whether training waits for them.
+        layout: The ranks that write.
+    """
 
-    Returns:
-        Its folder, its manifest, and a line about each newer one that is not whole.
+    def __init__(self, config: Config, layout: Layout) -> None:
+        self._config = config
+        self._layout = layout
+        self._future: Future[Any] | None = None
+        several = config.async_save and layout.world > 1
+        # What is sent while training goes on needs a group that training does not use.
+        self._group = dist.new_group(backend="gloo") if several else None
+
+    def save(self, state: State, amp: Amp, device: torch.device, classes: int) -> None:
+        """Write a checkpoint; every rank calls this.
+
+        Raises:
+            UsageError: It cannot be written, on any rank; those before it stay.
+        """
+        self.wait()
+        if self._config.keep == 0:
+            return
+        about = {
+            **asdict(state.progress),
+            "ranks": self._layout.world,
+            "device": device.type,
+            "classes": classes,
+            "optimizers": [type(optimizer).__name__ for optimizer in state.optimizers],
+            "scaler": amp.scaler.state_dict(),
+        }
+        folder = self._config.run_dir / "checkpoints" / f"step-{state.progress.step:08d}"
+        tensors = state.tensors()
+        tensors[f"rank.{self._layout.rank}"] = _own_state(state, amp, device)
+        try:
+            if self._layout.rank == 0:
+                tensors |= {f"model.{name}": value for name, value in _buffers(state.model).items()}
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / ".metadata").unlink(missing_ok=True)
+                (folder / "state.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+            with _quiet():
+                if self._config.async_save:
+                    self._future = dcp.async_save(
+                        tensors,
+                        storage_writer=dcp.FileSystemWriter(folder),
+                        process_group=self._group,
+                    )
+                    return
+                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder))
+        except (CheckpointException, OSError) as error:
+            raise UsageError(f"cannot write {folder}: {_reason(error)}") from None
+        self._prune()
+
+    def wait(self) -> None:
+        """Wait for the one that is being written.
+
+        Raises:
+            UsageError: It could not be written.
+        """
+        future, self._future = self._future, None
+        if future is None:
+            return
+        try:
+            future.result()
+        except (CheckpointException, OSError) as error:
+            raise UsageError(f"cannot write a checkpoint: {_reason(error)}") from None
+        self._prune()
+
+    def _prune(self) -> None:
+        if self._layout.rank == 0:
+            for old in checkpoints_of(self._config.run_dir)[self._config.keep :]:
+                (old / ".metadata").unlink()  # from here on it is none
+                shutil.rmtree(old, ignore_errors=True)
+
+    def read(self, path: Path, state: State, amp: Amp, device: torch.device) -> None:
+        """Put a run into the state of a checkpoint; every rank calls this.
+
+        On as many ranks and the same kind of device it goes on with the same random numbers and
+        residuals of hooks; else with fresh ones.
+
+        Raises:
+            UsageError: The checkpoint is damaged, or of another model.
+        """
+        about = read_about(path)
+        same = about["ranks"] == self._layout.world and about["device"] == device.type
+        kinds = [type(optimizer).__name__ for optimizer in state.optimizers]
+        with _reading(path):
+            metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            if about["optimizers"] == kinds:
+                state.expect(metadata)
+            own = f"rank.{self._layout.rank}"
+            wanted: dict[str, Any] = {
+                key: value
+                for key, value in state.tensors().items()
+                if key in metadata or not key.startswith("ema.")
+            }
+            wanted |= {f"model.{name}": value for name, value in _buffers(state.model).items()}
+            if same:
+                wanted[own] = None
+            _load(path, wanted)
+        state.accept({**state.tensors(), **wanted})
+        state.progress = Progress(**{name: about[name] for name in asdict(Progress())})
+        if amp.precision.loss_scale == "dynamic" and about["scaler"]:
+            amp.scaler.load_state_dict(about["scaler"])
+        if same:
+            _restore(state, amp, device, wanted[own])
+
+
+def forget_after(run: Path, step: int | None, layout: Layout) -> None:
+    """Let the checkpoints after a step, of a future that will be another, count no longer."""
+    for path in checkpoints_of(run) if layout.rank == 0 else ():
+        if step is None or int(path.name.removeprefix("step-")) > step:
+            (path / ".metadata").unlink()
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint says of itself.
 
     Raises:
-        UsageError: If there is none.
+        UsageError: It is damaged.
     """
-    run = run_of(resume) or resume
-    one = is_checkpoint(resume)
-    candidates = ranks.gather([resume] if one else _candidates(run / CHECKPOINTS))[0]
-    broken: list[str] = []
-    for path in candidates:
-        manifest, fault = _check(path, ranks)
-        fault = next(filter(None, ranks.gather(fault)), "")
-        if not fault:
-            return path, manifest, broken
-        broken.append(f"{path.name} is not whole ({fault}) and was passed over")
-    if broken:
-        raise UsageError(f"--resume {resume}: {broken[0]}, and there is no other")
-    what = "no checkpoint in it" if resume.is_dir() else "no such run"
-    raise UsageError(f"--resume {resume}: {what}")
+    try:
+        about: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        needed = {*asdict(Progress()), "ranks", "device", "classes", "optimizers", "scaler"}
+        if needed <= about.keys():
+            return about
+    except (OSError, ValueError, AttributeError):
+        pass
+    raise UsageError(f"{path}: it is damaged (state.json); pass an older checkpoint of the run")
 
 
-def read(path: Path, ranks: Ranks, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, however many ranks wrote it; every rank calls this.
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fill a whole model from a checkpoint: with the average of the weights where it has one.
 
     Raises:
-        UsageError: If it holds no such tensors.
+        UsageError: The checkpoint is damaged, or of another model.
     """
-    try:
-        with _quietly():
-            reader = FileSystemReader(path)
-            dcp_load(tensors, storage_reader=reader, no_dist=ranks.world_size == 1)
-    except CheckpointException as failed:
-        raise UsageError(f"--resume {path}: {_reason(failed)}") from None
+    with _reading(path), torch.no_grad():
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        weights: dict[str, Any] = {name: p.detach() for name, p in model.named_parameters()}
+        kind = "ema" if any(key.startswith("ema.") for key in metadata) else "model"
+        wanted = {f"{kind}.{name}": tensor for name, tensor in weights.items()}
+        wanted |= {f"model.{name}": tensor for name, tensor in _buffers(model).items()}
+        _load(path, wanted)
 
 
-def any_in(run: Path) -> bool:
-    """Whether a run's folder has checkpoints, whole or not."""
-    return bool(_candidates(run / CHECKPOINTS))
+def _load(path: Path, wanted: dict[str, Any]) -> None:
+    dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
 
 
-def size_in(run: Path) -> int:
-    """Return the bytes of the checkpoints in a run's folder, whole or not."""
-    files = (p for found in _candidates(run / CHECKPOINTS) for p in found.glob("*"))
-    return sum(path.stat().st_size for path in files)
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return what is no parameter, but is saved with a model."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    saved = model.state_dict(keep_vars=True)
+    return {
+        name: t for name, t in saved.items() if name not in parameters and isinstance(t, Tensor)
+    }
 
 
-def forget_after(folder: Path, step: int) -> None:
-    """Remove what is newer than this step, and what was never finished."""
-    shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
-    for path in _candidates(folder):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path, ignore_errors=True)
+def _own_state(state: State, amp: Amp, device: torch.device) -> bytes:
+    """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
+    found: dict[str, Any] = {
+        "random": torch.get_rng_state(),
+        "buffers": _buffers(state.model),
+        "hooks": [hook.state_dict() for hook in amp.comm_hooks],
+    }
+    if device.type != "cpu":
+        found["device random"] = torch.get_device_module(device).get_rng_state(device)
+    buffer = io.BytesIO()
+    torch.save(found, buffer)
+    return buffer.getvalue()
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Return what is named like a checkpoint, the newest first."""
-    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+@torch.no_grad()
+def _restore(state: State, amp: Amp, device: torch.device, own: bytes) -> None:
+    found = torch.load(io.BytesIO(own), map_location="cpu", weights_only=True)
+    torch.set_rng_state(found["random"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(found["device random"], device)
+    for name, buffer in _buffers(state.model).items():
+        buffer.copy_(found["buffers"][name])
+    if len(found["hooks"]) == len(amp.comm_hooks):
+        for hook, saved in zip(amp.comm_hooks, found["hooks"], strict=True):
+            hook.load_state_dict(saved)
 
 
-def _check(path: Path, ranks: Ranks) -> tuple[Manifest, str]:
-    """Return the manifest, and what this rank finds to be wrong with its share of the files."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != _FORMAT:
-            return {}, "it is of another format"
-        lacking = _NEEDED - manifest.keys()
-        if lacking or manifest.get(_DIGEST) not in (None, _digest(manifest)):
-            return {}, f"{_MANIFEST} is not as it was written"
-        for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
-            if _fingerprint(path / name) != manifest["files"][name]:
-                return {}, f"{name} is not as it was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = error.strerror if isinstance(error, OSError) else "it cannot be read"
-        return {}, f"{_MANIFEST}: {text}" if isinstance(error, OSError) else str(text)
-    return manifest, ""
+class _quiet(warnings.catch_warnings):  # noqa: N801
+    """One process is one process; it is no mistake."""
 
-
-def _own_files(partial: Path, ranks: Ranks) -> list[Path]:
-    """Return the files of this rank; torch names them by rank, and rank 0 writes the index."""
-    mine = list(partial.glob(f"__{ranks.rank}_*"))
-    return [*mine, partial / ".metadata"] if ranks.is_main else mine
-
-
-def _fingerprint(path: Path) -> list[Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return [os.fstat(file.fileno()).st_size, digest.hexdigest()]
-
-
-def _digest(manifest: Manifest) -> str:
-    """Return a digest of a manifest, its own aside."""
-    rest = json.loads(json.dumps({k: v for k, v in manifest.items() if k != _DIGEST}))
-    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _finish(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Write the manifest, and give the folder the name that counts."""
-    with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(partial)
-    # One of the same step is there only if it was not whole, or is to be replaced.
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Names are on the disk only once their folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # One process is one process; it is no mistake.
+    def __enter__(self) -> None:
+        super().__enter__()
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
-def _reason(failed: CheckpointException) -> str:
-    """Return what the first rank that failed says, in one line."""
-    error = failed.failures[min(failed.failures)][0]
+class _reading(_quiet):  # noqa: N801
+    """Turn what torch raises of a checkpoint into one sentence."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        known = (CheckpointException, OSError, ValueError, RuntimeError, KeyError, EOFError)
+        if isinstance(error, known):
+            raise UsageError(
+                f"--resume {self._path}: it is damaged, or of another model ({_reason(error)})"
+            ) from None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        error = error.failures[min(error.failures)][0]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,53 @@
+"""Every layout trains to the losses of one process, and goes on from any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import jobs
+from tests.launch.jobs import TINY, losses
+
+LAYOUTS = {
+    "ddp": (),
+    "fsdp2": ("--shard", -1),
+    "hsdp": ("--shard", 2),
+    "tp": ("--tp", 4),
+    "fsdp2 x tp": ("--shard", 2, "--tp", 2),
+    "ddp x tp": ("--replicate", 2, "--tp", 2),
+    "hsdp, hook": ("--shard", 2, "--hook", "fp16"),
+    "blocks": ("--shard", 2, "--checkpoint-blocks", "all"),
+    "ddp, selective": ("--checkpoint-blocks", "selective"),
+}
+STEPS = ("--steps", 6, "--eval-every", 3, *TINY)
+# Only the order of additions differs in fp32; products round otherwise once they are divided.
+TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.text_file(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, jobs.Rows]:
+    """What one process records in each precision."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        precision: jobs.train(folder / precision, ("--data", text, *STEPS, "--precision", precision))
+        for precision in TOLERANCE
+    }
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_has_the_losses_of_one_process(alone, text, tmp_path, ranks4, layout, precision):
+    args = ("--data", text, *STEPS, *LAYOUTS[layout], "--precision", precision)
+    found = ranks4.run(jobs.train, tmp_path, args)[0]
+    tolerance = 5e-3 if "hook" in layout else TOLERANCE[precision]
+    assert losses(found) == pytest.approx(losses(alone[precision]), rel=tolerance)
+    held_out = [[r["validation_loss"] for r in rows if "validation_loss" in r] for rows in (found, alone[precision])]
+    assert held_out[0] == pytest.approx(held_out[1], rel=tolerance)
+    norms = [[row["gradient_norm"] for row in rows if "loss" in row] for rows in (found, alone[precision])]
+    assert norms[0] == pytest.approx(norms[1], rel=max(2e-2, tolerance))
