@@ -200,6 +200,8 @@ class Config:
             )
         if self.hook and (world == 1 or tp > 1):
             raise UsageError(f"--hook {self.hook}: it needs several ranks, and no --tp")
+        if self.model == "gpt":
+            self._require(self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
         self._require(
             self.batch % share == 0,

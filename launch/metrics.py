@@ -117,11 +117,14 @@ class Metrics:
             record = {**record, **self._speed(record["step"])}
             shown = f"loss {record['loss']:.4f}"
             self._bar.update(self._task, completed=record["step"], description=shown)
+        # JSON has no NaN; a skipped step's norm is one.
+        record = {name: None if _lost(value) else value for name, value in record.items()}
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
         if self._board is not None:
-            for name, value in record.items():
-                self._board.add_scalar(name, value, record["step"])
+            for name in record.keys() - {"step"}:
+                if record[name] is not None:
+                    self._board.add_scalar(name, record[name], record["step"])
 
     def start_clock(self, step: int) -> None:
         """Begin to measure speed, after a step and all that was due."""
@@ -154,6 +157,10 @@ class Metrics:
         if self._file is not None:
             self._file.close()
             draw([self._config.run_dir], self._config.run_dir / "curves.png")
+
+
+def _lost(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _shown(record: Record) -> str:
@@ -217,7 +224,7 @@ def draw(runs: list[Path], path: Path) -> None:
     )
     for run in runs:
         rows = read_records(run)
-        steps = [row for row in rows if "loss" in row and math.isfinite(row["loss"])]
+        steps = [row for row in rows if row.get("loss") is not None]
         held_out = [row for row in rows if "validation_loss" in row]
         (line,) = top.plot(
             [r["step"] for r in steps], [r["loss"] for r in steps], lw=0.8, alpha=0.5

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from launch.train import run
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "train.py"
 # A model small enough that the processes' start is most of a run.
-TINY = ("--layers", 2, "--width", 16, "--heads", 2, "--block", 16, "--batch", 8)
+TINY = ("--layers", 2, "--width", 16, "--heads", 4, "--block", 16, "--batch", 8)
 TINY = (*TINY, "--eval-examples", 16, "--warmup", 3, "--lr", 1e-2)
 # No run here takes a tenth of this, but on a machine that has much else to do.
 TIMEOUT_S = 300.0
@@ -52,11 +52,11 @@ def start(command: list[str], log: Path | None = None) -> subprocess.Popen[bytes
     return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd="/")
 
 
-def train(folder: Path, *runs: Sequence[object], stop: Stop | None = None) -> Rows:
+def train(folder: Path, *runs: Sequence[object]) -> Rows:
     """Do one run after the other in one folder, on this rank; return its records."""
     for args in runs:
-        with as_torchrun_has_it(), contextlib.redirect_stdout(io.StringIO()):
-            run(parse([*map(str, args), "--run-dir", str(folder)]), stop or Stop())
+        with here():
+            run(parse([*map(str, args), "--run-dir", str(folder)]), Stop())
         if dist.is_initialized():
             dist.barrier()
     return records(folder)
@@ -65,18 +65,22 @@ def train(folder: Path, *runs: Sequence[object], stop: Stop | None = None) -> Ro
 def refusal(*args: object) -> str:
     """The line with which a run is refused."""
     try:
-        with as_torchrun_has_it(), contextlib.redirect_stdout(io.StringIO()):
+        with here():
             run(parse([*map(str, args)]), Stop())
     except UsageError as error:
         return str(error)
     return "was not refused"
 
 
-def as_torchrun_has_it() -> contextlib.AbstractContextManager[Any]:
-    here = {}
+@contextlib.contextmanager
+def here() -> Iterator[None]:
+    """Be a rank of torchrun's, without a word; nothing is drawn, which takes most of a tiny run."""
+    rank = {}
     if dist.is_initialized():
-        here = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    return mock.patch.dict(os.environ, here)
+        rank = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with mock.patch.dict(os.environ, rank), mock.patch("launch.metrics.draw"), quiet:
+        yield
 
 
 def records(folder: Path) -> Rows:
