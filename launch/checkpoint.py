@@ -6,18 +6,21 @@ import io
 import json
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from distamp.initialize import Amp
@@ -152,24 +155,19 @@ class Checkpoints:
         folder = self._config.run_dir / "checkpoints" / f"step-{state.progress.step:08d}"
         tensors = state.tensors()
         tensors[f"rank.{self._layout.rank}"] = _own_state(state, amp, device)
-        try:
+        with _one_sentence(f"cannot write {folder}"):
             if self._layout.rank == 0:
                 tensors |= {f"model.{name}": value for name, value in _buffers(state.model).items()}
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / ".metadata").unlink(missing_ok=True)
                 (folder / "state.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
-            with _quiet():
-                if self._config.async_save:
-                    self._future = dcp.async_save(
-                        tensors,
-                        storage_writer=dcp.FileSystemWriter(folder),
-                        process_group=self._group,
-                    )
-                    return
-                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder))
-        except (CheckpointException, OSError) as error:
-            raise UsageError(f"cannot write {folder}: {_reason(error)}") from None
-        self._prune()
+            writer = FileSystemWriter(folder)
+            if self._config.async_save:
+                found: Any = async_save(tensors, storage_writer=writer, process_group=self._group)
+                self._future = found
+            else:
+                save(tensors, storage_writer=writer)
+                self._prune()
 
     def wait(self) -> None:
         """Wait for the one that is being written.
@@ -178,13 +176,10 @@ class Checkpoints:
             UsageError: It could not be written.
         """
         future, self._future = self._future, None
-        if future is None:
-            return
-        try:
-            future.result()
-        except (CheckpointException, OSError) as error:
-            raise UsageError(f"cannot write a checkpoint: {_reason(error)}") from None
-        self._prune()
+        if future is not None:
+            with _one_sentence("cannot write a checkpoint"):
+                future.result()
+            self._prune()
 
     def _prune(self) -> None:
         if self._layout.rank == 0:
@@ -204,8 +199,8 @@ class Checkpoints:
         about = read_about(path)
         same = about["ranks"] == self._layout.world and about["device"] == device.type
         kinds = [type(optimizer).__name__ for optimizer in state.optimizers]
-        with _reading(path):
-            metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        with _foreign(path):
+            metadata = FileSystemReader(path).read_metadata().state_dict_metadata
             if about["optimizers"] == kinds:
                 state.expect(metadata)
             own = f"rank.{self._layout.rank}"
@@ -217,7 +212,7 @@ class Checkpoints:
             wanted |= {f"model.{name}": value for name, value in _buffers(state.model).items()}
             if same:
                 wanted[own] = None
-            _load(path, wanted)
+            load(wanted, storage_reader=FileSystemReader(path))
         state.accept({**state.tensors(), **wanted})
         state.progress = Progress(**{name: about[name] for name in asdict(Progress())})
         if amp.precision.loss_scale == "dynamic" and about["scaler"]:
@@ -255,17 +250,13 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         UsageError: The checkpoint is damaged, or of another model.
     """
-    with _reading(path), torch.no_grad():
-        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    with _foreign(path), torch.no_grad():
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
         weights: dict[str, Any] = {name: p.detach() for name, p in model.named_parameters()}
         kind = "ema" if any(key.startswith("ema.") for key in metadata) else "model"
         wanted = {f"{kind}.{name}": tensor for name, tensor in weights.items()}
         wanted |= {f"model.{name}": tensor for name, tensor in _buffers(model).items()}
-        _load(path, wanted)
-
-
-def _load(path: Path, wanted: dict[str, Any]) -> None:
-    dcp.load(wanted, storage_reader=dcp.FileSystemReader(path))
+        load(wanted, storage_reader=FileSystemReader(path))
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -304,28 +295,20 @@ def _restore(state: State, amp: Amp, device: torch.device, own: bytes) -> None:
             hook.load_state_dict(saved)
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801
-    """One process is one process; it is no mistake."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+def _foreign(path: Path) -> AbstractContextManager[None]:
+    return _one_sentence(f"--resume {path}: it is damaged, or of another model")
 
 
-class _reading(_quiet):  # noqa: N801
-    """Turn what torch raises of a checkpoint into one sentence."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        known = (CheckpointException, OSError, ValueError, RuntimeError, KeyError, EOFError)
-        if isinstance(error, known):
-            raise UsageError(
-                f"--resume {self._path}: it is damaged, or of another model ({_reason(error)})"
-            ) from None
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Turn what torch raises about files into a sentence that begins with ``what``."""
+    try:
+        with warnings.catch_warnings():
+            # One process is one process; it is no mistake.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except (CheckpointException, OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
+        raise UsageError(f"{what} ({_reason(error)})") from None
 
 
 def _reason(error: BaseException) -> str:

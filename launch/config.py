@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -285,13 +286,11 @@ def parse(args: Sequence[str] | None = None) -> Config:
         UsageError: The run to go on from is not there.
         SystemExit: Of tyro, which has printed why.
     """
-    # Every rank reads the same flags; the first one speaks.
-    quiet = contextlib.ExitStack()
-    if os.environ.get("RANK", "0") != "0":
-        null = quiet.enter_context(open(os.devnull, "w"))
-        quiet.enter_context(contextlib.redirect_stdout(null))
-        quiet.enter_context(contextlib.redirect_stderr(null))
-    with quiet:
+    # Every rank reads the same flags; the first of each machine speaks.
+    with contextlib.ExitStack() as quiet:
+        if not _speaks():
+            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
         world = int(os.environ.get("WORLD_SIZE", "1"))
         given = tyro.cli(Config, args=args)
         resume, again = given.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -305,24 +304,27 @@ def parse(args: Sequence[str] | None = None) -> Config:
         return given
 
 
+def _speaks() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def refusing(body: Callable[[], None]) -> int:
     """Run the body of a program; return its exit code, which is 2 if the user asked too much.
 
     Every rank finds the same fault. The first of each machine prints it and ends, upon which
     torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off.
     """
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         body()
     except UsageError as error:
-        if speaks:
+        if _speaks():
             print(f"error: {error}", file=sys.stderr, flush=True)
     except SystemExit as done:
         if not done.code:
             return 0
     else:
         return 0
-    if not speaks:
+    if not _speaks():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
         time.sleep(10)
     return 2

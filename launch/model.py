@@ -176,7 +176,7 @@ def _hugging_face(name: str, config: Config, data: Data) -> Recipe:
         with torch.device("meta"):
             model = Logits(transformers.AutoModelForCausalLM.from_config(settings))
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise UsageError(f"--model hf:{name}: transformers cannot build it ({first})") from None
     return Recipe(model, model.init_weights)
 

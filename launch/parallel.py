@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
@@ -45,10 +45,11 @@ def pick_device(config: Config) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if name != found:
-        raise UsageError(f"--device {name}: it must be auto, cpu or {found} on this machine")
-    here, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    if here > count:
-        raise UsageError(f"--device {name}: {here} ranks on this machine, which has {count}")
+        here = " or ".join(dict.fromkeys(["auto", "cpu", found]))
+        raise UsageError(f"--device {name}: it must be {here} on this machine")
+    ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if ranks > count:
+        raise UsageError(f"--device {name}: {ranks} ranks on this machine, which has {count}")
     device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
@@ -140,7 +141,7 @@ class Layout:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return what is gathered, compiled or checkpointed as one: members of outermost ModuleLists."""
+    """Return what is gathered, compiled or checkpointed as one: members of the ModuleLists."""
     found: list[nn.Module] = []
     for child in model.children():
         found += [*child] if isinstance(child, nn.ModuleList) else blocks_of(child)

@@ -47,9 +47,9 @@ def torchrun(processes: int, *args: object, max_restarts: int = 0) -> list[str]:
 def start(command: list[str], log: Path | None = None) -> subprocess.Popen[bytes]:
     """Start a program in a folder that is not the repository's."""
     ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    output = subprocess.DEVNULL if log is None else log.open("wb")
     environment = {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd="/")
+    with (log or Path(os.devnull)).open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd="/")
 
 
 def train(folder: Path, *runs: Sequence[object]) -> Rows:
