@@ -1,14 +1,12 @@
 """What a run goes on from, by torch.distributed.checkpoint: any number of ranks, any layout."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ from torch.optim import Optimizer
 from distamp.initialize import Amp
 from launch.config import Config, UsageError, checkpoints_of
 from launch.parallel import Layout
-
-__all__ = ["Checkpoints", "Progress", "State", "forget_after", "load_weights", "read_about"]
 
 
 @dataclass
@@ -62,61 +58,58 @@ class State:
         self.progress = Progress()
         self.ema: dict[str, Tensor] = {}
         names = {id(p): name for name, p in model.named_parameters()}
-        self._names = [[names[id(p)] for p in _parameters(o)] for o in optimizers]
+        self._names = [[names[id(p)] for p, _ in _stepped(each)] for each in optimizers]
 
     def weights(self) -> dict[str, Tensor]:
         """Return every parameter by name, as it is stepped."""
         found: dict[str, Tensor] = dict(self.model.named_parameters())
-        for names, optimizer in zip(self._names, self.optimizers, strict=True):
-            found |= dict(zip(names, _parameters(optimizer), strict=True))
+        found |= {name: parameter for name, parameter, _, _ in self._states()}
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def tensors(self) -> dict[str, Any]:
         """Return this rank's part of weights, their average and the optimizers' state, by name."""
         found = {f"model.{name}": tensor for name, tensor in self.weights().items()}
         found |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
-        for name, _, state in self._states():
+        for name, _, _, state in self._states():
             found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
         return found
 
     def expect(self, metadata: dict[str, Any]) -> None:
         """Give the optimizers the state that a checkpoint has, still empty."""
-        for name, group, state in self._states():
-            prefix, weight = f"optimizer.{name}.", self.weights()[name]
-            for key, what in metadata.items():
-                if not key.startswith(prefix):
-                    continue
-                empty: Tensor | None = None
-                if isinstance(what, TensorStorageMetadata) and what.size == weight.shape:
-                    empty = torch.zeros_like(weight)
-                elif isinstance(what, TensorStorageMetadata):
-                    on_device = group.get("fused") or group.get("capturable")
-                    device = weight.device if on_device else "cpu"
-                    empty = torch.zeros(what.size, dtype=what.properties.dtype, device=device)
+        for name, weight, group, state in self._states():
+            prefix = f"optimizer.{name}."
+            for key in (key for key in metadata if key.startswith(prefix)):
+                what, empty = metadata[key], None
+                if isinstance(what, TensorStorageMetadata):
+                    scalar = what.size != weight.shape
+                    alike = torch.tensor(0.0, device=_place(weight, group)) if scalar else weight
+                    empty = torch.zeros_like(alike)
                 state[key.removeprefix(prefix)] = empty
 
     @torch.no_grad()
     def accept(self, read: dict[str, Any]) -> None:
         """Take over what was read into ``tensors``: values that are no tensors, and masters."""
-        for name, _, state in self._states():
-            for key in state:
-                state[key] = read[f"optimizer.{name}.{key}"]
+        for name, _, _, state in self._states():
+            state |= {key: read[f"optimizer.{name}.{key}"] for key in state}
         stepped = self.weights()
         for name, parameter in self.model.named_parameters():
             if stepped[name].dtype != parameter.dtype:
                 parameter.copy_(stepped[name])
 
-    def _states(self) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        found = []
+    def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Any], dict[str, Any]]]:
         for names, optimizer in zip(self._names, self.optimizers, strict=True):
-            pairs = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-            for name, (group, parameter) in zip(names, pairs, strict=True):
-                found.append((name, group, optimizer.state[parameter]))
-        return found
+            for name, (parameter, group) in zip(names, _stepped(optimizer), strict=True):
+                yield name, parameter, group, optimizer.state[parameter]
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _stepped(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
+    return [(p, group) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _place(weight: Tensor, group: dict[str, Any]) -> torch.device:
+    """Return where torch keeps the count of steps."""
+    on_device = group.get("fused") or group.get("capturable")
+    return weight.device if on_device else torch.device("cpu")
 
 
 class Checkpoints:
@@ -125,17 +118,25 @@ class Checkpoints:
     Args:
         config: Where, how many, and whether training waits for them.
         layout: The ranks that write.
+        state: What is written.
+        amp: Whose loss scale and hooks are written too.
+        device: Whose random numbers are.
     """
 
-    def __init__(self, config: Config, layout: Layout) -> None:
+    def __init__(
+        self, config: Config, layout: Layout, state: State, amp: Amp, device: torch.device
+    ) -> None:
         self._config = config
         self._layout = layout
+        self._state = state
+        self._amp = amp
+        self._device = device
         self._future: Future[Any] | None = None
         several = config.async_save and layout.world > 1
         # What is sent while training goes on needs a group that training does not use.
         self._group = dist.new_group(backend="gloo") if several else None
 
-    def save(self, state: State, amp: Amp, device: torch.device, classes: int) -> None:
+    def save(self) -> None:
         """Write a checkpoint; every rank calls this.
 
         Raises:
@@ -144,24 +145,21 @@ class Checkpoints:
         self.wait()
         if self._config.keep == 0:
             return
-        about = {
-            **asdict(state.progress),
-            "ranks": self._layout.world,
-            "device": device.type,
-            "classes": classes,
-            "optimizers": [type(optimizer).__name__ for optimizer in state.optimizers],
-            "scaler": amp.scaler.state_dict(),
-        }
+        state, tensors = self._state, self._state.tensors()
+        tensors[f"rank.{self._layout.rank}"] = self._own()
+        if self._layout.rank == 0:
+            tensors |= _buffers(state.model)
+            tensors["about"] = json.dumps(
+                {
+                    **asdict(state.progress),
+                    "ranks": [self._layout.world, self._device.type],
+                    "optimizers": [type(optimizer).__name__ for optimizer in state.optimizers],
+                    "scaler": self._amp.scaler.state_dict(),
+                }
+            )
         folder = self._config.run_dir / "checkpoints" / f"step-{state.progress.step:08d}"
-        tensors = state.tensors()
-        tensors[f"rank.{self._layout.rank}"] = _own_state(state, amp, device)
+        writer = FileSystemWriter(folder)
         with _one_sentence(f"cannot write {folder}"):
-            if self._layout.rank == 0:
-                tensors |= {f"model.{name}": value for name, value in _buffers(state.model).items()}
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / ".metadata").unlink(missing_ok=True)
-                (folder / "state.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
-            writer = FileSystemWriter(folder)
             if self._config.async_save:
                 found: Any = async_save(tensors, storage_writer=writer, process_group=self._group)
                 self._future = found
@@ -182,13 +180,13 @@ class Checkpoints:
             self._prune()
 
     def _prune(self) -> None:
-        if self._layout.rank == 0:
-            for old in checkpoints_of(self._config.run_dir)[self._config.keep :]:
+        for old in checkpoints_of(self._config.run_dir)[self._config.keep :]:
+            if self._layout.rank == 0:
                 (old / ".metadata").unlink()  # from here on it is none
                 shutil.rmtree(old, ignore_errors=True)
 
-    def read(self, path: Path, state: State, amp: Amp, device: torch.device) -> None:
-        """Put a run into the state of a checkpoint; every rank calls this.
+    def read(self, path: Path) -> None:
+        """Put the run into the state of a checkpoint; every rank calls this.
 
         On as many ranks and the same kind of device it goes on with the same random numbers and
         residuals of hooks; else with fresh ones.
@@ -196,52 +194,56 @@ class Checkpoints:
         Raises:
             UsageError: The checkpoint is damaged, or of another model.
         """
-        about = read_about(path)
-        same = about["ranks"] == self._layout.world and about["device"] == device.type
-        kinds = [type(optimizer).__name__ for optimizer in state.optimizers]
-        with _foreign(path):
+        state, own = self._state, f"rank.{self._layout.rank}"
+        with _one_sentence(f"--resume {path}: it is damaged, or of another model"):
             metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-            if about["optimizers"] == kinds:
+            first: dict[str, Any] = {"about": None}
+            load(first, storage_reader=FileSystemReader(path))
+            about = json.loads(first["about"])
+            if about["optimizers"] == [type(optimizer).__name__ for optimizer in state.optimizers]:
                 state.expect(metadata)
-            own = f"rank.{self._layout.rank}"
-            wanted: dict[str, Any] = {
-                key: value
-                for key, value in state.tensors().items()
-                if key in metadata or not key.startswith("ema.")
-            }
-            wanted |= {f"model.{name}": value for name, value in _buffers(state.model).items()}
-            if same:
-                wanted[own] = None
+            found = state.tensors() | _buffers(state.model)
+            averages = {name for name in found if name.startswith("ema.")} - metadata.keys()
+            wanted = {name: value for name, value in found.items() if name not in averages}
+            same = about["ranks"] == [self._layout.world, self._device.type]
+            wanted |= {own: None} if same else {}
             load(wanted, storage_reader=FileSystemReader(path))
-        state.accept({**state.tensors(), **wanted})
-        state.progress = Progress(**{name: about[name] for name in asdict(Progress())})
-        if amp.precision.loss_scale == "dynamic" and about["scaler"]:
-            amp.scaler.load_state_dict(about["scaler"])
-        if same:
-            _restore(state, amp, device, wanted[own])
+            state.accept(wanted)
+            state.progress = Progress(**{name: about[name] for name in asdict(Progress())})
+            if self._amp.precision.loss_scale == "dynamic" and about["scaler"]:
+                self._amp.scaler.load_state_dict(about["scaler"])
+            if same:
+                self._restore(wanted[own])
+
+    def _own(self) -> bytes:
+        """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
+        random = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            random.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        hooks = [hook.state_dict() for hook in self._amp.comm_hooks]
+        buffer = io.BytesIO()
+        torch.save((random, _buffers(self._state.model), hooks), buffer)
+        return buffer.getvalue()
+
+    @torch.no_grad()
+    def _restore(self, own: bytes) -> None:
+        buffer = io.BytesIO(own)
+        random, buffers, hooks = torch.load(buffer, map_location="cpu", weights_only=True)
+        torch.set_rng_state(random[0])
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(random[1], self._device)
+        for name, tensor in _buffers(self._state.model).items():
+            tensor.copy_(buffers[name])
+        if len(hooks) == len(self._amp.comm_hooks):
+            for hook, saved in zip(self._amp.comm_hooks, hooks, strict=True):
+                hook.load_state_dict(saved)
 
 
-def forget_after(run: Path, step: int | None, layout: Layout) -> None:
+def forget_after(run: Path, step: int | None) -> None:
     """Let the checkpoints after a step, of a future that will be another, count no longer."""
-    for path in checkpoints_of(run) if layout.rank == 0 else ():
+    for path in checkpoints_of(run):
         if step is None or int(path.name.removeprefix("step-")) > step:
             (path / ".metadata").unlink()
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint says of itself.
-
-    Raises:
-        UsageError: It is damaged.
-    """
-    try:
-        about: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        needed = {*asdict(Progress()), "ranks", "device", "classes", "optimizers", "scaler"}
-        if needed <= about.keys():
-            return about
-    except (OSError, ValueError, AttributeError):
-        pass
-    raise UsageError(f"{path}: it is damaged (state.json); pass an older checkpoint of the run")
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -250,53 +252,18 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         UsageError: The checkpoint is damaged, or of another model.
     """
-    with _foreign(path), torch.no_grad():
+    with _one_sentence(f"{path}: it is damaged, or of another model"):
         metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-        weights: dict[str, Any] = {name: p.detach() for name, p in model.named_parameters()}
-        kind = "ema" if any(key.startswith("ema.") for key in metadata) else "model"
-        wanted = {f"{kind}.{name}": tensor for name, tensor in weights.items()}
-        wanted |= {f"model.{name}": tensor for name, tensor in _buffers(model).items()}
-        load(wanted, storage_reader=FileSystemReader(path))
+        kind = "ema" if any(name.startswith("ema.") for name in metadata) else "model"
+        weights = {f"{kind}.{name}": p.detach() for name, p in model.named_parameters()}
+        load({**weights, **_buffers(model)}, storage_reader=FileSystemReader(path))
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return what is no parameter, but is saved with a model."""
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    """Return what is no parameter, but is saved with a model; under their names in a checkpoint."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     saved = model.state_dict(keep_vars=True)
-    return {
-        name: t for name, t in saved.items() if name not in parameters and isinstance(t, Tensor)
-    }
-
-
-def _own_state(state: State, amp: Amp, device: torch.device) -> bytes:
-    """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
-    found: dict[str, Any] = {
-        "random": torch.get_rng_state(),
-        "buffers": _buffers(state.model),
-        "hooks": [hook.state_dict() for hook in amp.comm_hooks],
-    }
-    if device.type != "cpu":
-        found["device random"] = torch.get_device_module(device).get_rng_state(device)
-    buffer = io.BytesIO()
-    torch.save(found, buffer)
-    return buffer.getvalue()
-
-
-@torch.no_grad()
-def _restore(state: State, amp: Amp, device: torch.device, own: bytes) -> None:
-    found = torch.load(io.BytesIO(own), map_location="cpu", weights_only=True)
-    torch.set_rng_state(found["random"])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(found["device random"], device)
-    for name, buffer in _buffers(state.model).items():
-        buffer.copy_(found["buffers"][name])
-    if len(found["hooks"]) == len(amp.comm_hooks):
-        for hook, saved in zip(amp.comm_hooks, found["hooks"], strict=True):
-            hook.load_state_dict(saved)
-
-
-def _foreign(path: Path) -> AbstractContextManager[None]:
-    return _one_sentence(f"--resume {path}: it is damaged, or of another model")
+    return {f"model.{name}": saved[name] for name in saved.keys() - parameters.keys()}
 
 
 @contextmanager
@@ -307,13 +274,9 @@ def _one_sentence(what: str) -> Iterator[None]:
             # One process is one process; it is no mistake.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
-    except (CheckpointException, OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
-        raise UsageError(f"{what} ({_reason(error)})") from None
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        error = error.failures[min(error.failures)][0]
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (CheckpointException, OSError, ValueError, RuntimeError, LookupError, EOFError) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = error.failures[min(error.failures)][0]
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        raise UsageError(f"{what} ({lines[0][:200]})") from None

@@ -1,7 +1,5 @@
 """Runs over each other: ``python -m launch.compare runs/fp32 runs/fp16 --out both.png``."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from dataclasses import asdict
@@ -14,8 +12,6 @@ from rich.table import Table
 
 from launch.config import UsageError, read_config, refusing
 from launch.metrics import Record, draw, read_records
-
-__all__ = ["compare"]
 
 
 def compare(runs: list[Path]) -> Table:

@@ -1,8 +1,7 @@
 """What a run is asked to do: one dataclass, which tyro makes the command line of."""
 
-from __future__ import annotations
-
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -20,17 +19,6 @@ import tyro
 from distamp import Precision
 from distamp.comm_hooks import WIRE_FORMATS
 
-__all__ = [
-    "Config",
-    "UsageError",
-    "arguments",
-    "checkpoint_of",
-    "checkpoints_of",
-    "parse",
-    "read_config",
-    "refusing",
-]
-
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
 # gloo counts milliseconds in 32 bits.
@@ -39,6 +27,12 @@ _LONGEST_S = 2_000_000.0
 
 class UsageError(Exception):
     """What a user asked for cannot be done; one sentence says what can."""
+
+
+def require(holds: object, sentence: str) -> None:
+    """Raise `UsageError` unless something holds."""
+    if not holds:
+        raise UsageError(sentence)
 
 
 @dataclass(frozen=True)
@@ -179,28 +173,18 @@ class Config:
         self._require(self.width % self.heads == 0, "width", f"a multiple of --heads {self.heads}")
         wires = [*WIRE_FORMATS, "auto"]
         self._require(self.hook is None or self.hook in wires, "hook", f"one of {wires}")
-        for pair in self.model_args:
-            if "=" not in pair:
-                raise UsageError(f"--model-args {pair}: it must be name=value")
-        if self.level.loss_scale != "dynamic":
-            for name in ("init_scale", "growth_interval"):
-                if getattr(self, name) != getattr(Config, name):
-                    raise UsageError(
-                        f"--{name.replace('_', '-')}: --precision {self.precision} has no loss"
-                        " scale that moves; leave it out, or take fp16 or O2"
-                    )
+        named = all("=" in pair for pair in self.model_args)
+        require(named, f"--model-args {' '.join(self.model_args)}: each must be name=value")
         self._check_ranks(world)
 
     def _check_ranks(self, world: int) -> None:
         replicate, shard, tp = self.layout(world)
         if min(replicate, shard) < 1 or replicate * shard * tp != world:
             given = f"--replicate {self.replicate} --shard {self.shard} --tp {self.tp}"
-            raise UsageError(
-                f"{given}: their product must be the number of ranks, which is {world}"
-                f" (torchrun --nproc-per-node)"
-            )
-        if self.hook and (world == 1 or tp > 1):
-            raise UsageError(f"--hook {self.hook}: it needs several ranks, and no --tp")
+            many = f"the number of ranks, which is {world} (torchrun --nproc-per-node)"
+            raise UsageError(f"{given}: their product must be {many}")
+        alone = self.hook and (world == 1 or tp > 1)
+        require(not alone, f"--hook {self.hook}: it needs several ranks, and no --tp")
         if self.model == "gpt":
             self._require(self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
@@ -263,15 +247,12 @@ def checkpoint_of(resume: Path) -> tuple[Path, Path]:
     Raises:
         UsageError: There is no whole one.
     """
-    if resume.name.startswith("step-"):
-        if not (resume / ".metadata").exists():
-            raise UsageError(f"--resume {resume}: it is not a whole checkpoint")
-        return resume.absolute().parents[1], resume
-    found = checkpoints_of(resume)
-    if not found:
-        what = "it has no whole checkpoint" if resume.is_dir() else "no such run"
-        raise UsageError(f"--resume {resume}: {what}")
-    return resume, found[0]
+    resume = resume.absolute()
+    run = resume.parents[1] if resume.name.startswith("step-") else resume
+    whole = [path for path in checkpoints_of(run) if resume in (run, path)]
+    what = "no whole checkpoint there" if resume.is_dir() else "no such run"
+    require(whole, f"--resume {resume}: {what}")
+    return run, whole[0]
 
 
 def parse(args: Sequence[str] | None = None) -> Config:
@@ -340,3 +321,18 @@ def arguments(pairs: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[name] = text
     return found
+
+
+def load_own(flag: str, name: str) -> Any:
+    """Import ``module:name``, also from the folder in which the run was started.
+
+    Raises:
+        UsageError: If it is not there.
+    """
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{flag} {name}: {error}") from None

@@ -1,7 +1,5 @@
 """What is trained on: bytes, tokens or datasets of the user's own, and which example comes when."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -10,30 +8,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from launch.config import Config, UsageError
-from launch.own import load_own
-
-__all__ = ["Data", "Examples", "Order", "Windows", "batches", "load_data"]
+from launch.config import Config, UsageError, load_own, require
 
 # What distributions put among the standard library, and what they leave out of it.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
-class Examples(Protocol):
-    """Pairs of an input and its target, by number: what torch calls a map-style dataset."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
-
-
-class Windows:
+class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a text; the target of each token is the token that follows it.
 
     Args:
@@ -46,7 +34,7 @@ class Windows:
         self.block = block
 
     def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1) // self.block
+        return int(max(0, len(self.tokens) - 1) // self.block)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = index * self.block
@@ -60,7 +48,7 @@ class Data:
 
     Attributes:
         name: What it is, for people.
-        train: What is trained on.
+        train: What is trained on: pairs of an input and its target, as torch's datasets have them.
         held_out: What is not.
         classes: How many classes, or tokens, there are to choose from.
         encode: From text to tokens, where the data are text.
@@ -69,8 +57,8 @@ class Data:
     """
 
     name: str
-    train: Examples
-    held_out: Examples
+    train: Any
+    held_out: Any
     classes: int
     encode: Callable[[str], list[int]] | None = None
     decode: Callable[[list[int]], str] | None = None
@@ -121,11 +109,11 @@ class Order(Sampler[list[int]]):
 
 
 def batches(
-    examples: Examples, order: Order, device: torch.device, workers: int
+    examples: Any, order: Order, device: torch.device, workers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a rank's microbatches on its device; the copy there is not waited for."""
     loader: Any = DataLoader(
-        examples,  # type: ignore[arg-type]  # a protocol, where torch names its class
+        examples,
         batch_sampler=order,
         num_workers=workers,
         pin_memory=device.type == "cuda",
@@ -152,11 +140,9 @@ def load_data(config: Config) -> Data:
         (data.train, "train on", config.batch),
         (data.held_out, "hold out", 1),
     ):
-        if len(examples) < needed:
-            raise UsageError(
-                f"--data: {data.name} has {len(examples)} examples to {what}, and --batch"
-                f" {config.batch} of --block {config.block} needs {needed}; take smaller ones"
-            )
+        sizes = f"--batch {config.batch} of --block {config.block} needs {needed}"
+        there = f"{data.name} has {len(examples)} examples to {what}"
+        require(len(examples) >= needed, f"--data: {there}, and {sizes}; take smaller ones")
     return data
 
 
@@ -164,8 +150,7 @@ def _load(config: Config) -> Data:
     name = config.data
     path = None if name is None else Path(name).expanduser()
     if name is not None and path is not None and not path.exists():
-        if ":" not in name:
-            raise UsageError(f"--data {name}: no such file or folder")
+        require(":" in name, f"--data {name}: no such file or folder")
         return _own(name)
     if path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
         return _tokens(path, config)
@@ -174,8 +159,8 @@ def _load(config: Config) -> Data:
 
 def _own(name: str) -> Data:
     found = load_own("--data", name)()
-    if not isinstance(found, tuple) or len(found) != 3:
-        raise UsageError(f"--data {name}: it must return (train, held out, number of classes)")
+    right = isinstance(found, tuple) and len(found) == 3
+    require(right, f"--data {name}: it must return (train, held out, number of classes)")
     return Data(name, *found)
 
 
@@ -202,8 +187,7 @@ def _text(path: Path | None, config: Config) -> Data:
         name, root = str(path), str(path if path.is_dir() else path.parent)
         files = list(_walk(path)) if path.is_dir() else [path]
     text = _join(Path(root), files)
-    if not text:
-        raise UsageError(f"--data {config.data}: no text in it")
+    require(text, f"--data {config.data}: no text in it")
     if config.tokenizer is None:
         parts = _split(np.frombuffer(text, np.uint8))
         return _windows(name, *parts, config.block, 256, _to_bytes, _to_text, of_bytes=True)

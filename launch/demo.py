@@ -1,6 +1,4 @@
-"""What ``make train`` does: an fp16 run on two ranks, as long as this machine does it in a minute."""
-
-from __future__ import annotations
+"""What ``make train`` does: fp16 on two ranks, for as long as this machine takes a minute."""
 
 import os
 import sys

@@ -1,7 +1,5 @@
 """The loss of a model on held-out examples: ``python -m launch.evaluate runs/latest``."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys
@@ -15,13 +13,11 @@ import tyro
 from torch import nn
 
 from distamp import autocast
-from launch.checkpoint import load_weights, read_about
+from launch.checkpoint import load_weights
 from launch.config import Config, checkpoint_of, read_config, refusing
 from launch.data import Data, load_data
 from launch.model import fill, loss_of, mean_loss, recipe
 from launch.parallel import Layout, pick_device
-
-__all__ = ["evaluate", "load_run"]
 
 
 @torch.no_grad()
@@ -83,9 +79,9 @@ def load_run(path: Path, data: str | None = None) -> tuple[Config, Data, nn.Modu
     """
     run, checkpoint = checkpoint_of(path)
     config = read_config(run)
-    found = load_data(config if data is None else replace(config, data=data))
-    found = replace(found, classes=read_about(checkpoint)["classes"])
-    device = pick_device(config)
+    found, device = load_data(config), pick_device(config)
+    if data is not None:
+        found = replace(load_data(replace(config, data=data)), classes=found.classes)
     made = recipe(config, found)
     model = copy.deepcopy(made.model)
     if made.init is None:

@@ -1,7 +1,5 @@
 """What a run shows and leaves to look at: progress, JSON lines, TensorBoard, a picture."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource
@@ -18,8 +16,6 @@ from torch import nn
 from launch.config import Config, UsageError
 from launch.data import Data
 from launch.parallel import Layout, blocks_of
-
-__all__ = ["Metrics", "Record", "draw", "flops_per_example", "peak_memory", "read_records"]
 
 Record = dict[str, Any]
 

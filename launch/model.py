@@ -1,7 +1,5 @@
 """The models: a GPT, those of transformers, and the user's own; and how they get their weights."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os
@@ -15,11 +13,8 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from launch.config import Config, UsageError, arguments
+from launch.config import Config, UsageError, arguments, load_own, require
 from launch.data import Data
-from launch.own import load_own
-
-__all__ = ["GPT", "Recipe", "fill", "loss_of", "mean_loss", "recipe"]
 
 
 class Residual(nn.Linear):
@@ -136,11 +131,11 @@ def recipe(config: Config, data: Data) -> Recipe:
 def _own(config: Config, data: Data) -> nn.Module:
     make = load_own("--model", config.model)
     try:
-        model = make(data, **arguments(config.model_args))
+        model: nn.Module = make(data, **arguments(config.model_args))
     except TypeError as error:
         raise UsageError(f"--model {config.model}: {error}") from None
-    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"--model {config.model}: it returned no Module with something to train")
+    trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
+    require(trains, f"--model {config.model}: it returned no Module with something to train")
     return model
 
 
@@ -157,11 +152,9 @@ def _hugging_face(name: str, config: Config, data: Data) -> Recipe:
             make: Any = transformers.AutoModelForCausalLM.from_pretrained
             model = Logits(make(folder, local_files_only=True, dtype=torch.float32, **given))
             classes = model.inner.config.get_text_config().vocab_size
-            if data.classes > classes:
-                raise UsageError(
-                    f"--model hf:{name}: it knows {classes} tokens, and the data have"
-                    f" {data.classes}; pass the --tokenizer that it was trained with"
-                )
+            counts = f"it knows {classes} tokens, and the data have {data.classes}"
+            hint = f"{counts}; pass the --tokenizer that it was trained with"
+            require(data.classes <= classes, f"--model hf:{name}: {hint}")
             return Recipe(model)
         auto = transformers.AutoConfig
         known = {"vocab_size": data.classes, **given}

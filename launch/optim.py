@@ -1,7 +1,5 @@
 """Optimizers, the learning rate's schedule, and the average of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from launch.config import Config, UsageError
-from launch.own import load_own
+from launch.config import Config, UsageError, load_own, require
 from launch.parallel import blocks_of
-
-__all__ = ["Rates", "make_optimizers", "part_of_peak"]
 
 
 def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
@@ -32,12 +27,9 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
         return [torch.optim.SGD(_groups(trained, config), lr=config.lr, momentum=0.9)]
     if name == "muon":
         inside = {id(p) for block in blocks_of(model) for p in block.parameters() if p.dim() == 2}
-        if any(isinstance(p, DTensor) for p in trained):
-            raise UsageError(
-                "--optimizer muon: it needs whole matrices; leave out --shard and --tp"
-            )
-        if not hasattr(torch.optim, "Muon") or not inside:
-            raise UsageError("--optimizer muon: it needs torch 2.9 and a model with blocks")
+        whole = inside and not any(isinstance(p, DTensor) for p in trained)
+        hint = "it needs a model with blocks, and whole matrices: no --shard, no --tp"
+        require(whole, f"--optimizer muon: {hint}")
         # Its updates are given the size of AdamW's, so that one learning rate fits both.
         muon = torch.optim.Muon(
             [p for p in trained if id(p) in inside],
@@ -46,8 +38,7 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
             adjust_lr_fn="match_rms_adamw",
         )
         return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
-    if ":" not in name:
-        raise UsageError(f"--optimizer {name}: it must be adamw, sgd, muon or module:Class")
+    require(":" in name, f"--optimizer {name}: it must be adamw, sgd, muon or module:Class")
     own = load_own("--optimizer", name)
     try:
         return [own(_groups(trained, config), lr=config.lr)]

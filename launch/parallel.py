@@ -1,7 +1,5 @@
 """How a model is spread over the ranks: one mesh of copies, shards and tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,8 +27,6 @@ from torch.utils.checkpoint import (
 
 from launch.config import Config, UsageError
 from launch.model import GPT
-
-__all__ = ["Layout", "blocks_of", "join", "parallelize", "pick_device", "prepare_blocks", "settle"]
 
 
 def pick_device(config: Config) -> torch.device:
@@ -102,7 +98,7 @@ class Layout:
     mesh: DeviceMesh | None
 
     @classmethod
-    def of(cls, config: Config, device: torch.device) -> Layout:
+    def of(cls, config: Config, device: torch.device) -> Self:
         """Lay out the ranks of the default group as the flags ask."""
         alone = not dist.is_initialized()
         rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())

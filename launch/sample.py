@@ -1,7 +1,5 @@
 """Text from a trained model: ``python -m launch.sample runs/latest --prompt "def "``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +12,6 @@ from torch import Tensor, nn
 from distamp import autocast
 from launch.config import UsageError, refusing
 from launch.evaluate import load_run
-
-__all__ = ["sample"]
 
 
 @torch.no_grad()

@@ -1,14 +1,10 @@
 """SIGTERM, Ctrl-C and a time limit as requests: a step is finished and saved before the end."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time
 from types import FrameType
 from typing import Any, Self
-
-__all__ = ["Stop"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -1,7 +1,5 @@
 """Train a model in mixed precision: ``torchrun --nproc-per-node 2 launch/train.py``."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys
@@ -104,10 +102,11 @@ def make_ready(config: Config, data: Data, device: torch.device, resume: Path | 
     torch.manual_seed(config.seed + 1 + layout.data_rank)
     if config.ema:
         state.ema = {name: weight.clone() for name, weight in state.weights().items()}
-    checkpoints = Checkpoints(config, layout)
+    checkpoints = Checkpoints(config, layout, state, amp, device)
     if resume is not None:
-        checkpoints.read(resume, state, amp, device)
-    forget_after(config.run_dir, None if resume is None else state.progress.step, layout)
+        checkpoints.read(resume)
+    if layout.rank == 0:
+        forget_after(config.run_dir, None if resume is None else state.progress.step)
     metrics = Metrics(config, data, inner, layout, device, state.progress.step)
     return Job(config, data, device, layout, model, amp, state, checkpoints, metrics)
 
@@ -227,7 +226,7 @@ def save(job: Job, *, must: bool) -> None:
         UsageError: It cannot be written, and must be.
     """
     try:
-        job.checkpoints.save(job.state, job.amp, job.device, job.data.classes)
+        job.checkpoints.save()
         if must:
             job.checkpoints.wait()
     except UsageError as error:

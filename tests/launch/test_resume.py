@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import sys
-import time
 import warnings
 from pathlib import Path
 
