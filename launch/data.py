@@ -67,7 +67,7 @@ class Data:
     @cached_property
     def targets(self) -> int:
         """How many targets one example has."""
-        return self.train[0][1].numel()
+        return int(self.train[0][1].numel())
 
 
 @dataclass(frozen=True)
