@@ -14,16 +14,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 from pathlib import Path
 from statistics import mean
-from typing import Any
+
+import torch.distributed as dist
 
 from benchmarks.common import markdown
 from distamp import comm_hooks
-from launch.command_line import parse
-from launch.job import prepare
-from launch.ranks import Ranks
-from launch.train import train
+from launch.config import Config, parse
+from launch.parallel import join
+from launch.stop import Stop
+from launch.train import run as train
 
 FP32 = "fp32"
 FORMATS = (FP32, *comm_hooks.WIRE_FORMATS)
@@ -36,33 +38,24 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/comm_hooks"))
     given, flags = parser.parse_known_args()
-    with Ranks.join() as ranks:
+    with join(Config()):
         for seed in given.seeds:
             for name in given.formats:
                 folder = given.folder / name / str(seed)
-                run(name, folder, [*flags, "--seed", str(seed)], ranks)
+                run(name, folder, [*flags, "--seed", str(seed)])
                 gc.collect()  # DDP's reducer, which holds the group, lies in a cycle
-        if ranks.is_main:
+        if os.environ.get("RANK", "0") == "0":
             report(given.formats, given.seeds, given.folder)
 
 
-def run(name: str, folder: Path, flags: list[str], ranks: Ranks) -> None:
+def run(name: str, folder: Path, flags: list[str]) -> None:
     """Train with gradients in one format."""
-    if ranks.gather((folder / "stats.json").exists())[0]:
+    if (folder / "curves.png").exists():
         return
-    config = parse([*flags, "--run-dir", str(folder), "--overwrite"], quiet=not ranks.is_main)
-    job = prepare(config, ranks)
-    state = None if name == FP32 else comm_hooks.register(job.run.parallel.model, name)
-    with job.report:
-        train(job)
-        job.report.finish(job.summary())
-    if ranks.is_main:
-        stats: dict[str, Any] = {}
-        if state is not None:
-            counted = state.stats()
-            print(f"{name}: {counted}", flush=True)
-            stats = {"sent": counted.total_bytes, "uncompressed": counted.bytes_uncompressed}
-        (folder / "stats.json").write_text(json.dumps(stats))
+    if dist.is_initialized():
+        dist.barrier()
+    hook = [] if name == FP32 else ["--hook", name]
+    train(parse([*flags, *hook, "--run-dir", str(folder), "--overwrite"]), Stop())
 
 
 def report(names: list[str], seeds: list[int], folder: Path) -> None:
@@ -71,16 +64,14 @@ def report(names: list[str], seeds: list[int], folder: Path) -> None:
     last = {name: [curve[-1][1] for curve in each] for name, each in curves.items()}
     rows = []
     for name in names:
-        stats = json.loads((folder / name / str(seeds[0]) / "stats.json").read_text())
-        sent = f"{stats['sent'] / stats['uncompressed']:.3f}" if stats else "1"
         beside = ""
         if FP32 in last and name != FP32:
             ratios = [loss / fp32 - 1 for loss, fp32 in zip(last[name], last[FP32], strict=True)]
             beside = f"{mean(ratios):+.2%}"
             if len(ratios) > 1:
                 beside += f" [{min(ratios):+.2%}, {max(ratios):+.2%}]"
-        rows.append([name, f"{mean(last[name]):.4f}", beside, sent])
-    table = markdown(["gradients in", "validation loss", "beside fp32", "bytes of fp32's"], rows)
+        rows.append([name, f"{mean(last[name]):.4f}", beside])
+    table = markdown(["gradients in", "validation loss", "beside fp32"], rows)
     (folder / "table.md").write_text(table + "\n")
     print(table)
     draw({name: _mean_curve(each) for name, each in curves.items()}, folder / "validation.png")
