@@ -202,18 +202,17 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
     if level.casts_model and level.keep_batchnorm_fp32:
         for norm in [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]:
             fully_shard(norm, mesh=mesh)  # a group has one dtype
-    # Under autocast the products see the same numbers, and half the bytes travel. On a CPU torch's
-    # norms take no weights of another dtype than their input.
-    halves = level.autocasts and (device.type != "cpu" or isinstance(model, GPT))
-    policy = MixedPrecisionPolicy(
-        param_dtype=level.compute if halves else None,
-        reduce_dtype=level.reduce if halves else None,
-        cast_forward_inputs=False,
-    )
+    whole = inside = MixedPrecisionPolicy()
+    if level.master_weights:  # FSDP's fp32 shards are the masters
+        whole = inside = MixedPrecisionPolicy(level.param, level.reduce)
+    elif level.autocasts and (device.type != "cpu" or isinstance(model, GPT)):
+        # The products see the same numbers, and half the bytes travel. On a CPU torch's norms take
+        # no weights of another dtype than their input.
+        inside = MixedPrecisionPolicy(level.compute, level.reduce, cast_forward_inputs=False)
     for block in blocks_of(model):
         if not isinstance(block, FSDPModule):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=inside)
+    fully_shard(model, mesh=mesh, mp_policy=whole)
 
 
 def settle(model: nn.Module, layout: Layout, sample: Tensor, device: torch.device) -> nn.Module:

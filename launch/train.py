@@ -115,7 +115,8 @@ def make_model(config: Config, data: Data, layout: Layout, device: torch.device)
     """Build the model, cast and sharded, and draw its weights; no rank ever has all of them."""
     made = recipe(config, data)
     model = made.model.to(device) if made.init is None else copy.deepcopy(made.model)
-    cast_model(model, config.level)
+    if layout.shard * layout.tp == 1 or not config.level.master_weights:
+        cast_model(model, config.level)
     prepare_blocks(model, config)
     parallelize(model, config, layout, device)
     if made.init is not None:
@@ -204,6 +205,8 @@ def train(job: Job, stop: Stop) -> None:
                 save(job, must=ended or progress.step == config.steps)
             metrics.start_clock(progress.step)
     job.checkpoints.wait()
+    for hook in amp.comm_hooks:
+        metrics.say(f"gradients: {hook.stats()}")
     metrics.summarize(ended, progress.step, progress.skipped)
 
 
