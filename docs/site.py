@@ -27,7 +27,7 @@ FROM_ROOT = {
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
 _COMPARE = (
     "Two or more runs of the launcher beside each other; see "
-    "[Training with the launcher](../training.md#two-runs-over-each-other)."
+    "[Training with the launcher](../training.md#what-a-run-leaves-behind)."
 )
 _LAUNCHER = (
     "Made from `python launch/train.py --help`. [Training with the launcher](../training.md) shows "
