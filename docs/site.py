@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import posixpath
 import re
 import sys
@@ -105,8 +107,10 @@ def launcher() -> str:
 
     from launch.config import Config
 
-    flags = tyro.extras.get_parser(Config, prog="launch/train.py").format_help()
-    page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", flags.strip(), "```", ""]
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        tyro.cli(Config, args=["--help"], prog="launch/train.py")
+    text = re.sub("\x1b\\[[0-9;]*m", "", shown.getvalue()).strip()
+    page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", text, "```", ""]
     return "\n".join(page)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import re
 import shlex
 from pathlib import Path
@@ -100,13 +103,21 @@ def _wrong_flags(line: str) -> list[str]:
             return [f"no command {found[2]}: {line}"]
         known = commands[found[2]].format_help()
     else:
-        known = tyro.extras.get_parser(Config).format_help() + " --help"
+        known = _flags()
     try:
         words = shlex.split(found[3].split("#")[0].split("|")[0], comments=True)
     except ValueError:
         words = found[3].split()
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     return [f"no flag {flag}: {line}" for flag in flags if flag not in known]
+
+
+@functools.cache
+def _flags() -> str:
+    """The launcher's help."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        tyro.cli(Config, args=["--help"])
+    return shown.getvalue()
 
 
 def test_commands_are_found_and_wrong_flags_too() -> None:
