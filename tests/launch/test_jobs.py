@@ -81,6 +81,8 @@ def test_bad_flag_is_one_sentence_and_every_rank_exits_with_2(tmp_path):
     assert jobs.start(jobs.torchrun(2, "--batch", 7), log).wait(jobs.TIMEOUT_S) != 0
     printed = log.read_text()
     assert printed.count("error: ") == printed.count("error: --batch 7") == 1
-    exits = [line.split(":", 1)[1].split()[0] for line in printed.splitlines() if "exitcode  :" in line]
+    exits = [
+        line.split(":", 1)[1].split()[0] for line in printed.splitlines() if "exitcode  :" in line
+    ]
     assert exits == ["2", "2"]
     assert not (tmp_path / "runs").exists()
