@@ -11,6 +11,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/figures.sh"
 
 part link_4 benchmarks.shaped_link --rounds 3 \
     --only compute fp32 "torch fp16" fp16 bf16 int8 auto
+part link_2x2 benchmarks.shaped_link --hosts 2 --local 2 --rounds 3 \
+    --only compute fp32 "torch fp16" fp16 int8
 part link_8 benchmarks.shaped_link --hosts 8 --rounds 3 --only fp32 "torch fp16" fp16
 part link_2 benchmarks.shaped_link --hosts 2 --rounds 3 --only fp32 "torch fp16" fp16
 part link_1gbit benchmarks.shaped_link --rate 1gbit --rounds 7 \

@@ -82,24 +82,28 @@ def _phase(phases: dict[str, Phase], name: str, work: Callable[[], Any]) -> Any:
 def run_on_hosts(
     module: str,
     hosts: int,
-    rate: str,
+    rate: str | None,
     mtu: int,
     options: Mapping[str, Any],
     timeout: float,
     congestion: str = "cubic",
+    local: int = 1,
 ) -> list[Any]:
-    """Call ``module.rank(**options)`` on one rank of each host; return what each returned.
+    """Call ``module.rank(**options)`` on ``local`` ranks of each host; return what each returned.
 
     What it returns must be writable as JSON; a `Phase` comes back as a dict.
     """
     network = Hosts(hosts, rate, mtu=mtu, congestion=congestion)
     with tempfile.TemporaryDirectory() as folder, network:
         started = []
-        for number, host in enumerate(network):
+        for number in range(hosts * local):
+            host = network[number // local]
             environment = {
                 **os.environ,
                 "RANK": str(number),
-                "WORLD_SIZE": str(hosts),
+                "WORLD_SIZE": str(hosts * local),
+                "LOCAL_RANK": str(number % local),
+                "LOCAL_WORLD_SIZE": str(local),
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # it cannot name the peers of a socket
                 "MASTER_ADDR": network[0].name,
@@ -109,7 +113,7 @@ def run_on_hosts(
             command.append(json.dumps(dict(options)))
             started.append(host.popen(command, env=environment))
         _wait(started, timeout)
-        return [json.loads((Path(folder) / str(n)).read_text()) for n in range(hosts)]
+        return [json.loads((Path(folder) / str(n)).read_text()) for n in range(hosts * local)]
 
 
 def _wait(started: list[subprocess.Popen[Any]], timeout: float) -> None:

@@ -1,10 +1,11 @@
 """A step of a 25 M-parameter transformer between hosts: no hook, torch's hooks, distamp's formats.
 
     sudo OMP_NUM_THREADS=1 python -m benchmarks.shaped_link [--wrapper ddp] [--rate 100mbit]
-        [--hosts 4] [--mtu 1500] [--rounds 5] [--only fp32 "torch fp16" fp16 auto]
+        [--hosts 4] [--local 1] [--mtu 1500] [--rounds 5] [--only fp32 "torch fp16" fp16 auto]
     sudo OMP_NUM_THREADS=1 python -m benchmarks.shaped_link --wrapper fsdp2 [--keep]
 
-Hosts are network namespaces joined by links of the given rate (tests/netns.py), a rank on each.
+Hosts are network namespaces joined by links of the given rate (tests/netns.py), with one rank or
+several on each.
 Every contender wraps a model of its own over the same weights, and takes its step in turn with the
 others. A step takes as long as its slowest rank. Bytes come from the interfaces, without packet
 headers, and stand beside what distamp's ``stats()`` counted. ``compute`` is the same step with
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="fsdp2: keep weights until backward")
     parser.add_argument("--rate", default="100mbit", help="of each link, as tc writes it")
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--local", type=int, default=1, help="ranks of each host")
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--congestion", default="cubic", help="TCP's congestion control")
     parser.add_argument("--rounds", type=int, default=5)
@@ -92,11 +94,13 @@ def main() -> None:
         options,
         timeout=7200,
         congestion=given.congestion,
+        local=given.local,
     )
     print(
-        f"{given.wrapper}, {ranks[0]['parameters'] / 1e6:.1f} M parameters, {given.hosts} hosts,"
-        f" {given.rate}, TCP's congestion control {given.congestion}, packets of {given.mtu} bytes"
-        f" (headers {headers(given.mtu)}); the slowest link carries"
+        f"{given.wrapper}, {ranks[0]['parameters'] / 1e6:.1f} M parameters, {given.hosts} hosts of"
+        f" {given.local} ranks, {given.rate}, TCP's congestion control"
+        f" {given.congestion}, packets of {given.mtu} bytes (headers {headers(given.mtu)});"
+        " the slowest link carries"
         f" {min(rank['link'] for rank in ranks):.0f} Mbit/s of payload\n"
     )
     for choice in ranks[0]["choices"]:

@@ -5,25 +5,26 @@
 
 One thread, memory of the caller's own (``out=``) on both sides, a gradient bucket of 25 MiB. The
 encoding divides by 8 as well; a decoded value is compared with ``.float()``. Times are those of the
-processor, which a busy machine lengthens less than the clock's. On a GPU the functions
-go through ``torch.compile`` and are compared with a copy, in bytes moved per second.
+processor, which a busy machine lengthens less than the clock's. On a GPU Triton's
+kernels are compared with a copy, in bytes moved per second.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import Timings, environment, interleave, markdown, ratio
-from distamp.comm_hooks.arithmetic import arithmetic_for
-from distamp.comm_hooks.rows import one_row
-from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
+from distamp.comm_hooks.formats import BLOCK, Places
 
 HALF, FLOAT, COPY = ".half()", ".float()", "copy"
 
@@ -85,13 +86,17 @@ def _processor_times(contenders: dict[str, Callable[[], object]], rounds: int) -
     return timings
 
 
-def _of_format(wire: WireFormat, values: Tensor) -> dict[str, Callable[[], object]]:
-    sent = wire.encode(values, divisor=8)
-    out, pair = torch.empty_like(values), torch.stack([sent, sent])
+def _of_format(
+    wire: WireFormat, values: Tensor, how: Any = formats
+) -> dict[str, Callable[[], object]]:
+    numel = values.numel()
+    places = Places(1, -(-numel // BLOCK) * BLOCK, [(0, 0, numel)])
+    pair = torch.zeros(2, wire.row_bytes(places.numel), dtype=torch.uint8, device=values.device)
+    sent, out, none = pair[:1], torch.empty_like(values), values.view(1, -1)[:0]
     return {
-        f"{wire.name} encode": lambda: wire.encode(values, sent, divisor=8),
-        f"{wire.name} decode": lambda: wire.decode(sent, out.numel(), out),
-        f"{wire.name} add": lambda: wire.sum_decoded(pair, out.numel()),
+        f"{wire.name} encode": lambda: how.encode(wire, values, none, places, sent, 0.125),
+        f"{wire.name} decode": lambda: how.decode(wire, sent, places, out),
+        f"{wire.name} add": lambda: how.sum_rows(wire, pair, places, out),
     }
 
 
@@ -103,11 +108,13 @@ def _on_gpu(elements: int, rounds: int) -> str:
     values = torch.randn(elements, device="cuda")
     other = torch.empty_like(values)
     contenders: dict[str, Callable[[], object]] = {COPY: lambda: other.copy_(values)}
+    kernels = importlib.import_module("distamp.comm_hooks.kernels")
     moved = {COPY: 8 * elements}
     for wire in WIRE_FORMATS.values():
-        contenders |= _kernels(wire, values, other)
-        for what in ("encode", "decode"):
-            moved[f"{wire.name} {what}"] = 4 * elements + wire.nbytes(elements)
+        contenders |= _of_format(wire, values, kernels)
+        row = wire.row_bytes(elements)
+        moved[f"{wire.name} encode"] = moved[f"{wire.name} decode"] = 4 * elements + row
+        moved[f"{wire.name} add"] = 4 * elements + 2 * row
     timings = interleave(contenders, rounds, warmup=5)
     rates = {name: [moved[name] / each for each in timings[name]] for name in contenders}
     rows = [
@@ -115,17 +122,6 @@ def _on_gpu(elements: int, rounds: int) -> str:
         for name, each in rates.items()
     ]
     return f"\n{markdown(['', 'GB/s', 'of copy'], rows)}"
-
-
-def _kernels(wire: WireFormat, values: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    """Return what an exchange launches on a device: Triton's kernels, where there is Triton."""
-    how, _ = arithmetic_for(values.device)
-    rows = one_row(values.numel(), values.device)
-    sent = wire.encode(values).view(1, -1)
-    return {
-        f"{wire.name} encode": lambda: how.encode_rows(wire, values, sent, rows, divisor=8.0),
-        f"{wire.name} decode": lambda: how.decode_rows(wire, sent, out, rows),
-    }
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Heavy-tailed gradients (Student's t with 5 degrees of freedom) of 24 layers, who
 all ranks. Numbers of ranks are compared at a loss scale of 2^10, where torch's hook overflows
 nowhere. One process goes through what the ranks would do: for ours, each rank's wire, the fp32
 sum, and the wire of the mean; for torch's hook, the cast, the division in fp16 and fp16 additions
-in the order of gloo's ring. Two ranks send whole wires to each other, so they round once.
+in the order of gloo's ring.
 
 The last table gives one-byte formats what they need: error feedback, in which each exchange gets
 back what rounding took from the last. Its error is that of the sum of all gradients so far, of all
@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import environment, markdown
-from distamp.comm_hooks.error_feedback import compensate, new_residual
-from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat
+from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
+from distamp.comm_hooks.formats import BLOCK, Feedback, Places
 
 LAYERS = 24
 SCALES = (1.0, 2.0**16, 2.0**24)
@@ -60,12 +61,29 @@ def gradients(world: int, elements: int) -> list[Tensor]:
     return [((common + each) * sizes).double() for each in own]
 
 
-def through(wire: WireFormat, contributions: list[Tensor]) -> Tensor:
-    """Average fp32 contributions as ``distamp.comm_hooks`` does, in one process."""
-    world, numel = len(contributions), contributions[0].numel()
-    wires = torch.stack([wire.encode(each, divisor=world) for each in contributions])
-    total = wire.sum_decoded(wires, numel)
-    return wire.decode(wire.encode(total), numel) if world > 2 else total
+def through(
+    wire: WireFormat,
+    contributions: list[Tensor],
+    places: Places | None = None,
+    feedback: list[Feedback] | None = None,
+) -> Tensor:
+    """Average fp32 contributions as ``distamp.comm_hooks`` does, in one process.
+
+    ``feedback`` has one for each contribution, and one for the mean.
+    """
+    numel = contributions[0].numel()
+    places = places or Places(1, -(-numel // BLOCK) * BLOCK, [(0, 0, numel)])
+    fed: list[Feedback | None] = [*(feedback or [None] * (len(contributions) + 1))]
+    rows = torch.empty(len(contributions), wire.row_bytes(places.numel), dtype=torch.uint8)
+    for index, each in enumerate(contributions):
+        inverse = 1 / len(contributions)
+        formats.encode(
+            wire, each, each.view(1, -1)[:0], places, rows[index : index + 1], inverse, fed[index]
+        )
+    mean, found = torch.empty_like(rows[:1]), torch.empty(numel)
+    formats.sum_encode(wire, rows, places.numel, mean, fed[-1])
+    formats.decode(wire, mean, places, found)
+    return found
 
 
 def torchs_hook(contributions: list[Tensor]) -> Tensor:
@@ -118,7 +136,7 @@ def _by_scale(elements: int) -> str:
 def _with_feedback(elements: int, steps: int) -> str:
     rows = []
     for wire in WIRE_FORMATS.values():
-        share = wire.nbytes(1 << 20) / (4 << 20)
+        share = wire.row_bytes(1 << 20) / (4 << 20)
         without, fed_back = (_summed(wire, elements, steps, given) for given in (False, True))
         both = (f"{error:.1e}" for pair in zip(without, fed_back, strict=True) for error in pair)
         rows.append([wire.name, f"{share:.3f}", *both])
@@ -131,10 +149,15 @@ def _summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tupl
     world, scale = 4, 2.0**10
     sizes = torch.cat([torch.ones(elements), torch.full((64,), 0.01)]).repeat(LAYERS // 2)
     numel = sizes.numel()
-    # Where the small ones begin and end, as an exchange of parameters knows it.
-    edges = [0, *(sizes.diff().nonzero().flatten() + 1).tolist()]
-    of_mine: list[Tensor | None] = [None] * world
-    of_sum: Tensor | None = None
+    # Where the small ones begin and end, as an exchange of int8 knows it.
+    edges = [0, *(sizes.diff().nonzero().flatten() + 1).tolist(), numel]
+    runs, begin = [], 0
+    for first, stop in pairwise(edges):
+        runs.append((begin, first, stop - first))
+        begin += -(-(stop - first) // BLOCK) * BLOCK
+    places = Places(1, begin, runs)
+    pair = torch.tensor([scale, 1 / scale])
+    kept = [Feedback(torch.zeros(begin), pair) for _ in range(world + 1)]
     mine, exact = torch.zeros(2, numel, dtype=torch.float64)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -144,19 +167,9 @@ def _summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tupl
             for _ in range(world)
         ]
         exact += torch.stack(contributions).double().mean(0)
-        wires = []
-        for rank, each in enumerate(contributions):
-            given = compensate(each, of_mine[rank], scale)
-            wires.append(wire.encode(given, divisor=world, boundaries=edges))
-            if feedback:
-                arrived = wire.decode(wires[-1], numel, boundaries=edges).mul_(world)
-                of_mine[rank] = new_residual(given, arrived, scale)
-        total = wire.sum_decoded(torch.stack(wires), numel, boundaries=edges)
-        given = compensate(total, of_sum, scale)
-        mean = wire.decode(wire.encode(given, boundaries=edges), numel, boundaries=edges)
-        if feedback:
-            of_sum = new_residual(given, mean, scale)
-        mine += mean
+        if not feedback:
+            kept = [Feedback(torch.zeros(begin), pair) for _ in range(world + 1)]
+        mine += through(wire, contributions, places, kept if wire.needs_error_feedback else None)
     small = sizes < 1
     return _error(mine, exact), _error(mine[small], exact[small])
 

@@ -115,7 +115,7 @@ def wire() -> None:
     axes = canvas(9.4, 3.3)
     axes.text(0.15, 3.0, "a block: at most 256 elements of one parameter", fontweight="bold")
     box(axes, 1.0, 2.35, "unit\n2 bytes", ORANGE, w=1.4)
-    box(axes, 4.3, 2.35, "256 payloads of 2 bytes (fp16, int16) or 1 byte (int8, fp8)", BLUE, w=5.0)
+    box(axes, 4.3, 2.35, "256 payloads of 2 bytes (fp16) or 1 byte (int8)", BLUE, w=5.0)
     axes.text(7.0, 2.35, "value = payload x unit;\nsign of unit: inf or NaN inside", va="center")
     stages = [("each rank:\nencode", BLUE), ("send each part\nto its owner", GREY),
               ("owner:\nsum in fp32", GREEN), ("encode the mean,\nsend to all", GREY),

@@ -1,1 +1,1 @@
-"""A training job that people can read in an hour, and copy: ``torchrun launch/train.py``."""
+"""The training job that uses distamp from outside; not part of the installed package."""

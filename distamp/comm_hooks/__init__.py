@@ -6,7 +6,8 @@ from distamp.comm_hooks.ddp import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from distamp.comm_hooks.fsdp1_hooks import (
+from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat, wire_format
+from distamp.comm_hooks.fsdp1 import (
     LowPrecisionState,
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
@@ -14,7 +15,6 @@ from distamp.comm_hooks.fsdp1_hooks import (
 from distamp.comm_hooks.registration import register
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import HookStats
-from distamp.comm_hooks.wire import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = [
     "WIRE_FORMATS",

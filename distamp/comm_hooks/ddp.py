@@ -40,11 +40,10 @@ def fp16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
         A future of the averaged buffer.
 
     Raises:
-        LockstepError: The ranks' buckets differ; raised on all ranks.
-        RuntimeError: An exchange failed, on whichever rank; raised on all of them.
+        RuntimeError: An exchange failed on this rank, or did before.
         TypeError: ``state`` is something else.
     """
-    return average_bucket(state_of(state, "fp16"), bucket)
+    return _average(state_of(state, "fp16"), bucket)
 
 
 def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
@@ -53,7 +52,7 @@ def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     Unlike torch's hook of this name it needs no NCCL and rounds twice, however many the ranks.
     Takes, returns and raises what `fp16_compress_hook` does.
     """
-    return average_bucket(state_of(state, "bf16"), bucket)
+    return _average(state_of(state, "bf16"), bucket)
 
 
 def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
@@ -61,7 +60,7 @@ def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
 
     Returns and raises what `fp16_compress_hook` does.
     """
-    return average_bucket(state, bucket)
+    return _average(state, bucket)
 
 
 # torch's DDP refuses hooks of two names where NCCL is missing, whatever they do.
@@ -106,15 +105,15 @@ def _casting(hook: Hook, dtype: torch.dtype) -> Hook:
     return casting_hook
 
 
-def average_bucket(state: CommHookState, bucket: Any) -> Future[Tensor]:
+def _average(state: CommHookState, bucket: Any) -> Future[Tensor]:
     """Average what DDP, or its compiled reducer, hands to a hook."""
     if isinstance(bucket, tuple):
         # Its results are taken from the gradient itself, and the future is not looked at.
         return _average_compiled(state, bucket[0])  # type: ignore[return-value]
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        return _average_sparse(state, bucket)
-    return state.average(bucket.index(), buffer, bucket.parameters())
+        return state.all_reduce(buffer, "sparse gradient all-reduced as it is")
+    return state.average(buffer, bucket.parameters())
 
 
 def _average_compiled(state: CommHookState, gradient: Tensor) -> Tensor:
@@ -123,26 +122,11 @@ def _average_compiled(state: CommHookState, gradient: Tensor) -> Tensor:
     The call is a part of a graph, which has no place for a thread or for futures.
     """
     group = state.process_group
-    state.fell_back("gradient all-reduced as it is by torch.compile's Python reducer")
+    reason = "gradient all-reduced as it is by torch.compile's Python reducer"
+    state.account.fallbacks[reason] += 1
     mean = gradient / dist.get_world_size(group)
     if torch.compiler.is_compiling():
         mean = torch_compat.all_reduce_in_graph(mean, group)
     else:
         dist.all_reduce(mean, group=group)
     return gradient.copy_(mean)
-
-
-def _average_sparse(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
-    """All-reduce as without a hook: what is sparse is sent as it is."""
-    group = state.process_group
-    buffer = bucket.buffer()
-    state.fell_back("sparse gradient all-reduced as it is")
-    state.leave_out(bucket.parameters())
-    work = dist.all_reduce(buffer.div_(dist.get_world_size(group)), group=group, async_op=True)
-
-    def first(future: Future[Any]) -> Tensor:
-        averaged: Tensor = future.value()[0]
-        return averaged
-
-    result: Future[Tensor] = work.get_future().then(first)
-    return result

@@ -1,11 +1,11 @@
-"""The state of a communication hook: what a user sees of it, and what a scaler is joined with."""
+"""The state of a communication hook: what a user, a scaler and a checkpoint see of it."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,35 +13,74 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.arriving import Reports
-from distamp.comm_hooks.buckets import Bucket, Buckets, reals_in
-from distamp.comm_hooks.channel import Channel, check_member, resolve_group
+from distamp.comm_hooks.buckets import Bucket, reals_in
 from distamp.comm_hooks.choice import Choice
-from distamp.comm_hooks.engine import Engine
-from distamp.comm_hooks.engines import Engines, named_failures
-from distamp.comm_hooks.headers import ReduceResult, lockstep_words
-from distamp.comm_hooks.layout import Layout, Route
-from distamp.comm_hooks.order import Staged, through
-from distamp.comm_hooks.residuals import Residuals, check_residual
-from distamp.comm_hooks.shards import ShardedGroup, alone
+from distamp.comm_hooks.exchange import Exchange
+from distamp.comm_hooks.formats import BLOCK, WIRE_FORMATS, WireFormat, wire_format
+from distamp.comm_hooks.hosts import Hosts, agree, gathered, hosts_of, own_row
 from distamp.comm_hooks.stats import Account, HookStats
-from distamp.comm_hooks.wire import WireFormat, wire_format
-from distamp.errors import LockstepError
 from distamp.host import moved
 
-__all__ = ["CommHookState", "state_of"]
+__all__ = ["CommHookState", "check_sharded", "fits", "state_of"]
 
-# 2: residuals by parameter. 3: the same, and nothing else about the ranks.
-_VERSION, _READ = 3, (2, 3)
+# 4: residuals of the mean, where 3 had them of this rank's own gradient.
+_VERSION = 4
+
+
+def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
+    """Return whether gradients do not grow on the wire."""
+    return wire.block_bytes <= BLOCK * dtype.to_real().itemsize
+
+
+def check_sharded(
+    wire: WireFormat, dtype: torch.dtype, where: str = "MixedPrecisionPolicy"
+) -> None:
+    """Refuse formats that need error feedback, and gradients that are no wider than the wire.
+
+    Raises:
+        ValueError: They are so; the message names what to use.
+    """
+    if wire.needs_error_feedback:
+        allowed = [n for n, each in WIRE_FORMATS.items() if not each.needs_error_feedback]
+        raise ValueError(
+            f"{wire.name} needs error feedback, which sharded gradients have not: use "
+            f"DistributedDataParallel, or one of {', '.join(allowed)}"
+        )
+    if dtype.itemsize <= wire.payload.itemsize:
+        raise ValueError(
+            f"the {wire.name} wire is no narrower than gradients reduced in {dtype}: set "
+            f"{where}(reduce_dtype=...) to torch.float32, or register no hook"
+        )
+
+
+def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
+    """Return the group to exchange over: ``process_group``, or the default group for None.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or this rank is no member.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "a communication hook needs a process group: call "
+            "torch.distributed.init_process_group first"
+        )
+    if torch_compat.is_non_member(process_group):
+        raise ValueError(
+            "process_group does not contain this rank; give each rank the group it belongs to"
+        )
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None
+    return group
 
 
 class CommHookState:
     """The state of a hook that averages gradients through a wire; `register` returns one.
 
-    Unlike the process group that torch's own hooks take for a state, it counts what it sends,
-    and a `DistGradScaler` can be joined with it.
+    Unlike the process group that torch's own hooks take for a state, it counts what it sends, and a
+    `DistGradScaler` that is joined with it tells it the loss scale and which steps were skipped.
 
     A copy of it, as ``copy.deepcopy`` and ``torch.save`` of a DDP module make one, leaves the ranks
     out: torch registers no hook on a copy of a module, so it says, once, how to.
@@ -55,6 +94,11 @@ class CommHookState:
         ValueError: Unknown format, or a group that this rank is no member of.
     """
 
+    # What survives a call. The wire, what is counted, the group. Exchanges, by group: connections
+    # and buffers. Of a DDP model: each parameter's bucket and place in it, names and parameters for
+    # checkpoints, and what of a loaded state is in no bucket yet. The loss scale, whether the
+    # backward passes of this iteration have it, the same on devices, and whether residuals are in
+    # its units. Whether a copy was warned of.
     def __init__(
         self,
         wire: str | WireFormat = "fp16",
@@ -62,26 +106,25 @@ class CommHookState:
         choice: Choice | None = None,
     ) -> None:
         self.wire = wire if isinstance(wire, WireFormat) else wire_format(wire)
-        check_member(process_group)
+        if torch_compat.is_non_member(process_group):
+            resolve_group(process_group)
         self.account = Account(choice=choice)
-        self.groups: list[ShardedGroup] = []
-        self.buckets = Buckets()
         self._group = None if process_group is None else weakref.ref(process_group)
-        self._engines = Engines(self.wire, self.account)
-        self._reports = Reports(self.account)
-        self._scale: Tensor | None = None
-        self._scaled_now = False
+        self._exchanges: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, Exchange]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._buckets: Any = WeakTensorKeyDictionary()
         self._names: dict[int, str] = {}
         self._parameters: dict[str, weakref.ref[Tensor]] = {}
         self._loaded: dict[str, Tensor] = {}
+        self._scale: Tensor | None = None
+        self._scaled_now = False
+        self._pairs: dict[tuple[torch.device, bool], Tensor] = {}
+        self._scaled: bool | None = None
         self._copied = False
 
     def stats(self) -> HookStats:
-        """Return what this rank has sent, waited for and found so far.
-
-        On a device it waits for exchanges that are under way.
-        """
-        self._reports.collect(wait=True)
+        """Return what this rank has sent so far."""
         return self.account.stats()
 
     @property
@@ -100,9 +143,23 @@ class CommHookState:
             )
         return resolve_group(group)
 
-    def channel(self, device: torch.device, group: ProcessGroup | None = None) -> Channel:
-        """Return the channel for gradients on ``device``; the first call for it is collective."""
-        return self._engines.channel(group or self.process_group, device)
+    def connect(self, group: ProcessGroup, device: torch.device, hosts: Hosts) -> Exchange:
+        """Make the exchange of gradients on ``device`` over ``group``. Collective."""
+        known = self._exchanges.setdefault(group, {})
+        self.account.levels = hosts.text
+        # Of several devices of one process each has connections of its own.
+        named = replace(hosts, name=f"{hosts.name}/{len(known)}")
+        known[device] = Exchange(named, group, device, self.account)
+        return known[device]
+
+    def exchange(self, group: ProcessGroup, device: torch.device) -> Exchange:
+        """Return the exchange over some ranks; the first call for a device is collective."""
+        known = self._exchanges.get(group, {})
+        if device in known:
+            return known[device]
+        rows = gathered(own_row(self.wire.name), group)
+        agree(rows)
+        return self.connect(group, device, hosts_of(rows))
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -112,8 +169,7 @@ class CommHookState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CommHookState.__init__(self, state["wire"], choice=state["choice"])
-        self._loaded = dict(state["residuals"])
-        self.buckets.scaled = state.get("scaled")
+        self._loaded, self._scaled = dict(state["residuals"]), state["scaled"]
         self._copied = True
         if not state["warned"]:
             warnings.warn(
@@ -123,149 +179,112 @@ class CommHookState:
                 stacklevel=2,
             )
 
-    # -- exchanges of whole gradients ------------------------------------------------------------
+    # -- exchanges -------------------------------------------------------------------------------
 
-    def average(self, index: int, values: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
+    def average(self, values: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
         """Average one bucket over all ranks, in place, while the caller goes on.
 
         Args:
-            index: Its number, the same on all ranks.
             values: 1-D, contiguous, dense.
             parameters: Those whose gradients lie in it.
 
         Raises:
-            LockstepError: Ranks exchange buckets of another length, dtype or format; on all ranks.
             RuntimeError: An exchange failed before, on whichever rank.
         """
         group = self.process_group
-        if dist.get_world_size(group) == 1 or values.numel() == 0:
-            return _completed(values)
-        self._check_reports()
-        engine = self._engines.engine(group, values.dtype, values.device, as_narrow=True)
-        bucket = self.buckets.begin(index, parameters)
-        layout = bucket.layout
-        if layout is None or layout.numel != values.numel() or bucket.engine is not engine:
-            bucket.moves_to(engine)
-            edges = bucket.boundaries(values.numel())
-            layout = engine.layout(f"bucket {index}", index, values.numel(), values.dtype, edges)
-            bucket.layout = layout
-        runner = self._engines.runner(group, values.device)
-        if not engine.agreed(layout):
-            engine.check(layout, runner.submit(partial(engine.facts_of_all, layout)).wait())
-        unit = self._unit()
-        residuals = self._residuals(bucket, engine, layout, parameters)
-        scales = [] if self._scale is None else [self._scale]
-        job = partial(self._average, engine, layout, values, bucket, residuals, unit)
-        return runner.submit(job, uses=[values, *scales])
+        if group.size() == 1 or values.numel() == 0:
+            return torch_compat.completed(values)
+        if not fits(self.wire, values.dtype):
+            reason = f"{values.dtype} gradients all-reduced as they are".removeprefix("torch.")
+            return self.all_reduce(values, reason)
+        exchange = self.exchange(group, values.device)
+        bucket = self._bucket(values, parameters, exchange)
+        feedback = None
+        if self.wire.needs_error_feedback:
+            feedback = bucket.feedback(self._units(values.device))
+        return exchange.average(values, self.wire, bucket.plan, feedback=feedback)
 
-    def _average(
-        self,
-        engine: Engine,
-        layout: Layout,
-        values: Tensor,
-        bucket: Bucket,
-        residuals: Residuals | None,
-        unit: Tensor | None,
-    ) -> Staged[Tensor]:
-        words = lockstep_words(0, None, values.device)
-        if residuals is not None:
-            # The scaler writes the next scale into the same tensor, maybe on another device.
-            residuals.begin(None if unit is None else _copied(unit, values.device))
-        staged = engine.staged(values, layout, words, feedback=residuals)
-        doing = f"the exchange of {layout.name} in step {bucket.step}"
-        result = yield from named_failures(staged, engine.channel, doing)
-        bucket.note(result)
-        self._reports.add(result)
-        return values
+    def reduce(
+        self, values: Tensor, group: ProcessGroup, divisor: float, out: Tensor | None = None
+    ) -> None:
+        """Write this rank's part of the sum over some ranks to ``out``; without, the sum in place.
 
-    def _unit(self) -> Tensor | None:
-        """Return the scale of a backward pass that an attached scaler scaled; None of any other.
+        Args:
+            values: 1-D, contiguous, floating.
+            group: The ranks.
+            divisor: By which the sum is divided.
+            out: 1-D, contiguous, floating.
+
+        Raises:
+            RuntimeError: An exchange failed on this rank, or did before.
+        """
+        with torch.no_grad():
+            if group.size() == 1:
+                (values if out is None else out).copy_(values / divisor)
+                return
+            exchange = self.exchange(group, values.device)
+            if out is not None:
+                exchange.reduce_scatter(out, values, self.wire, divisor=divisor)
+            else:
+                plan = exchange.plan(values.numel(), self.wire)
+                exchange.average(values, self.wire, plan, divisor=divisor).wait()
+
+    def _bucket(self, values: Tensor, parameters: Sequence[Tensor], exchange: Exchange) -> Bucket:
+        bucket: Bucket
+        known = self._buckets.get(parameters[0]) if len(parameters) else None
+        if known is not None and known[0].serves(parameters, values.numel(), exchange):
+            bucket = known[0]
+            return bucket
+        what = f"{values.numel()} elements of {values.dtype}"
+        rows = gathered(own_row(what.replace("torch.", "")), self.process_group)
+        agree(rows, "exchange different gradients", "model and bucket_cap_mb")
+        bucket = Bucket(parameters, values.numel(), self.wire, exchange)
+        for place, parameter in enumerate(parameters):
+            before = self._residual_of(parameter)
+            loaded = self._loaded.pop(self._names.get(id(parameter), ""), before)
+            if loaded is not None:
+                bucket.adopt(place, loaded)
+            self._buckets[parameter] = bucket, place
+        return bucket
+
+    def _residual_of(self, parameter: Tensor) -> Tensor | None:
+        bucket, place = self._buckets.get(parameter, (None, 0))
+        found: Tensor | None = None if bucket is None else bucket.of(place)
+        return found
+
+    def _units(self, device: torch.device) -> Tensor:
+        """Return the scale of a backward pass that an attached scaler scaled, or 1; see `Feedback`.
 
         Residuals that are in the other of these units, by a factor that nobody knows, are dropped.
         """
         # A rank without more inputs is in no backward pass, and keeps to the scale it heard last.
         known = self._scaled_now or not torch_compat.in_backward_pass()
-        unit = self._scale if known else None
-        if self.buckets.scaled not in (None, unit is not None):
-            self.buckets.forget_residuals()
-            self._loaded = {}
-        self.buckets.scaled = unit is not None
-        return unit
-
-    def _residuals(
-        self, bucket: Bucket, engine: Engine, layout: Layout, parameters: Sequence[Tensor]
-    ) -> Residuals | None:
-        """Return the bucket's residuals, ready for an exchange; None for formats without."""
-        if not engine.wire.needs_error_feedback:
-            return None
-        if bucket.residuals is None:
-            bucket.residuals = Residuals(bucket.numels, engine.channel.size)
-            adopted, bucket.adopted = bucket.adopted, {}
-            for index, parameter in enumerate(parameters):
-                loaded = self._loaded.pop(self._names.get(id(parameter), ""), None)
-                if loaded is not None:
-                    adopted[index] = loaded
-            if adopted:
-                bucket.residuals.adopt(adopted, engine.channel.device, _stages(layout, engine))
-        return bucket.residuals
-
-    # -- exchanges of shards ---------------------------------------------------------------------
-
-    def exchange(
-        self,
-        values: Tensor,
-        group: ProcessGroup,
-        layout: Callable[[Engine], Layout],
-        *,
-        step: int,
-        out: Tensor | None = None,
-        divisor: float,
-        terms: int | None = None,
-        before: ReduceResult | None = None,
-    ) -> ReduceResult:
-        """Reduce-scatter ``values`` to ``out``, or average them, before this returns.
-
-        Args:
-            values: 1-D, contiguous, floating.
-            group: The ranks.
-            layout: Returns that of ``values``.
-            step: Which exchange of this layout it is, for messages.
-            out: As `Engine.staged` has it.
-            divisor: As `Engine.staged` has it.
-            terms: As `Engine.staged` has it.
-            before: As `Engine.staged` has it.
-
-        Raises:
-            LockstepError: Ranks exchange different gradients.
-            RuntimeError: An exchange failed, on whichever rank.
-        """
-        self._check_reports()
-        if group.size() == 1:
-            return alone(values, out, divisor, before)
-        engine = self._engines.engine(group, values.dtype, values.device)
-        how = layout(engine)
-        if self._scale is not None and self._scale.device.type != "cpu":
-            self._scale.record_stream(torch.accelerator.current_stream(self._scale.device))
-        with torch.no_grad():
-            doing = f"the exchange of {how.name} in step {step}"
-            if not engine.agreed(how):
-                engine.check(how, engine.facts_of_all(how))
-            words = lockstep_words(0, None, values.device)
-            staged = engine.staged(
-                values, how, words, out=out, divisor=divisor, terms=terms, before=before
+        scale = self._scale if known else None
+        if self._scaled not in (None, scale is not None):
+            self._forget_residuals()
+        self._scaled = scale is not None
+        key = device, self._scaled
+        if key not in self._pairs:
+            here = (
+                torch.ones((), dtype=torch.float32, device=device)
+                if scale is None
+                else moved(scale, device)
             )
-            result = through(named_failures(staged, engine.channel, doing))
-        self._reports.add(result)
+            self._pairs[key] = torch.stack([here, here.reciprocal()])
+        return self._pairs[key]
+
+    def _forget_residuals(self) -> None:
+        self._loaded = {}
+        for bucket in {bucket for bucket, _ in self._buckets.values()}:
+            bucket.keep(None, torch.zeros((), dtype=torch.float32, device=bucket.exchange.device))
+
+    def all_reduce(self, values: Tensor, reason: str) -> Future[Tensor]:
+        """Average gradients as without a hook, and count that."""
+        group = self.process_group
+        self.account.fallbacks[reason] += 1
+        work = dist.all_reduce(values.div_(group.size()), group=group, async_op=True)
+        result: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
         return result
-
-    def _check_reports(self) -> None:
-        """Refuse to go on after ranks were found, on a device, to be in different exchanges."""
-        self._reports.collect(wait=False)
-        if self._reports.out_of_step:
-            raise LockstepError(
-                "the ranks exchanged different gradients, or gradients of different iterations: "
-                "run the same backward passes of the same model on every rank"
-            )
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -278,30 +297,32 @@ class CommHookState:
     def state_dict(self) -> dict[str, Any]:
         """Return what rounding took from this rank's gradients; each rank saves its own.
 
-        ``"residuals"`` has, by parameter name, fp32 tensors of shape (2, numel): of this rank's own
-        gradient, and of the part of the mean that this rank owns (0 elsewhere). A complex parameter
-        has twice as many, as `torch.view_as_real` has them. It is empty for formats without error
-        feedback. ``"scaled"`` says whether they are in unscaled units, by an attached scaler, or in
-        units of the gradients as they were exchanged; None before the first exchange.
+        ``"residuals"`` has, by parameter name, fp32 tensors of shape (2, numel): of the part that
+        this rank sends to other hosts, and of the part of the mean that it owns (0 elsewhere). A
+        complex parameter has twice as many, as `torch.view_as_real` has them. It is empty for
+        formats without error feedback. ``"scaled"`` says whether they are in unscaled units, by an
+        attached scaler, or in units of the gradients as they were exchanged; None before the first
+        exchange. ``"levels"`` are the ranks and hosts that they belong to.
         """
-        residuals = {}
+        found = {}
         for name, reference in self._parameters.items():
             parameter = reference()
-            residual = None if parameter is None else self.buckets.residual_of(parameter)
+            residual = None if parameter is None else self._residual_of(parameter)
             if residual is not None:
-                residuals[name] = residual
+                found[name] = residual
         return {
             "version": _VERSION,
             "wire": self.wire.name,
-            "scaled": self.buckets.scaled,
-            "residuals": {**self._loaded, **residuals},
+            "levels": self.account.levels,
+            "scaled": self._scaled,
+            "residuals": {**self._loaded, **found},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, between any two backward passes.
 
-        Residuals are dropped at the next exchange if a scaler is attached now and was not then, or
-        the other way. A state without ``"scaled"`` is taken to be as the next exchange has them.
+        Residuals of other ranks and hosts are dropped, with a warning. They are dropped at the next
+        exchange, too, if a scaler is attached now and was not then, or the other way.
 
         Raises:
             TypeError: Not a dict.
@@ -313,21 +334,22 @@ class CommHookState:
                 "a hook's state is the dict that hook.state_dict() returned, not "
                 f"{state_dict!r:.80}"
             )
-        version, residuals = state_dict.get("version"), state_dict.get("residuals")
-        if not isinstance(version, int) or version not in _READ:
+        names = ("version", "residuals", "scaled", "levels")
+        version, residuals, scaled, levels = (state_dict.get(name) for name in names)
+        if not isinstance(version, int) or version != _VERSION:
             raise ValueError(
-                f"the hook's state has version {version!r}, and this distamp "
-                f"reads {' and '.join(map(str, _READ))}: load what state_dict() returned"
+                f"the hook's state has version {version!r:.80}, and this distamp reads {_VERSION}: "
+                "load what state_dict() returned"
             )
-        if not isinstance(residuals, Mapping):
+        if not (
+            isinstance(residuals, Mapping)
+            and isinstance(scaled, bool | None)
+            and isinstance(levels, str | None)
+        ):
             raise ValueError(
-                "the hook's state must have 'residuals', a dict of tensors by parameter, not "
-                f"{residuals!r:.80}"
-            )
-        scaled = state_dict.get("scaled")
-        if scaled is not None and not isinstance(scaled, bool):
-            raise ValueError(
-                f"'scaled' of the hook's state must be True, False or None, not {scaled!r:.80}"
+                "the hook's state must have 'residuals', a dict of tensors by parameter, 'scaled', "
+                f"a bool or None, and 'levels', a str, not {residuals!r:.80}, {scaled!r:.80} and "
+                f"{levels!r:.80}"
             )
         unknown = sorted(map(str, set(residuals) - set(self._parameters)))
         if unknown:
@@ -336,70 +358,54 @@ class CommHookState:
                 "parameters that the model does not have: load it for the model it was saved of"
             )
         for name, residual in residuals.items():
-            parameter = self._parameters[name]()
-            check_residual(name, residual, None if parameter is None else reals_in(parameter))
-        self.buckets.forget_residuals()
-        self.buckets.scaled = scaled
-        self._loaded = dict(residuals)
-
-    # -- other ways ------------------------------------------------------------------------------
-
-    def fell_back(self, reason: str) -> None:
-        """Count a bucket that went another way."""
-        self.account.fallbacks[reason] += 1
-
-    def all_reduced(self, name: str, sent: Tensor, gradient: Tensor) -> None:
-        """Count a bucket that was all-reduced as ``sent``."""
-        size = dist.get_world_size(self.process_group)
-        self.account.all_reduced(
-            name,
-            sent.numel() * sent.element_size(),
-            gradient.numel() * gradient.element_size(),
-            size,
-        )
-
-    def leave_out(self, parameters: Sequence[Tensor]) -> None:
-        """Note that the gradients of ``parameters`` went another way."""
-        self.buckets.leave_out(parameters)
+            _check_residual(name, residual, self._parameters[name]())
+        if residuals and levels and self.account.levels not in ("", levels):
+            warnings.warn(
+                f"the hook's residuals were saved in {levels}, and this is {self.account.levels}: "
+                "they are dropped, which loses the rounding of one step",
+                stacklevel=2,
+            )
+            residuals = {}
+        self._buckets.clear()
+        self._scaled, self._loaded = scaled, dict(residuals)
 
     # -- with a scaler ---------------------------------------------------------------------------
 
     def scale_changed(self, scale: Tensor) -> None:
         """See `distamp.protocols.CommHook.scale_changed`."""
         self._scale, self._scaled_now = scale, True
+        self._pairs = {}
 
     def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
-        if self.wire.needs_error_feedback:
-            self.buckets.step_ended(parameters, found_inf)
+        if not self.wire.needs_error_feedback:
+            return
+        places: dict[Bucket, list[int]] = {}
+        for parameter in self._buckets if parameters is None else parameters:
+            bucket, place = self._buckets.get(parameter, (None, 0))
+            if bucket is not None:
+                places.setdefault(bucket, []).append(place)
+        # What rounding took of a step that is not taken belongs to nothing.
+        for bucket, some in places.items():
+            bucket.keep(some, 1 - moved(found_inf, bucket.exchange.device))
 
     def iteration_ended(self) -> None:
         """See `distamp.protocols.CommHook.iteration_ended`."""
         self._scaled_now = False
-        self.buckets.iteration_ended()
+        # The scaler may have written the next scale into the same tensor.
+        self._pairs = {}
 
 
-def _stages(layout: Layout, engine: Engine) -> list[tuple[str, int, int]]:
-    """Return what residuals of a layout are asked for: stage, first element, length."""
-    found = [("mine", piece.rows.start, piece.rows.total) for piece in layout.pieces]
-    if layout.route is Route.OWNERS:
-        owned = [piece.owned_by(engine.channel.rank) for piece in layout.pieces]
-        found += [("owned", where.start, where.stop - where.start) for where in owned]
-    return found
-
-
-def _copied(scale: Tensor, device: torch.device) -> Tensor:
-    return scale.clone() if scale.device == device else moved(scale, device)
-
-
-def _completed(value: Tensor) -> Future[Tensor]:
-    """Return a future that has its value already."""
-    devices: list[int | str | torch.device] = []
-    if value.device.type != "cpu":
-        devices.append(value.device)
-    future: Future[Tensor] = Future(devices=devices)
-    future.set_result(value)
-    return future
+def _check_residual(name: str, residual: object, parameter: Tensor | None) -> None:
+    if not isinstance(residual, Tensor) or residual.dtype is not torch.float32:
+        raise ValueError(f"the residuals of {name!r} must be fp32, not {residual!r:.80}")
+    numel = residual.shape[-1] if parameter is None else reals_in(parameter)
+    if residual.shape != (2, numel):
+        raise ValueError(
+            f"the residuals of {name!r} must be of shape (2, {numel}), not {tuple(residual.shape)}"
+        )
+    if not residual.isfinite().all():
+        raise ValueError(f"the residuals of {name!r} hold inf or NaN")
 
 
 # States of hooks that were given a process group, or None, where torch's take no more than that.

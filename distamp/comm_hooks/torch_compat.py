@@ -7,7 +7,7 @@ Each is used through a function here and tested against the torch that is instal
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,21 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket, PrefixStore
 from torch.distributed import ProcessGroup
+from torch.futures import Future
 
 __all__ = [
     "GradBucket",
-    "all_gather_rows",
     "all_reduce_hook",
     "all_reduce_in_graph",
-    "backend_name",
+    "completed",
     "custom_reduce_scatter",
     "ddp_hook_name",
-    "default_store",
     "device_of",
-    "exchange_rows",
-    "flat_parameter",
+    "fsdp1_numel",
     "fsdp1_units",
-    "gather_rows",
     "gradient_divide_factor",
     "in_backward_pass",
     "is_destroyed",
@@ -39,13 +36,11 @@ __all__ = [
     "is_hsdp",
     "is_non_member",
     "mesh_groups",
+    "new_communicator",
     "new_gloo",
     "not_compiled",
-    "numels_in",
     "param_groups",
     "reduce_scatter",
-    "set_fsdp1_hook",
-    "sharded_sizes",
     "take_fsdp1_hook",
     "timeout_of",
     "torchs_replicas",
@@ -69,20 +64,53 @@ def is_destroyed(group: ProcessGroup) -> bool:
     return False
 
 
-def default_store() -> Any:
-    """Return the store by which the ranks of the default group found each other."""
-    return dist.distributed_c10d._get_default_store()
+def new_gloo(name: str, parent: ProcessGroup) -> Any:
+    """Return a gloo backend over the ranks of ``parent``; no other has its name.
 
-
-def new_gloo(name: str, parent: ProcessGroup) -> tuple[Any, Any]:
-    """Return a gloo backend over the ranks of ``parent``, and a store, which ``name`` both name.
-
-    torch's ``new_group`` would need the ranks outside the group too, or name it by its ranks: made
-    a second time, such a group finds the addresses of the first.
+    torch's ``new_group`` would need the ranks outside the group too, or name it by its ranks and by
+    how many groups a rank has, which may differ.
     """
-    store = PrefixStore(name, default_store())
-    backend = dist.ProcessGroupGloo(store, parent.rank(), parent.size(), timeout_of(parent))
-    return backend, store
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), timeout_of(parent))
+
+
+def new_communicator(
+    name: str, parent: ProcessGroup, ranks: Sequence[int], device: torch.device
+) -> ProcessGroup:
+    """Return a group for tensors of a device; made by its own members, as `new_gloo`.
+
+    Args:
+        name: No other's.
+        parent: Whose backend and timeout it has.
+        ranks: Its members, by their numbers in ``parent``.
+        device: Where the tensors lie.
+    """
+    backend = f"{device.type}:{parent._get_backend(device).name()}"
+    members = [dist.get_global_rank(parent, rank) for rank in ranks]
+    group: ProcessGroup
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(parent.rank()),
+        members,
+        dist.Backend(backend),
+        PrefixStore(name, dist.distributed_c10d._get_default_store()),
+        group_name=dist.distributed_c10d.GroupName(name),
+        timeout=timeout_of(parent),
+    )
+    # Which destroy_process_group() asks for.
+    known = dist.distributed_c10d._world.pg_group_ranks
+    known[group] = {rank: index for index, rank in enumerate(members)}
+    return group
+
+
+def completed(value: Tensor) -> Future[Tensor]:
+    """Return a future that has its value already."""
+    devices: list[int | str | torch.device] = []
+    if value.device.type != "cpu":
+        devices.append(value.device)
+    future: Future[Tensor] = Future(devices=devices)
+    future.set_result(value)
+    return future
 
 
 def device_of(group: ProcessGroup) -> torch.device:
@@ -93,33 +121,11 @@ def device_of(group: ProcessGroup) -> torch.device:
     return torch.device(types[0], torch.accelerator.current_device_index())
 
 
-def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """Return which backend serves tensors of a device, whatever ``init_process_group`` got."""
-    name: str = group._get_backend(device).name()
-    return name
-
-
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Return how long collectives of the group may take."""
     backend = group._get_backend(device_of(group))
     timeout: timedelta = getattr(backend.options, "_timeout", dist.default_pg_timeout)
     return timeout
-
-
-def exchange_rows(backend: Any, received: Tensor, sent: Tensor) -> None:
-    """Send the r-th part of ``sent`` to rank r by a backend, all at once, and wait."""
-    backend.alltoall_base(received, sent, [], []).wait()
-
-
-def gather_rows(backend: Any, received: Tensor, row: Tensor) -> None:
-    """Collect every rank's ``row`` by a backend's ring, and wait."""
-    backend._allgather_base(received, row).wait()
-
-
-def all_gather_rows(received: Tensor, row: Tensor, group: ProcessGroup) -> Any:
-    """Collect every rank's ``row`` and return the work; by torch's newer name where there is."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(received, row, group=group, async_op=True)
 
 
 def reduce_scatter(out: Tensor, values: Tensor, group: ProcessGroup) -> None:
@@ -184,29 +190,15 @@ def fsdp1_units(model: Any) -> list[Any]:
     return FullyShardedDataParallel.fsdp_modules(model)
 
 
-def flat_parameter(unit: Any) -> Any | None:
-    """Return an FSDP1 unit's own flat parameter, if it has one."""
-    return unit._flat_param
-
-
-def numels_in(flat: Any) -> tuple[int, ...]:
-    """Return the elements of each parameter, and of padding between them, in a flat parameter."""
-    numels: tuple[int, ...] = flat._numels_with_padding
-    return numels
+def fsdp1_numel(unit: Any) -> int:
+    """Return the elements of an FSDP1 unit's own parameters, unsharded."""
+    flat = unit._flat_param
+    return 0 if flat is None else int(flat._unpadded_unsharded_size.numel())
 
 
 def take_fsdp1_hook(unit: Any) -> Any | None:
     """Return the hook of an FSDP1 unit, if it has one."""
     return unit._comm_hook
-
-
-def set_fsdp1_hook(unit: Any, state: object, hook: Callable[..., None]) -> None:
-    """Give one FSDP1 unit a hook and a state of its own.
-
-    ``register_comm_hook`` gives all units the same state, which does not say whose gradient it is.
-    """
-    unit._comm_hook = hook
-    unit._comm_hook_state = state
 
 
 # -- FSDP2 ------------------------------------------------------------------------------------
@@ -253,10 +245,3 @@ def gradient_divide_factor(group: Any) -> float | None:
     """Return what a user had gradients of a parameter group divided by."""
     factor: float | None = group.gradient_divide_factor
     return factor
-
-
-def sharded_sizes(group: Any) -> Iterable[tuple[nn.Parameter, int]]:
-    """Yield each parameter of a group that is trained, and its elements in a rank's part."""
-    for each in group.fsdp_params:
-        if each.sharded_param.requires_grad:
-            yield each.sharded_param, each.padded_sharded_param_size.numel()

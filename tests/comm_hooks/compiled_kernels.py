@@ -17,8 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from distamp.comm_hooks import WIRE_FORMATS, kernels
-from distamp.comm_hooks.wire import WireFormat
+from distamp.comm_hooks import WIRE_FORMATS, WireFormat, kernels
 
 KERNELS = (
     kernels.encode_kernel,
@@ -29,35 +28,20 @@ KERNELS = (
 PAYLOADS = {"int8": "*i8", "bf16": "*i16"}
 # Of arguments that are no 64-bit integers.
 TYPES = {
-    "headers": "*i16",
-    "given_headers": "*i16",
-    "table": "*i32",
-    "local": "*u8",
-    "first": "*i64",
-    "parts": "*i64",
-    "header": "*i64",
-    "wires": "i32",
-    "lowest": "i32",
-    "head": "*i64",
-    **dict.fromkeys(("values", "out", "residual", "left", "scale"), "*fp32"),
-    **dict.fromkeys(("inverse", "divisor"), "fp32"),
+    **dict.fromkeys(("units", "given_units"), "*i16"),
+    **dict.fromkeys(("more", "rows"), "i32"),
+    **dict.fromkeys(("values", "others", "out", "residual", "scale"), "*fp32"),
+    "table": "*i64",
+    "inverse": "fp32",
 }
 
 
 def ptx(kernel: Any, wire: WireFormat, capability: int) -> str:
     """Return what a kernel becomes for a format."""
     payload = PAYLOADS.get(wire.name, "*fp16")
-    # What is encoded are gradients; what is summed and encoded, wires.
-    given = "*fp32" if kernel is kernels.encode_kernel else payload
-    types = {**TYPES, "payload": payload, "given": given}
-    constants = kernels.constants(
-        wire,
-        split=wire.block > 1,
-        writes="SHIFT" in kernel.arg_names,
-        BEFORE=wire.needs_error_feedback,
-        FED_BACK=wire.needs_error_feedback,
-        HEAD=True,
-    )
+    types = {**TYPES, "payload": payload, "given": payload}
+    writes = "FED" in kernel.arg_names
+    constants = kernels.constants(wire, writes=writes, fed=wire.needs_error_feedback)
     names = list(inspect.signature(kernel.fn).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.comm_hooks import layout
 from tests.comm_hooks.training import agreed, inputs, mlp
 
 WIDTHS = (17, 40, 30, 3)
@@ -133,13 +131,7 @@ def test_epochs_of_uneven_inputs_and_plain_steps_after_them(
     _check(results, wire, exact=not (halves and min(counts) == 0))
 
 
-def _by_owners(*args: Any) -> Any:
-    """The same, where each rank owns a part of the means: what it rounds there is kept, too."""
-    with patch.object(layout, "DIRECT_BYTES", 0):
-        return _beside_torch(*args)
-
-
 @pytest.mark.parametrize("overflow_at", [None, 3], ids=["", "overflow"])
 @pytest.mark.parametrize("wire", ["fp16", "int8"])
 def test_ranks_that_run_out_of_inputs_one_after_another(ranks4, wire, overflow_at):
-    _check(ranks4.run(_by_owners, wire, (3, 0, 5, 1), False, overflow_at), wire)
+    _check(ranks4.run(_beside_torch, wire, (3, 0, 5, 1), False, overflow_at), wire)

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.comm_hooks import fsdp2, torch_compat
-from distamp.comm_hooks.auto import as_it_is, choose_for_ddp, timed_choice
+from distamp.comm_hooks import fsdp2
+from distamp.comm_hooks.auto import as_it_is, timed_choice
 from distamp.errors import LockstepError
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
 from tests.ranks import mesh, subgroup
 
 WIDTHS = (31, 97, 64, 5)
+CPU = torch.device("cpu")
 
 
 def _wrap(wrapper: str, net: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
@@ -133,8 +134,7 @@ def _uncompressed_replicas(factor: float | None) -> float:
         model.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(True)  # gloo multiplies by no factor
     state = comm_hooks.CommHookState(as_it_is(torch.float32))
-    for group in torch_compat.param_groups(model):
-        fsdp2._hook(model, group, state, replicas, None)
+    fsdp2.attach(fsdp2.modules_of(model), state, replicas, compressed=False)
     plain = DistributedDataParallel(mlp(*WIDTHS))
     for each in (model, plain):
         each(inputs(0, WIDTHS[0])).square().sum().backward()
@@ -177,7 +177,7 @@ def _slow_on(ranks: list[int], ways: list[str]) -> str:
         return lambda sent: time.sleep(seconds[name])
 
     trials = {name: trial(name) for name in seconds}
-    return timed_choice(trials, torch.ones(8), [dist.group.WORLD]).wire
+    return timed_choice(trials, 8, torch.float32, CPU, [dist.group.WORLD]).wire
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_what_is_slow_on_one_rank_alone_is_chosen_by_none(ranks4, slow, wire):
 
 def _of_half(dtype: torch.dtype) -> tuple[str, list[str], str]:
     model = DistributedDataParallel(mlp(*WIDTHS).to(dtype))
-    choice = choose_for_ddp(model, dist.group.WORLD)
+    choice = comm_hooks.register(model, "auto").stats().choice
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     sharded = fully_shard(mlp(*WIDTHS), mesh=mesh((2,), ("shard",)), mp_policy=policy)
     state = comm_hooks.register(sharded, "auto")
@@ -250,8 +250,9 @@ def _left_over() -> tuple[list[str], int]:
     groups = len(dist.distributed_c10d._world.pg_map)
     for _ in range(2):
         model = DistributedDataParallel(mlp(*WIDTHS))
-        choose_for_ddp(model, dist.group.WORLD)
-        assert not model._comm_hooks
+        comm_hooks.register(model, "auto")
+        model(inputs(0, WIDTHS[0])).sum().backward()
+        del model
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "distamp-comm-hook":
@@ -300,7 +301,7 @@ def _refused(what: str) -> str:
         ("a second hook", "has a communication hook already (fp16_compress_hook)"),
         ("a built-in hook", "has a communication hook already (one of torch's built-in hooks)"),
         ("no wrapper", "cannot give Sequential a communication hook"),
-        ("an unknown name", "unknown wire format 'automatic': choose one of bf16,"),
+        ("an unknown name", "unknown wire format 'automatic': choose one of fp16,"),
         ("hybrid", "takes no communication hook with"),
     ],
 )
@@ -323,7 +324,7 @@ def _one_dies() -> str:
             os._exit(7)
 
     with pytest.raises(RuntimeError) as caught:
-        timed_choice({"fp32": trial, "fp16": trial}, torch.ones(8), [group])
+        timed_choice({"fp32": trial, "fp16": trial}, 8, torch.float32, CPU, [group])
     assert not model._comm_hooks
     return type(caught.value).__name__
 

@@ -255,14 +255,12 @@ def _half(dtype: torch.dtype) -> tuple[float, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wire", "bound"),
-    [(torch.float16, "fp16 as they are", 2e-3), (torch.bfloat16, "bf16", 2e-2)],
-    ids=str,
+    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_gradients_of_two_bytes_are_sent_in_two_bytes(ranks2, dtype, wire, bound):
+def test_gradients_of_two_bytes_are_sent_in_two_bytes(ranks2, dtype, bound):
     for error, fallbacks in ranks2.run(_half, dtype):
         assert error <= bound
-        assert list(fallbacks) == [f"{str(dtype)[6:]} gradients sent as {wire}"]
+        assert list(fallbacks) == [f"{str(dtype)[6:]} gradients all-reduced as they are"]
 
 
 # -- beside torch's hooks ---------------------------------------------------------------------
@@ -377,7 +375,7 @@ def _other_bucket(what: str) -> str:
     if what == "format":
         model = DistributedDataParallel(net)
         model.register_comm_hook(comm_hooks.CommHookState(wire), comm_hooks.fp16_compress_hook)
-    with pytest.raises(LockstepError, match="the ranks exchange different gradients") as error:
+    with pytest.raises(LockstepError, match=r"the ranks (exchange|register) different") as error:
         model(inputs(0, WIDTHS[0])).square().sum().backward()
     return str(error.value)
 
@@ -386,6 +384,6 @@ def _other_bucket(what: str) -> str:
 def test_a_rank_with_another_format_or_length_is_named_on_all_ranks(ranks4, what):
     message = ranks4.run(_other_bucket, what)
     assert len(set(message)) == 1
-    assert "rank 1: bucket 0 of" in message[0]
-    assert "rank 0, 2, 3: bucket 0 of" in message[0]
+    assert "rank 1: " in message[0]
+    assert "rank 0, 2, 3: " in message[0]
     assert "\n" not in message[0]

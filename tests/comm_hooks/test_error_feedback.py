@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.comm_hooks.residuals import Residuals
 from tests.comm_hooks.training import agreed, average, inputs, mlp, wrapped
 
 FED_BACK = [name for name, wire in comm_hooks.WIRE_FORMATS.items() if wire.needs_error_feedback]
@@ -28,7 +29,7 @@ def _sums(wire: str, numel: int, rounds: int) -> list[float]:
     total = torch.zeros(numel)
     found = []
     for turn in range(1, rounds + 1):
-        total += state.average(0, everyone[rank].clone(), [parameter]).wait()
+        total += state.average(everyone[rank].clone(), [parameter]).wait()
         true = everyone.mean(0) * turn
         found.append(((total - true).norm() / everyone.mean(0).norm()).item())
     return [found[0], found[-1]]
@@ -54,7 +55,7 @@ def _lost(wire: str) -> float:
     for _ in range(200):
         gradient = torch.full((256,), 1e-4)
         gradient[0] = 1.0
-        total += state.average(0, gradient, [parameter]).wait()
+        total += state.average(gradient, [parameter]).wait()
     return (total[1:].mean() / 200 / 1e-4).item()
 
 
@@ -104,49 +105,8 @@ def _equal(wire: str, scales: tuple[float, float], bad: int | None) -> tuple[boo
 
 
 @pytest.mark.parametrize("wire", FED_BACK)
-def test_a_skipped_step_leaves_no_trace(ranks2, wire):
-    # The overflow halves the scale too, which moves nothing by a bit.
-    assert ranks2.run(_equal, wire, (1024.0, 1024.0), 3) == [(True, True)] * 2
-
-
-@pytest.mark.parametrize("wire", FED_BACK)
 def test_the_loss_scale_does_not_matter(ranks2, wire):
     assert ranks2.run(_equal, wire, (1.0, 2.0**16), None) == [(True, True)] * 2
-
-
-def _two_optimizers() -> tuple[bool, bool]:
-    """Of two optimizers with parameters in one bucket, one skips."""
-    found = []
-    for bad in (None, 2):
-        model, state = wrapped(mlp(*WIDTHS), "int8", bucket_cap_mb=25)
-        scaler = DistGradScaler("cpu", init_scale=256.0, backoff_factor=0.5)
-        scaler.attach(state)
-        parameters = list(model.parameters())
-        mine, other = (torch.optim.SGD(half, lr=0.0) for half in (parameters[:3], parameters[3:]))
-        for step in range(4):
-            for spoilt in [True, False] if step == bad else [False]:
-                model.zero_grad()
-                loss = model(inputs(step, WIDTHS[0])).square().mean()
-                if spoilt:
-                    # After the exchange, so that the bucket itself is clean.
-                    scaler.scale(loss).backward()
-                    before = {n: t.clone() for n, t in state.state_dict()["residuals"].items()}
-                    state.step_ended(parameters[:3], torch.zeros(()))
-                    state.step_ended(parameters[3:], torch.ones(()))
-                    after = state.state_dict()["residuals"]
-                    names = list(before)
-                    kept = [torch.equal(before[n], after[n]) for n in names]
-                    found.append((all(kept[:3]), not any(kept[3:])))
-                else:
-                    scaler.scale(loss).backward()
-                    scaler.step(mine)
-                    scaler.step(other)
-                scaler.update(256.0)
-    return found[0]
-
-
-def test_a_bucket_of_two_optimizers_goes_back_for_the_one_that_skipped(ranks2):
-    assert ranks2.run(_two_optimizers) == [(True, True)] * 2
 
 
 class _TwoParts(nn.Module):
@@ -161,7 +121,7 @@ class _TwoParts(nn.Module):
 
 
 def _one_overflows(wire: str, numel: int, every: int) -> tuple[Tensor, float, bool]:
-    """``b`` after 12 steps, its error against float64, and whether ``a``'s residuals were restored.
+    """``b`` after 12 steps, its error against float64, and whether ``a`` begins again.
 
     Every so many steps the gradient of ``a`` is inf on rank 0, and its optimizer skips.
     """
@@ -169,40 +129,73 @@ def _one_overflows(wire: str, numel: int, every: int) -> tuple[Tensor, float, bo
     scaler = DistGradScaler("cpu", init_scale=2.0**10, backoff_factor=0.5)
     scaler.attach(state)
     a, b = (torch.optim.SGD([p], lr=1.0) for p in (model.module.a, model.module.b))
-    true, restored = torch.zeros(numel, dtype=torch.float64), True
+    true, dropped = torch.zeros(numel, dtype=torch.float64), True
     for step in range(12):
         model.zero_grad()
         bad = every > 0 and step % every == every - 1
-        before = state.state_dict()["residuals"]
         factor = float("inf") if bad and dist.get_rank() == 0 else 1.0
         x = inputs(step, numel, rows=1)[0]
         scaler.scale(model(x, factor)).backward()
         scaler.step(a)
         scaler.step(b)
         assert (scaler.stepped(a), scaler.stepped(b)) == (not bad, True)
-        if bad:
-            after = state.state_dict()["residuals"]
-            restored &= torch.equal(after["a"], before["a"])
-            restored &= not torch.equal(after["b"], before["b"])
+        residuals = state.state_dict()["residuals"]
+        dropped &= bool(residuals["a"].any()) != bad and bool(residuals["b"].any())
         scaler.update()
         everyone = x.double()
         dist.all_reduce(everyone)
         true -= everyone / dist.get_world_size()
     arrived = model.module.b.detach()
-    return arrived, ((arrived.double() - true).norm() / true.norm()).item(), restored
+    return arrived, ((arrived.double() - true).norm() / true.norm()).item(), dropped
 
 
 @pytest.mark.parametrize("wire", FED_BACK)
 @pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
-def test_residuals_of_an_optimizer_that_stepped_are_kept_when_another_overflows(
-    ranks, size, numel, wire
-):
+def test_an_optimizer_that_skips_begins_again_and_another_goes_on(ranks, size, numel, wire):
     clean = ranks(size).run(_one_overflows, wire, numel, 0)
     found = ranks(size).run(_one_overflows, wire, numel, 3)
-    for (b, error, restored), (expected, without, _) in zip(found, clean, strict=True):
+    for (b, error, dropped), (expected, without, _) in zip(found, clean, strict=True):
         assert torch.equal(b, expected)
         assert error == without < 0.05
-        assert restored
+        assert dropped
+
+
+def _after_nonfinite(attach: bool, ranks_per_host: int) -> list[float]:
+    """Errors of ten means after a step in which one rank had inf and another NaN."""
+    model = DistributedDataParallel(nn.Linear(5000, 1, bias=False))
+    state = comm_hooks.register(model, "int8", ranks_per_host=ranks_per_host)
+    scaler = DistGradScaler("cpu", init_scale=2.0**10)
+    if attach:
+        scaler.attach(state)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+    for step in range(12):
+        sgd.zero_grad()
+        x = inputs(step, 5000, rows=1)
+        true = x[0].clone()
+        dist.all_reduce(true)
+        if step == 1:
+            x[0, 10 + 2000 * dist.get_rank() % 5000] = (math.inf, math.nan)[dist.get_rank() % 2]
+        scale = scaler.get_scale()
+        scaler.scale(model(x).sum()).backward()
+        mean = model.module.weight.grad[0] / scale
+        scaler.step(sgd)
+        assert scaler.stepped(sgd) == (step != 1)
+        scaler.update()
+        found.append(float((mean - true / dist.get_world_size()).norm() * 4 / true.norm()))
+    return found
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("attach", [False, True])
+def test_inf_and_nan_leave_ten_finite_and_right_steps(ranks4, attach, ranks_per_host):
+    for errors in ranks4.run(_after_nonfinite, attach, ranks_per_host):
+        assert not math.isfinite(errors[1])
+        if attach:
+            assert max(errors[2:]) < 0.02
+        else:
+            # The scale was halved, which a hook is told of by an attached scaler alone.
+            assert max(errors[2:]) < 0.04
 
 
 # -- with a scaler, and without -------------------------------------------------------------------
@@ -320,32 +313,6 @@ def test_a_copy_knows_the_units_of_its_residuals(ranks2):
 # -- where buckets change -------------------------------------------------------------------------
 
 
-def test_residuals_move_with_their_parameter_to_another_bucket():
-    before = Residuals([300, 20, 700], size=4)
-    before.begin(None)
-    generator = torch.Generator().manual_seed(0)
-    mine = torch.randn(1020, generator=generator)
-    owned = torch.randn(200, generator=generator)
-    before.keep("mine", 0, mine.clone())
-    before.keep("owned", 250, owned.clone())
-    before.end(torch.tensor(False))
-    parts = [before.of(index) for index in range(3)]
-    whole = torch.stack([mine, torch.zeros(1020)])
-    whole[1, 250:450] = owned
-    assert torch.equal(torch.cat(parts, 1), whole)
-    # This rank owns another part of the mean: what it owned before, and 50 elements more.
-    after = Residuals([700, 300, 20], size=4)
-    segments = [("mine", 0, 512), ("mine", 512, 508), ("owned", 700, 250)]
-    after.adopt({0: parts[2], 1: parts[0], 2: parts[1]}, torch.device("cpu"), segments)
-    moved = torch.cat([after.of(1), after.of(2), after.of(0)], 1)
-    assert not moved[1, 250:].any()
-    assert torch.equal(moved[0] + 4 * moved[1], whole[0] + 4 * whole[1])
-    same = Residuals([300, 20, 700], size=4)
-    segments = [("mine", 0, 1020), ("owned", 250, 200)]
-    same.adopt(dict(enumerate(parts)), torch.device("cpu"), segments)
-    assert torch.equal(torch.cat([same.of(index) for index in range(3)], 1), whole)
-
-
 def _resumed(wire: str, **settings: Any) -> tuple[float, float, bool]:
     """How far a run that was saved and loaded is from one that was not, and without loading."""
     ends = []
@@ -379,7 +346,7 @@ def _resumed(wire: str, **settings: Any) -> tuple[float, float, bool]:
 def test_a_checkpoint_carries_residuals(ranks2):
     for resumed, forgotten, complete in ranks2.run(_resumed, "int8"):
         assert complete
-        assert resumed < 0.5 * forgotten
+        assert resumed < 0.75 * forgotten
 
 
 @pytest.mark.parametrize("wire", FED_BACK)
@@ -431,7 +398,7 @@ def _used_once(view: bool, none: bool) -> list[float | None]:
 @pytest.mark.parametrize("view", [False, True])
 def test_a_parameter_that_no_rank_used_gets_its_residual_in_bucket_views_alone(ranks2, view, none):
     for error, first, *later in ranks2.run(_used_once, view, none):
-        assert 1e-3 < first < 1e-2
+        assert 1e-3 < first < 2e-2
         if none:
             assert later == [None, None]
         elif view:
@@ -470,7 +437,7 @@ def _nonfinite() -> list[bool]:
     found = []
     for value in (1.0, float("nan"), 1.0):
         gradient = _gradient(300, dist.get_rank()) * value
-        found.append(bool(state.average(0, gradient, [parameter]).wait().isfinite().all()))
+        found.append(bool(state.average(gradient, [parameter]).wait().isfinite().all()))
     return found
 
 

@@ -291,7 +291,7 @@ def test_there_must_be_a_process_group(ranks2):
 def _without_group() -> bool:
     state = comm_hooks.CommHookState("fp16")
     with pytest.raises(ValueError, match="init_process_group"):
-        state.average(0, torch.ones(3), [])
+        state.average(torch.ones(3), [])
     return True
 
 

@@ -15,38 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distamp import DistGradScaler
 from distamp.comm_hooks import register
-from distamp.comm_hooks.residuals import Residuals
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 31)]
 
 
 # -- hooks ----------------------------------------------------------------------------------------
-
-
-def _residual_let_go() -> float:
-    """What one stream keeps is read on the hook's, and its memory asked for again meanwhile."""
-    main, side = torch.accelerator.current_stream(), torch.Stream("sim")
-    residuals = Residuals([64], 2)
-    kept = {0: torch.full((2, 64), 3.0)}
-    residuals.adopt(kept, torch.device("sim:0"), [("mine", 0, 64)])
-    side.wait_stream(main)
-    with side:
-        residuals.begin(None)
-        given = residuals.before("mine", 0, 64).residual
-        assert given is not None
-        read = given * 2
-        residuals.keep("mine", 0, torch.zeros_like(given))
-        del given
-        residuals.end(torch.zeros((), dtype=torch.bool, device="sim"))
-    others = [torch.full((64,), 5.0, device="sim") for _ in range(8)]
-    main.synchronize()
-    main.wait_stream(side)
-    return read.sum().item() / 64 + 0 * len(others)
-
-
-def test_residuals_outlive_the_exchange_that_reads_them(sim):
-    for schedule, seed in SCHEDULES:
-        assert sim.one(_residual_let_go, schedule=schedule, seed=seed) == 18.0
 
 
 class _Spread(nn.Module):

@@ -1,0 +1,149 @@
+"""Which ranks are on which hosts, and whether all ask for the same: one table, gathered once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distamp.errors import LockstepError
+
+__all__ = ["Hosts", "Row", "agree", "gathered", "hosts_of", "own_row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank says of itself.
+
+    Args:
+        rank: Its number in the default group.
+        host: Its host name.
+        local_world_size: What its launcher says, 0 without.
+        ranks_per_host: What the user says; None to find out.
+        what: The format and the model, in words; None where it raises an error of its own.
+        name: Nobody else's: the first rank's names connections.
+    """
+
+    rank: int
+    host: str
+    local_world_size: int
+    ranks_per_host: int | None
+    what: str | None
+    name: str
+
+
+def own_row(what: str | None, ranks_per_host: int | None = None) -> Row:
+    """Return what this rank says of itself."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = int(given) if given.isdigit() else 0
+    name = secrets.token_hex(8)
+    return Row(dist.get_rank(), socket.gethostname(), local, ranks_per_host, what, name)
+
+
+def gathered(row: Row, group: ProcessGroup) -> list[Row]:
+    """Return what all ranks of a group say. Collective."""
+    rows: list[Row | None] = [row]
+    if group.size() > 1:
+        rows = [None] * group.size()
+        dist.all_gather_object(rows, row, group=group)
+    return [each for each in rows if each is not None]
+
+
+def agree(
+    rows: Sequence[Row],
+    do: str = "register different hooks",
+    same: str = "format and model",
+) -> None:
+    """Refuse, on every rank alike, ranks that do different things.
+
+    Args:
+        rows: What all ranks say.
+        do: What ranks that say different things do.
+        same: What they must have alike.
+
+    Raises:
+        LockstepError: A rank has another format or model, or raises an error of its own.
+    """
+    said: dict[str, list[int]] = {}
+    for row in rows:
+        text = row.what or "none, because it raised another error"
+        if row.ranks_per_host is not None:
+            text += f", ranks_per_host={row.ranks_per_host}"
+        said.setdefault(text, []).append(row.rank)
+    if len(said) > 1 or rows[0].what is None:
+        parts = (f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
+        raise LockstepError(f"the ranks {do}: {'; '.join(parts)}. Give every rank the same {same}")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of a group by host, by their numbers in the group; as many on each.
+
+    Args:
+        name: Of connections between them, no other's.
+        ranks: Of each host; one rank each where all exchange with all.
+        text: The same in words, for `HookStats`.
+    """
+
+    name: str
+    ranks: Sequence[list[int]]
+    text: str
+
+    @property
+    def count(self) -> int:
+        """How many hosts."""
+        return len(self.ranks)
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks a host has."""
+        return len(self.ranks[0])
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return a rank's host, and its number there."""
+        return divmod(rank, self.local_size)
+
+    def column(self, local: int) -> list[int]:
+        """Return the ranks with one number, of all hosts."""
+        return [ranks[local] for ranks in self.ranks]
+
+    def flat(self) -> Hosts:
+        """Return the same ranks in one level."""
+        ranks = [[rank] for host in self.ranks for rank in host]
+        return Hosts(f"{self.name}/flat", ranks, f"one level of {len(ranks)} ranks")
+
+
+def hosts_of(rows: Sequence[Row]) -> Hosts:
+    """Return which ranks are on which hosts; the same on all ranks, from the same rows.
+
+    Hosts of the same number of ranks, which are neighbours in the group, exchange in two levels.
+    Ranks that are all on one host, and others, exchange in one.
+    """
+    keys: list[object]
+    if rows[0].ranks_per_host is not None:
+        keys = [index // rows[0].ranks_per_host for index in range(len(rows))]
+    else:
+        # Containers may all have one name. Launchers number the ranks of a host in succession.
+        local = rows[0].local_world_size
+        known = local > 0 and all(row.local_world_size == local for row in rows)
+        keys = [(row.host, row.rank // local if known else 0) for row in rows]
+    by_host: dict[object, list[int]] = {}
+    for index, key in enumerate(keys):
+        by_host.setdefault(key, []).append(index)
+    ranks = list(by_host.values())
+    sizes = sorted({len(each) for each in ranks})
+    one = Hosts(rows[0].name, [[index] for index in range(len(rows))], "")
+    if len(ranks) in (1, len(rows)):
+        text = f"one level of {len(rows)} ranks"
+    elif len(sizes) > 1:
+        text = f"one level: hosts have from {sizes[0]} to {sizes[-1]} ranks"
+    elif [index for each in ranks for index in each] != list(range(len(rows))):
+        text = "one level: the ranks of a host are not neighbours in the group"
+    else:
+        return Hosts(rows[0].name, ranks, f"two levels: {len(ranks)} hosts of {sizes[0]} ranks")
+    return Hosts(one.name, one.ranks, text)
