@@ -24,8 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 train: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 launch/train.py \
-		--precision fp16 --growth-interval 25 --run-dir $(RUN) --overwrite
+	OMP_NUM_THREADS=1 $(BIN)/python -m launch.demo $(RUN)
 
 test: $(READY)
 	@$(BIN)/python -m tests.simulated.build

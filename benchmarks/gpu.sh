@@ -128,13 +128,13 @@ if [[ $plan == hour ]]; then
     done
     if ((gpus > 1)); then
         ranks=("$python" -m torch.distributed.run --nproc-per-node "$gpus")
-        for strategy in ddp zero1 fsdp1 fsdp2; do
-            part "ranks_$strategy" 300 "${ranks[@]}" "${train[@]}" --strategy "$strategy" \
-                --precision fp16 --run-dir "$folder/runs/$strategy"
+        for shard in 1 -1; do
+            part "ranks_shard_$shard" 300 "${ranks[@]}" "${train[@]}" --shard "$shard" \
+                --precision fp16 --run-dir "$folder/runs/shard_$shard"
         done
         for wire in fp16 bf16 int8 auto; do
-            part "ranks_hook_$wire" 300 "${ranks[@]}" "${train[@]}" --strategy ddp \
-                --precision fp16 --comm-hook "$wire" --run-dir "$folder/runs/hook_$wire"
+            part "ranks_hook_$wire" 300 "${ranks[@]}" "${train[@]}" \
+                --precision fp16 --hook "$wire" --run-dir "$folder/runs/hook_$wire"
         done
     else
         echo "ranks: not run, one GPU" | tee -a "$folder/summary.txt"

@@ -27,10 +27,9 @@ from benchmarks.levels_page import CONTROL, LEVELS, RESULTS, render, write
 from distamp import initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
-from launch.config import Shape
-from launch.corpus import load_corpus
-from launch.data import TrainingWindows, validation_windows
-from launch.networks import GPT
+from launch.config import Config
+from launch.data import Order, load_data
+from launch.model import GPT
 
 # A run this short would otherwise spend a part of it on finding its scale.
 SCALING: dict[str, Any] = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
@@ -88,21 +87,22 @@ class Run:
 
 def gpt(batch: int = 8, block: int = 32) -> Task:
     """Return the launcher's GPT over the standard library's source."""
-    corpus = load_corpus(None)
-    windows: dict[int, TrainingWindows] = {}
+    config = Config(layers=2, heads=4, width=64, block=block, batch=batch)
+    data = load_data(config)
+
+    def stacked(examples: Any, places: Iterable[int]) -> tuple[Tensor, Tensor]:
+        inputs, targets = zip(*(examples[place] for place in places), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
 
     def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
-        if seed not in windows:
-            windows[seed] = TrainingWindows(corpus.train, block, seed)
-        return windows[seed].take(step * batch, batch)
+        return stacked(data.train, next(iter(Order(len(data.train), seed, step * batch, batch))))
 
-    return Task(
-        "GPT",
-        lambda: GPT(Shape(layers=2, heads=4, width=64, block=block)),
-        adamw,
-        take,
-        validation_windows(corpus.validation, block, 64),
-    )
+    def model() -> nn.Module:
+        made = GPT(config, data.classes)
+        return made.apply(made.init_weights)
+
+    held_out = range(0, len(data.held_out), len(data.held_out) // 64)[:64]
+    return Task("GPT", model, adamw, take, stacked(data.held_out, held_out))
 
 
 def adamw(parameters: Iterable[Tensor], level: str) -> torch.optim.Optimizer:

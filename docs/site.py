@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import posixpath
 import re
 import sys
@@ -26,12 +28,12 @@ FROM_ROOT = {
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
 _COMPARE = (
-    "Two to six runs of the launcher beside each other; see "
-    "[Training with the launcher](../training.md#two-runs-over-each-other)."
+    "Two or more runs of the launcher beside each other; see "
+    "[Training with the launcher](../training.md#what-a-run-leaves-behind)."
 )
 _LAUNCHER = (
     "Made from `python launch/train.py --help`. [Training with the launcher](../training.md) shows "
-    "how they are used. What stands in brackets is the default."
+    "how they are used."
 )
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
@@ -101,28 +103,15 @@ def example(path: Path) -> str:
 
 def launcher() -> str:
     """Return the flags of ``launch/train.py``, from its own help."""
-    from launch.help import help_text
+    import tyro
 
-    head, *groups = re.split(r"\n\n(?=[a-z]+:\n)", help_text(92))
-    groups[-1], _, tail = groups[-1].partition("\n\n")
-    page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", head.strip(), "```"]
-    for group in groups:
-        title, _, flags = group.partition("\n")
-        page += ["", f"## {title.rstrip(':').capitalize()}", "", "| Flag | Meaning |", "|---|---|"]
-        for flag, meaning in _entries(flags):
-            page.append(f"| `{flag}` | {meaning} |")
-    return "\n".join([*page, "", tail.strip(), ""])
+    from launch.config import Config
 
-
-def _entries(flags: str) -> list[tuple[str, str]]:
-    """Return each flag, with its value, and what it means, from a group of the help."""
-    entries: list[list[str]] = []
-    for line in flags.splitlines():
-        if line.strip().startswith("--"):
-            entries.append([*re.split(r" {2,}", line.strip(), maxsplit=1), ""][:2])
-        elif line.strip():
-            entries[-1][1] = f"{entries[-1][1]} {line.strip()}".strip()
-    return [(flag, meaning.replace("|", "\\|").replace("[", "\\[")) for flag, meaning in entries]
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        tyro.cli(Config, args=["--help"], prog="launch/train.py")
+    text = re.sub("\x1b\\[[0-9;]*m", "", shown.getvalue()).strip()
+    page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", text, "```", ""]
+    return "\n".join(page)
 
 
 def command_line() -> str:

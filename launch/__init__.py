@@ -1,1 +1,1 @@
-"""The training job that uses distamp from outside; not part of the installed package."""
+"""A training job that people can read in an hour, and copy: ``torchrun launch/train.py``."""

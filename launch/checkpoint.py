@@ -1,228 +1,282 @@
-"""Checkpoints that any number of ranks can read, of which half a one never counts.
+"""What a run goes on from, by torch.distributed.checkpoint: any number of ranks, any layout."""
 
-A checkpoint is a folder that torch.distributed.checkpoint wrote, each rank its own file, and a
-manifest that names every file with its size and digest. It is written beside the others under
-another name, and gets its own in one step, once all of it is on the disk.
-"""
-
-from __future__ import annotations
-
-import contextlib
-import hashlib
+import io
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.optim import Optimizer
 
-from launch.errors import UsageError
-from launch.places import CHECKPOINTS, is_checkpoint, run_of
-from launch.ranks import Ranks
-
-__all__ = ["Manifest", "any_in", "find", "forget_after", "read", "save", "size_in"]
-
-Manifest = dict[str, Any]
-_MANIFEST = "manifest.json"
-# Of all that the manifest says; those of before it had one lack it.
-_DIGEST = "digest"
-_NEEDED = {"progress", "scaler", "model", "settings", "data", "files"}
-_PARTIAL = ".partial"
-_FORMAT = "distamp launch checkpoint 2"
+from distamp.initialize import Amp
+from launch.config import Config, UsageError, checkpoints_of
+from launch.parallel import Layout
 
 
-def save(
-    folder: Path, ranks: Ranks, tensors: dict[str, Tensor], about: Manifest, keep: int
-) -> Path:
-    """Write a checkpoint, and then remove all but the ``keep`` newest; every rank calls this.
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps done, skipped ones included.
+        position: Examples read, over all ranks: the whole state of the data.
+        skipped: Steps that the scaler skipped.
+    """
+
+    step: int = 0
+    position: int = 0
+    skipped: int = 0
+
+
+class State:
+    """What changes while a run goes on, under names that mean the same in every layout.
+
+    A weight is here once, as the optimizer steps it: the fp32 master where there is one. So a run
+    of any level goes on at any other.
 
     Args:
-        folder: The folder of checkpoints; every rank must see the same one.
-        ranks: Those that write.
-        tensors: This rank's part, by name.
-        about: What else is to be known; ``about["progress"]["step"]`` names the checkpoint.
-        keep: How many stay.
-
-    Raises:
-        UsageError: On every rank, if any rank cannot write. What was there before is untouched.
+        model: Not wrapped, and before `distamp.initialize`, which may put masters into optimizers.
+        optimizers: Over its parameters.
     """
-    partial, target = folder / _PARTIAL, folder / f"step-{about['progress']['step']:08d}"
-    with ranks.together():
-        if ranks.is_main:
-            with _writing(partial):
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-    try:
-        with _quietly():
-            writer = FileSystemWriter(partial)
-            dcp_save(tensors, storage_writer=writer, no_dist=ranks.world_size == 1)
-    except CheckpointException as failed:
-        raise UsageError(f"cannot write {target}: {_reason(failed)}") from None
-    with ranks.together(), _writing(target):
-        mine = {path.name: _fingerprint(path) for path in _own_files(partial, ranks)}
-    files = {name: what for part in ranks.gather(mine) for name, what in part.items()}
-    with ranks.together():
-        if ranks.is_main:
-            with _writing(target):
-                manifest = {"format": _FORMAT, **about, "files": files}
-                _finish(partial, target, {**manifest, _DIGEST: _digest(manifest)})
-                for old in _candidates(folder)[keep:]:
-                    shutil.rmtree(old, ignore_errors=True)
-    return target
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.progress = Progress()
+        self.ema: dict[str, Tensor] = {}
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [[names[id(p)] for p, _ in _stepped(each)] for each in optimizers]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return every parameter by name, as it is stepped."""
+        found: dict[str, Tensor] = dict(self.model.named_parameters())
+        found |= {name: parameter for name, parameter, _, _ in self._states()}
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return this rank's part of weights, their average and the optimizers' state, by name."""
+        found = {f"model.{name}": tensor for name, tensor in self.weights().items()}
+        found |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
+        for name, _, _, state in self._states():
+            found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+        return found
+
+    def expect(self, metadata: dict[str, Any]) -> None:
+        """Give the optimizers the state that a checkpoint has, still empty."""
+        for name, weight, group, state in self._states():
+            prefix = f"optimizer.{name}."
+            for key in (key for key in metadata if key.startswith(prefix)):
+                what, empty = metadata[key], None
+                if isinstance(what, TensorStorageMetadata):
+                    scalar = what.size != weight.shape
+                    alike = torch.tensor(0.0, device=_place(weight, group)) if scalar else weight
+                    empty = torch.zeros_like(alike)
+                state[key.removeprefix(prefix)] = empty
+
+    @torch.no_grad()
+    def accept(self, read: dict[str, Any]) -> None:
+        """Take over what was read into ``tensors``: values that are no tensors, and masters."""
+        for name, _, _, state in self._states():
+            state |= {key: read[f"optimizer.{name}.{key}"] for key in state}
+        stepped = self.weights()
+        for name, parameter in self.model.named_parameters():
+            if stepped[name].dtype != parameter.dtype:
+                parameter.copy_(stepped[name])
+
+    def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Any], dict[str, Any]]]:
+        for names, optimizer in zip(self._names, self.optimizers, strict=True):
+            for name, (parameter, group) in zip(names, _stepped(optimizer), strict=True):
+                yield name, parameter, group, optimizer.state[parameter]
 
 
-def find(resume: Path, ranks: Ranks) -> tuple[Path, Manifest, list[str]]:
-    """Return the newest whole checkpoint of a run, the same on every rank.
+def _stepped(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
+    return [(p, group) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _place(weight: Tensor, group: dict[str, Any]) -> torch.device:
+    """Return where torch keeps the count of steps."""
+    on_device = group.get("fused") or group.get("capturable")
+    return weight.device if on_device else torch.device("cpu")
+
+
+class Checkpoints:
+    """The checkpoints of a run: folders that torch writes, whose .metadata comes last.
 
     Args:
-        resume: The folder of a run, that of its checkpoints, or one checkpoint.
-        ranks: Those that look; each reads a share of the files.
+        config: Where, how many, and whether training waits for them.
+        layout: The ranks that write.
+        state: What is written.
+        amp: Whose loss scale and hooks are written too.
+        device: Whose random numbers are.
+    """
 
-    Returns:
-        Its folder, its manifest, and a line about each newer one that is not whole.
+    def __init__(
+        self, config: Config, layout: Layout, state: State, amp: Amp, device: torch.device
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._state = state
+        self._amp = amp
+        self._device = device
+        self._future: Future[Any] | None = None
+        several = config.async_save and layout.world > 1
+        # What is sent while training goes on needs a group that training does not use.
+        self._group = dist.new_group(backend="gloo") if several else None
+
+    def save(self) -> None:
+        """Write a checkpoint; every rank calls this.
+
+        Raises:
+            UsageError: It cannot be written, on any rank; those before it stay.
+        """
+        self.wait()
+        if self._config.keep == 0:
+            return
+        state, tensors = self._state, self._state.tensors()
+        tensors[f"rank.{self._layout.rank}"] = self._own()
+        if self._layout.rank == 0:
+            tensors |= _buffers(state.model)
+            tensors["about"] = json.dumps(
+                {
+                    **asdict(state.progress),
+                    "ranks": [self._layout.world, self._device.type],
+                    "optimizers": [type(optimizer).__name__ for optimizer in state.optimizers],
+                    "scaler": self._amp.scaler.state_dict(),
+                }
+            )
+        folder = self._config.run_dir / "checkpoints" / f"step-{state.progress.step:08d}"
+        writer = FileSystemWriter(folder)
+        with _one_sentence(f"cannot write {folder}"):
+            if self._config.async_save:
+                found: Any = async_save(tensors, storage_writer=writer, process_group=self._group)
+                self._future = found
+            else:
+                save(tensors, storage_writer=writer)
+                self._prune()
+
+    def wait(self) -> None:
+        """Wait for the one that is being written.
+
+        Raises:
+            UsageError: It could not be written.
+        """
+        future, self._future = self._future, None
+        if future is not None:
+            with _one_sentence("cannot write a checkpoint"):
+                future.result()
+            self._prune()
+
+    def _prune(self) -> None:
+        for old in checkpoints_of(self._config.run_dir)[self._config.keep :]:
+            if self._layout.rank == 0:
+                (old / ".metadata").unlink()  # from here on it is none
+                shutil.rmtree(old, ignore_errors=True)
+
+    def read(self, path: Path) -> None:
+        """Put the run into the state of a checkpoint; every rank calls this.
+
+        On as many ranks and the same kind of device it goes on with the same random numbers and
+        residuals of hooks; else with fresh ones.
+
+        Raises:
+            UsageError: The checkpoint is damaged, or of another model.
+        """
+        state, own = self._state, f"rank.{self._layout.rank}"
+        with _one_sentence(f"--resume {path}: it is damaged, or of another model"):
+            metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+            first: dict[str, Any] = {"about": None}
+            load(first, storage_reader=FileSystemReader(path))
+            about = json.loads(first["about"])
+            if about["optimizers"] == [type(optimizer).__name__ for optimizer in state.optimizers]:
+                state.expect(metadata)
+            found = state.tensors() | _buffers(state.model)
+            averages = {name for name in found if name.startswith("ema.")} - metadata.keys()
+            wanted = {name: value for name, value in found.items() if name not in averages}
+            same = about["ranks"] == [self._layout.world, self._device.type]
+            wanted |= {own: None} if same else {}
+            load(wanted, storage_reader=FileSystemReader(path))
+            state.accept(wanted)
+            state.progress = Progress(**{name: about[name] for name in asdict(Progress())})
+            if self._amp.precision.loss_scale == "dynamic" and about["scaler"]:
+                self._amp.scaler.load_state_dict(about["scaler"])
+            if same:
+                self._restore(wanted[own])
+
+    def _own(self) -> bytes:
+        """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
+        random = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            random.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        hooks = [hook.state_dict() for hook in self._amp.comm_hooks]
+        buffer = io.BytesIO()
+        torch.save((random, _buffers(self._state.model), hooks), buffer)
+        return buffer.getvalue()
+
+    @torch.no_grad()
+    def _restore(self, own: bytes) -> None:
+        buffer = io.BytesIO(own)
+        random, buffers, hooks = torch.load(buffer, map_location="cpu", weights_only=True)
+        torch.set_rng_state(random[0])
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(random[1], self._device)
+        for name, tensor in _buffers(self._state.model).items():
+            tensor.copy_(buffers[name])
+        if len(hooks) == len(self._amp.comm_hooks):
+            for hook, saved in zip(self._amp.comm_hooks, hooks, strict=True):
+                hook.load_state_dict(saved)
+
+
+def forget_after(run: Path, step: int | None) -> None:
+    """Let the checkpoints after a step, of a future that will be another, count no longer."""
+    for path in checkpoints_of(run):
+        if step is None or int(path.name.removeprefix("step-")) > step:
+            (path / ".metadata").unlink()
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fill a whole model from a checkpoint: with the average of the weights where it has one.
 
     Raises:
-        UsageError: If there is none.
+        UsageError: The checkpoint is damaged, or of another model.
     """
-    run = run_of(resume) or resume
-    one = is_checkpoint(resume)
-    candidates = ranks.gather([resume] if one else _candidates(run / CHECKPOINTS))[0]
-    broken: list[str] = []
-    for path in candidates:
-        manifest, fault = _check(path, ranks)
-        fault = next(filter(None, ranks.gather(fault)), "")
-        if not fault:
-            return path, manifest, broken
-        broken.append(f"{path.name} is not whole ({fault}) and was passed over")
-    if broken:
-        raise UsageError(f"--resume {resume}: {broken[0]}, and there is no other")
-    what = "no checkpoint in it" if resume.is_dir() else "no such run"
-    raise UsageError(f"--resume {resume}: {what}")
+    with _one_sentence(f"{path}: it is damaged, or of another model"):
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+        kind = "ema" if any(name.startswith("ema.") for name in metadata) else "model"
+        weights = {f"{kind}.{name}": p.detach() for name, p in model.named_parameters()}
+        load({**weights, **_buffers(model)}, storage_reader=FileSystemReader(path))
 
 
-def read(path: Path, ranks: Ranks, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, however many ranks wrote it; every rank calls this.
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    """Return what is no parameter, but is saved with a model; under their names in a checkpoint."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    saved = model.state_dict(keep_vars=True)
+    return {f"model.{name}": saved[name] for name in saved.keys() - parameters.keys()}
 
-    Raises:
-        UsageError: If it holds no such tensors.
-    """
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Turn what torch raises about files into a sentence that begins with ``what``."""
     try:
-        with _quietly():
-            reader = FileSystemReader(path)
-            dcp_load(tensors, storage_reader=reader, no_dist=ranks.world_size == 1)
-    except CheckpointException as failed:
-        raise UsageError(f"--resume {path}: {_reason(failed)}") from None
-
-
-def any_in(run: Path) -> bool:
-    """Whether a run's folder has checkpoints, whole or not."""
-    return bool(_candidates(run / CHECKPOINTS))
-
-
-def size_in(run: Path) -> int:
-    """Return the bytes of the checkpoints in a run's folder, whole or not."""
-    files = (p for found in _candidates(run / CHECKPOINTS) for p in found.glob("*"))
-    return sum(path.stat().st_size for path in files)
-
-
-def forget_after(folder: Path, step: int) -> None:
-    """Remove what is newer than this step, and what was never finished."""
-    shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
-    for path in _candidates(folder):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """Return what is named like a checkpoint, the newest first."""
-    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
-
-
-def _check(path: Path, ranks: Ranks) -> tuple[Manifest, str]:
-    """Return the manifest, and what this rank finds to be wrong with its share of the files."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != _FORMAT:
-            return {}, "it is of another format"
-        lacking = _NEEDED - manifest.keys()
-        if lacking or manifest.get(_DIGEST) not in (None, _digest(manifest)):
-            return {}, f"{_MANIFEST} is not as it was written"
-        for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
-            if _fingerprint(path / name) != manifest["files"][name]:
-                return {}, f"{name} is not as it was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = error.strerror if isinstance(error, OSError) else "it cannot be read"
-        return {}, f"{_MANIFEST}: {text}" if isinstance(error, OSError) else str(text)
-    return manifest, ""
-
-
-def _own_files(partial: Path, ranks: Ranks) -> list[Path]:
-    """Return the files of this rank; torch names them by rank, and rank 0 writes the index."""
-    mine = list(partial.glob(f"__{ranks.rank}_*"))
-    return [*mine, partial / ".metadata"] if ranks.is_main else mine
-
-
-def _fingerprint(path: Path) -> list[Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return [os.fstat(file.fileno()).st_size, digest.hexdigest()]
-
-
-def _digest(manifest: Manifest) -> str:
-    """Return a digest of a manifest, its own aside."""
-    rest = json.loads(json.dumps({k: v for k, v in manifest.items() if k != _DIGEST}))
-    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _finish(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Write the manifest, and give the folder the name that counts."""
-    with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(partial)
-    # One of the same step is there only if it was not whole, or is to be replaced.
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Names are on the disk only once their folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # One process is one process; it is no mistake.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
-
-
-def _reason(failed: CheckpointException) -> str:
-    """Return what the first rank that failed says, in one line."""
-    error = failed.failures[min(failed.failures)][0]
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        with warnings.catch_warnings():
+            # One process is one process; it is no mistake.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except (CheckpointException, OSError, ValueError, RuntimeError, LookupError, EOFError) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = error.failures[min(error.failures)][0]
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        raise UsageError(f"{what} ({lines[0][:200]})") from None

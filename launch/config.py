@@ -1,260 +1,338 @@
-"""What a run is asked to do: typed settings, and which values no machine could run."""
+"""What a run is asked to do: one dataclass, which tyro makes the command line of."""
 
-from __future__ import annotations
-
+import contextlib
+import importlib
+import io
+import json
 import math
-from dataclasses import dataclass, field
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from distamp.comm_hooks import WIRE_FORMATS, WireFormat
-from distamp.precision import Precision
-from launch.errors import UsageError
-from launch.places import run_of
+import tyro
 
-__all__ = ["Config", "Shape"]
+from distamp import Precision
+from distamp.comm_hooks import WIRE_FORMATS
 
-# A month; gloo counts milliseconds in 32 bits.
-_LONGEST_S = 2_000_000.0
-# --precision chooses among the levels whose weights are fp32.
+# What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
-
-Wire = Literal["fp16", "bf16", "int8", "auto"]
-
-# The strings below the fields are what --help prints; launch/help.py says in which group.
+# gloo counts milliseconds in 32 bits.
+_LONGEST_S = 2_000_000.0
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of the launcher's own models. A checkpoint goes only into one of the same shape."""
+class UsageError(Exception):
+    """What a user asked for cannot be done; one sentence says what can."""
 
-    layers: int = 2
-    """Transformer blocks (gpt, digits)."""
-    heads: int = 3
-    """Attention heads; must divide the width (gpt, digits)."""
-    width: int = 96
-    """Channels of the residual stream (gpt, digits)."""
-    block: int = 64
-    """Bytes of context (text)."""
-    dropout: float = 0.0
-    """Probability that a channel is dropped while training (gpt, digits)."""
-    patch: int = 2
-    """Pixels along a side of each patch (digits)."""
-    image_size: int = 32
-    """Pixels along a side, to which images of a folder are resized."""
+
+def require(holds: object, sentence: str) -> None:
+    """Raise `UsageError` unless something holds."""
+    if not holds:
+        raise UsageError(sentence)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Train a model on text or images, in mixed precision, on as many ranks as torchrun starts."""
+    """Train a model in mixed precision, on as many ranks as torchrun starts."""
 
     model: str = "gpt"
-    """gpt, digits (images), hf:NAME (a type of the installed transformers, such as hf:gpt2), or
-    module:factory (your own)."""
+    """gpt, hf:TYPE or hf:FOLDER (of transformers; a folder's weights if it has any), or
+    module:function, which is called with the data and returns a module."""
     model_args: tuple[str, ...] = ()
-    """Settings of the config of hf:NAME, or arguments of module:factory."""
+    """name=value, ...: settings of the config of hf:, or arguments of module:function."""
+    layers: int = 2
+    """Transformer blocks (gpt)."""
+    heads: int = 4
+    """Attention heads (gpt)."""
+    width: int = 96
+    """Channels of the residual stream (gpt)."""
+    dropout: float = 0.0
+    """Probability that a channel is dropped while training (gpt)."""
+
     data: str | None = None
-    """Text (a file or folder), images (a folder for each class), or digits. Default: the source of
-    Python's standard library, or digits."""
-    run_dir: Path | None = None
-    """Where results go. Default: the folder resumed from, or else runs/latest."""
-    resume: Path | None = None
-    """Go on from this run's folder, or one checkpoint in it, with its flags; those given win."""
-    auto_resume: bool = False
-    """Go on from the run in the run's own folder, if there is one."""
-    overwrite: bool = False
-    """Start again in a folder that already holds a run."""
-    config: Path | None = None
-    """The config.json of another run, whose flags count where none are given beside it."""
-    device: str = "auto"
-    """cpu, cuda, ...; auto is the accelerator if there is one."""
-    precision: Literal["fp32", "fp16", "bf16"] | None = None
-    """What autocast computes in; fp16 scales the loss too. Short for --opt-level O0, O1, bf16.
-    Default: fp32."""
-    opt_level: str | None = None
-    """O0, O1, O2, O3, bf16, bf16-O2 or bf16-O3 (docs/levels.md), in the place of --precision."""
-    keep_batchnorm_fp32: bool | None = None
-    """Whether batch norms stay in fp32 in a model that is cast. Default: the level's."""
-    master_weights: bool | None = None
-    """Whether AdamW steps fp32 copies of a model that is cast. Default: the level's."""
-    loss_scale: str | None = None
-    """A number, or dynamic. Default: the level's."""
-
-    strategy: str | None = None
-    """none, dp, ddp, fsdp1, fsdp2, hsdp, fsdp2+tp, zero1, oss, sharded_ddp or fairscale_fsdp.
-    Default: ddp on several ranks, none on one."""
-    replicas: int | None = None
-    """Devices of this process that share each batch (dp). Default: every accelerator, or 2."""
-    shards: int | None = None
-    """Ranks that share one copy of the model (hsdp). Default: those of one machine, or 2."""
-    tp: int = 2
-    """Ranks that share each layer (fsdp2+tp)."""
-    gather_fp32: bool = False
-    """Gather weights in fp32, not in what the region computes in (fsdp2, hsdp, fsdp2+tp)."""
-    adamw: Literal["fused", "foreach", "loop"] | None = None
-    """torch's implementation of AdamW. Default: the fastest that the strategy can use."""
-    comm_hook: Wire | None = None
-    """Send gradients in this format, or the fastest (int8: ddp and zero1)."""
-    backend: Literal["gloo", "nccl"] | None = None
-    """What gradients travel over. Default: NCCL between GPUs, gloo between CPUs."""
-    timeout: float = 600.0
-    """Seconds that a rank waits for the others before it gives up."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
-    checkpoint_activations: Literal["none", "full", "selective"] = "none"
-    """Compute a block's activations again in its backward pass; selective keeps products."""
-
-    steps: int = 400
-    """Steps of the whole run, skipped ones included."""
+    """A text file, a folder of texts, a .bin of tokens or a folder with train.bin and val.bin, or
+    module:function, which returns (train, held out, number of classes): two datasets of pairs.
+    Default: the source of Python's standard library."""
+    tokenizer: Path | None = None
+    """A tokenizer.json of Hugging Face's tokenizers. Default: every byte is a token."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Of a .bin."""
+    block: int = 64
+    """Tokens of context."""
     batch: int = 32
-    """Sequences or images per step, over all ranks and microbatches."""
+    """Examples in a step, over all ranks and microbatches."""
     accumulate: int = 1
-    """Microbatches per step."""
+    """Microbatches in a step."""
+    workers: int = 0
+    """Processes that read ahead, on each rank; for datasets that are slow to read."""
+
+    replicate: int = 0
+    """Copies of the model; 0: as many as the ranks make of --shard and --tp. Alone, this is DDP."""
+    shard: int = 1
+    """Ranks that share one copy's weights (FSDP2; with --replicate, HSDP); -1: all."""
+    tp: int = 1
+    """Ranks that share each matrix (tensor parallel)."""
+    precision: Literal["fp32", "bf16", "fp16", "O0", "O1", "O2", "O3", "bf16-O2", "bf16-O3"] = (
+        "fp32"
+    )
+    """A level of docs/levels.md; fp32 is O0, fp16 is O1."""
+    hook: str | None = None
+    """Send gradients between ranks as fp16, bf16 or int8, or auto: the fastest of them."""
+    compile: bool = False
+    """Compile each block."""
+    checkpoint_blocks: Literal["none", "all", "selective"] = "none"
+    """Compute activations of blocks again in the backward pass; selective keeps the products."""
+    device: str = "auto"
+    """cpu, cuda, ...; auto: the accelerator if there is one."""
+    timeout: float = 600.0
+    """Seconds that ranks wait for each other."""
+
+    optimizer: str = "adamw"
+    """adamw, sgd, muon (matrices of blocks; AdamW the rest), or module:Class."""
     lr: float = 4e-3
-    """Peak learning rate."""
+    """Learning rate at its peak."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """After the warm-up: a cosine, a plateau with a decay in the last fifth, a line, or nothing."""
     warmup: int = 50
     """Taken steps until the peak."""
     final_lr: float = 0.1
-    """Learning rate at the end of the cosine, as a part of the peak."""
+    """Where the schedule ends, as a part of the peak."""
     weight_decay: float = 0.1
-    """AdamW's, on matrices alone."""
-    eps: float | None = None
-    """AdamW's. Default: 1e-8, or 1e-3 where its state is fp16 (O3), which has no 1e-8."""
+    """On matrices alone."""
     clip: float = 1.0
-    """Largest norm of the gradients; 0 leaves them as they are."""
+    """Largest norm of the gradients; 0: do not clip."""
+    ema: float = 0.0
+    """Decay of an average of the weights, which sample and evaluate then use; 0: none."""
+    init_scale: float = 65536.0
+    """The loss scale at the start, where it moves (fp16, O2)."""
+    growth_interval: int = 2000
+    """Clean steps until the loss scale doubles."""
+
+    steps: int = 400
+    """Steps of the whole run, skipped ones included."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and dropout."""
-    allow_nan: bool = False
-    """Go on when the loss is not finite; else that ends the run before the next checkpoint."""
-    max_minutes: float | None = None
-    """Save and stop after so long, as when preempted. Default: no limit."""
-
-    init_scale: float = 65536.0
-    """A dynamic loss scale at the start."""
-    growth_interval: int = 2000
-    """Clean steps until a dynamic loss scale doubles."""
-
-    evaluate_every: int = 50
-    """Steps between two validations."""
-    validation_windows: int = 256
-    """Sequences or images held out that each validation reads."""
-    checkpoint_every: int = 100
-    """Steps between two checkpoints."""
-    keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay; 0 writes none."""
     log_every: int = 1
-    """Steps between two records; between them no step waits for the device or another rank."""
-    report: bool = False
-    """Write which module computed in which precision in the first step."""
-    profile: bool = False
-    """Write a trace of a few steps of each rank, once it has warmed up."""
+    """Steps between two records; between them no step waits for the device."""
+    eval_every: int = 50
+    """Steps between two evaluations."""
+    eval_examples: int = 256
+    """Held-out examples that each evaluation reads."""
+    save_every: int = 100
+    """Steps between two checkpoints."""
+    keep: int = 2
+    """How many of the newest checkpoints stay; 0: write none."""
+    async_save: bool = False
+    """Write checkpoints while training goes on."""
+    run_dir: Path = Path("runs/latest")
+    """Where results go."""
+    overwrite: bool = False
+    """Start again in a folder that has a run."""
+    resume: Path | None = None
+    """Go on from this run, or from one of its checkpoints; its flags count where none are given."""
+    auto_resume: bool = False
+    """Go on from --run-dir if it has a checkpoint, else start there."""
+    max_time: float = math.inf
+    """Minutes after which to save and end."""
     tensorboard: bool = False
     """Write the records for TensorBoard too."""
-    wandb: bool = False
-    """Write the records for Weights & Biases too: offline, unless WANDB_MODE says otherwise."""
-
-    shape: Shape = field(default_factory=Shape)
-
-    @property
-    def wire(self) -> WireFormat | None:
-        """The format that gradients are to be sent in; None if none is, or "auto" will choose."""
-        return WIRE_FORMATS.get(self.comm_hook or "")
-
-    @property
-    def folder(self) -> Path:
-        """The folder this run writes to."""
-        if self.run_dir is not None:
-            return self.run_dir
-        found = None if self.resume is None else run_of(self.resume)
-        return found or Path("runs/latest")
+    peak_tflops: float | None = None
+    """Of one device, for the utilisation (MFU). Default: known of NVIDIA's A100 to B200."""
 
     @property
     def level(self) -> Precision:
-        """The level of precision to train at, with what overrides it.
+        """The dtypes of ``--precision``, and what goes with them."""
+        return Precision.of(_LEVELS.get(self.precision, self.precision))
 
-        Raises:
-            UsageError: There is no such level, it is named twice, or an override contradicts it.
-        """
-        if self.opt_level is not None and self.precision is not None:
-            raise UsageError(
-                f"--precision {self.precision}: it is short for --opt-level"
-                f" {_LEVELS[self.precision]}, and --opt-level {self.opt_level} is given too; pass"
-                " one of them"
-            )
-        try:
-            return Precision.of(
-                self.opt_level or _LEVELS[self.precision or "fp32"],
-                keep_batchnorm_fp32=self.keep_batchnorm_fp32,
-                master_weights=self.master_weights,
-                loss_scale=self.loss_scale,
-            )
-        except ValueError as error:
-            raise UsageError(f"{self.level_flag}: {error}") from None
-
-    @property
-    def level_flag(self) -> str:
-        """The flag that names the level, as it was given or is by default."""
-        if self.opt_level is not None:
-            return f"--opt-level {self.opt_level}"
-        return f"--precision {self.precision or 'fp32'}"
-
-    @property
-    def level_name(self) -> str:
-        """The level's name; one that has two has that of ``--precision``."""
-        short = {level: name for name, level in _LEVELS.items()}
-        return short.get(self.level.level, self.level.level)
-
-    def check(self) -> None:
+    def check(self, world: int) -> None:
         """Refuse what no machine could run.
 
         Raises:
             UsageError: Naming the flag, what was given and what is allowed.
         """
-        for name in ("lr", "weight_decay", "clip", "eps", "timeout", "max_minutes"):
-            value = getattr(self, name)
-            _require(value is None or math.isfinite(value), name, value, "finite")
-        positive = ("steps", "batch", "accumulate", "lr", "evaluate_every", "checkpoint_every")
-        more = ("validation_windows", "init_scale", "growth_interval", "timeout", "log_every")
-        for name in (*positive, *more):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
-        for name in ("eps", "max_minutes"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "more than 0")
-        for name in ("layers", "heads", "width", "block", "patch", "image_size"):
-            _require(getattr(self.shape, name) > 0, name, getattr(self.shape, name), "more than 0")
-        for name in ("warmup", "weight_decay", "clip", "keep_checkpoints"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "at least 0 and below 2^32")
-        _require(self.timeout <= _LONGEST_S, "timeout", self.timeout, f"at most {_LONGEST_S:g}")
-        _require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "between 0 and 1")
-        _require(
-            0 <= self.shape.dropout < 1, "dropout", self.shape.dropout, "at least 0 and below 1"
-        )
-        _require(
-            self.shape.width % self.shape.heads == 0,
-            "width",
-            self.shape.width,
-            f"a multiple of --heads {self.shape.heads}",
-        )
-        for pair in self.model_args:
-            _require("=" in pair, "model_args", pair, "name=value")
+        above = "layers heads width block batch accumulate tp lr steps log_every eval_every"
+        above += " eval_examples save_every init_scale growth_interval timeout max_time"
+        for name in above.split():
+            self._require(getattr(self, name) > 0, name, "more than 0")
+        for name in ("warmup", "weight_decay", "clip", "keep", "workers", "replicate", "seed"):
+            self._require(getattr(self, name) >= 0, name, "0 or more")
+        for name in ("lr", "weight_decay", "clip", "init_scale"):
+            self._require(math.isfinite(getattr(self, name)), name, "finite")
+        for name in ("dropout", "ema"):
+            self._require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
+        self._require(0 <= self.final_lr <= 1, "final_lr", "between 0 and 1")
+        self._require(self.seed < 2**32, "seed", "below 2^32")
+        self._require(self.timeout <= _LONGEST_S, "timeout", f"at most {_LONGEST_S:g}")
+        peak = self.peak_tflops
+        self._require(peak is None or peak > 0, "peak_tflops", "more than 0")
+        self._require(self.shard > 0 or self.shard == -1, "shard", "more than 0, or -1")
+        self._require(self.width % self.heads == 0, "width", f"a multiple of --heads {self.heads}")
+        wires = [*WIRE_FORMATS, "auto"]
+        self._require(self.hook is None or self.hook in wires, "hook", f"one of {wires}")
+        named = all("=" in pair for pair in self.model_args)
+        require(named, f"--model-args {' '.join(self.model_args)}: each must be name=value")
+        self._check_ranks(world)
 
-    def check_batch(self, dp_world_size: int) -> None:
-        """Refuse a batch that cannot be divided among those who read it.
-
-        Raises:
-            UsageError: Naming a batch that can.
-        """
-        share = dp_world_size * self.accumulate
-        _require(
+    def _check_ranks(self, world: int) -> None:
+        replicate, shard, tp = self.layout(world)
+        if min(replicate, shard) < 1 or replicate * shard * tp != world:
+            given = f"--replicate {self.replicate} --shard {self.shard} --tp {self.tp}"
+            many = f"the number of ranks, which is {world} (torchrun --nproc-per-node)"
+            raise UsageError(f"{given}: their product must be {many}")
+        alone = self.hook and (world == 1 or tp > 1)
+        require(not alone, f"--hook {self.hook}: it needs several ranks, and no --tp")
+        if self.model == "gpt":
+            self._require(self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
+        share = replicate * shard * self.accumulate
+        self._require(
             self.batch % share == 0,
             "batch",
-            self.batch,
-            f"a multiple of ranks that read it x --accumulate = {dp_world_size} x {self.accumulate}"
+            f"a multiple of --replicate x --shard x --accumulate = {share}"
             f" (say {-(-self.batch // share) * share})",
         )
 
+    def layout(self, world: int) -> tuple[int, int, int]:
+        """Return how many copies of the model there are, ranks that shard one, and tensor ranks.
 
-def _require(holds: bool, name: str, given: object, allowed: str) -> None:
-    if not holds:
-        raise UsageError(f"--{name.replace('_', '-')} {given}: it must be {allowed}")
+        A product that is not ``world`` cannot be had.
+        """
+        rest = world // self.tp
+        shard = rest // max(1, self.replicate) if self.shard == -1 else self.shard
+        return self.replicate or rest // shard, shard, self.tp
+
+    def _require(self, holds: bool, name: str, allowed: str) -> None:
+        if not holds:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {getattr(self, name)}: it must be {allowed}")
+
+    def write(self, path: Path) -> None:
+        """Write the flags as JSON, for `read_config`."""
+        whole = path.with_suffix(".partial")
+        whole.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n", encoding="utf-8")
+        whole.replace(path)
+
+
+def read_config(run: Path) -> Config:
+    """Read the flags of a run.
+
+    Raises:
+        UsageError: There is no run in that folder.
+    """
+    path = run / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(Config)}
+        values = {name: value for name, value in found.items() if name in known}
+        for name in ("run_dir", "resume", "tokenizer"):
+            values[name] = None if values.get(name) is None else Path(values[name])
+        return Config(**{**values, "model_args": tuple(values["model_args"])})
+    except OSError as error:
+        raise UsageError(f"{run}: no run there ({error.strerror}: {path})") from None
+    except (ValueError, TypeError, KeyError):
+        raise UsageError(f"{path}: it is not the config.json of a run") from None
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return the whole checkpoints of a run, the newest first: torch writes .metadata last."""
+    return sorted((p.parent for p in run.glob("checkpoints/step-*/.metadata")), reverse=True)
+
+
+def checkpoint_of(resume: Path) -> tuple[Path, Path]:
+    """Return the folder of the run, and the checkpoint, that ``--resume`` names.
+
+    Raises:
+        UsageError: There is no whole one.
+    """
+    resume = resume.absolute()
+    run = resume.parents[1] if resume.name.startswith("step-") else resume
+    whole = [path for path in checkpoints_of(run) if resume in (run, path)]
+    what = "no whole checkpoint there" if resume.is_dir() else "no such run"
+    require(whole, f"--resume {resume}: {what}")
+    return run, whole[0]
+
+
+def parse(args: Sequence[str] | None = None) -> Config:
+    """Read the command line; where a run is resumed, its flags are the defaults.
+
+    A run that torchrun has started again goes on from its own checkpoint.
+
+    Args:
+        args: None: those of the process.
+
+    Raises:
+        UsageError: The run to go on from is not there.
+        SystemExit: Of tyro, which has printed why.
+    """
+    # Every rank reads the same flags; the first of each machine speaks.
+    with contextlib.ExitStack() as quiet:
+        if not _speaks():
+            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        given = tyro.cli(Config, args=args)
+        resume, again = given.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if (given.auto_resume or again) and checkpoints_of(given.run_dir):
+            resume = given.run_dir
+        if resume is not None:
+            run, _ = checkpoint_of(resume)
+            old = replace(read_config(run), run_dir=run, overwrite=False, auto_resume=False)
+            given = replace(tyro.cli(Config, args=args, default=old), resume=resume)
+        given.check(world)
+        return given
+
+
+def _speaks() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def refusing(body: Callable[[], None]) -> int:
+    """Run the body of a program; return its exit code, which is 2 if the user asked too much.
+
+    Every rank finds the same fault. The first of each machine prints it and ends, upon which
+    torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off.
+    """
+    try:
+        body()
+    except UsageError as error:
+        if _speaks():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    except SystemExit as done:
+        if not done.code:
+            return 0
+    else:
+        return 0
+    if not _speaks():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+        time.sleep(10)
+    return 2
+
+
+def arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """Turn ``name=value`` into keyword arguments; a value is JSON, or else text."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        try:
+            found[name] = json.loads(text)
+        except json.JSONDecodeError:
+            found[name] = text
+    return found
+
+
+def load_own(flag: str, name: str) -> Any:
+    """Import ``module:name``, also from the folder in which the run was started.
+
+    Raises:
+        UsageError: If it is not there.
+    """
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{flag} {name}: {error}") from None

@@ -1,281 +1,253 @@
-"""What is trained on: which examples there are, what is held out, and which comes when."""
-
-from __future__ import annotations
+"""What is trained on: bytes, tokens or datasets of the user's own, and which example comes when."""
 
 import hashlib
-import math
-from dataclasses import dataclass, field
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from launch.config import Config
-from launch.corpus import Corpus, load_corpus
-from launch.errors import UsageError
-from launch.images import Pictures, holds_images, load_digits, load_folder
+from launch.config import Config, UsageError, load_own, require
 
-__all__ = ["Data", "Images", "Text", "TrainingWindows", "load_data", "validation_windows"]
+# What distributions put among the standard library, and what they leave out of it.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
-class Data(Protocol):
-    """Examples in a fixed random order, addressed by how many were taken before.
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a text; the target of each token is the token that follows it.
+
+    Args:
+        tokens: 1-D integers, in memory or memory-mapped.
+        block: Tokens in a window.
+    """
+
+    def __init__(self, tokens: np.ndarray[Any, Any], block: int) -> None:
+        self.tokens = tokens
+        self.block = block
+
+    def __len__(self) -> int:
+        return int(max(0, len(self.tokens) - 1) // self.block)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.block
+        window = torch.from_numpy(self.tokens[start : start + self.block + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples to train on, and held-out ones.
 
     Attributes:
         name: What it is, for people.
-        kind: What it is made of, for people: text or images.
-        classes: How many classes there are to choose from.
-        tokens: How many targets there are in one example.
-        digest: To see whether two ranks, or two runs, read the same.
-        sample: The input of one example, with a batch dimension of 1.
+        train: What is trained on: pairs of an input and its target, as torch's datasets have them.
+        held_out: What is not.
+        classes: How many classes, or tokens, there are to choose from.
+        encode: From text to tokens, where the data are text.
+        decode: Back.
+        of_bytes: Whether each token is a byte, whose loss is known in bits.
     """
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def kind(self) -> str: ...  # noqa: D102
-    @property
-    def classes(self) -> int: ...  # noqa: D102
-    @property
-    def tokens(self) -> int: ...  # noqa: D102
-    @property
-    def digest(self) -> str: ...  # noqa: D102
-    @property
-    def sample(self) -> Tensor: ...  # noqa: D102
+    name: str
+    train: Any
+    held_out: Any
+    classes: int
+    encode: Callable[[str], list[int]] | None = None
+    decode: Callable[[list[int]], str] | None = None
+    of_bytes: bool = False
 
-    def __len__(self) -> int:
-        """Training examples in one epoch."""
-
-    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``count`` training examples from ``position`` on, and their targets."""
-
-    def validation(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return up to ``count`` examples that are held out, and their targets."""
-
-    def sizes(self) -> tuple[str, str]:
-        """Say how much is trained on, and how much is held out."""
-
-    def check(self, config: Config) -> None:
-        """Refuse what these data are too few for."""
+    @cached_property
+    def targets(self) -> int:
+        """How many targets one example has."""
+        return int(self.train[0][1].numel())
 
 
-def load_data(config: Config, kind: str | None) -> Data:
+@dataclass(frozen=True)
+class Order(Sampler[list[int]]):
+    """Which examples a rank's microbatches have, from a position on: every epoch another shuffle.
+
+    The order is a function of the seed alone, so that one integer, how many examples all ranks
+    have read, is the whole state, and means the same on any number of ranks.
+
+    Args:
+        length: Examples in an epoch.
+        seed: Fixes the order.
+        position: Examples read before, over all ranks.
+        count: Examples in one microbatch of one rank.
+        rank: This rank among those that read different examples.
+        world: How many of those there are.
+    """
+
+    length: int
+    seed: int
+    position: int
+    count: int
+    rank: int = 0
+    world: int = 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, order = -1, torch.empty(0)
+        at = self.position + self.rank * self.count
+        while True:
+            found = []
+            for place in range(at, at + self.count):
+                if place // self.length != epoch:
+                    epoch = place // self.length
+                    generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+                    order = torch.randperm(self.length, generator=generator)
+                found.append(int(order[place % self.length]))
+            yield found
+            at += self.world * self.count
+
+
+def batches(
+    examples: Any, order: Order, device: torch.device, workers: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a rank's microbatches on its device; the copy there is not waited for."""
+    loader: Any = DataLoader(
+        examples,
+        batch_sampler=order,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it draws from the one that dropout goes on with
+    )
+    for inputs, targets in loader:
+        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+# -- what --data names -----------------------------------------------------------------------------
+
+
+def load_data(config: Config) -> Data:
     """Read what ``--data`` names.
 
-    Args:
-        config: The run's settings.
-        kind: ``"text"`` or ``"images"``, where the model says which; None: as the data are.
-
     Raises:
-        UsageError: If there is nothing to read, or it is of the other kind.
+        UsageError: There is nothing to read, or too little.
     """
     try:
-        return _load_data(config, kind)
+        data = _load(config)
     except OSError as error:
         raise UsageError(f"--data {config.data}: cannot read it ({error.strerror})") from None
+    for examples, what, needed in (
+        (data.train, "train on", config.batch),
+        (data.held_out, "hold out", 1),
+    ):
+        sizes = f"--batch {config.batch} of --block {config.block} needs {needed}"
+        there = f"{data.name} has {len(examples)} examples to {what}"
+        require(len(examples) >= needed, f"--data: {there}, and {sizes}; take smaller ones")
+    return data
 
 
-def _load_data(config: Config, kind: str | None) -> Data:
-    given = config.data
-    if given == "":
-        raise UsageError("--data: it names nothing; leave it out for the default")
-    path = None if given in (None, "digits") else Path(given).expanduser()
-    is_images = given == "digits" or (path is not None and path.is_dir() and holds_images(path))
-    if given is None:
-        is_images = kind == "images"
-    elif kind is not None and is_images != (kind == "images"):
-        what = "images" if is_images else "text"
-        if path is not None and not path.exists():
-            raise UsageError(f"--data {given}: no such file or folder")
-        raise UsageError(f"--data {given}: {what}, and --model {config.model} is for {kind}")
-    if not is_images:
-        corpus = load_corpus(path)
-        return Text(corpus, config.shape.block, config.seed)
-    pictures = load_digits() if path is None else load_folder(path, config.shape.image_size)
-    return Images(pictures, config.seed)
+def _load(config: Config) -> Data:
+    name = config.data
+    path = None if name is None else Path(name).expanduser()
+    if name is not None and path is not None and not path.exists():
+        require(":" in name, f"--data {name}: no such file or folder")
+        return _own(name)
+    if path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
+        return _tokens(path, config)
+    return _text(path, config)
 
 
-@dataclass
-class TrainingWindows:
-    """Every training window in a fixed random order, addressed by how many were taken before.
-
-    An epoch reads every window of ``block`` bytes once, shuffled; the next epoch shuffles again,
-    cut at other places. The order is a function of the seed alone, so one number, the position,
-    is the whole state, and it means the same for any number of ranks.
-
-    Args:
-        text: 1-D uint8.
-        block: Bytes per window.
-        seed: Fixes the order.
-    """
-
-    text: Tensor
-    block: int
-    seed: int
-    _epoch: int = field(default=-1, init=False)
-    _starts: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
-
-    def __len__(self) -> int:
-        """Windows in one epoch; one fewer than fit, as the first may start late."""
-        return max(0, len(self.text) // self.block - 1)
-
-    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``count`` windows from ``position`` on, and what follows each of their bytes.
-
-        Returns:
-            Two int64 tensors of shape (count, block).
-        """
-        starts = torch.stack([self._start(position + i) for i in range(count)])
-        return _windows(self.text, starts, self.block)
-
-    def _start(self, position: int) -> Tensor:
-        epoch, place = divmod(position, len(self))
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-            offset = torch.randint(self.block, (1,), generator=generator)
-            self._starts = torch.randperm(len(self), generator=generator) * self.block + offset
-            self._epoch = epoch
-        return self._starts[place]
+def _own(name: str) -> Data:
+    found = load_own("--data", name)()
+    right = isinstance(found, tuple) and len(found) == 3
+    require(right, f"--data {name}: it must return (train, held out, number of classes)")
+    return Data(name, *found)
 
 
-def validation_windows(text: Tensor, block: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return up to ``count`` windows spread evenly over the text, none overlapping another.
-
-    Returns:
-        Two int64 tensors of shape (windows, block): bytes, and what follows each of them.
-    """
-    available = (len(text) - 1) // block
-    count = min(count, available)
-    starts = torch.arange(count) * available // count * block
-    return _windows(text, starts, block)
-
-
-def _windows(text: Tensor, starts: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    window = text[starts[:, None] + torch.arange(block + 1)].long()
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+def _tokens(path: Path, config: Config) -> Data:
+    """NanoGPT's files: nothing but tokens, one after the other."""
+    folder = path if path.is_dir() else path.parent
+    train = np.memmap(folder / "train.bin" if path.is_dir() else path, config.token_dtype, "r")
+    if path.is_dir() and (folder / "val.bin").exists():
+        held_out = np.memmap(folder / "val.bin", config.token_dtype, "r")
+    else:
+        train, held_out = _split(train)
+    if config.tokenizer is None:
+        classes = 1 + max(int(part.max(initial=0)) for part in (train, held_out))
+        return _windows(str(path), train, held_out, config.block, classes)
+    encode, decode, classes = _tokenizer(config.tokenizer)
+    return _windows(str(path), train, held_out, config.block, classes, encode, decode)
 
 
-class Text:
-    """Windows of bytes; the target of each byte is the byte that follows it."""
-
-    kind = "text"
-    classes = 256
-
-    def __init__(self, corpus: Corpus, block: int, seed: int) -> None:
-        self.corpus = corpus
-        self.tokens = block
-        self.windows = TrainingWindows(corpus.train, block, seed)
-
-    @property
-    def name(self) -> str:
-        """The corpus's."""
-        return self.corpus.name
-
-    @property
-    def digest(self) -> str:
-        """The corpus's."""
-        return self.corpus.digest
-
-    @cached_property
-    def sample(self) -> Tensor:
-        """The first window."""
-        return self.take(0, 1)[0]
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return two int64 tensors of shape (count, block)."""
-        return self.windows.take(position, count)
-
-    def validation(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return two int64 tensors of shape (windows, block), of the held-out text."""
-        return validation_windows(self.corpus.validation, self.tokens, count)
-
-    def sizes(self) -> tuple[str, str]:
-        """Return megabytes or kilobytes."""
-        train, held_out = len(self.corpus.train), len(self.corpus.validation)
-        return _size(train), _size(held_out)
-
-    def check(self, config: Config) -> None:
-        """Refuse a text too short for one window of validation or one batch of training.
-
-        Raises:
-            UsageError: Naming the flag and what there is.
-        """
-        if len(self.corpus.validation) <= self.tokens:
-            raise UsageError(
-                f"--block {self.tokens}: the last tenth of {self.name}, which is held out, has"
-                f" {len(self.corpus.validation)} bytes; pass a --block below that, or more text"
-            )
-        if config.batch > len(self):
-            raise UsageError(
-                f"--batch {config.batch}: {self.name} has {len(self)} training windows of"
-                f" {self.tokens} bytes"
-            )
+def _text(path: Path | None, config: Config) -> Data:
+    if path is None:
+        name, root = f"the Python {platform.python_version()} library", sysconfig.get_path("stdlib")
+        files = [f for f in _walk(Path(root), _NOT_STDLIB) if f.suffix == ".py"]
+    else:
+        name, root = str(path), str(path if path.is_dir() else path.parent)
+        files = list(_walk(path)) if path.is_dir() else [path]
+    text = _join(Path(root), files)
+    require(text, f"--data {config.data}: no text in it")
+    if config.tokenizer is None:
+        parts = _split(np.frombuffer(text, np.uint8))
+        return _windows(name, *parts, config.block, 256, _to_bytes, _to_text, of_bytes=True)
+    encode, decode, classes = _tokenizer(config.tokenizer)
+    tokens = np.array(encode(text.decode(errors="replace")), np.uint32)
+    return _windows(name, *_split(tokens), config.block, classes, encode, decode)
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+def _windows(
+    name: str,
+    train: np.ndarray[Any, Any],
+    held_out: np.ndarray[Any, Any],
+    block: int,
+    classes: int,
+    encode: Callable[[str], list[int]] | None = None,
+    decode: Callable[[list[int]], str] | None = None,
+    of_bytes: bool = False,
+) -> Data:
+    both = Windows(train, block), Windows(held_out, block)
+    return Data(name, *both, classes, encode, decode, of_bytes)
 
 
-class Images:
-    """Pictures of equal size; the target of each is its class. The last tenth is held out."""
+def _split(tokens: Any) -> tuple[Any, Any]:
+    cut = len(tokens) - len(tokens) // 10
+    return tokens[:cut], tokens[cut:]
 
-    kind = "images"
-    tokens = 1
 
-    def __init__(self, pictures: Pictures, seed: int) -> None:
-        self.name = pictures.name
-        self.pictures = pictures
-        self.seed = seed
-        self.classes = len(pictures.classes)
-        self.held_out = math.ceil(len(pictures.labels) / 10)
-        self.digest = hashlib.blake2b(
-            pictures.pixels.numpy().tobytes() + pictures.labels.numpy().tobytes(), digest_size=16
-        ).hexdigest()
-        self._epoch = -1
-        self._order = torch.empty(0)
+def _to_bytes(text: str) -> list[int]:
+    return list(text.encode())
 
-    @cached_property
-    def sample(self) -> Tensor:
-        """The first picture."""
-        return self.take(0, 1)[0]
 
-    def __len__(self) -> int:
-        return len(self.pictures.labels) - self.held_out
+def _to_text(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
 
-    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return float32 (count, channels, height, width) and int64 (count,)."""
-        return self._pictures(torch.stack([self._place(position + i) for i in range(count)]))
 
-    def validation(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the same of the held-out pictures."""
-        return self._pictures(torch.arange(len(self), len(self) + min(count, self.held_out)))
+def _tokenizer(path: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError("--tokenizer: pip install -e '.[hf]' brings tokenizers") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # it raises no other class
+        raise UsageError(f"--tokenizer {path}: {error}") from None
+    return lambda text: tokenizer.encode(text).ids, tokenizer.decode, tokenizer.get_vocab_size()
 
-    def sizes(self) -> tuple[str, str]:
-        """Return how many pictures."""
-        return f"{len(self)} in {self.classes} classes", f"{self.held_out}"
 
-    def check(self, config: Config) -> None:
-        """Refuse a batch larger than an epoch.
+def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in without and s[0] != "."]
+        yield from (Path(folder, name) for name in names if name[0] != ".")
 
-        Raises:
-            UsageError: Naming the flag and what there is.
-        """
-        if config.batch > len(self):
-            raise UsageError(f"--batch {config.batch}: {self.name} has {len(self)} to train on")
 
-    def _place(self, position: int) -> Tensor:
-        epoch, place = divmod(position, len(self))
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-            self._order = torch.randperm(len(self), generator=generator)
-            self._epoch = epoch
-        return self._order[place]
+def _join(root: Path, files: list[Path]) -> bytes:
+    """Join texts in an order that their names alone decide, and that mixes folders."""
 
-    def _pictures(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        pixels = self.pictures.pixels[places].float() / (0.5 * self.pictures.white) - 1.0
-        return pixels, self.pictures.labels[places]
+    def place(file: Path) -> bytes:
+        return hashlib.sha256(str(file.relative_to(root)).encode(errors="replace")).digest()
+
+    contents = [file.read_bytes() for file in sorted(files, key=place) if file.is_file()]
+    # Git's own sign of a binary file is a zero among its first bytes.
+    texts = (content for content in contents if content.strip() and b"\0" not in content[:8000])
+    return b"\0".join(dict.fromkeys(texts))

@@ -52,7 +52,7 @@ while :; do  # a trap ends the wait before the step has ended
     wait "$step" && code=0 || code=$?
     kill -0 "$step" 2>/dev/null || break
 done
-if [ -n "$requeue" ] && [ "$code" -ne 0 ]; then
+if [ -n "$requeue" ]; then  # a run that was done by then sees so at once
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

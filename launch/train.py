@@ -1,156 +1,255 @@
 """Train a model in mixed precision: ``torchrun --nproc-per-node 2 launch/train.py``."""
 
-from __future__ import annotations
-
+import copy
 import math
-import os
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: the folder above holds the packages, this one does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 if missing := [name for name in ("tyro", "rich", "matplotlib") if find_spec(name) is None]:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: no {missing[0]} here; pip install -e '.[train]' brings it", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(f"error: no {missing[0]} here; pip install -e '.[train]' brings it")
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from launch.command_line import read
-from launch.config import Config
-from launch.errors import UsageError
-from launch.job import Job, prepare
-from launch.lost_rank import LostRank
-from launch.models import mean_loss
-from launch.ranks import Ranks
-from launch.stopping import Preempted, Stop
-from launch.strategies import needs_group
+from distamp import cast_model, initialize
+from distamp.initialize import Amp
+from distamp.scaler import DynamicSchedule
+from launch.checkpoint import Checkpoints, State, forget_after
+from launch.config import Config, UsageError, checkpoint_of, parse, refusing
+from launch.data import Data, Order, batches, load_data
+from launch.evaluate import evaluate
+from launch.metrics import Metrics, Record
+from launch.model import fill, loss_of, recipe
+from launch.optim import Rates, make_optimizers
+from launch.parallel import Layout, join, parallelize, pick_device, prepare_blocks, settle
+from launch.stop import Stop
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; return the exit code."""
-    given = read(args, quiet=os.environ.get("RANK", "0") != "0")
-    config = given if isinstance(given, Config) else Config()
-    group = Ranks.join(config.backend, config.timeout, always=needs_group(config))
-    with Stop(config.max_minutes).listening() as stop, group as ranks:
+
+    def body() -> None:
+        config = parse(args)
+        with Stop(config.max_time) as stop:
+            run(config, stop)
+
+    return refusing(body)
+
+
+def run(config: Config, stop: Stop) -> None:
+    """Train from the start, or from a checkpoint, to the last step.
+
+    Raises:
+        UsageError: It cannot be done, as every rank finds.
+    """
+    data, device, resume = load_data(config), pick_device(config), start_from(config)
+    with join(config):
+        job = make_ready(config, data, device, resume)
         try:
-            run(given, ranks, stop)
-        except UsageError as error:
-            return ranks.fail(error)
-        except LostRank as lost:
-            return ranks.report_lost_rank(lost)
-        except Preempted as preempted:
-            ranks.leave()
-            return preempted.code
-        except KeyboardInterrupt:  # a second Ctrl-C
-            ranks.leave()
-            return 128 + signal.SIGINT
-    return 0
+            train(job, stop)
+        finally:
+            job.metrics.close()
 
 
-def run(given: Config | UsageError, ranks: Ranks, stop: Stop) -> None:
-    """Make the job ready and train; when this returns, nothing holds the model any more."""
-    with ranks.watching(lambda: "before the first step"):
-        job = prepare(given, ranks, stop)
-    with job.report, ranks.watching(lambda: job.position):
-        with job.trace:
-            train(job)
-        job.report.finish(job.summary())
+def start_from(config: Config) -> Path | None:
+    """Return the checkpoint to go on from, if there is to be one.
+
+    Raises:
+        UsageError: There is none, or another run is in the way.
+    """
+    run, resume = (None, None) if config.resume is None else checkpoint_of(config.resume)
+    same = run is not None and run.resolve() == config.run_dir.resolve()
+    if (config.run_dir / "metrics.jsonl").exists() and not same and not config.overwrite:
+        raise UsageError(
+            f"--run-dir {config.run_dir}: it has a run; --resume {config.run_dir} goes on with it,"
+            " --overwrite starts again"
+        )
+    return resume
 
 
-def train(job: Job) -> None:
-    """Train to the last step, writing results and checkpoints on the way."""
-    config, ranks, device, run = job.config, job.ranks, job.device, job.run
-    amp, parallel, progress, span = run.amp, run.parallel, run.progress, job.trace.span
+@dataclass
+class Job:
+    """All that the loop works with."""
 
+    config: Config
+    data: Data
+    device: torch.device
+    layout: Layout
+    model: nn.Module
+    amp: Amp
+    state: State
+    checkpoints: Checkpoints
+    metrics: Metrics
+
+
+def make_ready(config: Config, data: Data, device: torch.device, resume: Path | None) -> Job:
+    """Make the model and all that trains it, or read it from a checkpoint."""
+    layout = Layout.of(config, device)
+    inner = make_model(config, data, layout, device)
+    optimizers = make_optimizers(inner, config)
+    state = State(inner, optimizers)
+    model = settle(inner, layout, data.train[0][0], device)
+    amp = make_amp(model, optimizers, config, layout)
+    torch.manual_seed(config.seed + 1 + layout.data_rank)
+    if config.ema:
+        state.ema = {name: weight.clone() for name, weight in state.weights().items()}
+    checkpoints = Checkpoints(config, layout, state, amp, device)
+    if resume is not None:
+        checkpoints.read(resume)
+    if layout.rank == 0:
+        forget_after(config.run_dir, None if resume is None else state.progress.step)
+    metrics = Metrics(config, data, inner, layout, device, state.progress.step)
+    return Job(config, data, device, layout, model, amp, state, checkpoints, metrics)
+
+
+def make_model(config: Config, data: Data, layout: Layout, device: torch.device) -> nn.Module:
+    """Build the model, cast and sharded, and draw its weights; no rank ever has all of them."""
+    made = recipe(config, data)
+    model = made.model.to(device) if made.init is None else copy.deepcopy(made.model)
+    if layout.shard * layout.tp == 1 or not config.level.master_weights:
+        cast_model(model, config.level)
+    prepare_blocks(model, config)
+    parallelize(model, config, layout, device)
+    if made.init is not None:
+        fill(model, made, config.seed, device)
+    return model
+
+
+def make_amp(model: nn.Module, optimizers: list[Optimizer], config: Config, layout: Layout) -> Amp:
+    """Set up mixed precision by distamp's one call.
+
+    Raises:
+        UsageError: distamp refuses it; with its reason.
+    """
+    scale: dict[str, Any] = {}
+    if config.level.loss_scale == "dynamic":
+        schedule = DynamicSchedule(growth_interval=config.growth_interval)
+        scale = {"init_scale": config.init_scale, "schedule": schedule}
+    if config.hook:
+        scale |= {"comm_hook": config.hook, "replicas": layout.replicas}
+    try:
+        return initialize(model, optimizers, config.level, **scale)
+    except (ValueError, RuntimeError) as error:
+        hook = f" --hook {config.hook}" if config.hook else ""
+        raise UsageError(f"--precision {config.precision}{hook}: {error}") from None
+
+
+def read_ahead(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's microbatches, from where the run is."""
+    config, layout = job.config, job.layout
+    count = config.batch // (layout.data_world * config.accumulate)
+    where = layout.data_rank, layout.data_world
+    order = Order(len(job.data.train), config.seed, job.state.progress.position, count, *where)
+    return batches(job.data.train, order, job.device, config.workers)
+
+
+def train(job: Job, stop: Stop) -> None:
+    """Train to the last step, or until a rank is asked to stop."""
+    config, model, amp, state = job.config, job.model, job.amp, job.state
+    layout, progress, metrics = job.layout, job.state.progress, job.metrics
+    rates = Rates(config, state.optimizers, job.device, progress.step - progress.skipped)
+    average = get_ema_multi_avg_fn(config.ema)
+    source = read_ahead(job)
+    ended = False
     if progress.step == 0:
-        job.validated(validate(job))
-    with job.batches() as batches:
-        while progress.step < config.steps:
-            parallel.model.train()
-            rate = job.steps.learning_rate()
-            for group in run.optimizer.param_groups:
-                group["lr"] = rate
-            loss_sum = torch.zeros((), device=device)
-            with job.precision_report():
-                for microbatch in range(config.accumulate):
-                    with span("data"):
-                        inputs, targets = next(batches)
-                    reduces = microbatch == config.accumulate - 1
-                    with nullcontext() if reduces else amp.no_sync():
-                        with span("forward"):
-                            with amp.autocast():
-                                logits = parallel.model(inputs)
-                            loss = mean_loss(logits, targets) / config.accumulate
-                        with span("backward"):
-                            amp.backward(loss)
-                    loss_sum += loss.detach()
+        metrics.note(validate(job))
 
-            progress.step += 1
-            progress.position += config.batch
-            due = job.due()
-            # Where no record is written, nothing below waits for the device or another rank.
-            scale = amp.scaler.get_scale() if due.record else None
-            with span("step"):
-                norm = amp.clip_grad_norm_(config.clip or math.inf)
-                stepped = job.steps.count(amp.step().taken, wait=due.record)
-                if stepped is False:
-                    run.count_overflow()
-            amp.zero_grad()
+    while progress.step < config.steps and not ended:
+        model.train()
+        rate = rates.set()
+        total = torch.zeros((), device=job.device)
+        for microbatch in range(1, config.accumulate + 1):
+            inputs, targets = next(source)
+            with nullcontext() if microbatch == config.accumulate else amp.no_sync():
+                with amp.autocast():
+                    outputs = model(inputs)
+                loss = loss_of(model)(outputs, targets) / config.accumulate
+                amp.backward(loss)
+            total += loss.detach()
 
-            if due.record:
-                # The message that the loss needs also says whether any rank was asked to stop.
-                loss_total, asked_to_stop = ranks.sum(loss_sum, job.stop.asked)
-                record = {
-                    "step": progress.step,
-                    **job.losses(loss_total / ranks.world_size),
-                    "loss_scale": scale,
-                    "stepped": stepped,
-                    "skipped": progress.skipped,
-                    "gradient_norm": float(norm),
-                    "learning_rate": float(rate),
-                }
-                job.recorded(record)
-                if due.validation:
-                    job.validated(validate(job))
-                if due.checkpoint or asked_to_stop:
-                    job.save(must=due.last or asked_to_stop > 0)
-                if asked_to_stop and not due.last:
-                    raise job.stopped()
-            job.trace.step()
+        progress.step += 1
+        progress.position += config.batch
+        due = what_is_due(config, progress.step)
+        # Where no record is due, nothing below waits for the device.
+        scale = amp.scaler.get_scale() if due else 1.0
+        norm = amp.clip_grad_norm_(config.clip or math.inf)
+        taken = amp.step().taken
+        rates.count(taken)
+        if config.ema and taken:
+            average([*state.ema.values()], [*state.weights().values()], 0)
+        amp.zero_grad()
+
+        if due:
+            # One message has the loss, and whether any rank was asked to end.
+            loss_sum, asked = layout.sum(total, stop.asked)
+            progress.skipped = progress.step - int(rates.taken)
+            record = {"step": progress.step, "loss": loss_sum / layout.data_world}
+            record |= {"gradient_norm": float(norm), "learning_rate": float(rate)}
+            if config.level.scales:
+                record |= {"loss_scale": scale, "taken": bool(taken), "skipped": progress.skipped}
+            metrics.note(record)
+            refuse_nan(config, record)
+            ended = bool(asked)
+            if "eval" in due:
+                metrics.note(validate(job))
+            if "save" in due or ended:
+                save(job, must=ended or progress.step == config.steps)
+            metrics.start_clock(progress.step)
+    job.checkpoints.wait()
+    for hook in amp.comm_hooks:
+        metrics.say(f"gradients: {hook.stats()}")
+    metrics.summarize(ended, progress.step, progress.skipped)
 
 
-@torch.no_grad()
-def validate(job: Job) -> dict[str, float]:
-    """Return loss and accuracy over the held-out examples, shared among the ranks."""
-    config, ranks, device, parallel = job.config, job.ranks, job.device, job.run.parallel
-    inputs, targets = job.data.validation(config.validation_windows)
-    parallel.model.eval()
-    loss_sum, right, count = 0.0, 0.0, 0
-    # Sharded models need every rank in each pass: one that has run out repeats the last examples,
-    # and counts them for nothing.
-    world, rank = parallel.dp_world_size, parallel.dp_rank
-    for start in range(0, len(inputs), 32 * world):
-        mine = torch.arange(start, start + 32 * world)[rank::world]
-        new = int((mine < len(inputs)).sum())
-        mine = mine.clamp(max=len(inputs) - 1)[: max(1, new)]
-        with job.run.amp.autocast():
-            logits = parallel.model(inputs[mine].to(device))
-        expected = targets[mine].to(device)
-        loss_sum += float(mean_loss(logits, expected)) * new
-        right += float((logits.argmax(-1) == expected).float().mean()) * new
-        count += new
-    loss_total, right_total, total = ranks.sum(loss_sum, right, count)
-    losses = job.losses(loss_total / total)
-    return {
-        "step": job.run.progress.step,
-        **{f"validation_{name}": value for name, value in losses.items()},
-        "validation_accuracy": right_total / total,
-    }
+def what_is_due(config: Config, step: int) -> set[str]:
+    """Return what is due after a step; a record is, wherever anything is."""
+    every = {"log": config.log_every, "eval": config.eval_every, "save": config.save_every}
+    return {name for name, steps in every.items() if step % steps == 0 or step == config.steps}
+
+
+def validate(job: Job) -> Record:
+    """Return a record of the loss over held-out examples."""
+    found = evaluate(job.model, job.data, job.config, job.amp.autocast(), job.layout, job.device)
+    return {"step": job.state.progress.step, **found}
+
+
+def save(job: Job, *, must: bool) -> None:
+    """Write a checkpoint; a failure ends the run only if there will be no other time.
+
+    Raises:
+        UsageError: It cannot be written, and must be.
+    """
+    try:
+        job.checkpoints.save()
+        if must:
+            job.checkpoints.wait()
+    except UsageError as error:
+        if must:
+            raise
+        job.metrics.say(f"Warning: {error}; the run goes on, and tries again at the next save")
+
+
+def refuse_nan(config: Config, record: Record) -> None:
+    """End a run that has diverged, before its next checkpoint; in fp16 such a step was skipped.
+
+    Raises:
+        UsageError: On every rank.
+    """
+    if config.level.scales or math.isfinite(record["loss"]):
+        return
+    raise UsageError(
+        f"step {record['step']}: the loss is {record['loss']}, at a learning rate of"
+        f" {record['learning_rate']:g}; a smaller --lr may help"
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OWN_TESTS = {
     "frameworks.md": "tests/trainers/test_frameworks_page.py",
     "moving_from_apex.md": "tests/test_moving_from_apex.py",
-    "training.md": "tests/launch/test_newcomer.py",
 }
 _BLOCK = re.compile(
     r"(?:<!-- (?P<how>[^>]*?) -->\n+)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import functools
+import io
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 from distamp.__main__ import parser
+from launch.config import Config
 from tests.docs_code import OWN_TESTS, PAGES, ROOT, Block, blocks_of, ranks_of, run_page
 
 WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
@@ -90,8 +94,6 @@ def _is_module(name: str) -> bool:
 
 def _wrong_flags(line: str) -> list[str]:
     """Flags of our two command lines that neither has."""
-    from launch.help import help_text
-
     found = re.search(r"(-m distamp (\w+)|launch/train\.py)(.*)", line)
     if found is None or "--completion" in line:
         return []
@@ -101,7 +103,7 @@ def _wrong_flags(line: str) -> list[str]:
             return [f"no command {found[2]}: {line}"]
         known = commands[found[2]].format_help()
     else:
-        known = help_text() + " --help"
+        known = _flags()
     try:
         words = shlex.split(found[3].split("#")[0].split("|")[0], comments=True)
     except ValueError:
@@ -110,9 +112,16 @@ def _wrong_flags(line: str) -> list[str]:
     return [f"no flag {flag}: {line}" for flag in flags if flag not in known]
 
 
+@functools.cache
+def _flags() -> str:
+    """The launcher's help."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        tyro.cli(Config, args=["--help"])
+    return shown.getvalue()
+
+
 def test_commands_are_found_and_wrong_flags_too() -> None:
     assert len(commands()) > 80
-    assert importlib.util.find_spec("launch.help") is not None
     assert _wrong_flags("torchrun launch/train.py --precisoin fp16") != []
     assert _wrong_flags("python -m distamp doctor --jsonl") != []
     assert _wrong_flags("torchrun --nproc-per-node 2 launch/train.py --precision fp16") == []

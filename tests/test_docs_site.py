@@ -45,7 +45,7 @@ def test_the_reference_has_public_names_with_what_they_take(site: Path) -> None:
 
 
 def test_generated_pages_have_the_flags_of_the_parsers(site: Path) -> None:
-    assert "--checkpoint-activations" in (site / "reference" / "launcher.html").read_text()
+    assert "--checkpoint-blocks" in (site / "reference" / "launcher.html").read_text()
     assert "--timeout" in (site / "reference" / "command_line.html").read_text()
 
 

@@ -20,13 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distamp.autocast.findings import Finding, findings, show
+from distamp.autocast.findings import Finding, findings, half_speed, show
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.op_names import autocast_key
 from distamp.autocast.recording import precision_report
 from distamp.autocast.region import autocast
 from distamp.autocast.report import PrecisionReport
-from distamp.autocast.speed import half_speed
 
 __all__ = ["Preflight", "preflight"]
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from distamp.autocast.op_names import Category, autocast_key, overloads
 
-__all__ = ["autocast_is_on", "category_in_torch", "listed_by_torch"]
+__all__ = ["category_in_torch", "listed_by_torch"]
 
 # Called through torch's binding, which hands their warnings to Python's filters.
 _DEPRECATED = {"_lu_with_info", "chain_matmul", "cross", "lu_solve", "qr", "stft"}
@@ -65,22 +65,6 @@ class _Probe(Tensor):
         raise _Reached
 
 
-@contextlib.contextmanager
-def autocast_is_on(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast for a device that need not be here, for which torch.autocast turns itself off."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-        torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-
-
 def _arguments(overload: OpOverload, tensors: Iterator[Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of the right types; the shapes need not fit, as the op never runs."""
     args: list[Any] = []
@@ -101,25 +85,17 @@ def _arguments(overload: OpOverload, tensors: Iterator[Tensor]) -> tuple[list[An
     return args, kwargs
 
 
-def _casts(
-    overload: OpOverload, device_type: str, lower: torch.dtype, dtypes: tuple[torch.dtype, ...]
-) -> set[torch.dtype]:
+def _casts(overload: OpOverload, device_type: str, *dtypes: torch.dtype) -> set[torch.dtype]:
     """What one op's inputs of ``dtypes``, in turn, are cast to."""
     casts: set[torch.dtype] = set()
     at = torch.device(device_type)
     args, kwargs = _arguments(overload, (_Probe(it, at, casts) for it in itertools.cycle(dtypes)))
     name = overload._schema.name.removeprefix("aten::")
     call = getattr(torch._C._VariableFunctions, name) if name in _DEPRECATED else overload
-    with autocast_is_on(device_type, lower), warnings.catch_warnings():
+    # An op that torch forbids in a region raises, and is on no list.
+    with contextlib.suppress(_Reached, Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Autograd would ask for the device.
-        below = torch._C._AutoDispatchBelowAutograd()
-        # An op that torch forbids in a region raises, and is on no list.
-        with contextlib.suppress(
-            _Reached, RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
-        ):
-            call(*args, **kwargs)
-        del below
+        call(*args, **kwargs)
     return casts
 
 
@@ -128,13 +104,19 @@ def _category(overload: OpOverload, device_type: str) -> Category:
     if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
         return Category.UNLISTED
     lower, fp32 = torch.bfloat16, torch.float32
-    if lower in _casts(overload, device_type, lower, (fp32,)):
-        return Category.LOWER_PRECISION
-    if fp32 in _casts(overload, device_type, lower, (lower,)):
-        return Category.FP32
-    if fp32 in _casts(overload, device_type, lower, (lower, fp32)):
-        return Category.PROMOTE
-    return Category.UNLISTED
+    # In a new thread, which has no state to put back.
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, lower)
+    below = torch._C._AutoDispatchBelowAutograd()  # autograd would ask for the device
+    if lower in _casts(overload, device_type, fp32):
+        category = Category.LOWER_PRECISION
+    elif fp32 in _casts(overload, device_type, lower):
+        category = Category.FP32
+    else:
+        mixed = _casts(overload, device_type, lower, fp32)
+        category = Category.PROMOTE if fp32 in mixed else Category.UNLISTED
+    del below
+    return category
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from distamp import autocast, pin_precision
-from distamp.autocast.torch_lists import autocast_is_on
+from distamp import AutocastState, autocast, pin_precision
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -159,7 +159,8 @@ def test_a_pin_holds_on_the_devices_of_all_its_inputs() -> None:
     module = Lengths()
     pin_precision(module, "fp32")
     # Fake, as a CPU stands beside no other device here.
-    with FakeTensorMode(), autocast_is_on("cuda", BF16):
+    state = replace(AutocastState.capture(), devices=(("cuda", True, BF16),))
+    with FakeTensorMode(), state.apply():
         x = torch.empty(2, 2, device="cuda")
         assert (x @ x).dtype is BF16
         assert module(torch.ones(2), x).dtype is FP32

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import OpLists, findings, pin_precision, precision_report, preflight
+from distamp.autocast.findings import half_speed, slowdown
 from distamp.autocast.report import OpRow, PrecisionReport
-from distamp.autocast.speed import half_speed, slowdown
 from tests.autocast.test_report import BF16, FP16, MODELS, mlp, needs
 
 
@@ -218,7 +218,7 @@ def test_speed_is_measured_for_kinds_that_ran_in_half_precision(monkeypatch):
         return 40.0 if kind == "convolutions" else 1.0
 
     kinds: list[str] = []
-    monkeypatch.setattr(import_module("distamp.autocast.speed"), "slowdown", asked)
+    monkeypatch.setattr(import_module("distamp.autocast.findings"), "slowdown", asked)
     rows = [
         OpRow("conv", "Conv2d", "forward", "conv2d", "convolution", ("float16",), ("float16",)),
         OpRow("head", "Linear", "forward", "linear", "addmm", ("float32",), ("float32",)),

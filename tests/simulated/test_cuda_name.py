@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -93,11 +95,11 @@ def test_the_old_cuda_names(sim_cuda):
 
 
 def _launcher_s_choice() -> Any:
-    from launch.device import pick_device
-    from launch.ranks import Ranks
+    from launch.config import Config
+    from launch.parallel import pick_device
 
-    third = Ranks(rank=2, world_size=4, local_rank=2)
-    return str(pick_device("auto", third)), torch.cuda.current_device()
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}):
+        return str(pick_device(Config())), torch.cuda.current_device()
 
 
 def test_the_launcher_takes_the_device_of_its_local_rank(sim_cuda):

@@ -1,0 +1,243 @@
+"""What a run shows and leaves to look at: progress, JSON lines, TensorBoard, a picture."""
+
+import json
+import math
+import resource
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import TextColumn, TimeRemainingColumn
+from torch import nn
+
+from launch.config import Config, UsageError
+from launch.data import Data
+from launch.parallel import Layout, blocks_of
+
+Record = dict[str, Any]
+
+# Dense bf16 and fp16, by NVIDIA's data sheets.
+_PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+
+
+class Metrics:
+    """Where the records of a run go; on other ranks than the first, nowhere.
+
+    Args:
+        config: The run's flags.
+        data: What is trained on.
+        model: What is trained, not wrapped.
+        layout: The ranks.
+        device: Where the model is.
+        step: From which the run goes on.
+
+    Raises:
+        UsageError: The folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        step: int,
+    ) -> None:
+        self._config = config
+        self._main = layout.rank == 0
+        self._device = device
+        peak = layout.world * _peak_tflops(config, device) * 1e12
+        self._utilisation = flops_per_example(model, config, data) / peak
+        self._targets = data.targets
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not self._main)
+        self._bar = Bar(
+            *Bar.get_default_columns()[:2],
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            transient=True,
+            disable=not self._main or not self._console.is_terminal,
+        )
+        self._file: IO[str] | None = None
+        self._board: Any = None
+        if self._main:
+            try:
+                self._open(step)
+            except OSError as error:
+                raise UsageError(f"--run-dir {config.run_dir}: {error.strerror}") from None
+        self._task = self._bar.add_task("", total=config.steps, completed=step)
+        self._bar.start()
+        weights = sum(p.numel() for p in model.parameters())
+        self.say(
+            f"{config.model}, {weights:,} weights, {config.precision}, {layout} on {device.type}"
+        )
+        self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
+        if step:
+            self.say(f"going on after step {step}")
+        self.start_clock(step)
+
+    def _open(self, step: int) -> None:
+        config, path = self._config, self._config.run_dir / "metrics.jsonl"
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        kept: list[Record] = []
+        if step and path.exists():  # what came after the checkpoint comes again
+            kept = [row for row in read_records(config.run_dir) if row["step"] <= step]
+        config.write(config.run_dir / "config.json")
+        whole = path.with_suffix(".partial")
+        whole.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        whole.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        if config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UsageError("--tensorboard: pip install -e '.[tensorboard]'") from None
+            self._board = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)
+
+    def say(self, line: str) -> None:
+        """Print a line, once."""
+        self._console.print(line, markup=False)
+
+    def note(self, record: Record) -> None:
+        """Write a record of a step or an evaluation."""
+        if not self._main:
+            return
+        if "validation_loss" in record:
+            self.say(_shown(record))
+        else:
+            record = {**record, **self._speed(record["step"])}
+            shown = f"loss {record['loss']:.4f}"
+            self._bar.update(self._task, completed=record["step"], description=shown)
+        # JSON has no NaN; a skipped step's norm is one.
+        record = {name: None if _lost(value) else value for name, value in record.items()}
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+        if self._board is not None:
+            for name in record.keys() - {"step"}:
+                if record[name] is not None:
+                    self._board.add_scalar(name, record[name], record["step"])
+
+    def start_clock(self, step: int) -> None:
+        """Begin to measure speed, after a step and all that was due."""
+        self._began, self._last = time.monotonic(), step
+
+    def _speed(self, step: int) -> Record:
+        seconds = max(1e-9, time.monotonic() - self._began)
+        examples = (step - self._last) * self._config.batch / seconds
+        found = {"tokens_per_second": round(examples * self._targets, 1)}
+        if self._utilisation:
+            found["mfu"] = round(examples * self._utilisation, 4)
+        return found
+
+    def summarize(self, ended: bool, step: int, skipped: int) -> None:
+        """Say how a run went, and what can be done with it."""
+        run = self._config.run_dir
+        self._bar.stop()
+        self.say(f"{step - skipped} steps taken, {skipped} skipped")
+        self.say(f"peak memory of rank 0: {peak_memory(self._device) / 2**30:.2f} GiB")
+        if ended:
+            self.say(f"stopped as asked; go on with --resume {run}")
+        self.say(f"Results are in {run}; for text from it:")
+        self.say(f'  python -m launch.sample {run} --prompt "def "')
+
+    def close(self) -> None:
+        """Write what is left, and draw the curves."""
+        self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+        if self._file is not None:
+            self._file.close()
+            draw([self._config.run_dir], self._config.run_dir / "curves.png")
+
+
+def _lost(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _shown(record: Record) -> str:
+    names = {"validation_loss": "validation loss", "bits_per_byte": "bits per byte"}
+    parts = [f"step {record['step']:>6}"]
+    for name, value in record.items():
+        if name != "step":
+            parts.append(f"{names.get(name, name)} {value:.4f}")
+    return "  ".join(parts)
+
+
+def flops_per_example(model: nn.Module, config: Config, data: Data) -> float:
+    """Return the floating-point operations of one example, forward and backward.
+
+    Six for each weight and token, and twelve for each channel, block and pair of tokens (PaLM,
+    appendix B).
+    """
+    weights = sum(p.numel() for p in model.parameters())
+    attention = 12 * len(blocks_of(model)) * config.width * config.block
+    return float(data.targets * (6 * weights + attention * (config.model == "gpt")))
+
+
+def _peak_tflops(config: Config, device: torch.device) -> float:
+    if config.peak_tflops is not None:
+        return config.peak_tflops
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in _PEAK_TFLOPS.items() if known in name), math.inf)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this rank has used: of the accelerator, or of the process."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def read_records(run: Path) -> list[Record]:
+    """Read metrics.jsonl, but for what a killed run has half written.
+
+    Raises:
+        UsageError: There is none.
+    """
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+    except FileNotFoundError:
+        raise UsageError(f"{run}: no run there (metrics.jsonl)") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{run}/metrics.jsonl: {error}") from None
+
+
+def draw(runs: list[Path], path: Path) -> None:
+    """Draw the losses of runs over each other, and their loss scales; a cross is a skipped step."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained"
+    )
+    for run in runs:
+        rows = read_records(run)
+        steps = [row for row in rows if row.get("loss") is not None]
+        held_out = [row for row in rows if "validation_loss" in row]
+        (line,) = top.plot(
+            [r["step"] for r in steps], [r["loss"] for r in steps], lw=0.8, alpha=0.5
+        )
+        color = line.get_color()
+        marks = [r["step"] for r in held_out], [r["validation_loss"] for r in held_out]
+        top.plot(*marks, "o-", ms=3, color=color, label=f"{run.name}, held out")
+        scales = [row for row in steps if row.get("loss_scale")]
+        bottom.step([r["step"] for r in scales], [r["loss_scale"] for r in scales], color=color)
+        skipped = [row for row in scales if not row["taken"]]
+        bottom.plot(
+            [r["step"] for r in skipped], [r["loss_scale"] for r in skipped], "x", color=color
+        )
+    bottom.set_yscale("log", base=2)
+    bottom.set_ylabel("loss scale")
+    bottom.set_xlabel("step")
+    top.set_ylabel("loss (nats)")
+    top.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,253 @@
+"""The models: a GPT, those of transformers, and the user's own; and how they get their weights."""
+
+import hashlib
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from launch.config import Config, UsageError, arguments, load_own, require
+from launch.data import Data
+
+
+class Residual(nn.Linear):
+    """A layer whose output is added to the residual stream."""
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each added to the residual stream."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, self.dropout = config.width, config.dropout
+        self.head_width = width // config.heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = Residual(width, width, bias=False)
+        self.feed_in = nn.Linear(width, 4 * width, bias=False)
+        self.feed_out = Residual(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        batch, time, width = x.shape
+        # Heads come first, so that tensor parallel gives a rank whole ones.
+        qkv = self.qkv(F.rms_norm(x, (width,))).view(batch, time, -1, 3, self.head_width)
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = self.attention_out(mixed.transpose(1, 2).reshape(batch, time, -1))
+        x = x + F.dropout(mixed, dropout)
+        fed = self.feed_out(F.gelu(self.feed_in(F.rms_norm(x, (width,)))))
+        return x + F.dropout(fed, dropout)
+
+
+class GPT(nn.Module):
+    """A causal transformer that predicts each token from those before it.
+
+    Its norms have no weights, so that blocks may be gathered in half precision on any device.
+    """
+
+    # For parallelize_module: heads and hidden channels are divided over the ranks of --tp.
+    tensor_parallel_plan = (("qkv", "feed_in"), ("attention_out", "feed_out"))
+
+    def __init__(self, config: Config, classes: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(classes, config.width)
+        self.places = nn.Embedding(config.block, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.head = nn.Linear(config.width, classes, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map int64 tokens (batch, time) to logits (batch, time, classes)."""
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(F.rms_norm(x, x.shape[-1:]))
+        return logits
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Draw the weights of one layer, as GPT-2 does."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            residual = isinstance(module, Residual)
+            depth = (2 * len(self.blocks)) ** 0.5 if residual else 1.0
+            nn.init.normal_(module.weight, std=0.02 / depth)
+
+
+class Logits(nn.Module):
+    """A causal language model of transformers that returns its logits alone."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map int64 tokens (batch, time) to logits (batch, time, classes)."""
+        logits: Tensor = self.inner(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Draw the weights of one layer, as transformers does."""
+        self.inner._init_weights(module)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, and how it gets its weights.
+
+    Attributes:
+        model: On the meta device, without memory; or whole.
+        init: Draws the weights of one of its layers; None where it has them.
+    """
+
+    model: nn.Module
+    init: Callable[[nn.Module], None] | None = None
+
+
+def recipe(config: Config, data: Data) -> Recipe:
+    """Build what ``--model`` names; all but its weights, where those can wait.
+
+    Raises:
+        UsageError: There is no such model, or it cannot be built for these data.
+    """
+    kind, _, name = config.model.partition(":")
+    torch.manual_seed(config.seed)
+    if config.model == "gpt":
+        with torch.device("meta"):
+            gpt = GPT(config, data.classes)
+        return Recipe(gpt, gpt.init_weights)
+    if kind == "hf" and name:
+        return _hugging_face(name, config, data)
+    if name:
+        return Recipe(_own(config, data))
+    raise UsageError(f"--model {config.model}: it must be gpt, hf:NAME or module:function")
+
+
+def _own(config: Config, data: Data) -> nn.Module:
+    make = load_own("--model", config.model)
+    try:
+        model: nn.Module = make(data, **arguments(config.model_args))
+    except TypeError as error:
+        raise UsageError(f"--model {config.model}: {error}") from None
+    trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
+    require(trains, f"--model {config.model}: it returned no Module with something to train")
+    return model
+
+
+def _hugging_face(name: str, config: Config, data: Data) -> Recipe:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise UsageError(f"--model hf:{name}: pip install -e '.[hf]' brings transformers") from None
+    transformers.logging.set_verbosity_error()
+    folder, given = Path(name).expanduser(), arguments(config.model_args)
+    try:
+        if any(folder.glob("*.safetensors")):
+            make: Any = transformers.AutoModelForCausalLM.from_pretrained
+            model = Logits(make(folder, local_files_only=True, dtype=torch.float32, **given))
+            classes = model.inner.config.get_text_config().vocab_size
+            counts = f"it knows {classes} tokens, and the data have {data.classes}"
+            hint = f"{counts}; pass the --tokenizer that it was trained with"
+            require(data.classes <= classes, f"--model hf:{name}: {hint}")
+            return Recipe(model)
+        auto = transformers.AutoConfig
+        known = {"vocab_size": data.classes, **given}
+        settings = (
+            auto.from_pretrained(folder, **known)
+            if folder.is_dir()
+            else auto.for_model(name, **known)
+        )
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if (getattr(settings, token, None) or 0) >= settings.vocab_size:
+                setattr(settings, token, None)  # of a tokenizer that is not here
+        with torch.device("meta"):
+            model = Logits(transformers.AutoModelForCausalLM.from_config(settings))
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise UsageError(f"--model hf:{name}: transformers cannot build it ({first})") from None
+    return Recipe(model, model.init_weights)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, made: Recipe, seed: int, device: torch.device) -> None:
+    """Give a model on the meta device its memory and its weights, one layer at a time.
+
+    Each rank draws every layer whole, from a seed made of its name, and keeps its shard; so a run
+    starts with the same weights in every layout, and takes the memory of the shards and one layer.
+
+    Args:
+        model: To be filled, sharded or not; a copy of the recipe's, which stays without memory.
+        made: How the model is made.
+        seed: Of the weights.
+        device: Where the model is to be.
+    """
+    _allocate(model, device)
+    assert made.init is not None
+    for name, layer in made.model.named_modules():
+        own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
+        if not own:
+            continue
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        layer.to_empty(device="cpu", recurse=False)
+        made.init(layer)
+        target = model.get_submodule(name)
+        for key in own:
+            _keep(getattr(target, key), getattr(layer, key))
+        layer.to_empty(device="meta", recurse=False)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give tensors memory, as ``to_empty`` does; but what layers share, they share afterwards."""
+    found: dict[int, Tensor] = {}
+    for layer in model.modules():
+        parameters = dict(layer.named_parameters(recurse=False))
+        for name, tensor in [*parameters.items(), *layer.named_buffers(recurse=False)]:
+            if id(tensor) not in found:
+                empty = torch.empty_like(tensor, device=device)
+                trains = tensor.requires_grad
+                found[id(tensor)] = nn.Parameter(empty, trains) if name in parameters else empty
+            setattr(layer, name, found[id(tensor)])
+
+
+def _keep(tensor: Tensor, whole: Tensor) -> None:
+    """Copy a tensor, or this rank's shard of it; every rank has drawn the same, so none is sent."""
+    whole = whole.to(tensor.device, tensor.dtype)
+    if isinstance(tensor, DTensor):
+        shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.to_local().copy_(shard.to_local())
+    else:
+        tensor.copy_(whole)
+
+
+def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what a model is trained on: its own ``loss(outputs, targets)``, or `mean_loss`."""
+    found: Callable[[Tensor, Tensor], Tensor]
+    found = getattr(getattr(model, "module", model), "loss", mean_loss)
+    return found
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, taken in fp32 whatever the model computed in.
+
+    An fp16 loss would round, and its seed gradient, the loss scale, would overflow at 65536.
+
+    Args:
+        logits: (..., classes).
+        targets: int64 (...).
+
+    Raises:
+        UsageError: A model of the user's own returned something else than logits of this shape.
+    """
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else (type(logits).__name__,)
+    if shape[:-1] != tuple(targets.shape):
+        raise UsageError(
+            f"--model: it must return logits {(*targets.shape, 'classes')}, not {shape}"
+        )
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

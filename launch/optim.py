@@ -1,0 +1,128 @@
+"""Optimizers, the learning rate's schedule, and the average of the weights."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from launch.config import Config, UsageError, load_own, require
+from launch.parallel import blocks_of
+
+
+def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
+    """Make what ``--optimizer`` names, over the parameters that train.
+
+    Raises:
+        UsageError: There is no such optimizer, or it cannot be made for these parameters.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    name = config.optimizer
+    if name == "adamw":
+        return [_adamw(trained, config)]
+    if name == "sgd":
+        return [torch.optim.SGD(_groups(trained, config), lr=config.lr, momentum=0.9)]
+    if name == "muon":
+        inside = {id(p) for block in blocks_of(model) for p in block.parameters() if p.dim() == 2}
+        whole = inside and not any(isinstance(p, DTensor) for p in trained)
+        hint = "it needs a model with blocks, and whole matrices: no --shard, no --tp"
+        require(whole, f"--optimizer muon: {hint}")
+        # Its updates are given the size of AdamW's, so that one learning rate fits both.
+        muon = torch.optim.Muon(
+            [p for p in trained if id(p) in inside],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
+    require(":" in name, f"--optimizer {name}: it must be adamw, sgd, muon or module:Class")
+    own = load_own("--optimizer", name)
+    try:
+        return [own(_groups(trained, config), lr=config.lr)]
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--optimizer {name}: {error}") from None
+
+
+def _adamw(parameters: list[nn.Parameter], config: Config) -> Optimizer:
+    level = config.level
+    # In fp16 a second moment below 6e-8 is 0, and so is an eps of 1e-8.
+    half = level.param is torch.float16 and not level.master_weights
+    return torch.optim.AdamW(
+        _groups(parameters, config),
+        lr=config.lr,
+        betas=(0.9, 0.95),
+        eps=1e-3 if half else 1e-8,
+        fused=True,
+    )
+
+
+def _groups(parameters: Sequence[nn.Parameter], config: Config) -> list[dict[str, Any]]:
+    """Group parameters by whether they decay, which matrices do, and by their mesh.
+
+    A fused kernel takes DTensors of one mesh alone.
+    """
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.dim() >= 2, mesh), []).append(parameter)
+    return [
+        {"params": found, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), found in groups.items()
+    ]
+
+
+def part_of_peak(config: Config, taken: int) -> float:
+    """Return the learning rate after so many taken steps, as a part of ``--lr``."""
+    if taken < config.warmup:
+        return (taken + 1) / config.warmup
+    left = 1.0 - min(1.0, (taken - config.warmup) / max(1, config.steps - config.warmup))
+    height = {
+        "cosine": 0.5 * (1 - math.cos(math.pi * left)),
+        "wsd": min(1.0, 5 * left),
+        "linear": left,
+        "constant": 1.0,
+    }[config.schedule]
+    return config.final_lr + (1 - config.final_lr) * height
+
+
+class Rates:
+    """The learning rate, which waits while steps are skipped.
+
+    Whether a step was taken is known on the device. There the rate is looked up, so that the host
+    need not wait, where every optimizer takes a tensor: fused AdamW does.
+
+    Args:
+        config: The schedule.
+        optimizers: What it is for.
+        device: Where the model is.
+        taken: Steps taken before.
+    """
+
+    def __init__(
+        self, config: Config, optimizers: Sequence[Optimizer], device: torch.device, taken: int
+    ) -> None:
+        fused = all(optimizer.defaults.get("fused") for optimizer in optimizers)
+        wait = device.type == "cpu" or not fused or not config.level.scales or config.ema > 0
+        self._rates = [config.lr * part_of_peak(config, n) for n in range(config.steps + 1)]
+        self._table = None if wait else torch.tensor(self._rates, device=device)
+        self._optimizers = optimizers
+        self.taken = torch.tensor([taken], device="cpu" if wait else device)
+
+    def set(self) -> float | Tensor:
+        """Give the optimizers the rate of the next step, and return it."""
+        rate: float | Tensor
+        if self._table is None:
+            rate = self._rates[int(self.taken)]
+        else:
+            rate = self._table.index_select(0, self.taken).squeeze(0)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        return rate
+
+    def count(self, taken: Tensor) -> None:
+        """Count a step, if it was taken."""
+        self.taken += taken.to(self.taken.device)

@@ -1,0 +1,88 @@
+"""The launcher as a job of torchrun's: killed, stopped, and given bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import jobs
+from tests.launch.jobs import TINY
+
+pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(600)]
+
+RUN = (*TINY, "--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 2)
+RUN = (*RUN, "--dropout", 0.1, "--steps", 40, "--save-every", 4, "--hook", "int8")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.text_file(tmp_path_factory.mktemp("text"))
+
+
+def until(folder: Path, step: int) -> None:
+    """Wait until a run has a record of this step."""
+    end = time.monotonic() + jobs.TIMEOUT_S
+    while not any(row["step"] >= step for row in jobs.records(folder)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def workers(job: subprocess.Popen[bytes]) -> list[int]:
+    """Process ids of the ranks."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{job.pid}/task").glob("*/children"):
+            found += [int(pid) for pid in task.read_text().split()]
+    return found
+
+
+def kill(job: subprocess.Popen[bytes]) -> None:
+    """End torchrun and every rank at once, wherever they are."""
+    for pid in [job.pid, *workers(job)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.wait()
+
+
+def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(ranks2, text, tmp_path):
+    whole = ranks2.run(jobs.train, tmp_path / "whole", ("--data", text, *RUN))[0]
+    run = tmp_path / "run"
+    command = jobs.torchrun(2, "--data", text, *RUN, "--run-dir", run, "--auto-resume")
+    job = jobs.start(command)
+    until(run, 6)
+    time.sleep(random.uniform(0, 0.05))
+    kill(job)
+    assert 6 <= jobs.records(run)[-1]["step"] < 40
+    assert jobs.start(command).wait(jobs.TIMEOUT_S) == 0
+    assert jobs.records(run) == whole
+
+
+def test_run_that_one_rank_is_asked_to_end_saves_and_exits_with_0(text, tmp_path):
+    log = tmp_path / "log"
+    args = ("--data", text, *TINY, "--steps", 100000, "--run-dir", tmp_path / "run")
+    job = jobs.start(jobs.torchrun(2, *args, "--async-save", "--save-every", 3), log)
+    until(tmp_path / "run", 5)
+    os.kill(workers(job)[-1], signal.SIGTERM)
+    assert job.wait(jobs.TIMEOUT_S) == 0
+    last = jobs.records(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()
+    assert f"--resume {tmp_path / 'run'}" in log.read_text()
+
+
+def test_bad_flag_is_one_sentence_and_every_rank_exits_with_2(tmp_path):
+    log = tmp_path / "log"
+    assert jobs.start(jobs.torchrun(2, "--batch", 7), log).wait(jobs.TIMEOUT_S) != 0
+    printed = log.read_text()
+    assert printed.count("error: ") == printed.count("error: --batch 7") == 1
+    exits = [
+        line.split(":", 1)[1].split()[0] for line in printed.splitlines() if "exitcode  :" in line
+    ]
+    assert exits == ["2", "2"]
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,86 @@
+"""A run that is killed, stopped or taken elsewhere goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.launch import jobs
+from tests.launch.jobs import TINY, losses
+
+# Overflow on purpose: 2^40 is far above what fp16 gradients can hold, and growth overflows again;
+# dropout draws random numbers that differ between ranks.
+FP16 = ("--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 2, "--dropout", 0.1)
+RUN = (*TINY, *FP16, "--steps", 8, "--save-every", 3)
+LAYOUTS = {
+    "ddp, int8": ("--hook", "int8"),
+    "ddp, fp16, sgd": ("--hook", "fp16", "--optimizer", "sgd"),
+    "ddp, ema, asynchronous": ("--ema", 0.9, "--async-save"),
+    "fsdp2, asynchronous": ("--shard", -1, "--async-save"),
+    "fsdp2, fp16": ("--shard", -1, "--hook", "fp16"),
+    "hsdp, fp16": ("--shard", 2, "--hook", "fp16"),
+    "fsdp2 x tp": ("--shard", 2, "--tp", 2),
+    "O2": ("--precision", "O2"),
+    "muon": ("--optimizer", "muon"),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.text_file(tmp_path_factory.mktemp("text"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resumed_run_has_the_losses_of_one_never_stopped(ranks, text, tmp_path, layout):
+    pool = ranks(4 if "hsdp" in layout or "tp" in layout else 2)
+    args = ("--data", text, *RUN, *LAYOUTS[layout])
+    whole = pool.run(jobs.train, tmp_path, args)[0]
+    # The newest checkpoint has lost what makes it whole, as in a run killed while it was written.
+    (tmp_path / "checkpoints" / "step-00000008" / ".metadata").unlink()
+    again = pool.run(jobs.train, tmp_path, ("--resume", tmp_path))[0]
+    assert again == whole
+    assert whole[-1]["step"] == 8
+    assert sum(not row.get("taken", True) for row in whole) > 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("--shard -1", "--shard 1"), ("--tp 2", "--shard -1 --tp 1")]
+)
+def test_run_goes_on_on_other_ranks_and_in_another_layout(
+    ranks2, ranks4, text, tmp_path, before, after
+):
+    args = ("--data", text, *TINY, "--steps", 6, "--save-every", 3, "--keep", 3)
+    alone = jobs.train(tmp_path / "alone", args)
+    ranks4.run(jobs.train, tmp_path / "run", (*args, *before.split()))
+    resume = ("--resume", tmp_path / "run" / "checkpoints" / "step-00000003", *after.split())
+    found = ranks2.run(jobs.train, tmp_path / "run", resume)[0]
+    assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("O2", "fp32"), ("fp32", "O2"), ("fp16", "bf16-O2")])
+def test_any_level_goes_on_from_any_other_with_the_weights_as_they_were_stepped(
+    text, tmp_path, before, after
+):
+    args = ("--data", text, *TINY, "--steps", 4)
+    rows = jobs.train(tmp_path, (*args, "--precision", before))
+    more = ("--resume", tmp_path, "--precision", after, "--steps", 5, "--lr", 1e-9)
+    again = jobs.train(tmp_path, more)
+    tolerance = 2e-2 if "bf16" in after else 2e-3
+    assert again[-1]["validation_loss"] == pytest.approx(rows[-1]["validation_loss"], rel=tolerance)
+    # The weights themselves are those of before, in fp32: one more step at a rate of nothing.
+    saved = [torch.cat([p.flatten() for p in weights(tmp_path, step).values()]) for step in (4, 5)]
+    torch.testing.assert_close(saved[0], saved[1], rtol=1e-6, atol=1e-8)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    reader = FileSystemReader(run / "checkpoints" / f"step-{step:08d}")
+    saved = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(s.size) for name, s in saved.items() if name.startswith("model.")}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(found, storage_reader=reader)
+    return found
