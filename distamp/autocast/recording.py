@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,6 @@ _CONVERSIONS = frozenset(
     + ("chalf", "cfloat", "cdouble")
 )
 _GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
-# Code that converts on autocast's behalf: custom_fwd.
-_AUTOCASTS = ("distamp.autocast.", "torch.amp.")
 # Components of names that wrappers add: FSDP1 and fairscale, torch.compile, checkpoint wrappers.
 _WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 _SUMS = frozenset({"sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm", "mean"})
@@ -46,12 +44,9 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "l
 _NODE_KEY = "distamp.owner"
 
 
-class _Owner(NamedTuple):
-    """Whose an op or an autograd node is; and the cause of the casts of that function."""
-
-    module: str = OUTSIDE
-    function: str = ""
-    cause: str = ""
+# Whose an op or an autograd node is: module, function, and the cause of casts in it.
+_Owner = tuple[str, str, str]
+_NOBODY: _Owner = (OUTSIDE, "", "")
 
 
 class _Thread(threading.local):
@@ -79,7 +74,7 @@ class _Recorder:
         }
         # Of a wrapper and the module in it, which share a name, the module's class.
         self._kinds = {name: type(module).__name__ for module, name in self.names.items()}
-        self._counts: dict[tuple[Any, ...], list[int]] = {}
+        self._counts: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self._thread = _Thread()
         self._home = threading.get_ident()
@@ -146,7 +141,7 @@ class _Recorder:
             return
         while thread.frames.pop()[3] is not module:
             pass
-        _mark(output, inputs, _Owner(name))
+        _mark(output, inputs, (name, "", ""))
         if not thread.frames and thread.modes is not None:
             thread.modes.close()
             thread.modes = None
@@ -158,78 +153,61 @@ class _Recorder:
             return func(*args, **kwargs)
         thread = self._thread
         found = thread.function, thread.cause
-        explicit = name in _CONVERSIONS or kwargs.get("dtype") is not None
-        autocast = _caller().startswith(_AUTOCASTS) if explicit else _any_autocast()
+        asked = name in _CONVERSIONS or kwargs.get("dtype") is not None
         thread.function = name.strip("_")
-        thread.cause = "autocast" if autocast else "explicit"
+        thread.cause = "autocast" if _any_autocast() and not asked else "explicit"
         try:
             out = func(*args, **kwargs)
-            _mark(out, (args, kwargs), self._here())
+            _mark(out, (args, kwargs), self._owner()[0])
             return out
         finally:
             thread.function, thread.cause = found
-
-    def _here(self) -> _Owner:
-        thread = self._thread
-        module, cause = OUTSIDE, "explicit"
-        if thread.frames:
-            module = thread.frames[-1][0]
-            cause = "autocast" if thread.frames[-1][2] else "explicit"
-        return _Owner(module, thread.function, thread.cause or cause)
 
     def _owner(self) -> tuple[_Owner, str]:
         """Whose the kernel that runs is, and in which phase it does."""
         thread = self._thread
         if thread.frames:
-            return self._here(), thread.frames[-1][1]
+            module, phase, autocast, _ = thread.frames[-1]
+            cause = thread.cause or ("autocast" if autocast else "explicit")
+            return (module, thread.function, cause), phase
         if _in_backward() == -1:
-            return self._here(), "forward"
+            return (OUTSIDE, thread.function, thread.cause or "explicit"), "forward"
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return _Owner(cause="autograd"), "backward"
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            name = self._parameters.get(id(variable), OUTSIDE)
-            return _Owner(name, "accumulate_grad", "autograd"), "backward"
-        owner = node.metadata.get(_NODE_KEY, _Owner())
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and thread.cause:
-            return owner._replace(cause=thread.cause), "backward"
-        # The gradient of a cast has its cause; what a gradient's kernel casts is autograd's.
-        if type(node).__name__ != "ToCopyBackward0":
-            owner = owner._replace(cause="autograd")
-        return owner, "backward"
+        if hasattr(node, "variable"):
+            module = self._parameters.get(id(node.variable), OUTSIDE)
+            return (module, "accumulate_grad", "autograd"), "backward"
+        module, function, cause = _NOBODY if node is None else node.metadata.get(_NODE_KEY, _NOBODY)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            cause = thread.cause or "autograd"
+        elif type(node).__name__ != "ToCopyBackward0":
+            # The gradient of a cast has its cause; what another's kernel casts is autograd's.
+            cause = "autograd"
+        return (module, function, cause), "backward"
 
     def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Count one kernel call."""
-        kernel = _kernel_of(func)
-        if self.closed or not kernel.runs:
+        name, view, runs = _kernel_of(func)
+        if self.closed or not runs:
             return
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-        casts = _casts_of(kernel.name, inputs, outputs)
-        owner, phase = self._owner()
-        cause = owner.cause if casts else ""
-        if casts and kernel.name not in _CASTS:
-            cause = "explicit"
-        dtypes = _dtypes(inputs), _dtypes(outputs)
-        key = (owner.module, phase, owner.function, kernel, *dtypes, cause)
+        casts = _casts_of(name, inputs, outputs)
+        (module, function, cause), phase = self._owner()
+        if not casts or name not in _CASTS:
+            cause = "explicit" if casts else ""
+        about = module, self._kinds.get(module, ""), phase, function, name
+        key = (*about, _dtypes(inputs), _dtypes(outputs), cause, view)
         read = sum(source.numel() * source.element_size() for source, _ in casts)
         written = sum(result.numel() * result.element_size() for _, result in casts)
+        length = _length(name, inputs, outputs)
         with self._lock:
-            counts = self._counts.setdefault(key, [0, 0, 0, 0, 0])
-            for i, more in enumerate((1, len(casts), read, written)):
-                counts[i] += more
-            counts[4] = max(counts[4], _length(kernel.name, inputs, outputs))
+            calls, *sums, longest = self._counts.get(key, (0, 0, 0, 0, 0))
+            sums = [a + b for a, b in zip(sums, (len(casts), read, written), strict=True)]
+            self._counts[key] = (calls + 1, *sums, max(length, longest))
 
-    def rows(self) -> list[OpRow]:
+    def rows(self) -> tuple[OpRow, ...]:
         """What was counted so far."""
         with self._lock:
-            found = list(self._counts.items())
-        rows = []
-        for (module, phase, function, kernel, *rest), counts in found:
-            values: list[Any] = [module, self._kinds.get(module, ""), phase, function, kernel.name]
-            values += [*rest, kernel.view, *counts]
-            rows.append(OpRow(*values))
-        return rows
+            return tuple([OpRow(*key, *counts) for key, counts in self._counts.items()])
 
 
 class _Kernels(TorchDispatchMode):
@@ -265,22 +243,17 @@ class _Functions(TorchFunctionMode):
         return self.recorder.call(func, args, kwargs or {})
 
 
-class _Kernel(NamedTuple):
-    """What is to be known of a kernel, asked of its schema once."""
-
-    name: str
-    view: bool = False
-    # prim:: asks a tensor subclass about itself; nothing runs.
-    runs: bool = True
-
-
 @functools.cache
-def _kernel_of(func: Any) -> _Kernel:
+def _kernel_of(func: Any) -> tuple[str, bool, bool]:
+    """A kernel's name, whether it only gives a view, and whether it runs.
+
+    One of ``prim::`` asks a tensor subclass about itself.
+    """
     if isinstance(func, HigherOrderOperator):
-        return _Kernel(func.name())
+        return func.name(), False, True
     name = func._schema.name
     view = bool(func.is_view) or name == "aten::_unsafe_view"
-    return _Kernel(name.removeprefix("aten::"), view, func.namespace != "prim")
+    return name.removeprefix("aten::"), view, func.namespace != "prim"
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -345,14 +318,6 @@ def _mark(outputs: Any, inputs: Any, owner: _Owner) -> None:
         todo.extend(each for each, _ in node.next_functions if each is not None)
 
 
-def _caller() -> str:
-    """The module that called a torch function, through modes that handed the call on."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
-
-
 def module_names(model: nn.Module) -> dict[nn.Module, str]:
     """Every module of the model once, with the name it has without wrappers around it."""
     names: dict[nn.Module, str] = {}
@@ -371,21 +336,6 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
 def _is_wrapper(parent: nn.Module, child: nn.Module) -> bool:
     """Whether the parent adds nothing of its own, as DataParallel and its like."""
     return list(parent.children()) == [child] and not any(parent.parameters(recurse=False))
-
-
-class _Live(PrecisionReport):
-    """A report that is being recorded, or was."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self.recorder = _Recorder(model, closed=False)
-        inside = [module for module, name in self.recorder.names.items() if not name]
-        self.model = type(inside[-1]).__name__ if inside else ""
-        self.device = ""
-
-    @property
-    def rows(self) -> tuple[OpRow, ...]:  # type: ignore[override]
-        """What has been counted so far, in order of first appearance."""
-        return tuple(self.recorder.rows())
 
 
 @contextmanager
@@ -421,6 +371,7 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
         raise TypeError(
             f"precision_report takes the model, a torch.nn.Module, got {type(model).__name__}"
         )
-    report = _Live(model)
-    with report.recorder.recording():
-        yield report
+    recorder = _Recorder(model, closed=False)
+    inside = [type(module).__name__ for module, name in recorder.names.items() if not name]
+    with recorder.recording():
+        yield PrecisionReport(recorder.rows, "".join(inside[-1:]))

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -92,10 +92,9 @@ class Totals:
         """Add rows up."""
         sums: Counter[str] = Counter()
         for row in rows:
-            for name in ("calls", "casts", "bytes_read", "bytes_written"):
-                sums[name] += getattr(row, name)
-            if row.cause:
-                sums[f"{row.cause}_casts"] += row.casts
+            counts = {"calls": row.calls, "casts": row.casts, f"{row.cause}_casts": row.casts}
+            sums.update(counts, bytes_read=row.bytes_read, bytes_written=row.bytes_written)
+        del sums["_casts"]
         return cls(**sums)
 
 
@@ -114,15 +113,25 @@ class PrecisionReport:
     cast; casts that a backward kernel makes of itself are autograd's.
 
     Args:
-        rows: The rows.
+        rows: The rows, or a function that returns them as they are then.
         model: The model's class name.
         device: What the caller says it ran on, such as ``"cuda, float16, simulated"``.
     """
 
-    def __init__(self, rows: Iterable[OpRow] = (), model: str = "", device: str = "") -> None:
-        self.rows: tuple[OpRow, ...] = tuple(rows)
+    def __init__(
+        self,
+        rows: Iterable[OpRow] | Callable[[], Iterable[OpRow]] = (),
+        model: str = "",
+        device: str = "",
+    ) -> None:
+        self._rows = rows if callable(rows) else tuple(rows)
         self.model = model
         self.device = device
+
+    @property
+    def rows(self) -> tuple[OpRow, ...]:
+        """Every module, op and dtypes; inside the block of a report, what ran so far."""
+        return tuple(self._rows() if callable(self._rows) else self._rows)
 
     @property
     def totals(self) -> Totals:

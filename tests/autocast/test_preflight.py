@@ -159,7 +159,7 @@ def test_json_has_report_and_findings(tmp_path):
         ({"model": "gpt"}, TypeError, "a torch.nn.Module, got str"),
         ({"device_type": "cudaa"}, ValueError, "did you mean 'cuda'"),
         ({"device_type": "tpu"}, ValueError, "no autocast for 'tpu'"),
-        ({"dtype": "float16"}, TypeError, "must be a torch.dtype"),
+        ({"dtype": "float16"}, ValueError, "torch.bfloat16, got 'float16'"),
         ({"dtype": torch.float32}, ValueError, "float16 or torch.bfloat16, got torch.float32"),
     ],
 )

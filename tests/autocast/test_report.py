@@ -489,28 +489,6 @@ def test_casts_of_a_region_with_op_lists_are_autocasts():
     assert {r.cause for r in report.rows if r.casts} == {"autocast"}
 
 
-def test_casts_of_custom_fwd_are_autocasts():
-    class Sine(torch.autograd.Function):
-        @staticmethod
-        @distamp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-        def forward(ctx, x):
-            return x.sin()
-
-        @staticmethod
-        @distamp.custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            return grad
-
-    class Net(nn.Module):
-        def forward(self, x):
-            return Sine.apply(x)
-
-    model = Net()
-    with precision_report(model) as report, torch.autocast("cpu", BF16):
-        model(torch.randn(4, dtype=BF16))
-    assert {(r.cause, r.module) for r in report.rows if r.casts} == {("autocast", "")}
-
-
 def test_higher_order_operators_are_one_kernel():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     x = torch.randn(2, 2, 16, 8)
