@@ -75,8 +75,8 @@ def preflight(
     The table of :func:`precision_report`, of fake tensors; the model may stand on the meta device.
     What a forward pass decides by values that it computed (a router that chooses experts) cannot be
     followed: it is an error among the findings, and so is what asks for the device itself. Where
-    a device has several kernels for one op, the CPU's are shown. The model is as before afterwards. Its op
-    lists stay registered (see :class:`OpLists`): regions of the CPU are slower in this process.
+    a device has several kernels for one op, the CPU's are shown. The model is as before afterwards.
+    Its op lists stay registered (see :class:`OpLists`): CPU regions are slower in this process.
 
     Args:
         model: On any device, the meta device too.
