@@ -52,7 +52,8 @@ class Diagnosis:
         for name, took in self.precisions.items():
             rows[name] = took if isinstance(took, str) else f"{took:.3g} ms for a small step"
         rows["problems"] = "\n          ".join(self.problems) or "none"
-        return "\n".join(["distamp doctor", *(f"{name:9} {row}" for name, row in rows.items())])
+        page = "".join(f"\n{name:9} {row}" for name, row in rows.items())
+        return f"distamp doctor{page}"
 
 
 def diagnose(timeout: float = 30.0) -> Diagnosis:
@@ -74,10 +75,9 @@ def diagnose(timeout: float = 30.0) -> Diagnosis:
     facts["cpu"] = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     if device == "cuda":
         about = torch.cuda.get_device_properties(0)
-        facts["cuda"] = (
-            f"{torch.version.cuda or torch.version.hip}: {torch.cuda.device_count()} x {about.name}"
-            f" with {about.total_memory / 2**30:.0f} GiB"
-        )
+        version, count = torch.version.cuda or torch.version.hip, torch.cuda.device_count()
+        gib = about.total_memory / 2**30
+        facts["cuda"] = f"{version}: {count} x {about.name} with {gib:.0f} GiB"
     elif accelerator is not None:
         facts[device] = f"{torch.accelerator.device_count()} devices"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)

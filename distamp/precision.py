@@ -73,62 +73,31 @@ class Precision:
         return self.loss_scale != 1.0 or self.compute is torch.float16
 
     def __post_init__(self) -> None:
-        for name in ("param", "compute", "reduce"):
-            _check_dtype(name, getattr(self, name))
-        if self.output is not None:
-            _check_dtype("output", self.output)
+        for name in ("param", "compute", "reduce", "output"):
+            dtype = getattr(self, name)
+            if dtype not in (torch.float32, *_HALF) and (name, dtype) != ("output", None):
+                raise SettingError(
+                    f"{name} must be torch.float32, torch.float16 or torch.bfloat16, not {dtype!r}"
+                )
         if self.autocasts and self.param is not torch.float32:
             raise SettingError(
                 f"compute={self.compute} with param={self.param}: autocast casts from float32 "
                 "weights, so let param be torch.float32, or compute the same as param"
             )
-        if self.casts_model:
-            self._check_cast_model()
-        else:
-            self._check_fp32_model()
-        scale = self.loss_scale
-        if scale != "dynamic" and not (
-            isinstance(scale, float) and math.isfinite(scale) and scale > 0
-        ):
-            raise SettingError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
-
-    def _check_cast_model(self) -> None:
-        for name in ("keep_batchnorm_fp32", "master_weights"):
+        for name, contradiction in (("keep_batchnorm_fp32", False), ("master_weights", True)):
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (self.casts_model or value is not None):
+                raise SettingError(f"{name} must be True or False at {self.level}, not {value!r}")
+            contradicts = value is not None if self.autocasts else value is contradiction
+            if contradicts and not self.casts_model:
                 raise SettingError(
-                    f"{name} must be True or False at {self.level}, whose model is {self.param}, "
-                    f"not {value!r}"
+                    f"{name}={value} contradicts {self.level}, whose parameters are float32 "
+                    "already; leave it out, or take O2 or O3, whose model is cast"
                 )
-
-    def _check_fp32_model(self) -> None:
-        batchnorm, masters = self.keep_batchnorm_fp32, self.master_weights
-        for name, value in (("keep_batchnorm_fp32", batchnorm), ("master_weights", masters)):
-            if value is not None and not isinstance(value, bool):
-                raise SettingError(
-                    f"{name} must be True, False or None at {self.level}, not {value!r}"
-                )
-        if self.autocasts and batchnorm is not None:
-            raise SettingError(
-                f"keep_batchnorm_fp32={batchnorm} contradicts {self.level}: autocast leaves the "
-                "model in float32 and chooses for each op; leave it out, or take O2 or O3 for a "
-                "model that is cast"
-            )
-        if self.autocasts and masters is not None:
-            raise SettingError(
-                f"master_weights={masters} contradicts {self.level}: the weights that the "
-                "optimizer steps are float32 already; leave it out, or take O2"
-            )
-        if batchnorm is False:
-            raise SettingError(
-                f"keep_batchnorm_fp32=False contradicts {self.level}: the whole model is float32; "
-                "leave it out, or take O3 for a model that is float16 throughout"
-            )
-        if masters:
-            raise SettingError(
-                f"master_weights=True contradicts {self.level}: the weights are float32 "
-                "themselves; leave it out, or take O2"
-            )
+        scale = self.loss_scale
+        number = isinstance(scale, float) and math.isfinite(scale) and scale > 0
+        if scale != "dynamic" and not number:
+            raise SettingError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
 
     @classmethod
     def of(
@@ -152,43 +121,27 @@ class Precision:
         Raises:
             SettingError: There is no such level, or the override contradicts it.
         """
-        if isinstance(level, Precision):
-            row = level
-        elif level in LEVELS:
-            row = LEVELS[level]
-        else:
+        row = level if isinstance(level, Precision) else LEVELS.get(level)
+        if row is None:
             hint = "; the O is a letter" if str(level).startswith("0") else ""
             raise SettingError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
-        changes: dict[str, object] = {}
-        if keep_batchnorm_fp32 is not None:
-            changes["keep_batchnorm_fp32"] = _truth(keep_batchnorm_fp32)
-        if master_weights is not None:
-            changes["master_weights"] = master_weights
-        if loss_scale is not None:
-            changes["loss_scale"] = _scale(loss_scale)
-        return row.replaced(**changes)
+        words = {"True": True, "False": False}
+        given = {
+            "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
+            "master_weights": master_weights,
+            "loss_scale": _number(loss_scale),
+        }
+        return row.replaced(**{name: value for name, value in given.items() if value is not None})
 
     def replaced(self, **changes: object) -> Self:
         """Return a copy with some fields changed, checked as a whole."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-def _check_dtype(name: str, dtype: object) -> None:
-    if dtype not in (torch.float32, *_HALF):
-        raise SettingError(
-            f"{name} must be torch.float32, torch.float16 or torch.bfloat16, not {dtype!r}"
-        )
-
-
-def _truth(value: object) -> object:
-    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-
-
-def _scale(value: object) -> object:
-    if value == "dynamic" or isinstance(value, bool):
-        return value
+def _number(value: object) -> object:
+    """Return a loss scale as a float where it is one, also as text; else what was given."""
     try:
-        return float(value)  # type: ignore[arg-type]
+        return value if value is None or isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return value
 

@@ -84,13 +84,13 @@ def test_overrides_are_spelled_as_in_apex(given, field, value):
 @pytest.mark.parametrize(
     ("level", "override", "reason"),
     [
-        ("O1", {"keep_batchnorm_fp32": True}, "autocast leaves the model in float32"),
-        ("O1", {"keep_batchnorm_fp32": False}, "autocast leaves the model in float32"),
+        ("O1", {"keep_batchnorm_fp32": True}, "contradicts O1"),
+        ("O1", {"keep_batchnorm_fp32": False}, "contradicts O1"),
         ("O1", {"master_weights": True}, "are float32 already"),
         ("O1", {"master_weights": False}, "are float32 already"),
         ("bf16", {"master_weights": True}, "are float32 already"),
-        ("O0", {"keep_batchnorm_fp32": False}, "the whole model is float32"),
-        ("O0", {"master_weights": True}, "the weights are float32 themselves"),
+        ("O0", {"keep_batchnorm_fp32": False}, "contradicts O0"),
+        ("O0", {"master_weights": True}, "contradicts O0"),
         ("O2", {"keep_batchnorm_fp32": "yes"}, "must be True or False"),
         ("O2", {"loss_scale": 0.0}, "must be 'dynamic' or a number > 0"),
         ("O2", {"loss_scale": "inf"}, "must be 'dynamic' or a number > 0"),

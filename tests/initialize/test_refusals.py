@@ -29,7 +29,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     ("level", "overrides", "reason"),
     [
         ("O4", {}, "must be one of"),
-        ("O1", {"keep_batchnorm_fp32": True}, "autocast leaves the model in float32"),
+        ("O1", {"keep_batchnorm_fp32": True}, "contradicts O1"),
         ("O1", {"master_weights": True}, "are float32 already"),
         ("O2", {"loss_scale": -1.0}, "must be 'dynamic' or a number > 0"),
         ("O2", {"loss_scale": 128.0, "init_scale": 4.0}, "the constant 128"),
