@@ -104,7 +104,11 @@ def milliseconds(device: str, dtype: torch.dtype) -> float | str:
         timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
         return timer.blocked_autorange(min_run_time=0.2).median * 1000
     except (RuntimeError, TypeError, ValueError) as error:
-        return str(error).splitlines()[0][:200]
+        return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _compare(facts: Mapping[str, str], timeout: float) -> tuple[int, list[str]]:
@@ -116,8 +120,8 @@ def _compare(facts: Mapping[str, str], timeout: float) -> tuple[int, list[str]]:
         dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
         dist.all_gather_object(answers, facts)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:300]
-        return 1, [f"rank {os.environ['RANK']} does not reach the {size} ranks: {reason}"]
+        rank, reason = os.environ["RANK"], _first_line(error)
+        return 1, [f"rank {rank} does not reach the {size} ranks: {reason}"]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
