@@ -120,8 +120,8 @@ def _compare(facts: Mapping[str, str], timeout: float) -> tuple[int, list[str]]:
         dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
         dist.all_gather_object(answers, facts)
     except Exception as error:
-        rank, reason = os.environ["RANK"], _first_line(error)
-        return 1, [f"rank {rank} does not reach the {size} ranks: {reason}"]
+        mine, reason = os.environ["RANK"], _first_line(error)
+        return 1, [f"rank {mine} does not reach the {size} ranks: {reason}"]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
