@@ -1,4 +1,4 @@
-"""From parameters to local gradient tensors, whatever the layout; unscale and check them.
+"""From parameters to local gradient tensors, whatever the layout: unscale, carry over, measure.
 
 The only place that knows layouts: dense and sparse gradients, DTensor, flat shards, empty shards,
 several devices and dtypes. Everything after it sees plain local tensors.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -22,18 +22,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "check_finite",
+    "carry_over",
     "flag_of",
     "is_dtensor",
-    "largest_magnitude",
     "local_gradients",
     "local_of",
     "local_part",
-    "merged",
+    "multiply",
+    "norms_of",
     "refuse_fp16",
-    "refuse_impossible",
-    "summed_values",
     "unscale",
+    "version_of",
 ]
 
 
@@ -51,26 +50,9 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def refuse_impossible(parameters: list[Tensor]) -> None:
-    """Refuse wrappers that cannot train on this machine at all, before anything is stepped.
-
-    Raises:
-        TypeError: Something is not a tensor.
-        ValueError: fairscale's FullyShardedDataParallel without CUDA, whose streams it needs.
-    """
-    for parameter in parameters:
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"expected param to be torch.Tensor, got {type(parameter).__name__}")
-        if _is_fairscale_flat(parameter) and not torch.cuda.is_available():
-            raise ValueError(
-                "fairscale's FullyShardedDataParallel needs CUDA streams and there is no CUDA "
-                "device; on CPU use torch's fully_shard or fairscale's ShardedDataParallel"
-            )
-
-
-def _is_fairscale_flat(parameter: Tensor) -> bool:
-    kind = type(parameter)
-    return kind.__name__ == "FlatParameter" and kind.__module__.startswith("fairscale.")
+def flag_of(value: bool, device: torch.device | str) -> Tensor:
+    """Return a 0-d float32 flag, whatever torch's default dtype and device are."""
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 def local_gradients(
@@ -88,39 +70,31 @@ def local_gradients(
     gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
     # Both questions are asked of all at once, in C; most models are dense and plain throughout.
     if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
-        return _behind_wrappers(parameters, owner)
+        return list(_behind_wrappers(parameters, owner))
     return gradients
 
 
 _is_sparse = operator.attrgetter("is_sparse")
-
-
-def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
-    """Refuse to unscale float16 gradients in place, where they underflow.
-
-    Raises:
-        ValueError: A gradient is float16 (torch's own text).
-    """
-    if torch.float16 in dtypes:
-        raise ValueError("Attempting to unscale FP16 gradients.")
+_values = operator.methodcaller("_values")
+#: How often a tensor was written to.
+version_of = operator.attrgetter("_version")
 
 
 def _behind_wrappers(
     parameters: Iterable[Tensor], owner: torch.optim.Optimizer | None
-) -> list[Tensor]:
-    gradients: list[Tensor] = []
+) -> Iterator[Tensor]:
     for index, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is None:
             continue
-        if type(gradient) is not Tensor:
-            gradient = local_part(gradient, owner, index)
+        gradient = local_part(gradient, owner, index)
         if gradient.is_sparse:
-            if gradient.dtype is torch.float16:
-                gradient = parameter.grad = _coalesced_fp16(gradient)
-            gradient = gradient._values()
-        gradients.append(gradient)
-    return gradients
+            if gradient.dtype is torch.float16 and not gradient.is_coalesced():
+                # Rows that come twice may add up beyond 65504, so the sums are what is checked; in
+                # float32, because float16 cannot be coalesced on every device.
+                gradient = parameter.grad = gradient.float().coalesce().half()
+            gradient = _values(gradient)
+        yield gradient
 
 
 def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int) -> Tensor:
@@ -142,9 +116,19 @@ def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int
         return gradient.to_local()
 
 
+def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
+    """Refuse to unscale float16 gradients in place, where they underflow.
+
+    Raises:
+        ValueError: A gradient is float16 (torch's own text).
+    """
+    if torch.float16 in dtypes:
+        raise ValueError("Attempting to unscale FP16 gradients.")
+
+
 def unscale(
     gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool = True
-) -> list[Tensor]:
+) -> dict[torch.device, Tensor]:
     """Multiply every gradient by ``inv_scale`` in place and look for inf and NaN in the same pass.
 
     Args:
@@ -154,14 +138,11 @@ def unscale(
         allow_fp16: Whether float16 gradients are welcome; see `refuse_fp16`.
 
     Returns:
-        One 0-d flag for each device that holds gradients; ``found_inf`` itself if there is none.
+        One 0-d flag for each device that holds gradients, ``found_inf`` itself on its own device.
     """
     groups = _grouped(gradients)
     if not allow_fp16:
         refuse_fp16([dtype for _, dtype, _ in groups])
-    if len(groups) == 1 and groups[0][0] == found_inf.device:
-        torch._amp_foreach_non_finite_check_and_unscale_(groups[0][2], found_inf, inv_scale)
-        return [found_inf]
     flags: dict[torch.device, Tensor] = {}
     scales: dict[torch.device, Tensor] = {}
     for device, _, group in groups:
@@ -170,71 +151,7 @@ def unscale(
             flags[device] = found_inf if same else flag_of(False, device)
             scales[device] = inv_scale if same else host.moved(inv_scale, device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], scales[device])
-    return list(flags.values()) or [found_inf]
-
-
-def check_finite(gradients: list[Tensor], found_inf: Tensor) -> list[Tensor]:
-    """Look for inf and NaN and change nothing; one read of the gradients, no write.
-
-    Args:
-        gradients: Local dense tensors, of any devices and dtypes.
-        found_inf: 0-d float32 flag, set to 1.0 where its own device holds an overflow.
-
-    Returns:
-        One 0-d flag for each device that holds gradients; ``found_inf`` itself if there is none.
-    """
-    flags: dict[torch.device, Tensor] = {}
-    for device, _, group in _grouped(gradients):
-        if device not in flags:
-            same = device == found_inf.device
-            flags[device] = found_inf if same else flag_of(False, device)
-        flag = flags[device]
-        if host.is_host(device):
-            # The 2-norm runs at memory speed here and the inf-norm seven times slower. A norm that
-            # is not finite may be squares overflowing, so then the exact pass decides.
-            if not torch.stack(torch._foreach_norm(group, 2)).isfinite().all():
-                one = flag_of(True, device)
-                torch._amp_foreach_non_finite_check_and_unscale_(group, flag, one)
-        else:
-            largest = torch.stack(torch._foreach_norm(_nonempty(group), float("inf")))
-            torch.maximum(flag, (~largest.isfinite()).any().to(flag.dtype), out=flag)
-    return list(flags.values()) or [found_inf]
-
-
-def largest_magnitude(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude as 0-d float32 on ``device``; inf if something is inf or NaN.
-
-    One read of the gradients. On the host the minimum and the maximum are taken, because
-    ``torch._foreach_norm`` with ord inf is five times slower there.
-    """
-    largest = flag_of(False, device)
-    for there, _, group in _grouped(gradients):
-        group = _nonempty(group)
-        if host.is_host(there):
-            ends = [end for gradient in group for end in torch.aminmax(gradient)]
-            found = torch.stack(ends).abs_().max().float()
-        else:
-            found = torch.stack(torch._foreach_norm(group, float("inf"))).max().float()
-        largest = torch.maximum(largest, host.moved(found, device))
-    return largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-
-
-def flag_of(value: bool, device: torch.device | str) -> Tensor:
-    """Return a 0-d float32 flag, whatever torch's default dtype and device are."""
-    return torch.full((), float(value), dtype=torch.float32, device=device)
-
-
-def merged(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return one 0-d flag on ``device`` for the flags of several devices."""
-    first, *others = flags
-    total = first if first.device == device else host.moved(first, device)
-    for flag in others:
-        total = torch.maximum(total, host.moved(flag, device))
-    return total if total.dim() == 0 else total.max()
-
-
-def _nonempty(group: list[Tensor]) -> list[Tensor]:
-    return [g for g in group if g.numel()] or [torch.zeros_like(group[0].new_empty(1))]
+    return flags
 
 
 def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
@@ -245,16 +162,49 @@ def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, torch.dtype, l
     return [(device, dtype, tensors) for (device, dtype), ((tensors,), _) in groups.items()]
 
 
-def summed_values(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse gradient, those of one index summed; float32 for float16."""
-    if not gradient.is_coalesced() and gradient.dtype is torch.float16:
-        gradient = gradient.float()
-    return gradient.coalesce()._values()
+@torch.no_grad()
+def carry_over(parameters: Iterable[Tensor], ratio: Tensor) -> None:
+    """Multiply gradients by the new scale over the one that they were made with, each once.
+
+    Args:
+        parameters: Those with gradients that wait for their step; some may come twice.
+        ratio: 0-d float32. Read on the host only where gradients lie there and it does not.
+    """
+    found = (gradient for p in parameters if (gradient := p.grad) is not None)
+    gradients = {id(gradient): local_of(gradient) for gradient in found}
+    multiply([_values(g) if g.is_sparse else g for g in gradients.values()], ratio)
 
 
-def _coalesced_fp16(gradient: Tensor) -> Tensor:
-    # Duplicate indices may sum beyond 65504, so the sums are what must be checked; they are taken
-    # in float32 because float16 cannot be coalesced on every device.
-    if gradient.is_coalesced():
-        return gradient
-    return gradient.float().coalesce().half()
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply local dense gradients of any devices and dtypes in place by a 0-d factor."""
+    for device, _, group in _grouped(gradients):
+        torch._foreach_mul_(group, host.moved(factor, device))
+
+
+@torch.no_grad()
+def norms_of(parameters: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
+    """Return the norm of each local gradient as 0-d float64 on ``device``; 0 where there is none.
+
+    A sparse gradient is measured by the sums of rows that come more than once.
+    """
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [none] * len(parameters)
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            continue
+        local = local_part(parameter.grad, None, place)
+        if local.is_sparse:
+            half = local.dtype is torch.float16
+            local = (local.float() if half else local).coalesce().values()
+        if local.numel():
+            places, tensors = alike.setdefault((local.device, local.dtype), ([], []))
+            places.append(place)
+            tensors.append(local)
+    for (_, dtype), (places, tensors) in alike.items():
+        # float16 squares overflow from 256 on.
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        found = torch.stack(torch._foreach_norm(tensors, norm_type, wide)).double()
+        for place, norm in zip(places, found.to(device).unbind(), strict=True):
+            norms[place] = norm
+    return norms

@@ -12,6 +12,7 @@ __all__ = [
     "describe",
     "find_closure",
     "inner_optimizer",
+    "innermost",
     "parameter_names",
     "parameters_of",
     "unwrapped",
@@ -79,6 +80,17 @@ def _inside(optimizer: Any, attributes: Mapping[str, Any]) -> Any:
         if groups is None or groups is getattr(inner, "param_groups", None):
             return inner
     return None
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return what is inside all wrappers: the optimizer that steps on this rank."""
+    for _ in range(8):
+        inner = unwrapped(optimizer)
+        inner = inner_optimizer(inner) or inner
+        if inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
 
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

@@ -227,8 +227,11 @@ CLEAN = {
     "precision",
     "errors",
     "protocols",
+    "gradients",
     "host",
+    "masters",
     "optimizers",
+    "scaler",
     "sources",
 }
 

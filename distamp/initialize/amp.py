@@ -182,7 +182,7 @@ class Amp:
             StageError: Gradients were unscaled already; or DDP would not reduce this pass, because
                 its forward pass had one already.
         """
-        if any(map(self._measuring.is_unscaled, self.optimizers)):
+        if self._waiting and any(map(self._measuring.is_unscaled, self.optimizers)):
             raise StageError(
                 "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
                 "ones; clip after the last backward() of the iteration"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from distamp import host
 from distamp.errors import SettingError
-from distamp.gradients import flag_of, is_dtensor, local_of, local_part
+from distamp.gradients import flag_of
 
-__all__ = ["Transfer", "convert", "placed_like"]
+__all__ = ["Unscaling", "convert"]
 
 # Elements that are converted and then unscaled while they lie in a cache, so that memory is read
 # once and written once. On an accelerator, where a block is one launch for many tensors, it only
@@ -20,155 +19,117 @@ __all__ = ["Transfer", "convert", "placed_like"]
 _BLOCK_ON_HOST = 2**16
 _BLOCK = 2**25
 
+#: A parameter of the model, whose gradient is read, and its master, whose gradient is written.
+_Move = tuple[Tensor, Tensor]
 
-@dataclass(slots=True)
-class Transfer:
-    """One gradient on its way.
+
+class Unscaling:
+    """Multiplies fp32 gradients by a factor and looks for inf and NaN in the same pass.
 
     Args:
-        source: Whose ``.grad`` is read.
-        target: Whose ``.grad`` is written: float32, of the same shape and placement.
-        local: The local part of ``source.grad``, dense or sparse; gone once it is converted.
+        inv_scale: 0-d float32.
+        found_inf: 0-d float32, the flag of its own device.
+
+    Attributes:
+        flags: For each device that has gradients, 0-d float32: 1 where it has inf or NaN.
     """
 
-    source: Tensor
-    target: Tensor
-    local: Tensor
+    def __init__(self, inv_scale: Tensor, found_inf: Tensor) -> None:
+        self.flags: dict[torch.device, Tensor] = {}
+        self._found_inf = found_inf
+        self._scales = {found_inf.device: inv_scale}
 
-    @classmethod
-    def of(
-        cls, source: Tensor, target: Tensor, owner: torch.optim.Optimizer, index: int
-    ) -> Transfer:
-        """Look at ``source.grad``, which must be there.
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Unscale dense gradients of one device and dtype, in place."""
+        device = gradients[0].device
+        if device not in self.flags:
+            same = device == self._found_inf.device
+            self.flags[device] = self._found_inf if same else flag_of(False, device)
+        if device not in self._scales:
+            self._scales[device] = host.moved(self._scales[self._found_inf.device], device)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            list(gradients), self.flags[device], self._scales[device]
+        )
 
-        Raises:
-            GradientError: It is a Partial DTensor.
-            SettingError: The model was moved to another device than its masters.
-        """
-        assert source.grad is not None
-        if source.grad.device != target.device:
+
+def convert(moves: Iterable[_Move], unscaling: Unscaling | None) -> None:
+    """Set each master's gradient to its parameter's in float32, and free the parameter's.
+
+    Each is freed as soon as it is converted, so the gradient of the whole model never lies in
+    memory twice. It is multiplied in float32, so nothing underflows. A master's own buffer is used
+    again where it has one.
+
+    Args:
+        moves: Parameters that have gradients, with their masters.
+        unscaling: None only converts.
+
+    Raises:
+        SettingError: The model was moved to another device than its masters; nothing is converted.
+    """
+    alike: dict[tuple[torch.device, torch.dtype, bool], list[_Move]] = {}
+    for parameter, master in moves:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.device != master.device:
             raise SettingError(
-                f"the model has gradients on {source.grad.device} and its masters are on "
-                f"{target.device}: it was moved after MasterParameters was made. Move the model "
+                f"the model has gradients on {gradient.device} and its masters are on "
+                f"{master.device}: it was moved after MasterParameters was made. Move the model "
                 "first, then make the optimizer and its masters, and load their state_dicts"
             )
-        return cls(source, target, local_part(source.grad, owner, index))
+        kind = gradient.device, gradient.dtype, gradient.is_sparse
+        alike.setdefault(kind, []).append((parameter, master))
+    for (device, _, is_sparse), group in alike.items():
+        limit = _BLOCK_ON_HOST if host.is_host(device) else _BLOCK
+        for block in _blocks(group, limit):
+            # Functions, so that no name here keeps a gradient while the next is converted.
+            if is_sparse:
+                _convert_sparse(block, unscaling)
+            else:
+                _convert_dense(block, unscaling, limit)
+            for parameter, _ in block:
+                parameter.grad = None
 
 
-def convert(
-    transfers: Sequence[Transfer],
-    inv_scale: Tensor | None,
-    found_inf: Tensor | None,
-    free: Callable[[Tensor], None],
-) -> list[Tensor]:
-    """Set every ``target.grad`` to ``source.grad.float() * inv_scale`` and look for inf and NaN.
-
-    The product is taken in float32, so that nothing underflows. A target's own buffer is used again
-    where it has one.
-
-    Args:
-        transfers: The gradients, of any devices and dtypes.
-        inv_scale: 0-d float32; None copies only.
-        found_inf: 0-d float32 flag, set to 1.0 where its own device holds an overflow.
-        free: Called with each source as soon as its gradient is converted, so that the gradient of
-            the whole model never lies in memory twice.
-
-    Returns:
-        One 0-d flag for each device that holds gradients; none where nothing was looked for.
-    """
-    flags: dict[torch.device, Tensor] = {}
-    scales: dict[torch.device, Tensor] = {}
-
-    def unscale(written: list[Tensor]) -> None:
-        if inv_scale is None or found_inf is None:
-            return
-        device = written[0].device
-        if device not in flags:
-            same = device == found_inf.device
-            flags[device] = found_inf if same else flag_of(False, device)
-            scales[device] = host.moved(inv_scale, device)
-        torch._amp_foreach_non_finite_check_and_unscale_(written, flags[device], scales[device])
-
-    for block in _blocks(transfers):
-        if block[0].local.is_sparse:
-            unscale([_write_sparse(transfer) for transfer in block])
-        else:
-            for pieces, into in _pieces(block):
-                torch._foreach_copy_(into, pieces)
-                unscale(into)
-                del pieces
-        for transfer in block:
-            del transfer.local
-            free(transfer.source)
-    return list(flags.values())
+def _blocks(group: Sequence[_Move], limit: int) -> Iterator[list[_Move]]:
+    """Yield moves together that have at most ``limit`` elements, but for a single larger one."""
+    block: list[_Move] = []
+    elements = 0
+    for parameter, master in group:
+        if block and elements + parameter.numel() > limit:
+            yield block
+            block, elements = [], 0
+        block.append((parameter, master))
+        elements += parameter.numel()
+    yield block
 
 
-def _blocks(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """Yield transfers together that one call can take: of one kind, and not too large."""
-    alike: dict[tuple[torch.device, torch.dtype, bool], list[Transfer]] = {}
-    for transfer in transfers:
-        local = transfer.local
-        alike.setdefault((local.device, local.dtype, local.is_sparse), []).append(transfer)
-    for (device, _, _), group in alike.items():
-        limit = _limit(device)
-        block: list[Transfer] = []
-        elements = 0
-        for transfer in group:
-            size = transfer.local.numel()
-            if block and elements + size > limit:
-                yield block
-                block, elements = [], 0
-            block.append(transfer)
-            elements += size
-        yield block
+def _convert_sparse(block: Sequence[_Move], unscaling: Unscaling | None) -> None:
+    values = []
+    for parameter, master in block:
+        assert parameter.grad is not None
+        # Values of one row are added up in float32, where they cannot overflow as in float16.
+        master.grad = parameter.grad.float().coalesce()
+        values.append(master.grad.values())
+    if unscaling is not None:
+        unscaling(values)
 
 
-def _pieces(block: list[Transfer]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield what is to be copied into what; a single large tensor on the host is cut up."""
-    sources = [transfer.local for transfer in block]
-    targets = [_buffer(transfer) for transfer in block]
+def _convert_dense(block: Sequence[_Move], unscaling: Unscaling | None, limit: int) -> None:
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    for parameter, master in block:
+        assert parameter.grad is not None
+        if master.grad is None or master.grad.is_sparse:
+            master.grad = torch.empty_like(parameter.grad, dtype=torch.float32)
+        sources.append(parameter.grad)
+        targets.append(master.grad)
     source, target = sources[0], targets[0]
-    limit = _limit(source.device)
+    pieces = [(sources, targets)]
     large = len(sources) == 1 and source.numel() > limit and host.is_host(source.device)
     if large and source.is_contiguous() and target.is_contiguous():
-        for piece, into in zip(
-            source.view(-1).split(limit), target.view(-1).split(limit), strict=True
-        ):
-            yield [piece], [into]
-    else:
-        yield sources, targets
-
-
-def _limit(device: torch.device) -> int:
-    return _BLOCK_ON_HOST if host.is_host(device) else _BLOCK
-
-
-def _buffer(transfer: Transfer) -> Tensor:
-    """Return the local part of ``target.grad``, made anew if there is none to write into."""
-    buffer, gradient = transfer.target.grad, transfer.source.grad
-    assert gradient is not None
-    if buffer is not None and not buffer.is_sparse:
-        return local_of(buffer)
-    buffer = torch.empty_like(transfer.local, dtype=torch.float32)
-    transfer.target.grad = placed_like(buffer, gradient)
-    return buffer
-
-
-def placed_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return ``local`` as this rank's part of a DTensor laid out as ``like``, where that is one."""
-    if not is_dtensor(like):
-        return local
-    # from_local would move what FSDP2's CPU offload keeps on the host to the mesh's device.
-    meta = like._spec.tensor_meta
-    assert meta is not None
-    spec = like._spec.shallow_copy_with_tensor_meta(meta._replace(dtype=local.dtype))
-    placed: Tensor = type(like)(local, spec, requires_grad=False)
-    return placed
-
-
-def _write_sparse(transfer: Transfer) -> Tensor:
-    # Values of one row are added up in float32, where they cannot overflow as in float16.
-    local = transfer.local
-    gradient = local.float().coalesce()
-    transfer.target.grad = gradient
-    return gradient._values()
+        cut = zip(source.view(-1).split(limit), target.view(-1).split(limit), strict=True)
+        pieces = [([piece], [into]) for piece, into in cut]
+    for some, into in pieces:
+        torch._foreach_copy_(into, some)
+        if unscaling is not None:
+            unscaling(into)

@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distamp.errors import StageError
-from distamp.gradients import local_gradients, local_of, refuse_fp16, unscale
-from distamp.masters.checkpoint_view import CheckpointView
-from distamp.masters.convert import Transfer, convert
-from distamp.masters.mark import mark, refuse_second_master
-from distamp.masters.pair import Pair, write_back
-from distamp.masters.state import move_state, read_masters, refuse_without_masters
-from distamp.masters.zeroing import ZeroGradWitness
-from distamp.optimizers import find_closure, inner_optimizer, parameters_of
-from distamp.sources import GradientSource, set_source
+from distamp.errors import SettingError, StageError
+from distamp.gradients import is_dtensor, local_gradients, refuse_fp16
+from distamp.masters.convert import Unscaling, convert
+from distamp.optimizers import find_closure, inner_optimizer, parameters_of, unwrapped
+from distamp.sources import GradientSource, set_source, source_of
 
-__all__ = ["MasterParameters"]
+__all__ = ["MasterParameters", "master_params", "masters_of"]
 
 _LOW = (torch.float16, torch.bfloat16)
+# How often anything has written to a tensor, but through .data.
+_version = operator.attrgetter("_version")
+
+
+@dataclass(eq=False, slots=True)
+class _Pair:
+    """A parameter of the model and its master.
+
+    Args:
+        parameter: float16 or bfloat16.
+        master: float32, of the same shape.
+        version: How often the parameter had been written to when it last was its master's rounding.
+    """
+
+    parameter: Tensor
+    master: Tensor
+    version: int
 
 
 class MasterParameters(GradientSource):
     """fp32 copies of an optimizer's fp16 and bf16 parameters, which it steps instead of these.
 
-    Differs from ``apex.amp`` in that no method of the optimizer is replaced: the masters are in
-    its ``param_groups``, and two of torch's hooks around ``step`` convert the gradients and
-    write the parameters back. The optimizer's state moves to the masters, in float32. Parameters
-    of other dtypes (a batch norm in float32) do not change, and frozen ones get a master in the
-    first step after they begin to require gradients.
+    Differs from ``apex.amp`` in that the masters are in the optimizer's ``param_groups`` and two of
+    torch's hooks around ``step`` convert the gradients and write the parameters back.
+    ``optimizer.zero_grad`` is wrapped on the optimizer, as torch's learning-rate schedules wrap
+    ``step``: it clears the model's gradients too. The optimizer's state moves to the masters, in
+    float32. Parameters of other dtypes (a batch norm in float32) do not change, and frozen ones get
+    a master in the first step after they begin to require gradients.
 
-    Create it once, after you cast and wrap the model and create the optimizer. With
-    `DistGradScaler`, ``fp16_grads="master"`` unscales in float32 into the masters;
-    without a scaler the gradients are used as they are. In both cases the model's own gradients are
-    freed when they are converted, so none is counted twice. Each rank has masters only of the
-    parameters that its optimizer steps: of its shard under FSDP, ZeroRedundancyOptimizer and OSS.
+    Create it once, after you cast and wrap the model and create the optimizer: in one process, in
+    DistributedDataParallel or DataParallel. With `DistGradScaler`, ``fp16_grads="master"`` unscales
+    in float32 into the masters; without a scaler the gradients are used as they are. In both cases
+    the model's own gradients are freed as they are converted, so none is counted twice.
 
     Args:
         optimizer: Has float16 or bfloat16 parameters; may have state already.
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: No parameter needs a master, the optimizer or one of its parameters has
-            masters already, or masters are not possible in its layout.
+        ValueError: No parameter needs a master, the optimizer has masters already, or it steps
+            shards (FSDP, tensor parallel) or this rank's share (ZeroRedundancyOptimizer, OSS).
 
     Example::
 
@@ -58,204 +73,134 @@ class MasterParameters(GradientSource):
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
     """
 
-    has_masters = True
+    casts = True
 
+    # What is kept: the optimizer, weakly, for it holds this; the pairs, because the optimizer holds
+    # masters alone; and whether gradients lie in the masters, unscaled, for the next step.
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        refuse_without_masters(optimizer, _LOW)
-        inner = inner_optimizer(optimizer) or optimizer
-        self._outer = weakref.ref(optimizer)
-        self._inner = weakref.ref(inner)
-        self._wrapped = inner is not optimizer
-        # ShardedDataParallel's gradients are views of buckets, which None would detach for good.
-        self._in_buckets = type(optimizer).__module__.startswith("fairscale.")
-        self._pairs: dict[int, Pair] = {}
-        self._of_master: dict[int, Pair] = {}
+        _refuse(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self._pairs: dict[int, _Pair] = {}  # by id(master)
         self._taken = False
-        me = weakref.ref(self)
-        self._witness = ZeroGradWitness(lambda: _drop(me()), lambda: _before_backward(me()))
         self._adopt()
-        if not self._wrapped:
-            self._witness.lay(self._masters())
-        inner.register_step_pre_hook(self._before_step)
-        inner.register_step_post_hook(self._after_step)
-        if self._wrapped:  # its load_state_dict knows the model's parameters alone
-            optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_state())
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.zero_grad = self._reaching_the_model(optimizer)  # type: ignore[method-assign]
         set_source(optimizer, self)
-        set_source(inner, self)
 
     # -- who belongs to whom ----------------------------------------------------------------------
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter of the model with its master, in the order they were made."""
-        for pair in self._pairs.values():
+        """Yield each parameter of the model with its master, in the optimizer's order."""
+        for pair in self._adopt():
             yield pair.parameter, pair.master
 
     def master_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the master of a parameter of the model; None if it has none here."""
-        pair = self._pairs.get(id(parameter))
-        return None if pair is None else pair.master
+        """Return the master of a parameter of the model; None if it has none."""
+        return next((master for p, master in self.pairs() if p is parameter), None)
 
-    def parameter_of(self, master: Tensor) -> Tensor | None:
-        """Return the parameter of the model that ``master`` is written back to; None if none."""
-        pair = self._of_master.get(id(master))
-        return None if pair is None else pair.parameter
+    def parameters(self) -> list[Tensor]:
+        """See `GradientSource.parameters`: the model's own."""
+        return [parameter for parameter, _ in self.stepped()]
 
-    def stepped(self) -> list[Tensor]:
-        """Return all that the optimizer steps on this rank: masters, and parameters without one."""
+    def stepped(self) -> list[tuple[Tensor, Tensor]]:
+        """See `GradientSource.stepped`: masters, and parameters that have none."""
         self._adopt()
-        return parameters_of(self._stepping())
-
-    def filled(self) -> list[Tensor]:
-        """Return the same, but for each master the parameter whose gradient backward fills."""
-        pairs = self._of_master
-        return [p if (pair := pairs.get(id(p))) is None else pair.parameter for p in self.stepped()]
-
-    def watched(self) -> list[Tensor]:
-        """Return every tensor whose ``.grad`` may be a gradient of this optimizer."""
-        outer = self._outer()
-        mine = [] if outer is None else parameters_of(outer)
-        everyone = [*mine, *self.filled(), *self.stepped()]
-        return list({id(tensor): tensor for tensor in everyone}.values())
-
-    def share(self) -> list[Tensor] | None:
-        """See `GradientSource.share`."""
-        outer = self._outer()
-        if not self._wrapped or outer is None:
-            return None
-        share = parameters_of(self._stepping())
-        return share if len(share) < len(parameters_of(outer)) else None
-
-    def in_place_of(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Return masters where there are any; leaves out what another rank steps."""
-        self._adopt()
-        elsewhere = set(map(id, self.elsewhere()))
-        found = (
-            p if (pair := self._pairs.get(id(p))) is None else pair.master
-            for p in parameters
-            if id(p) not in elsewhere
-        )
-        return list(found)
-
-    def stand_in_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the master of a parameter of the model; None if it has none here."""
-        return self.master_of(parameter)
-
-    def unscale(self, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> list[Tensor]:
-        """Take the gradients over, multiplied by ``inv_scale``."""
-        return self.take_gradients(inv_scale, found_inf)
-
-    def elsewhere(self) -> list[Tensor]:
-        """Return the optimizer's parameters that another rank steps."""
-        outer = self._outer()
-        if not self._wrapped or outer is None:
-            return []
-        here = set(map(id, self.filled()))
-        return [parameter for parameter in parameters_of(outer) if id(parameter) not in here]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that was given; None once it is gone."""
-        return self._outer()
-
-    @property
-    def needs_scaler(self) -> bool:
-        """Whether a parameter is float16, whose gradients underflow unless the loss is scaled."""
-        return any(pair.parameter.dtype is torch.float16 for pair in self._pairs.values())
+        pairs = self._pairs
+        return [
+            (p if (pair := pairs.get(id(p))) is None else pair.parameter, p)
+            for p in parameters_of(self._held())
+        ]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the masters take on this rank; their gradients take as many in a step."""
-        with torch.no_grad():
-            return sum(local_of(pair.master).nbytes for pair in self._pairs.values())
+        """Bytes that the masters take; their gradients take as many in a step."""
+        return sum(pair.master.nbytes for pair in self._pairs.values())
 
     # -- gradients --------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def take_gradients(
-        self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> list[Tensor]:
-        """Move the gradients of the iteration to the masters, in float32, and free the model's.
+    def unscale(
+        self, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Move the model's gradients to the masters, times ``inv_scale``, and free the model's.
 
-        What the masters had before is overwritten; a master whose parameter has no gradient ends
-        with None. Nothing has to call this: the scaler does, and so does ``optimizer.step()``
-        where the scaler has not.
-
-        Args:
-            inv_scale: 0-d float32, what every gradient is multiplied by.
-            found_inf: 0-d float32 flag, set to 1.0 where its own device holds an overflow.
-
-        Returns:
-            One 0-d flag for each device that holds gradients; ``found_inf`` itself if none does.
+        What the masters had is overwritten; one whose parameter has no gradient ends with None.
+        Nothing has to call this: the scaler does, and so does ``optimizer.step()`` where the scaler
+        has not.
 
         Raises:
-            GradientError: A gradient is a Partial DTensor; nothing is moved then.
+            SettingError: The model was moved away from its masters.
+            ValueError: A frozen parameter, which has no master, has a float16 gradient.
         """
-        self._catch_up()
-        inner = self._stepping()
-        moving: list[Transfer] = []
-        staying: list[Tensor] = []
-        for index, target in enumerate(parameters_of(inner)):
-            pair = self._of_master.get(id(target))
-            if pair is None:
-                staying.append(target)
-            elif pair.parameter.grad is not None:
-                moving.append(Transfer.of(pair.parameter, target, inner, index))
-        others = local_gradients(staying)
-        refuse_fp16([gradient.dtype for gradient in others])
-        self._witness.lift()
-        self._clear_masters(keep={id(t.target) for t in moving})
-        try:
-            flags = convert(moving, inv_scale, found_inf, self._free)
-            if others and inv_scale is not None and found_inf is not None:
-                flags += unscale(others, inv_scale, found_inf)
-        except Exception:
-            # ``optimizer.zero_grad()`` must still reach the gradients that the model has left.
-            self._clear_masters(keep=set())
-            if not self._wrapped:
-                self._witness.lay(self._masters())
-            raise
-        self._taken = True
-        if inv_scale is None or found_inf is None:
-            return []
-        return flags or [found_inf]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients of the model and of the masters.
-
-        ``model.zero_grad()`` and ``optimizer.zero_grad()`` do as well wherever a scaler scales the
-        loss. Without one, this is what discards gradients that were never stepped.
-        """
-        self.drop()
-        self._witness.lift()
-        self._clear_masters(keep=set())
-        self._stepping().zero_grad(set_to_none)
+        unscaling = Unscaling(inv_scale, found_inf)
+        self._take(unscaling)
+        return unscaling.flags
 
     @torch.no_grad()
-    def before_backward(self) -> None:
-        """Make sure that an ``optimizer.zero_grad()`` from now on is noticed.
-
-        Called for every loss that is scaled; nothing else has to call it.
-        """
-        if self._wrapped:  # the wrapper's own zero_grad() reaches the model's gradients
-            return
-        masters = self._masters()
-        if self._taken and any(master.grad is not None for master in masters):
-            return  # between unscale_ and step: what lies there is about to be stepped
+    def _take(self, unscaling: Unscaling | None) -> None:
+        moves: list[tuple[Tensor, Tensor]] = []
+        staying: list[Tensor] = []
+        pairs = self._catch_up()
+        for parameter, stepped in self.stepped():
+            if parameter is stepped:
+                staying.append(parameter)
+            elif parameter.grad is not None:
+                moves.append((parameter, stepped))
+        others = local_gradients(staying, self._held())
+        refuse_fp16([gradient.dtype for gradient in others])
         self._taken = False
-        self._witness.lay(masters)
+        for pair in pairs:
+            if pair.parameter.grad is None:
+                pair.master.grad = None
+        convert(moves, unscaling)
+        for gradient in others if unscaling is not None else ():
+            unscaling([gradient])  # type: ignore[misc]
+        self._taken = True
 
-    def _masters(self) -> list[Tensor]:
-        """Return those that the optimizer holds now, which its ``zero_grad()`` reaches."""
-        held = [p for p in parameters_of(self._stepping()) if id(p) in self._of_master]
-        if len(held) == 1:
-            self._witness.follow(self._of_master[id(held[0])].parameter)
-        return held
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model and of the masters, as ``optimizer.zero_grad`` does."""
+        self._held().zero_grad(set_to_none)
+
+    def _reaching_the_model(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return ``optimizer.zero_grad``, clearing the model's gradients too."""
+        # A method bound to the optimizer would keep it alive; somebody's own function is none.
+        own = getattr(optimizer.zero_grad, "__func__", None)
+        function, held = own or optimizer.zero_grad, self._optimizer
+
+        @functools.wraps(function)
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            clear = function if own is None else own.__get__(held())
+            result = clear(*args, **kwargs)
+            self._clear(args[0] if args else kwargs.get("set_to_none", True))
+            return result
+
+        return zero_grad
+
+    @torch.no_grad()
+    def _clear(self, set_to_none: bool) -> None:
+        self._taken = False
+        for parameter, _ in self.pairs():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
 
     # -- values -----------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def write_back(self) -> None:
         """Round every master into its parameter, as happens after each step."""
-        write_back(self._pairs.values())
+        alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        pairs = self._adopt()
+        for pair in pairs:
+            kind = pair.parameter.device, pair.parameter.dtype
+            parameters, masters = alike.setdefault(kind, ([], []))
+            parameters.append(pair.parameter)
+            masters.append(pair.master)
+        for parameters, masters in alike.values():
+            torch._foreach_copy_(parameters, masters)
+        for pair in pairs:
+            pair.version = _version(pair.parameter)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -263,25 +208,20 @@ class MasterParameters(GradientSource):
 
         Seldom needed: a parameter that was written by anything else (a checkpoint that was loaded,
         weights swapped for evaluation) is noticed before the next step, and each element that is no
-        longer its master's rounding is taken over.
+        longer its master's rounding is taken over. Writes through ``.data`` are not noticed.
         """
-        self._adopt()
-        for pair in self._pairs.values():
-            pair.refresh()
+        for pair in self._adopt():
+            pair.master.copy_(pair.parameter)
+            pair.version = _version(pair.parameter)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the masters by the number that ``optimizer.state_dict()`` gives each parameter.
 
-        The tensors are the masters themselves, as in ``optimizer.state_dict()``, and DTensors
-        where they are. Under ZeroRedundancyOptimizer and OSS a rank returns its own masters alone.
+        The tensors are the masters themselves, as in ``optimizer.state_dict()``.
         """
         self._catch_up()
-        numbers = self._numbers()
-        return {
-            "version": 1,
-            "masters": {numbers[id(p)]: master.detach() for p, master in self.pairs()},
-        }
+        return {"version": 1, "masters": {n: m.detach() for n, m in self._numbered().items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -290,161 +230,201 @@ class MasterParameters(GradientSource):
         May come before or after the model's and the optimizer's own ``load_state_dict``.
 
         Raises:
-            ValueError: It holds masters of other parameters, or of other shapes; nothing is
-                changed then.
+            TypeError: Not a dict.
+            ValueError: It has masters of other parameters, or of other shapes; nothing is changed
+                then.
         """
-        self._adopt()
-        numbers = self._numbers()
-        own = {numbers[id(p)]: master for p, master in self.pairs()}
-        for master, value in read_masters(state_dict, own):
-            master.copy_(value)
+        own = self._numbered()
+        saved = _read(state_dict, own)
+        for number, master in own.items():
+            master.copy_(saved[number])
         self.write_back()
 
-    @torch.no_grad()
-    def for_checkpoint(self) -> torch.optim.Optimizer:
-        """Return the optimizer by the model's parameters, as torch's checkpoint functions want it.
-
-        ``get_optimizer_state_dict`` and its like look parameters up in the model, which has no
-        masters. Given this, they save and load masters and state by name, for any number of ranks.
-
-        Raises:
-            ValueError: A wrapper (ZeroRedundancyOptimizer, OSS) divides the state among ranks.
-        """
-        self._catch_up()
-        if self._wrapped:
-            raise ValueError(
-                f"{type(self._outer()).__name__} divides its state among ranks by itself; save "
-                "its own state_dict() and masters.state_dict() on each rank"
-            )
-        return CheckpointView(self, self._stepping())
+    def _numbered(self) -> dict[int, Tensor]:
+        return {n: m for n, (p, m) in enumerate(self.stepped()) if p is not m}
 
     # -- around the optimizer's step --------------------------------------------------------------
 
+    @torch.no_grad()
     def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = find_closure(args[1:], kwargs)
-        if closure is None:
-            self.receive()
-            return None
-        with torch.no_grad():
-            self._catch_up()
-        evaluate = self._evaluating(closure)
-        return (
-            tuple(evaluate if argument is closure else argument for argument in args),
-            {k: evaluate if value is closure else value for k, value in kwargs.items()},
-        )
-
-    def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            self.write_back()  # a line search has moved the masters
-            loss = closure()
-            self.receive()
-            self._taken = False
-            return loss
-
-        return evaluate
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if find_closure(args[1:], kwargs) is not None:
+            raise StageError(
+                "step() was given a closure, whose gradients would not reach the masters: run "
+                "backward() before step(), or train this optimizer (LBFGS) in float32"
+            )
+        if not self._taken:
+            self._take(None)
+            return
+        for pair in self._catch_up():
+            late = pair.parameter.grad  # unscaled, and added by hand, as with torch
+            if late is not None:
+                before = pair.master.grad
+                pair.master.grad = late.float() if before is None else before + late.float()
+                pair.parameter.grad = None
 
     def _after_step(self, *_: Any) -> None:
-        self.finish_step()
-        self.write_back()
-
-    def finish_step(self) -> None:
-        """Note that the gradients that were taken are used up, by a step or a skipped one."""
-        if self._taken and not self._wrapped:
-            self._witness.watch_stepped(self._masters())
         self._taken = False
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        """Take the gradients if the scaler has not; else add what came after it, unscaled.
-
-        What ``optimizer.step()`` begins with; called before it, to clip without a scaler.
-        """
-        if not self._taken:
-            self.take_gradients()
-            return
-        for pair in self._pairs.values():
-            pair.catch_up()
-            late = pair.parameter.grad
-            if late is not None:
-                before, late = pair.master.grad, late.float()
-                pair.master.grad = late if before is None else before + late
-                self._free(pair.parameter)
+        self.write_back()
 
     # -- the groups -------------------------------------------------------------------------------
 
-    def _stepping(self) -> torch.optim.Optimizer:
-        inner = self._inner()
-        if inner is None:
+    def _held(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
             raise StageError("the optimizer of these master parameters is gone")
-        return inner
+        return optimizer
 
-    def _catch_up(self) -> None:
-        """Make masters for parameters that came since, and take over what others wrote."""
-        self._adopt()
-        for pair in self._pairs.values():
-            pair.catch_up()
+    def _catch_up(self) -> list[_Pair]:
+        """Take over what anything but the optimizer wrote to parameters; return the pairs.
+
+        An element that is still its master's rounding keeps the master: weights that were swapped
+        out and back, or a checkpoint of the very same step, cost no precision.
+        """
+        pairs = self._adopt()
+        for pair in pairs:
+            if pair.version != _version(pair.parameter):
+                master, parameter = pair.master, pair.parameter
+                same = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(same, master, parameter.float()))
+                pair.version = _version(parameter)
+        return pairs
+
+    def _adopt(self) -> list[_Pair]:
+        """Make masters for parameters that came since; return the pairs that the optimizer has."""
+        optimizer, pairs = self._held(), self._pairs
+        found: list[_Pair] = []
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                pair = pairs.get(id(parameter))
+                if pair is None and parameter.dtype in _LOW and parameter.requires_grad:
+                    pair = self._made(parameter, optimizer)
+                    group["params"][place] = pair.master
+                if pair is not None:
+                    found.append(pair)
+        return found
 
     @torch.no_grad()
-    def _adopt(self) -> None:
-        inner = self._stepping()
-        for number, group in enumerate(inner.param_groups):
-            found = [
-                (index, parameter)
-                for index, parameter in enumerate(group["params"])
-                if parameter.dtype in _LOW and parameter.requires_grad
-            ]
-            if not found:
-                continue
-            for index, parameter in found:
-                refuse_second_master(parameter, group["params"][:index])
-            if self._wrapped:
-                # Wrappers keep this very dict to look up which rank has which parameter.
-                group = inner.param_groups[number] = {**group, "params": list(group["params"])}
-            for index, parameter in found:
-                group["params"][index] = self._make(parameter, inner)
-
-    def _make(self, parameter: Tensor, inner: torch.optim.Optimizer) -> Tensor:
-        pair = Pair.of(parameter)
-        self._pairs[id(parameter)] = self._of_master[id(pair.master)] = pair
-        mark(parameter, self)
-        move_state(inner, parameter, pair.master)
-        return pair.master
-
-    def _adopt_state(self) -> None:
-        for pair in self._pairs.values():
-            move_state(self._stepping(), pair.parameter, pair.master)
-
-    def _numbers(self) -> dict[int, int]:
-        outer = self._outer()
-        parameters = parameters_of(outer) if self._wrapped and outer is not None else self.filled()
-        return {id(parameter): number for number, parameter in enumerate(parameters)}
-
-    # -- gradients that go ------------------------------------------------------------------------
-
-    def _free(self, parameter: Tensor) -> None:
-        if self._in_buckets and parameter.grad is not None:
-            parameter.grad.zero_()
-        else:
-            parameter.grad = None
-
-    def _clear_masters(self, keep: set[int]) -> None:
-        for pair in self._pairs.values():
-            if id(pair.master) not in keep:
-                pair.master.grad = None
-
-    def drop(self) -> None:
-        """Free the model's gradients, as after ``optimizer.zero_grad()``."""
-        for pair in self._pairs.values():
-            self._free(pair.parameter)
+    def _made(self, parameter: Tensor, optimizer: torch.optim.Optimizer) -> _Pair:
+        _refuse_sharded(parameter)
+        if any(pair.parameter is parameter for pair in self._pairs.values()):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} has a master in this optimizer "
+                "already; two would differ, so give it to the optimizer once"
+            )
+        master = torch.nn.Parameter(parameter.detach().float())
+        pair = self._pairs[id(master)] = _Pair(parameter, master, _version(parameter))
+        if parameter in optimizer.state:
+            state = optimizer.state.pop(parameter)
+            optimizer.state[master] = _widened(state, parameter.dtype)
+        return pair
 
 
-def _drop(masters: MasterParameters | None) -> None:
-    if masters is not None:
-        masters.drop()
+def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:
+    """Return the master parameters of an optimizer, or of the one it wraps; None without any."""
+    source = source_of(unwrapped(optimizer))
+    return source if isinstance(source, MasterParameters) else None
 
 
-def _before_backward(masters: MasterParameters | None) -> None:
-    if masters is not None:
-        masters.before_backward()
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield what the optimizer steps on this rank: masters, and parameters that have none.
+
+    As ``apex.amp.master_params``: what to clip by hand, after ``scaler.unscale_(optimizer)``.
+    """
+    for _, stepped in source_of(unwrapped(optimizer)).stepped():
+        yield stepped
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that can have no masters, before it is changed."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}; make one "
+            "MasterParameters for each optimizer"
+        )
+    name = type(optimizer).__name__
+    if masters_of(optimizer) is not None:
+        raise ValueError(
+            f"this {name} has master parameters already: masters_of(optimizer) returns them"
+        )
+    if inner_optimizer(optimizer) is not None:
+        raise SettingError(
+            f"{name} steps a share of the parameters on each rank, and masters are of a whole "
+            "model. Take O1, which needs no masters, or shard by fully_shard with a "
+            "MixedPrecisionPolicy over float32 parameters in its place"
+        )
+    parameters = parameters_of(optimizer)
+    for parameter in parameters:
+        _refuse_sharded(parameter)
+    if not any(parameter.dtype in _LOW for parameter in parameters):
+        raise ValueError(
+            f"{name} holds no float16 or bfloat16 parameter, so there is nothing to make masters "
+            "of. The order is: cast the model (model.half()), wrap it (DDP), make the optimizer "
+            "over the wrapped model's parameters, then MasterParameters(optimizer)"
+        )
+    if any(parameter.is_meta for parameter in parameters):
+        raise ValueError(
+            f"{name} holds parameters on the meta device, which have no values to copy: "
+            "materialise the model (model.to_empty(device=...), then load or initialise it) first"
+        )
+
+
+def _refuse_sharded(parameter: Tensor) -> None:
+    flat = hasattr(parameter, "_fsdp_flattened") or type(parameter).__name__ == "FlatParameter"
+    if parameter.dtype in _LOW and (flat or is_dtensor(parameter)):
+        raise SettingError(
+            f"a parameter of shape {tuple(parameter.shape)} is sharded, and masters are of a whole "
+            "model. Leave the model in float32 and let the wrapper cast: fully_shard with "
+            "MixedPrecisionPolicy(param_dtype=torch.float16), or FSDP's MixedPrecision; its own "
+            "float32 parameters are the masters then"
+        )
+
+
+def _widened(state: Any, low: torch.dtype) -> Any:
+    """Return ``state`` with every tensor of dtype ``low`` in it as float32."""
+    if isinstance(state, Tensor):
+        return state.float() if state.dtype is low else state
+    if isinstance(state, dict):
+        return {key: _widened(value, low) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_widened(value, low) for value in state)
+    return state
+
+
+def _read(state: Any, own: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    """Return the saved masters, once all of them are known to fit."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "a state of master parameters is the dict that masters.state_dict() returned, not "
+            f"{state!r:.80}"
+        )
+    version, saved = state.get("version"), state.get("masters")
+    if not isinstance(version, int) or version != 1 or not isinstance(saved, Mapping):
+        raise ValueError(
+            "this is not a state of master parameters (a dict with 'version': 1 and 'masters'); it "
+            f"has the keys {sorted(map(str, state))}"
+        )
+    if saved.keys() != own.keys():
+        raise ValueError(
+            f"the state has masters of parameters {_listed(saved)} of the optimizer, here there "
+            f"are masters of {_listed(own)}: load it into the same model and optimizer, frozen in "
+            "the same places"
+        )
+    for number, master in own.items():
+        value = saved[number]
+        real = isinstance(value, Tensor) and not value.is_complex()
+        if not real or value.shape != master.shape or is_dtensor(value):
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise ValueError(
+                f"the saved master of parameter {number} is a {type(value).__name__} {what}, the "
+                f"one here is real numbers of shape {tuple(master.shape)}"
+            )
+    return saved
+
+
+def _listed(masters: Mapping[int, Tensor]) -> str:
+    numbers = sorted(masters, key=str)
+    if len(numbers) > 8:
+        return f"{numbers[:4]} ... {numbers[-2:]} ({len(numbers)} in all)"
+    return str(numbers)

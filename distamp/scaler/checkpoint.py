@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
+from distamp.callers import stacklevel_of_caller
 from distamp.errors import SettingError, StageError
 from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
-from distamp.scaler.settings import stacklevel_of_caller
 
-__all__ = ["Saved", "read_schedule", "read_state", "written_schedule"]
+__all__ = ["Saved", "from_torch", "read_schedule", "read_state", "written_schedule"]
 
 _VERSION = 1
 # What the counters on a device hold.
 _LARGEST_COUNT = 2**31 - 1
+_TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
     """Read what ``state_dict()`` of this class or of a torch scaler returned, or Apex's.
 
     Args:
-        state: torch's five keys; ``"distamp"`` beside them where an earlier version wrote it; or
-            ``amp.state_dict()`` of Apex (``{"loss_scaler0": {"loss_scale": ..., "unskipped":
-            ...}}``).
+        state: torch's five keys; or ``amp.state_dict()`` of Apex (``{"loss_scaler0":
+            {"loss_scale": ..., "unskipped": ...}}``).
         current: The schedule of the scaler that loads. torch's five keys say nothing of bounds or
             hysteresis, so those are kept.
 
@@ -59,24 +59,13 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
             "from a disabled instance of GradScaler."
         )
     state = _from_apex(state, current)
-    settings = {name: _value(state, name) for name in _TORCH_SETTINGS}
-    extras = state.get("distamp")
-    if extras is None:
-        read = Saved(current.replaced(**settings))
-    else:
-        _check_version(extras)
-        read = _schedule(_value(extras, "schedule"), settings)
-    tracker = _count(state, "_growth_tracker")
-    return replace(read, scale=_scale(state, read.schedule), tracker=tracker)
+    schedule = current.replaced(**{name: _value(state, name) for name in _TORCH_SETTINGS})
+    return Saved(schedule, _scale(state, schedule), _count(state, "_growth_tracker"))
 
 
 def written_schedule(schedule: Schedule, hysteresis: int) -> dict[str, Any]:
-    """Return what torch's five keys cannot hold: the kind of schedule and its bounds."""
-    return {
-        "version": _VERSION,
-        **schedule.extras(),
-        "hysteresis_tracker": hysteresis,
-    }
+    """Return what torch's five keys cannot hold: the kind of schedule, its bounds and credit."""
+    return {"version": _VERSION, **schedule.extras(), "hysteresis_tracker": hysteresis}
 
 
 def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
@@ -86,12 +75,40 @@ def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
         SettingError: A value is missing or outside its range.
     """
     _check_mapping(state, "schedule_state_dict()")
-    _check_version(state)
+    if state.get("version") != _VERSION or isinstance(state["version"], bool):
+        raise SettingError(
+            f"the scaler state was written by another version ({state.get('version')!r}) of "
+            f"distamp; this one reads version {_VERSION}"
+        )
+    hysteresis = _count(state, "hysteresis_tracker")
+    kind = state.get("kind", DynamicSchedule.kind)
+    if kind not in SCHEDULES:
+        instead = ": 'headroom' is gone, take 'dynamic'" if kind == "headroom" else ""
+        raise SettingError(
+            f"the scaler state has schedule {kind!r}; known are {sorted(SCHEDULES)}{instead}"
+        )
+    saved = {k: v for k, v in state.items() if k not in ("version", "hysteresis_tracker", "kind")}
+    unknown = set(saved) - {field.name for field in fields(SCHEDULES[kind])}
+    if unknown:
+        raise SettingError(
+            f"the scaler state has settings that schedule {kind!r} does not: {sorted(unknown)}"
+        )
     settings = {name: getattr(current, name) for name in _TORCH_SETTINGS}
-    return _schedule({key: value for key, value in state.items() if key != "version"}, settings)
+    return Saved(SCHEDULES[kind](**settings, **saved), hysteresis=hysteresis)
 
 
-_TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+def from_torch(state: Mapping[str, Any]) -> Saved:
+    """Read what ``torch.amp.GradScaler`` pickled; a disabled one has no settings.
+
+    Such a pickle names torch's class, which under ``distamp.install()`` is this one.
+
+    Raises:
+        SettingError: A setting is outside its range.
+    """
+    names = [name for name in _TORCH_SETTINGS if f"_{name}" in state]
+    schedule = DynamicSchedule(**{name: state[f"_{name}"] for name in names})
+    scale = schedule.checked_scale(state.get("_init_scale", 2.0**16))
+    return Saved(schedule, scale, state.get("_init_growth_tracker", 0), 1)
 
 
 def _check_mapping(state: object, written_by: str) -> None:
@@ -134,35 +151,6 @@ def _from_apex(state: Mapping[str, Any], current: Schedule) -> Mapping[str, Any]
         return state
     kept = {name: getattr(current, name) for name in _TORCH_SETTINGS}
     return {**kept, "scale": apex["loss_scale"], "_growth_tracker": apex["unskipped"]}
-
-
-def _check_version(state: Mapping[str, Any]) -> None:
-    version = state.get("version")
-    if not isinstance(version, int) or version != _VERSION:
-        raise SettingError(
-            f"the scaler state was written by another version ({version!r}) of "
-            f"distamp; this one reads version {_VERSION}"
-        )
-
-
-def _schedule(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Saved:
-    saved = dict(given)
-    hysteresis = _count(saved, "hysteresis_tracker")
-    del saved["hysteresis_tracker"]
-    saved.pop("memory", None)  # earlier versions wrote an empty list
-    kind = saved.pop("kind", DynamicSchedule.kind)
-    if kind not in SCHEDULES:
-        raise SettingError(
-            f"the scaler state has schedule {kind!r}; known are {sorted(SCHEDULES)}. To go on by "
-            "torch's rule, load state_dict() alone"
-        )
-    unknown = set(saved) - {field.name for field in fields(SCHEDULES[kind])}
-    if unknown:
-        raise SettingError(
-            f"the scaler state has settings that schedule {kind!r} does not: {sorted(unknown)}"
-        )
-    schedule = SCHEDULES[kind](**settings, **saved)
-    return Saved(schedule, hysteresis=hysteresis)
 
 
 def _scale(state: Mapping[str, Any], schedule: Schedule) -> float:

@@ -1,168 +1,64 @@
-"""Clip the norm of a gradient of which every rank may hold a part."""
+"""The norm of the whole model, of which every rank may hold a part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from distamp.errors import SettingError, StageError
-from distamp.gradients import flag_of, local_gradients
-from distamp.optimizers import parameters_of, unwrapped
-from distamp.scaler import local_pass
-from distamp.scaler.flow import Norm, Subject, agree_on_norm, look_and_agree, subject_of
-from distamp.scaler.groups import Group
-from distamp.scaler.norms import Declared, NormPlan, kinds_of, scale_by
-from distamp.scaler.optimizer_state import OptimizerStates, OptState
-from distamp.sources import source_of
+from distamp.errors import SettingError
+from distamp.gradients import is_dtensor, local_gradients, multiply, norms_of
+from distamp.sources import GradientSource
 
-if TYPE_CHECKING:
-    from distamp.scaler.grad_scaler import DistGradScaler
+__all__ = [
+    "Clipped",
+    "Declared",
+    "clip_",
+    "differing",
+    "local_sums",
+    "positive",
+    "stepped_by",
+    "total",
+]
 
-__all__ = ["clip", "clip_disabled", "clip_unscaled"]
+#: Takes a parameter of the model.
+Declared: TypeAlias = "Callable[[Tensor], bool | ProcessGroup | DeviceMesh | None]"
 
-
-def clip(
-    scaler: DistGradScaler,
-    given: Any,
-    max_norm: float,
-    norm_type: float,
-    replicated: Declared | None,
-    sharded: Declared | None,
-) -> Tensor:
-    """Clip as `DistGradScaler.clip_grad_norm_` says; every error on the way reaches all ranks."""
-    refused: Exception | None = None
-    subjects: list[Subject] = []
-    measured: list[Tensor] = []
-    clipped: list[Tensor] = []
-    pending: list[Subject] = []
-    own = False
-    try:
-        max_norm, norm_type = _numbers(max_norm, norm_type)
-        scaler._require_scale("clip_grad_norm_")
-        clipped, subjects = _to_clip(scaler, given)
-        measured = clipped
-        for subject in subjects:
-            if subject.state["stage"] is OptState.STEPPED:
-                subject.state.check_unscale()
-        pending = [s for s in subjects if s.state["stage"] is OptState.READY]
-        share = subjects[0].source.share() if _is_optimizer(given) else None
-        if share is not None:
-            measured, own = share, True
-    except Exception as error:
-        refused = error
-    sources = [subject.source for subject in subjects]
-
-    def make_plan(group: Group | None) -> NormPlan:
-        device = scaler._scale_tensor().device
-        if group is None:
-            kinds_of(measured, 1, own=own, replicated=replicated, sharded=sharded)
-            return NormPlan.alone(measured, device)
-        models = [_model_parameter(sources, p) for p in measured]
-        kinds = kinds_of(models, group.size, own=own, replicated=replicated, sharded=sharded)
-        return scaler._plans.of(measured, kinds, group, device)
-
-    declared = [name for name, given in _declared(replicated, sharded) if given is not None]
-    arguments = f"max_norm={max_norm!r}, norm_type={norm_type!r}, declared={declared}"
-    norm = Norm(measured, norm_type, make_plan, arguments)
-    look_and_agree(
-        scaler,
-        "clip_grad_norm_",
-        pending,
-        local_pass.unscale,
-        refused=refused,
-        norm=norm,
-    )
-    assert norm.total is not None
-    gradients = local_gradients(clipped)
-    scale_by(gradients, norm.total, max_norm)
-    return norm.total
+_NEAR = 1e-5
 
 
-def clip_disabled(given: Any, states: OptimizerStates, max_norm: float, norm_type: float) -> Tensor:
-    """Clip what this rank holds, as torch does: a disabled scaler sends nothing."""
-    max_norm, norm_type = _numbers(max_norm, norm_type)
-    if _is_optimizer(given):
-        source = source_of(unwrapped(given))
-        source.receive()
-        parameters = source.stepped()
-    else:
-        parameters = _listed(given)
-        for optimizer, _ in states.live():
-            source = source_of(optimizer)
-            source.receive()
-            parameters = source.in_place_of(parameters)
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+class Clipped(NamedTuple):
+    """One tensor to clip.
 
-
-def clip_unscaled(
-    scaler: DistGradScaler,
-    optimizers: Sequence[torch.optim.Optimizer],
-    max_norm: float,
-    norm_type: float,
-) -> Tensor:
-    """Clip the whole gradient over the scaler's ranks, where its gradients need no scale.
-
-    For `distamp.initialize`, which is collective at every level; a disabled scaler is not.
+    Args:
+        parameter: The model's.
+        stepped: Whose gradient is measured and clipped.
+        part: Whether a wrapper gives each rank another share of the parameters.
     """
-    refused: Exception | None = None
-    measured: list[Tensor] = []
-    clipped: list[Tensor] = []
-    kinds: list[tuple[str, float]] = []
-    ranks = scaler._ranks
-    size = 1 if ranks.alone else ranks.size
-    try:
-        max_norm, norm_type = _numbers(max_norm, norm_type)
-        for optimizer in optimizers:
-            source = source_of(optimizer)
-            source.receive()
-            share = source.share()
-            mine = source.stepped() if share is None else share
-            own = share is not None
-            models = [_model_parameter([source], p) for p in mine]
-            kinds += kinds_of(models, size, own=own, replicated=None, sharded=None)
-            measured += mine
-            clipped += source.stepped() if share is None else parameters_of(optimizer)
-    except Exception as error:
-        refused = error
-    device = measured[0].device if measured else torch.device("cpu")
-    one = flag_of(True, device)
-    group = ranks.group_for(one, scaler._states)
-    if group is None and refused is not None:
-        raise refused
-    norm = Norm(
-        measured,
-        norm_type,
-        lambda group: (
-            NormPlan.alone(measured, device)
-            if group is None
-            else scaler._plans.of(measured, tuple(kinds), group, device)
-        ),
-    )
-    if group is None:
-        norm.measure(None, device)
-        norm.total = norm.local_total()
-    else:
-        agree_on_norm(ranks, group, scaler._states, one, norm, refused)
-    assert norm.total is not None
-    scale_by(local_gradients(clipped), norm.total, max_norm)
-    return norm.total
+
+    parameter: Tensor
+    stepped: Tensor
+    part: bool
 
 
-def _declared(
-    replicated: Declared | None, sharded: Declared | None
-) -> tuple[tuple[str, Declared | None], ...]:
-    return ("replicated", replicated), ("sharded", sharded)
+def stepped_by(source: GradientSource) -> list[Clipped]:
+    """Return what an optimizer steps on this rank."""
+    pairs = source.stepped()
+    part = len(pairs) < len(source.parameters())
+    return [Clipped(parameter, stepped, part) for parameter, stepped in pairs]
 
 
-def _numbers(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Return the arguments as floats; torch's function takes ``"inf"`` and tensors too."""
-    return _positive("max_norm", max_norm), _positive("norm_type", norm_type)
+def positive(name: str, value: Any) -> float:
+    """Return an argument as a float; torch's function takes ``"inf"`` and tensors too.
 
-
-def _positive(name: str, value: Any) -> float:
+    Raises:
+        SettingError: It is no number above 0.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -172,54 +68,144 @@ def _positive(name: str, value: Any) -> float:
     return number
 
 
-def _is_optimizer(given: Any) -> bool:
-    return not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups")
+def local_sums(
+    clipped: Sequence[Clipped],
+    norm_type: float,
+    device: torch.device,
+    size: int = 1,
+    replicated: Declared | None = None,
+    sharded: Declared | None = None,
+) -> tuple[Tensor, bool]:
+    """Return what this rank's gradients add to the power of the norm.
 
+    Args:
+        clipped: What is measured.
+        norm_type: The order of the norm.
+        device: Of the result.
+        size: Ranks that hold the model.
+        replicated: Says of a parameter that every rank holds the same.
+        sharded: Says over which ranks a parameter is cut.
 
-def _listed(given: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    return [given] if isinstance(given, Tensor) else list(given)
-
-
-def _to_clip(scaler: DistGradScaler, given: Any) -> tuple[list[Tensor], list[Subject]]:
-    """Return what is to be clipped, and the optimizers that hold it."""
-    if _is_optimizer(given):
-        subject = subject_of(scaler, given)
-        return list(subject.source.stepped()), [subject]
-    parameters = _listed(given)
-    owners = [subject_of(scaler, owner) for owner in _holding(scaler._states, parameters)]
-    for owner in owners:
-        parameters = owner.source.in_place_of(parameters)
-    return parameters, owners
-
-
-def _holding(states: OptimizerStates, parameters: list[Tensor]) -> Iterator[Any]:
-    """Yield the optimizers that hold some of ``parameters``.
+    Returns:
+        float64 of shape (2,): what is a part of the model, and what is taken for a replica. And
+        whether parts may lie on several ranks although nothing says so.
 
     Raises:
-        StageError: One of them belongs to no optimizer seen so far.
+        SettingError: A parameter is declared both.
+        GradientError: A gradient is ``Partial``.
     """
-    left = set(map(id, parameters))
-    wanted = len(left)
-    mine = frozenset(left)
-    for optimizer, _ in states.live():
-        theirs = set(map(id, source_of(optimizer).watched()))
-        if mine & theirs:
-            left -= theirs
-            yield optimizer
-    if left:
-        for given in parameters:
-            if not isinstance(given, Tensor):
-                raise TypeError(
-                    f"clip_grad_norm_ takes an optimizer or Tensors, such as model.parameters(), "
-                    f"not {type(given).__name__}s"
-                )
-        raise StageError(
-            f"{len(left)} of {wanted} parameters belong to no optimizer this scaler has "
-            "seen yet, so it does not know whether their gradients are still scaled. Give "
-            "clip_grad_norm_ the optimizer, or call unscale_(optimizer) first"
+    parts: list[Tensor] = []
+    replicas: list[Tensor] = []
+    unsure = False
+    norms = norms_of([each.stepped for each in clipped], norm_type, device)
+    for each, norm in zip(clipped, norms, strict=True):
+        weight, sure = _weight(each, size, replicated, sharded)
+        unsure |= not sure
+        power = norm if math.isinf(norm_type) else norm.pow(norm_type)
+        if weight is None:
+            replicas.append(power)
+        elif math.isinf(norm_type):
+            parts.append(power * (weight > 0))
+        else:
+            parts.append(power * weight)
+    sums = [_added(values, norm_type, device) for values in (parts, replicas)]
+    return torch.stack(sums), unsure and size > 1
+
+
+def _added(values: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    if not values:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack(values)
+    return stacked.max() if math.isinf(norm_type) else stacked.sum()
+
+
+def _weight(
+    each: Clipped, size: int, replicated: Declared | None, sharded: Declared | None
+) -> tuple[float | None, bool]:
+    """Return what a part of it counts, None for a replica; and whether that is sure."""
+    parameter = each.parameter
+    is_replica = replicated is not None and bool(replicated(parameter))
+    cut = None if sharded is None else sharded(parameter)
+    if is_replica and cut:
+        raise SettingError(
+            f"a parameter of shape {tuple(parameter.shape)} is declared both replicated= and "
+            "sharded=; declare it replicated if every rank has the same values, else sharded"
         )
+    if is_replica:
+        return 1.0 / size, True
+    if getattr(parameter, "shared", None) is True:
+        return 0.0, True
+    placed = _share(each.stepped) if is_dtensor(each.stepped) else 1.0
+    if isinstance(cut, (ProcessGroup, DeviceMesh)):
+        return placed * cut.size() / size, True
+    if cut:
+        return placed, True
+    if is_dtensor(each.stepped):
+        return placed, each.stepped.device_mesh.size() >= size
+    if each.part or getattr(parameter, "tensor_model_parallel", None) is True:
+        return 1.0, True
+    if getattr(parameter, "_fsdp_flattened", False):
+        return 1.0, False
+    return None, True
 
 
-def _model_parameter(sources: Iterable[Any], tensor: Tensor) -> Tensor:
-    found = (source.parameter_of(tensor) for source in sources)
-    return next((parameter for parameter in found if parameter is not None), tensor)
+def _share(parameter: Tensor) -> float:
+    """Return what the local part of a DTensor counts, of whose mesh some ranks hold the same."""
+    if not is_dtensor(parameter):
+        return 1.0
+    mesh = parameter.device_mesh
+    replicas = [mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate()]
+    return 1.0 / math.prod(replicas)
+
+
+def total(sums: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of the whole model as 0-d float32, from what `local_sums` is on every rank.
+
+    Args:
+        sums: float64 of shape (ranks, 2).
+        norm_type: The order of the norm.
+    """
+    if math.isinf(norm_type):
+        return sums.max().float()
+    return (sums[:, 0].sum() + sums[:, 1].mean()).pow(1.0 / norm_type).float()
+
+
+def differing(sums: Tensor, norm_type: float, unsure: bool) -> str | None:
+    """Return what has to be declared, where the ranks' sums contradict what was assumed.
+
+    Nothing is said where a value is not finite.
+    """
+    if not bool(sums.isfinite().all()):
+        return None
+    parts, replicas = sums.unbind(1)
+    least, most = (replicas.min(), replicas.max())
+    if not math.isinf(norm_type):
+        least, most = least.pow(1.0 / norm_type), most.pow(1.0 / norm_type)
+    if float(most - least) > _NEAR * float(most):
+        return (
+            "clip_grad_norm_ counts plain tensors as replicas, and the norms of their gradients "
+            f"differ between ranks, from {float(least):g} to {float(most):g}. If each rank holds "
+            "another part, declare it: sharded=lambda p: True, or the group over which p is cut; "
+            "if they are replicas whose gradients differ, replicated=lambda p: True"
+        )
+    values = parts.tolist()
+    if unsure and min(values) > 0 and all(values.count(value) > 1 for value in values):
+        return (
+            "clip_grad_norm_ counts shards of FSDP, or DTensors on a part of the ranks, as parts "
+            "of one model, and those of several ranks are the same. If they are replicas (as "
+            "between the groups of HYBRID_SHARD, under NO_SHARD, or beside data parallel), declare "
+            "over which ranks a parameter is cut: sharded=lambda p: group_or_mesh; or "
+            "replicated=lambda p: True"
+        )
+    return None
+
+
+@torch.no_grad()
+def clip_(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients so that ``norm`` becomes at most ``max_norm``, as torch's clip does.
+
+    A norm that is not finite changes nothing: the step will be skipped, and what overflowed stays
+    to be reported.
+    """
+    coefficient = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    multiply(local_gradients(clipped), torch.where(norm.isfinite(), coefficient, 1.0))

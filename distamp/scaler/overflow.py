@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distamp.gradients import local_gradients
-from distamp.host import HostCopy
 from distamp.optimizers import describe, parameter_names, parameters_of
+from distamp.scaler.settings import Names
 from distamp.sources import source_of
 
-if TYPE_CHECKING:
-    from distamp.scaler.flow import Subject
-    from distamp.scaler.grad_scaler import DistGradScaler
-
-__all__ = ["Overflow", "OverflowReport", "SkipLog", "find_overflows", "report"]
+__all__ = ["Overflow", "OverflowReport", "find_overflows", "gradients_by_name", "log_skip"]
 
 _log = logging.getLogger("distamp.scaler")
 
@@ -70,116 +66,76 @@ class OverflowReport:
 
 
 @torch.no_grad()
-def find_overflows(named: Iterable[tuple[str, Tensor]], rank: int) -> list[Overflow]:
-    """Return this rank's overflows among the gradients of ``named`` parameters."""
-    found = []
-    for name, parameter in named:
-        for gradient in local_gradients([parameter]):
+def find_overflows(named: Iterable[tuple[str, Tensor]], rank: int) -> Iterator[Overflow]:
+    """Yield this rank's overflows among the gradients of ``named`` tensors."""
+    for name, tensor in named:
+        for gradient in local_gradients([tensor]):
             finite = gradient.isfinite()
             if finite.all():
                 continue
             kept = gradient[finite]
-            found.append(
-                Overflow(
-                    name=name,
-                    rank=rank,
-                    infs=int(gradient.isinf().sum()),
-                    nans=int(gradient.isnan().sum()),
-                    elements=gradient.numel(),
-                    largest_finite=float(kept.abs().max()) if kept.numel() else 0.0,
-                )
+            yield Overflow(
+                name=name,
+                rank=rank,
+                infs=int(gradient.isinf().sum()),
+                nans=int(gradient.isnan().sum()),
+                elements=gradient.numel(),
+                largest_finite=float(kept.abs().max()) if kept.numel() else 0.0,
             )
-    return found
 
 
-def report(scaler: DistGradScaler, model: torch.nn.Module | None) -> OverflowReport:
-    """Return the overflows of all ranks, under the names that are known; collective."""
-    named = list(_with_stand_ins(scaler, _named(scaler, model)))
-    everyone = scaler._ranks.gather(find_overflows(named, scaler._ranks.rank))
-    overflows = tuple(overflow for rank in everyone for overflow in rank)
-    return OverflowReport(scaler.get_scale(), overflows)
-
-
-def _named(scaler: DistGradScaler, model: torch.nn.Module | None) -> Iterator[tuple[str, Tensor]]:
-    if model is not None:
-        yield from model.named_parameters()
-        return
-    for optimizer, _ in scaler._states.live():
-        source = source_of(optimizer)
-        for name, p in zip(parameter_names(optimizer), parameters_of(optimizer), strict=True):
-            behind = source.parameter_of(p)
-            yield scaler._names.of(p if behind is None else behind, name), p
-
-
-def _with_stand_ins(
-    scaler: DistGradScaler, named: Iterable[tuple[str, Tensor]]
+def gradients_by_name(
+    optimizers: Sequence[Any], names: Names, model: torch.nn.Module | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each named parameter, and under the same name what is stepped in its place."""
-    sources = [source_of(optimizer) for optimizer, _ in scaler._states.live()]
-    for name, tensor in named:
-        yield name, tensor
-        for source in sources:
-            other = source.stand_in_of(tensor)
-            other = source.parameter_of(tensor) if other is None else other
-            if other is not None:
-                yield name, other
+    """Yield every tensor that may hold a gradient, under the name of the model's parameter.
+
+    Args:
+        optimizers: Whose parameters count where there is no model.
+        names: Go before those of an optimizer.
+        model: Its parameters count, and its names.
+    """
+    stepped = {id(p): s for o in optimizers for p, s in source_of(o).stepped() if p is not s}
+    behind = {id(s): p for o in optimizers for p, s in source_of(o).stepped()}
+    named: list[tuple[str, Tensor]]
+    if model is not None:
+        named = list(model.named_parameters())
+    else:
+        pairs = ((n, p) for o in optimizers for n, p in _named_by(o))
+        models = ((name, behind.get(id(p), p)) for name, p in pairs)
+        named = [(names.of(p, name), p) for name, p in models]
+    for name, parameter in named:
+        yield name, parameter
+        if id(parameter) in stepped:
+            yield name, stepped[id(parameter)]
 
 
-class SkipLog:
-    """Says on rank 0, at INFO, which steps were skipped and why; never waits for a device."""
-
-    def __init__(self) -> None:
-        self._arriving: list[tuple[HostCopy, str, int]] = []
-
-    def note(
-        self, scaler: DistGradScaler, subject: Subject, flag: Tensor, skipped: bool | None
-    ) -> None:
-        """Note a step; on a device its outcome is logged an iteration later."""
-        if skipped is False or not _log.isEnabledFor(logging.INFO) or scaler._ranks.rank:
-            return
-        _, optimizer, state, _ = subject
-        if skipped is None:
-            both = torch.stack((flag, scaler._scale_tensor().to(flag.device)))
-            copy = HostCopy(both)
-            self._arriving.append((copy, describe(optimizer), state.steps))
-            return
-        where = _where(scaler, subject)
-        scale = scaler._scale_tensor().item()  # and not by an override of get_scale
-        _say(describe(optimizer), state.steps, scale, state.overflow_rank(), where)
-
-    def say(self) -> None:
-        """Say what has arrived from earlier iterations."""
-        if not self._arriving:
-            return
-        kept = []
-        for entry in self._arriving:
-            copy, name, step = entry
-            if not copy.arrived():
-                kept.append(entry)
-                continue
-            flag, scale = copy.values()
-            if flag:
-                _say(name, step, scale, None, "")
-        self._arriving = kept
+def _named_by(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from zip(parameter_names(optimizer), parameters_of(optimizer), strict=True)
 
 
-def _say(name: str, step: int, scale: float, rank: int | None, where: str) -> None:
-    on = "" if rank is None else f" on rank {rank}"
+def log_skip(
+    optimizer: Any, step: int, scale: float, ranks: Sequence[int] | None, names: Names | None
+) -> None:
+    """Say at INFO that a step was skipped, and why.
+
+    Args:
+        optimizer: Which was not stepped.
+        step: The number of the step.
+        scale: The loss scale.
+        ranks: Those that overflowed, where they are known.
+        names: Given where the gradients still are as they were, to find the parameter.
+    """
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    found = () if names is None else find_overflows(gradients_by_name([optimizer], names), 0)
+    first = next((f", first in {overflow.name}" for overflow in found), "")
+    some = "s" if ranks and len(ranks) > 1 else ""
+    where = f" on rank{some} {', '.join(map(str, ranks))}" if ranks else ""
     _log.info(
         "step %d of %s was skipped: inf or NaN in the gradients%s%s, at loss scale %g",
         step,
-        name,
-        on,
+        describe(optimizer),
         where,
+        first,
         scale,
     )
-
-
-def _where(scaler: DistGradScaler, subject: Subject) -> str:
-    """Return which parameter it was, where this rank knows."""
-    source, optimizer = subject.source, subject.optimizer
-    for name, p in zip(parameter_names(optimizer), parameters_of(optimizer), strict=True):
-        if find_overflows([(name, p)], 0):
-            behind = source.parameter_of(p)
-            return f", first in {scaler._names.of(p if behind is None else behind, name)}"
-    return ""

@@ -15,7 +15,7 @@ from distamp.errors import SettingError
 
 __all__ = ["DynamicSchedule", "HysteresisSchedule", "ScaleState", "Schedule", "StaticSchedule"]
 
-MIN_SCALE = 2.0**-14
+MIN_SCALE = 2.0**-24
 MAX_SCALE = 2.0**127
 
 
@@ -35,11 +35,7 @@ class ScaleState:
 
     @classmethod
     def initial(
-        cls,
-        scale: float,
-        growth_tracker: int,
-        hysteresis: int,
-        device: torch.device,
+        cls, scale: float, growth_tracker: int, hysteresis: int, device: torch.device
     ) -> Self:
         """Build the tensors on ``device``."""
         return cls(

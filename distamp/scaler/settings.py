@@ -1,8 +1,7 @@
-"""What a scaler is made with, checked; and small things that are asked of its caller."""
+"""What a scaler is made with, checked."""
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,17 +10,12 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
+from distamp.optimizers import unwrapped
+from distamp.protocols import CommHook
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, Schedule
+from distamp.sources import source_of
 
-__all__ = [
-    "Names",
-    "check_fp16_grads",
-    "check_skips",
-    "one_number",
-    "resolve_device",
-    "schedule_of",
-    "stacklevel_of_caller",
-]
+__all__ = ["Names", "Settings", "checked_hook", "one_number", "resolve_device", "schedule_of"]
 
 _FP16_GRADS = ("error", "inplace", "master")
 
@@ -30,14 +24,14 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
     """Return the device type and whether this machine has it.
 
     Raises:
-        TypeError: Something that can be no device: a number, a list.
+        TypeError: Something that is no device: a number, a list.
         ValueError: torch knows no such device.
     """
     is_there = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if is_there else None
     if device is None:
-        return (accelerator.type if accelerator is not None else "cpu"), True
-    if isinstance(device, (bool, int, float)):
+        return ("cpu" if accelerator is None else accelerator.type), True
+    if isinstance(device, (int, float)):
         raise TypeError(
             f"device must be a device type such as 'cuda' or 'cpu', not {device!r}; "
             f"a loss scale is given by keyword: init_scale={device!r}"
@@ -81,16 +75,16 @@ def schedule_of(
     return schedule
 
 
-def check_fp16_grads(fp16_grads: object) -> None:
-    """Refuse what is no way to treat float16 gradients."""
-    if fp16_grads not in _FP16_GRADS:
-        raise SettingError(f"fp16_grads must be one of {_FP16_GRADS}, not {fp16_grads!r}")
-
-
-def check_skips(limit: object) -> None:
-    """Refuse a limit on skipped steps that is no integer >= 1."""
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise SettingError(f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}")
+def one_number(value: float | Tensor) -> float:
+    """Return a new scale as a number; raise where a tensor of it has no one value."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1 or value.requires_grad:
+        raise SettingError(
+            "new_scale should be a float or a 1-element tensor with requires_grad=False, not a "
+            f"tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
+        )
+    return float(value.item())
 
 
 class Names:
@@ -119,24 +113,78 @@ class Names:
         return name if reference is not None and reference() is parameter else default
 
 
-def one_number(value: float | Tensor) -> float:
-    """Return a new scale as a number; raise where a tensor of it has no one value."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1 or value.requires_grad:
-        raise SettingError(
-            "new_scale should be a float or a 1-element tensor with requires_grad=False, not a "
-            f"tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
-        )
-    return float(value.item())
+class Settings:
+    """What a scaler was made with; made anew where a setting changes.
 
+    Args:
+        schedule: How the scale moves.
+        fp16_grads: What to do with float16 gradients.
+        max_consecutive_skips: The limit on skipped steps in a row.
+        names: Of parameters.
 
-def stacklevel_of_caller() -> int:
-    """Return the ``stacklevel`` with which the caller's warning names the first line outside us.
-
-    A fixed number would name a line of this package wherever a structure is walked recursively.
+    Raises:
+        SettingError: ``fp16_grads`` or ``max_consecutive_skips`` is none of what is allowed.
     """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("distamp."):
-        level, frame = level + 1, frame.f_back
-    return level
+
+    def __init__(
+        self, schedule: Schedule, fp16_grads: str, max_consecutive_skips: int | None, names: Names
+    ) -> None:
+        limit = max_consecutive_skips
+        if fp16_grads not in _FP16_GRADS:
+            raise SettingError(f"fp16_grads must be one of {_FP16_GRADS}, not {fp16_grads!r}")
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise SettingError(
+                f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}"
+            )
+        self.schedule = schedule
+        self.fp16_grads = fp16_grads
+        self.max_consecutive_skips = limit
+        self.names = names
+        #: What all ranks must have alike.
+        self.text = f"{schedule}, fp16_grads={fp16_grads!r}, max_consecutive_skips={limit}"
+
+    def with_schedule(self, schedule: Schedule) -> Settings:
+        """Return the same with another schedule."""
+        return Settings(schedule, self.fp16_grads, self.max_consecutive_skips, self.names)
+
+    def check_masters(self, optimizer: Any) -> None:
+        """Refuse masters that the scaler does not know of, and the other way round.
+
+        Raises:
+            SettingError: The optimizer has masters and the settings do not say so, or has float16
+                parameters without masters although they do.
+        """
+        source, name = source_of(unwrapped(optimizer)), type(optimizer).__name__
+        if source.casts == (self.fp16_grads == "master"):
+            return
+        if source.casts:
+            raise SettingError(
+                f"{name} has master parameters and the scaler has fp16_grads="
+                f"{self.fp16_grads!r}: make it with fp16_grads='master', which unscales on the way "
+                "to them"
+            )
+        if any(p.dtype is torch.float16 for p in source.parameters()):
+            raise SettingError(
+                f"fp16_grads='master', and {name} holds float16 parameters without masters: call "
+                "MasterParameters(optimizer) before the first step"
+            )
+
+
+def checked_hook(state: object) -> CommHook:
+    """Return the state of a hook that a scaler can tell of its scale.
+
+    Raises:
+        ValueError: The state of torch's PowerSGD.
+        TypeError: Something else that is none.
+    """
+    if type(state).__name__ == "PowerSGDState":
+        raise ValueError(
+            "PowerSGD cannot be joined with a scaler: its error feedback keeps an inf for ever, "
+            "and grows when the loss scale moves; use distamp.comm_hooks.register(model, 'int8'), "
+            "whose error feedback follows the scale"
+        )
+    if not isinstance(state, CommHook):
+        raise TypeError(
+            f"attach() takes what distamp.comm_hooks.register returned, not {type(state).__name__}"
+        )
+    return state

@@ -84,15 +84,6 @@ def _late(runner: Runner, event: Event) -> None:
     runner.scaler.update()
 
 
-def _across(runner: Runner, event: Event) -> None:
-    for index in runner.every():
-        runner.backward(index)
-    runner.scaler.update(runner.scaler.get_scale() / 2)
-    if event.flavour % 2 and runner.rank != event.rank:
-        runner.zero_grad()
-    runner.plain(event)
-
-
 def _between(runner: Runner, event: Event) -> None:
     for index in runner.every():
         here = index == 0 and event.flavour % 2 == 0 and runner.rank == event.rank
@@ -464,7 +455,6 @@ _EVENTS: dict[str, Callable[[Runner, Event], None]] = {
     "inf": _inf,
     "thrown away": _thrown_away,
     "late everywhere": _late,
-    "across": _across,
     "between": _between,
     "log": _log,
     "some": _some,

@@ -41,9 +41,8 @@ EVENTS = (
     # These end a program: every rank raises.
     "mistake",
     "late everywhere",  # gradients after unscale_
-    "across",  # gradients of two scales in one sum
 )
-ENDING = ("mistake", "late everywhere", "across")
+ENDING = ("mistake", "late everywhere")
 
 
 @dataclass(frozen=True)

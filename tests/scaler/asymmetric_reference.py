@@ -53,7 +53,7 @@ class Expected:
 
     @classmethod
     def of(cls, setting: Setting) -> Expected:
-        bounds = (2.0**-14, 2.0**24 if setting.bounded else 2.0**127)
+        bounds = (2.0**-24, 2.0**24 if setting.bounded else 2.0**127)
         made = cls(
             setting,
             rule=ScaleRule(INIT_SCALE, growth_interval=setting.growth_interval, bounds=bounds),

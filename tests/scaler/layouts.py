@@ -224,6 +224,9 @@ class Pipeline(World):
     def shard_of(self, rank: int) -> int:
         return 0
 
+    def sharded(self, parameter: Tensor) -> bool:
+        return True
+
     def wrap(self, net: nn.Module) -> nn.Module:
         rank = self.rank
         self.layer = getattr(net, LAYERS[rank])

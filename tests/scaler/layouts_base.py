@@ -83,6 +83,10 @@ class Layout:
         """Which shard of the batch a rank computes."""
         return 0
 
+    def sharded(self, parameter: Tensor) -> bool:
+        """Whether each rank holds another such tensor, and nothing but its user can say so."""
+        return False
+
     def domain_of(self, rank: int) -> int:
         """Ranks of one domain train one model together, and must agree."""
         return rank
@@ -260,6 +264,9 @@ class DDPExperts(DDP):
                 parameter += 0.01 * self.rank
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
         return super().wrap(net)
+
+    def sharded(self, parameter: Tensor) -> bool:
+        return any(parameter is own for own in self.net.expert.parameters())
 
     def parts(self) -> list[list[nn.Parameter]]:
         expert = list(self.net.expert.parameters())

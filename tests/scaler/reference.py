@@ -163,7 +163,7 @@ class ScaleRule:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     tracker: int = 0
-    bounds: tuple[float, float] = field(default=(2.0**-14, 2.0**127))
+    bounds: tuple[float, float] = field(default=(2.0**-24, 2.0**127))
 
     def update(self, overflow: bool) -> None:
         if overflow:

@@ -242,7 +242,7 @@ class _Runner:
         optimizer, scaler = self.optimizers[index], self.scaler
         if iteration.order == "clip":
             if hasattr(scaler, "clip_grad_norm_"):
-                norm = scaler.clip_grad_norm_(optimizer, MAX_NORM)
+                norm = scaler.clip_grad_norm_(optimizer, MAX_NORM, sharded=self.layout.sharded)
             else:
                 scaler.unscale_(optimizer)
                 norm = self.layout.clip(optimizer, MAX_NORM)

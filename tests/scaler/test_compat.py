@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import OptState
 from distamp import DistGradScaler
 from distamp.errors import SettingError
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
-from tests.scaler.wrappers import Lightning
 
 
 def test_every_method_and_inner_name_of_torchs_class_is_there():
@@ -290,19 +289,6 @@ def test_a_subclass_that_unscales_through_the_inner_pass_alone_sees_torchs_flags
         )
     assert seen[0] == seen[1]
     assert seen[0][:2] == ({torch.device("cpu"): 1.0}, [0.5, 0.25])
-
-
-def test_an_optimizer_is_not_taken_for_a_wrapper_that_is_gone_and_had_its_id():
-    scaler = cpu_scaler()
-    (first, wrapped), (second, optimizer) = sgd(1.0), sgd(1.0)
-    wrapper = Lightning(wrapped)
-    for parameter in (first, second):
-        backward(scaler, parameter, 0.25)
-    scaler.unscale_(wrapper)
-    records = scaler._states.records
-    records[id(optimizer)] = records.pop(id(wrapper))
-    scaler.step(optimizer)
-    assert second.item() == 0.75
 
 
 # -- several devices -------------------------------------------------------------------------------

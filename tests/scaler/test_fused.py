@@ -243,9 +243,9 @@ def small_fp16_gradient(which: str) -> float:
 
     scaler = ShardedGradScaler("cpu") if which == "sharded" else cpu_scaler(fp16_grads="inplace")
     parameter, optimizer = half(torch.float16)
-    scaler.scale(torch.ones(()))
     if which != "sharded":
-        scaler.update(2.0**16)
+        scaler = cpu_scaler(2.0**16, fp16_grads="inplace")
+    scaler.scale(torch.ones(()))
     parameter.grad = torch.full((2,), 1e-3, dtype=torch.float16)
     scaler.unscale_(optimizer)
     return parameter.grad[0].item()

@@ -58,9 +58,9 @@ def test_every_leaf_of_a_structure_is_watched():
     for pick in range(2):
         parameter, optimizer = sgd(1.0)
         scaler = cpu_scaler()
-        losses = scaler.scale([parameter.sum(), {"b": parameter.sum()}])
         backward(scaler, parameter, 1.0)
         scaler.unscale_(optimizer)
+        losses = scaler.scale([parameter.sum(), {"b": parameter.sum()}])
         (losses[0] if pick == 0 else losses[1]["b"]).backward()
         with pytest.raises(StageError, match=LATE):
             scaler.step(optimizer)

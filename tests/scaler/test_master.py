@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -592,15 +593,13 @@ def test_bf16_masters_need_no_scaler(scaler, zero_grad):
     assert equal(master_params(optimizer), hand.copies)
 
 
-@pytest.mark.parametrize("how", ["model", "masters", "optimizer, knowing of the pass"])
-def test_without_a_scaler_a_gradient_is_thrown_away_as_documented(how):
+@pytest.mark.parametrize("how", ["model", "masters", "optimizer"])
+def test_without_a_scaler_a_gradient_can_be_thrown_away(how):
     parameter = one(0.0, BF16)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     masters = MasterParameters(optimizer)
     for gradient in (100.0, 1.0):
-        ZERO_GRADS[how.split(",")[0]](optimizer, nn.ParameterList([parameter]), masters)
-        if "knowing" in how:
-            masters.before_backward()
+        ZERO_GRADS[how](optimizer, nn.ParameterList([parameter]), masters)
         (parameter.float().sum() * gradient).backward()
     optimizer.step()
     assert parameter.item() == -1.0
@@ -694,12 +693,8 @@ def test_a_second_master_of_anything_is_refused():
     parameter, optimizer, masters = one_master(1.0)
     with pytest.raises(ValueError, match="has master parameters already"):
         MasterParameters(optimizer)
-    other = torch.optim.SGD([parameter], lr=1.0)
-    with pytest.raises(ValueError, match="has a master already"):
-        MasterParameters(other)
-    assert other.param_groups[0]["params"] == [parameter]
     optimizer.add_param_group({"params": [parameter]})
-    with pytest.raises(ValueError, match="has a master already"):
+    with pytest.raises(ValueError, match="has a master"):
         optimizer.step()
     assert masters_of(optimizer) is masters
 
@@ -711,3 +706,42 @@ def test_masters_go_with_their_optimizer():
     with pytest.raises(StageError, match="is gone"):
         masters.stepped()
     assert MasterParameters(torch.optim.SGD([parameter], lr=1.0)) is not masters
+
+
+def test_zero_grad_is_the_optimizers_own_in_a_copy_or_a_pickle():
+    """Neither has masters, so there is no model that it could reach."""
+    parameter, optimizer, _ = one_master(1.0)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert masters_of(twin) is None
+        kept = twin.param_groups[0]["params"][0]
+        kept.grad, parameter.grad = torch.ones(1), torch.ones(1, dtype=F16)
+        twin.zero_grad()
+        assert kept.grad is None
+        assert parameter.grad is not None
+
+
+def test_zero_grad_of_a_schedule_or_a_subclass_is_called_too():
+    """A method that somebody has put on the optimizer before, or overridden."""
+    calls: list[str] = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append("own")
+            super().zero_grad(set_to_none)
+
+    parameter = one(1.0)
+    optimizer = Own([parameter], lr=1.0)
+    inner = optimizer.zero_grad
+    optimizer.zero_grad = lambda *args: (calls.append("put on it"), inner(*args))  # type: ignore[assignment]
+    MasterParameters(optimizer)
+    parameter.grad = torch.ones(1, dtype=F16)
+    optimizer.zero_grad()
+    assert calls == ["put on it", "own"]
+    assert parameter.grad is None
+
+
+def test_a_closure_is_refused():
+    parameter, optimizer, _ = one_master(1.0)
+    with pytest.raises(StageError, match="closure"):
+        optimizer.step(lambda: parameter.float().sum())
+    assert parameter.item() == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -40,8 +41,26 @@ def words(entry: str) -> str:
     return entry.split(": ", 1)[-1]
 
 
-def test_every_order_of_four_calls_ends_as_torchs():
+def waits_over_an_update(calls: tuple[str, ...]) -> bool:
+    """Whether gradients that were unscaled are used after an update, before another loss."""
+    text = " ".join(calls)
+    found = re.search(r"unscale_ (?:unscale_ )*update (?:update )*(?:unscale_|step)", text)
+    return found is not None and text.startswith("scale ")
+
+
+def test_gradients_unscaled_before_an_update_stay_so_until_a_loss_is_scaled():
+    assert outcome(cpu_scaler(4.0), ("scale", "unscale_", "update", "step"))[-1] == "4.0 0.75"
+    assert outcome(torch_scaler(4.0), ("scale", "unscale_", "update", "step"))[-1] == "4.0 0.9375"
+    again = ("scale", "unscale_", "update", "unscale_", "step")
+    assert outcome(cpu_scaler(4.0), again)[-1] == "4.0 0.75"
+    anew = ("scale", "unscale_", "update", "scale", "step")
+    assert outcome(cpu_scaler(4.0), anew) == outcome(torch_scaler(4.0), anew)
+
+
+def test_every_other_order_of_four_calls_ends_as_torchs():
     for calls in itertools.product(CALLS, repeat=4):
+        if waits_over_an_update(calls):
+            continue
         ours = outcome(cpu_scaler(4.0), calls)
         theirs = outcome(torch_scaler(4.0), calls)
         assert [words(e) for e in ours] == [words(e) for e in theirs], calls
@@ -85,9 +104,9 @@ def test_one_optimizer_given_twice_would_be_unscaled_twice_and_is_refused():
     parameter, optimizer = sgd(1.0)
     scaler = cpu_scaler()
     scaler.scale((parameter * 0.25).sum()).backward()
-    with pytest.raises(StageError, match=r"unscale_\(\) was given one optimizer twice"):
+    with pytest.raises(StageError, match=r"one optimizer was given twice"):
         scaler.unscale_(optimizer, optimizer)
-    with pytest.raises(StageError, match=r"step_all\(\) was given one optimizer twice"):
+    with pytest.raises(StageError, match=r"one optimizer was given twice"):
         scaler.step_all([optimizer, optimizer])
     scaler.step(optimizer)
     assert parameter.item() == 0.75

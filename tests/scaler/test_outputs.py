@@ -189,49 +189,6 @@ def test_the_gradient_that_enters_an_fp16_loss_overflows_whatever_scale_returns(
         assert leaf.grad.item() == INF
 
 
-def test_an_fp16_loss_is_warned_of_once_and_the_warning_says_what_to_do():
-    scaler = cpu_scaler(2.0**16)
-    with pytest.warns(UserWarning, match=r"Compute the loss in float32: loss_fn\(output") as seen:
-        scaler.scale(fp16_loss())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.scale(fp16_loss())
-        scaler.scale([fp16_loss()])
-    assert "65536" in str(seen[0].message)
-    assert seen[0].filename == __file__, "the warning points at the caller"
-
-
-def test_the_warning_points_at_the_caller_for_a_nested_loss_too():
-    with pytest.warns(UserWarning, match=r"float16 loss") as seen:
-        cpu_scaler(2.0**16).scale([{"a": fp16_loss()}])
-    assert seen[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    ("output", "scale"),
-    [
-        (lambda: torch.ones(2, requires_grad=True).sum(), 2.0**16),
-        (lambda: torch.ones(2, dtype=torch.bfloat16, requires_grad=True).sum(), 2.0**16),
-        (fp16_loss, 2.0**15),
-        (lambda: torch.ones((), dtype=torch.float16), 2.0**16),
-        (lambda: fp16_loss().float(), 2.0**16),
-    ],
-    ids=["fp32", "bf16", "a scale that fp16 holds", "no gradient", "taken in fp32"],
-)
-def test_nothing_is_said_where_the_seed_gradient_can_be_held(output, scale):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cpu_scaler(scale).scale(output())
-
-
-def test_an_fp16_loss_is_warned_of_once_the_scale_has_grown_past_fp16():
-    scaler = cpu_scaler(2.0**15)
-    scaler.scale(fp16_loss())
-    scaler.update(2.0**16)
-    with pytest.warns(UserWarning, match=r"float16 loss"):
-        scaler.scale(fp16_loss())
-
-
 # -- disabled --------------------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ def test_dynamic_is_the_rule_in_numpys_float32(overflows, interval):
             scale = np.float32(scale * np.float64(0.3))
         elif clean == interval:
             scale, clean = np.float32(scale * np.float64(3.0)), 0
-        scale = min(max(scale, np.float32(2.0**-14)), np.float32(2.0**127))
+        scale = min(max(scale, np.float32(2.0**-24)), np.float32(2.0**127))
         expected.append(float(scale))
     assert scales(schedule, overflows) == expected
 
@@ -140,7 +140,7 @@ def test_the_scale_never_leaves_its_default_bounds(kind):
     schedule = kind(growth_interval=1)
     down = scales(schedule, [True] * 100)
     up = scales(schedule, [False] * 300)
-    assert down[-1] == 2.0**-14 == min(down)
+    assert down[-1] == 2.0**-24 == min(down)
     assert up[-1] == 2.0**127 == max(up)
     assert scales(schedule, [True] * 3 + [False] * 200, 2.0**-13)[-1] == 2.0**127
 
@@ -169,7 +169,7 @@ def test_after_any_number_of_overflows_a_clean_batch_is_stepped_right():
     scaler = cpu_scaler()
     for _ in range(200):
         iteration(scaler, optimizer, parameter, INF)
-    assert (scaler.get_scale(), parameter.item()) == (2.0**-14, 1.0)
+    assert (scaler.get_scale(), parameter.item()) == (2.0**-24, 1.0)
     iteration(scaler, optimizer, parameter, 0.25)
     assert parameter.item() == 0.75
 

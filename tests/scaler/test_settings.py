@@ -55,7 +55,7 @@ def test_torchs_update_fails_on_an_int_and_on_one_element(new_scale, error):
 @pytest.mark.parametrize(
     ("setting", "values", "says"),
     [
-        ("init_scale", [0.0, -1.0, 2.0**-15, 2.0**128, *NOT_NUMBERS], "init_scale must be"),
+        ("init_scale", [0.0, -1.0, 2.0**-25, 2.0**128, *NOT_NUMBERS], "init_scale must be"),
         ("growth_factor", [1.0, 0.5, -2.0], "growth factor must be > 1.0"),
         ("growth_factor", NOT_NUMBERS, "growth_factor must be a finite number"),
         ("backoff_factor", [1.0, 2.0, 0.0, -0.5], "backoff factor must be < 1.0 and > 0.0"),
@@ -281,7 +281,7 @@ def test_update_with_a_new_scale_leaves_the_tracker_as_torchs_does():
 
 @pytest.mark.parametrize(
     "new_scale",
-    [0.0, -1.0, 2.0**-15, 2.0**128, *NOT_NUMBERS[:-3], NAN, INF, torch.tensor(0.0)],
+    [0.0, -1.0, 2.0**-25, 2.0**128, *NOT_NUMBERS[:-3], NAN, INF, torch.tensor(0.0)],
     ids=str,
 )
 def test_update_refuses_a_scale_out_of_bounds_and_changes_nothing(new_scale):

@@ -56,6 +56,10 @@ def _is_bias(parameter: Tensor) -> bool:
     return parameter.numel() == 4
 
 
+def _is_part(parameter: Tensor) -> bool:
+    return parameter.numel() == 8
+
+
 def _last_bit_differs(**declared: Any) -> Any:
     """A replica whose gradient a kernel summed in another order on rank 1."""
     replica = _filled(4, 3.0)
@@ -66,12 +70,16 @@ def _last_bit_differs(**declared: Any) -> Any:
 
 
 def _last_bit_differs_declared() -> Any:
-    return _last_bit_differs(replicated=_is_bias)
+    return _last_bit_differs(replicated=_is_bias, sharded=_is_part)
 
 
 def test_a_declared_replica_counts_once_though_its_last_bits_differ(ranks2: RankPool) -> None:
     once = math.sqrt(9 + 1 + 4)
     assert ranks2.run(_last_bit_differs_declared) == pytest.approx([once] * 2, rel=1e-5)
+
+
+def bool_of(value: bool) -> Callable[[Tensor], bool]:
+    return lambda _: value
 
 
 def _marked_by_megatron(name: str, on: Sequence[int]) -> Any:
@@ -81,7 +89,9 @@ def _marked_by_megatron(name: str, on: Sequence[int]) -> Any:
         parameter.grad = torch.nextafter(parameter.grad, torch.tensor(math.inf))
     if dist.get_rank() in on:
         setattr(parameter, name, True)
-    return _clip([parameter, _filled(8, 1.0 + dist.get_rank(), value=2.0)])[0]
+    other = _filled(8, 1.0 + dist.get_rank(), value=2.0)
+    sharded = _is_part if name == "tensor_model_parallel" else bool_of(True)
+    return _clip([parameter, other], sharded=sharded)[0]
 
 
 def test_megatrons_marks_are_read(ranks2: RankPool) -> None:
@@ -132,11 +142,11 @@ def test_declarations_change_nothing_where_there_is_one_rank() -> None:
 
 
 def _no_gradient_on_one() -> Any:
-    """A replica that got no gradient on rank 1, as where an expert had no tokens."""
-    replica, part = _filled(4, 3.0), _filled(8, 4.0, value=5.0 + dist.get_rank())
+    """A part that got no gradient on rank 1, as where an expert had no tokens."""
+    expert, part = _filled(4, 3.0), _filled(8, 4.0, value=5.0 + dist.get_rank())
     if dist.get_rank() == 1:
-        replica.grad = None
-    return _clip([replica, part])[0]
+        expert.grad = None
+    return _clip([expert, part], sharded=lambda p: True)[0]
 
 
 def test_a_missing_gradient_is_a_zero(ranks2: RankPool) -> None:

@@ -1,0 +1,380 @@
+"""All ranks agree: one message of fixed length a call, and what every rank raises.
+
+One SUM all-reduce of eight int32, whatever the ranks hold::
+
+    word 0      the digest: a hash of all that must be the same on every rank
+    words 1-7   for each optimizer of the call: on how many ranks it overflowed
+
+The ranks agree if the digests sum up to ``size`` times this rank's. A rank with an error sends
+another digest. Where digests differ, all ranks gather what each did and raise. On a device the
+flags are set from the reply by kernels, everywhere if digests differ, and the host reads it at the
+next call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distamp import host
+from distamp.errors import GradientError, LockstepError, SettingError, StageError
+from distamp.optimizers import describe
+from distamp.scaler.groups import Group, GroupLike, resolve
+
+__all__ = ["Call", "Flag", "Found", "Ranks"]
+
+#: Whether some rank overflowed: a bool where the host knows, else 0-d bool on a device.
+Flag: TypeAlias = "bool | Tensor"
+
+_WORDS = 8
+_MOST = _WORDS - 1
+_SUM = dist.AllreduceOptions()
+_SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+class Found(NamedTuple):
+    """What all ranks agree on of one optimizer.
+
+    Args:
+        flag: Whether any rank overflowed.
+        ranks: Those that did, by their global numbers, where the host knows.
+    """
+
+    flag: Flag
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank does, for all ranks to compare.
+
+    Args:
+        name: ``unscale_``, ``step`` and ``step_all`` are one: they send the same message.
+        optimizers: What it is about.
+        places: When each was first seen.
+        settings: The scaler's, and the call's own, as text.
+        begun: Scale and growth tracker as they were last set from outside.
+        scaled: Whether this rank ever scaled a loss.
+    """
+
+    name: str
+    optimizers: Sequence[Any]
+    places: tuple[int, ...]
+    settings: str
+    begun: tuple[float, int]
+    scaled: bool
+
+    def alike(self, iteration: int) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
+        return {
+            "call": self.name,
+            "iteration": iteration,
+            "over": list(zip(kinds, self.places, strict=True)),
+            "settings": self.settings,
+            "scale": self.begun[0],
+            "growth_tracker": self.begun[1],
+        }
+
+    def shown(self, iteration: int) -> dict[str, Any]:
+        """Return the same for people to read."""
+        numbered = zip(self.optimizers, self.places, strict=True)
+        described = [f"{describe(o)} [number {place}]" for o, place in numbered]
+        return {**self.alike(iteration), "over": described}
+
+
+class Ranks:
+    """The ranks that a scaler agrees with, and how far they have come together.
+
+    Args:
+        given: As given by the user; resolved anew at each message, so that a group that was
+            destroyed and made again is picked up.
+        lost: Why there is no group, where the scaler was pickled with one.
+    """
+
+    def __init__(self, given: GroupLike, lost: str | None = None) -> None:
+        self.given = given
+        self.lost = lost
+        # Counted from the first message over a group, so that a rank which joins can follow.
+        self.iteration = 0
+        # Whether the ranks have told each other that one of them scales its loss.
+        self._scales = False
+        self._group: Group | None = None
+        self._of_mesh: dist.ProcessGroup | None = None
+        # Replies and outcomes of steps that are on their way from a device to the host.
+        self._arriving: deque[tuple[host.HostCopy, Callable[[list[float]], None]]] = deque()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the default group; 0 without one."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group as it is now; None where there is none.
+
+        Raises:
+            StageError: It is gone.
+        """
+        if self.lost is not None:
+            raise StageError(self.lost)
+        if self.given is None or isinstance(self.given, dist.ProcessGroup):
+            return resolve(self.given)
+        if self._of_mesh is None:
+            self._of_mesh = resolve(self.given)
+        return resolve(self._of_mesh)
+
+    def group(self, device: torch.device) -> Group | None:
+        """Return the ranks to agree with, for a loss scale on ``device``; None if there are none.
+
+        Raises:
+            StageError: The group is gone.
+        """
+        process_group = self.process_group
+        if process_group is None or process_group.size() == 1:
+            return None
+        group = self._group
+        if group is None or group.process_group is not process_group:
+            self.iteration, self._scales = 0, False
+            self._arriving.clear()
+        elif group.preferred == device:
+            return group
+        self._group = Group(process_group, device)
+        return self._group
+
+    # -- what the host learns later ----------------------------------------------------------------
+
+    def later(self, values: Tensor, then: Callable[[list[float]], None]) -> None:
+        """Call ``then`` with values that are on a device, when the host reads them."""
+        self._arriving.append((host.HostCopy(values), then))
+
+    def settle(self, wait: bool = True) -> None:
+        """Read what is on its way, and raise what it demands.
+
+        Args:
+            wait: If not, a process alone reads what has arrived; others must read together.
+        """
+        arriving, alone = self._arriving, self._group is None
+        while arriving and (wait or (alone and arriving[0][0].arrived())):
+            copy, then = arriving.popleft()
+            then(copy.values())
+
+    # -- one message -------------------------------------------------------------------------------
+
+    def agree(
+        self,
+        group: Group,
+        call: Call,
+        found: Sequence[Flag],
+        error: Exception | None,
+    ) -> list[Found]:
+        """Send what this rank found in the gradients of each optimizer; return what all agree on.
+
+        On a device an error is raised on all ranks at their next call, and every flag is set.
+
+        Args:
+            group: From `group`.
+            call: What this rank does.
+            found: Whether each optimizer's gradients overflowed here.
+            error: What went wrong on this rank while it looked.
+
+        Raises:
+            LockstepError: Ranks differ, or a rank is gone.
+            Exception: What went wrong on some rank, on every rank.
+        """
+        self.settle()
+        agreed: list[Found] = []
+        for start in range(0, max(len(found), 1), _MOST):
+            agreed += self._exchange(group, call, start, found[start : start + _MOST], error)
+        return agreed
+
+    def _exchange(
+        self,
+        group: Group,
+        call: Call,
+        start: int,
+        found: Sequence[Flag],
+        error: Exception | None,
+    ) -> list[Found]:
+        scales = self._scales or call.scaled
+        digest = self._digest(call, start, scales) + (error is not None) & 0x7FFFFFFF
+        expected = _as_int32(digest * group.size)
+        iteration = self.iteration
+        if group.on_host:
+            mine = list(map(bool, found))
+            words = _host_words(digest, mine)
+            _sum(group, words)
+        else:
+            words = _device_words(group, digest, found)
+            _sum(group, words)
+            if self._scales:
+
+                def read(values: list[float]) -> None:
+                    if values[0] != expected or error is not None:
+                        self._compare(group, call, iteration, error)
+
+                self.later(words[:1], read)
+                flags = words[1:].ne(0).logical_or_(words[0].ne(expected))
+                flags = host.moved(flags, group.preferred)
+                return [Found(flag) for flag in flags.unbind()[: len(found)]]
+            mine = list(map(bool, found))
+        summed, *counts = words.tolist()
+        if summed != expected or error is not None or not scales:
+            self._compare(group, call, iteration, error)
+        self._scales = True
+        counts = counts[: len(found)]
+        if any(0 < count < group.size for count in counts):
+            everyone = self.gather(mine, group)
+        else:
+            everyone = [[count > 0 for count in counts]] * group.size
+        columns = zip(*everyone, strict=True)
+        return [
+            Found(count > 0, tuple(itertools.compress(group.global_ranks, column)))
+            for count, column in zip(counts, columns, strict=True)
+        ]
+
+    def _digest(self, call: Call, start: int, scales: bool) -> int:
+        kinds = tuple([_checksum(type(optimizer).__name__) for optimizer in call.optimizers])
+        words = (_checksum(call.name), self.iteration, start, call.places, kinds, call.begun)
+        return hash((*words, _checksum(call.settings), scales)) & 0x7FFFFFFF
+
+    def _compare(self, group: Group, call: Call, iteration: int, error: Exception | None) -> None:
+        """Raise on every rank what any rank's message demands; collective."""
+        mine: tuple[Any, ...]
+        if error is None:
+            mine = None, call.alike(iteration), call.shown(iteration), call.scaled
+        else:
+            mine = _portable(error), {}, {}, call.scaled
+        everyone = self.gather(mine, group)
+        for rank, (theirs, *_) in zip(group.global_ranks, everyone, strict=True):
+            if theirs is not None:
+                kind, text = theirs
+                raise error or kind(f"{text} (raised on rank {rank}; every rank stops here)")
+        _, alike, shown, scaled = zip(*everyone, strict=True)
+        _raise_if_differing(group, alike, shown)
+        if not any(scaled):
+            raise StageError(
+                f"Attempted {call.name} but _scale is None on every rank.  This may indicate "
+                "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+
+    def gather(self, value: Any, group: Group | None = None) -> list[Any]:
+        """Return every rank's ``value``; for errors and reports, never on the fast path."""
+        group = self.group(torch.device("cpu")) if group is None else group
+        if group is None:
+            return [value]
+        values: list[Any] = [None] * group.size
+        with _NamingTheCause(group.global_rank):
+            dist.all_gather_object(values, value, group=group.process_group)
+        return values
+
+    def gather_pairs(self, group: Group, pair: Tensor) -> Tensor:
+        """Return every rank's two float64, of shape (ranks, 2), on the device of ``pair``."""
+        mine = host.moved(pair, group.device)
+        everyone = torch.empty(2 * group.size, dtype=torch.float64, device=group.device)
+        with _NamingTheCause(group.global_rank):
+            dist.all_gather_into_tensor(everyone, mine, group=group.process_group)
+        return host.moved(everyone.view(group.size, 2), pair.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _checksum(text: str) -> int:
+    # Unlike hash(), which differs between processes for text.
+    return zlib.crc32(text.encode())
+
+
+def _as_int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _host_words(digest: int, found: Sequence[bool]) -> Tensor:
+    words = [digest, *found, *[0] * (_MOST - len(found))]
+    return torch.tensor(words, dtype=torch.int32, device="cpu")
+
+
+def _device_words(group: Group, digest: int, found: Sequence[Flag]) -> Tensor:
+    words = torch.zeros(_WORDS, dtype=torch.int32, device=group.device)
+    words[0].fill_(digest)
+    for place, flag in enumerate(found, 1):
+        if isinstance(flag, Tensor):
+            words[place].copy_(flag, non_blocking=True)
+        else:
+            words[place].fill_(flag)
+    return words
+
+
+def _sum(group: Group, words: Tensor) -> None:
+    with _NamingTheCause(group.global_rank):
+        work = group.process_group.allreduce([words], _SUM)
+        if work is not None:
+            work.wait()
+
+
+class _NamingTheCause:
+    """Turns the failure of a collective into a LockstepError that says what it likely was."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise LockstepError(
+                f"rank {self._rank} lost its peers while agreeing on found_inf: a rank died, its "
+                "scaler is not enabled, or it did not make the same scaler call within the group's "
+                "timeout. If only some ranks train, give those a group of their own: "
+                f"DistGradScaler(process_group=...) ({error})"
+            ) from error
+
+
+_KNOWN: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    OSError,
+    RuntimeError,
+    torch.OutOfMemoryError,
+    GradientError,
+    StageError,
+    SettingError,
+)
+
+
+def _portable(error: Exception) -> tuple[type[Exception], str]:
+    """Return an error as another rank can raise it, which may not have its type."""
+    kind = type(error)
+    return (kind, str(error)) if kind in _KNOWN else (RuntimeError, f"{kind.__name__}: {error}")
+
+
+def _raise_if_differing(
+    group: Group, alike: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]]
+) -> None:
+    keys = [key for key in alike[0] if any(each[key] != alike[0][key] for each in alike)]
+    if not keys:
+        return
+    lines = [
+        f"  rank {rank}: " + ", ".join(f"{key}={each[key]!r}" for key in keys)
+        for rank, each in zip(group.global_ranks, shown, strict=True)
+    ]
+    fix = (
+        "Every rank must make the same scaler calls, with the same optimizers in the same order "
+        "and the same settings."
+    )
+    if "iteration" in keys:
+        fix += (
+            " One rank left out an update(), or it alone called load_state_dict(), copy.deepcopy "
+            "or pickle, after which iterations count from 0."
+        )
+    raise LockstepError(
+        "the ranks are not in lockstep; nothing was stepped by this call. They have\n"
+        + "\n".join([*lines, fix])
+    )
