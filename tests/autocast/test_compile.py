@@ -132,3 +132,34 @@ def test_an_optimizer_compiled_whole_steps_after_a_region_was_made() -> None:
         warnings.simplefilter("ignore")
         torch.compile(optimizer.step, backend="eager", fullgraph=False)()
     assert weight.tolist() == [0.0, 0.0]
+
+
+class Regions(nn.Module):
+    """A region that forward makes, and one that it found."""
+
+    def __init__(self, cls: Any) -> None:
+        super().__init__()
+        self.cls, self.region = cls, cls("cpu")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with self.cls("cpu"):
+            made = x @ x
+        with self.region:
+            found = x @ x
+        return made, found, x @ x
+
+
+HOW: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "compiled whole": lambda it: torch.compile(it, backend="aot_eager", fullgraph=True),
+    "exported": lambda it: torch.export.export(it, (X,)).module(),
+    "exported strict": lambda it: torch.export.export(it, (X,), strict=True).module(),
+    "traced": lambda it: torch.jit.trace(it, X),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("cls", [torch.autocast, autocast])
+def test_regions_are_part_of_the_graph_as_torchs_are(cls: Any, how: str) -> None:
+    out = HOW[how](Regions(cls))(X)
+    assert [t.dtype for t in out] == [torch.bfloat16, torch.bfloat16, torch.float32]
