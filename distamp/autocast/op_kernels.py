@@ -19,7 +19,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from distamp.autocast.op_names import Category, autocast_key
+from distamp.autocast.op_names import Category, autocast_key, schema_of
 from distamp.autocast.thread_state import local, never_compiled
 
 __all__ = ["register"]
@@ -72,11 +72,11 @@ class _Kernel:
         self._torchs: Callable[..., Any] | None = None
         if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
             self._torchs = torch.library.get_kernel(overload, key).call_boxed
-        arguments = [it for it in overload._schema.arguments if not it.kwarg_only]
+        arguments = [it for it in schema_of(overload).arguments if not it.kwarg_only]
         names = [it.name for it in arguments]
         self._dtype_at = names.index("dtype") if "dtype" in names else len(names)
         self._tensors_at = [i for i, it in enumerate(arguments) if str(it.type) == "Tensor"]
-        name = overload._schema.name.split("::")[1]
+        name = schema_of(overload).name.split("::")[1]
         self._function: Callable[..., Any] = getattr(torch, name, overload.overloadpacket)
 
     @never_compiled

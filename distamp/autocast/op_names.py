@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 from enum import Enum
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["FAMILIES", "Category", "autocast_key", "family", "overloads", "resolve"]
+__all__ = ["FAMILIES", "Category", "autocast_key", "family", "overloads", "resolve", "schema_of"]
 
 
 class Category(Enum):
@@ -150,9 +151,14 @@ _PREFIXES = (
 )
 
 
+def schema_of(overload: Any) -> Any:
+    """What torch declares of an op overload: its name, arguments and results."""
+    return overload._schema
+
+
 def _eligible(overload: OpOverload) -> bool:
     """Whether autocast may change an overload: out of place, tensors in, no dtype that is fixed."""
-    schema = overload._schema
+    schema = schema_of(overload)
     name = schema.name.split("::")[-1]
     view = any(result.alias_info is not None for result in schema.returns)
     return (
@@ -225,9 +231,9 @@ def _as_text(name: object) -> str:
     if isinstance(name, str):
         return name
     if isinstance(name, OpOverload):
-        return str(name._schema.name)
+        return str(schema_of(name).name)
     if isinstance(name, OpOverloadPacket):
-        return str(name._qualified_op_name)
+        return str(name).replace(".", "::", 1)
     called = getattr(name, "__name__", None)
     if callable(name) and isinstance(called, str):
         return called

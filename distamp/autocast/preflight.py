@@ -195,12 +195,12 @@ class _FakeOnCPU(TorchFunctionMode):
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Put every module's attributes and buffers back, whatever forward assigned."""
-    kept = [(each, dict(vars(each)), dict(each._buffers)) for each in model.modules()]
+    kept = [(each, dict(vars(each)), dict(vars(each)["_buffers"])) for each in model.modules()]
     try:
         yield
     finally:
         for module, attributes, buffers in kept:
             vars(module).clear()
             vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            attributes["_buffers"].clear()
+            attributes["_buffers"].update(buffers)

@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from distamp.autocast.op_names import schema_of
 from distamp.autocast.report import OUTSIDE, OpRow, PrecisionReport
 from distamp.errors import RegionError
 
@@ -251,7 +252,7 @@ def _kernel_of(func: Any) -> tuple[str, bool, bool]:
     """
     if isinstance(func, HigherOrderOperator):
         return func.name(), False, True
-    name = func._schema.name
+    name = schema_of(func).name
     view = bool(func.is_view) or name == "aten::_unsafe_view"
     return name.removeprefix("aten::"), view, func.namespace != "prim"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from distamp.autocast.op_names import Category, autocast_key, overloads
+from distamp.autocast.op_names import Category, autocast_key, overloads, schema_of
 
 __all__ = ["category_in_torch", "listed_by_torch"]
 
@@ -69,7 +69,7 @@ def _arguments(overload: OpOverload, tensors: Iterator[Tensor]) -> tuple[list[An
     """Arguments of the right types; the shapes need not fit, as the op never runs."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for argument in overload._schema.arguments:
+    for argument in schema_of(overload).arguments:
         kind = str(argument.type)
         value: Any = _PLAIN.get(kind)
         if kind == "Tensor":
@@ -90,7 +90,7 @@ def _casts(overload: OpOverload, device_type: str, *dtypes: torch.dtype) -> set[
     casts: set[torch.dtype] = set()
     at = torch.device(device_type)
     args, kwargs = _arguments(overload, (_Probe(it, at, casts) for it in itertools.cycle(dtypes)))
-    name = overload._schema.name.removeprefix("aten::")
+    name = schema_of(overload).name.removeprefix("aten::")
     call = getattr(torch._C._VariableFunctions, name) if name in _DEPRECATED else overload
     # An op that torch forbids in a region raises, and is on no list.
     with contextlib.suppress(_Reached, Exception), warnings.catch_warnings():
