@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from distamp import cast_model, initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
 from launch.checkpoint import Checkpoints, State, forget_after
-from launch.config import Config, UsageError, checkpoint_of, parse, refusing
+from launch.config import Config, UsageError, checkpoint_of, parse, refusing, require
 from launch.data import Data, Order, batches, load_data
 from launch.evaluate import evaluate
 from launch.metrics import Metrics, Record
@@ -67,6 +68,9 @@ def start_from(config: Config) -> Path | None:
         UsageError: There is none, or another run is in the way.
     """
     run, resume = (None, None) if config.resume is None else checkpoint_of(config.resume)
+    there = next(p for p in (config.run_dir, *config.run_dir.absolute().parents) if p.exists())
+    writable = there.is_dir() and os.access(there, os.W_OK)
+    require(writable, f"--run-dir {config.run_dir}: {there} cannot be written to")
     same = run is not None and run.resolve() == config.run_dir.resolve()
     if (config.run_dir / "metrics.jsonl").exists() and not same and not config.overwrite:
         raise UsageError(
