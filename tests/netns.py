@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["HEADER_BYTES", "Host", "Hosts", "Traffic", "missing"]
+__all__ = ["HEADER_BYTES", "Host", "Hosts", "Traffic", "missing", "own_congestion"]
 
 # Of each packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12.
 HEADER_BYTES = 66
@@ -57,6 +57,11 @@ def missing() -> str | None:
         check=False,
     )
     return f"no namespaces here: {done.stderr.strip()}" if done.returncode else None
+
+
+def own_congestion() -> str:
+    """Return this machine's congestion control, for what does not depend on it."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def test_a_slow_link_is_sent_fewer_bytes():
     if reason := netns.missing():
         pytest.skip(reason)
     first, second = run_on_hosts(
-        "tests.comm_hooks.test_auto_link", 2, "20mbit", 1500, {}, timeout=240
+        "tests.comm_hooks.test_auto_link", 2, "20mbit", 1500, {}, 240, netns.own_congestion()
     )
     assert first == second
     assert first["wire"] in ("fp16", "int8"), first["line"]

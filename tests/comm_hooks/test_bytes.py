@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,8 +54,7 @@ def _check(wrapper: str, hosts: int, local: int, shares: dict[str, float]) -> No
     if reason := netns.missing():
         pytest.skip(reason)
     options = {"wrapper": wrapper, "wires": list(shares)}
-    # This machine's own congestion control, which bytes do not depend on.
-    own = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    own = netns.own_congestion()
     ranks = run_on_hosts("tests.comm_hooks.test_bytes", hosts, None, 1500, options, 280, own, local)
     ring = 2 * (hosts - 1) / hosts * 4 * ROWS * COLUMNS
     for each in ranks:
