@@ -53,7 +53,7 @@ class Peak(TorchDispatchMode):
         weakref.finalize(storage, gone)
 
 
-def _peak(wrapper: str, hooked: bool) -> int:
+def _peak(wrapper: str, hooked: bool, ranks_per_host: int | None = None) -> int:
     torch.manual_seed(0)
     width = 1400
     layer = nn.Linear(width, width)
@@ -63,7 +63,7 @@ def _peak(wrapper: str, hooked: bool) -> int:
     else:
         model = fully_shard(layer, mesh=mesh((dist.get_world_size(),), ("shard",)))
     if hooked:
-        comm_hooks.register(model, "fp16")
+        comm_hooks.register(model, "fp16", ranks_per_host=ranks_per_host)
     peak = Peak()
     for _ in range(2):  # with what stays from the first pass on
         loss = model(torch.ones(2, width)).sum()
@@ -72,13 +72,15 @@ def _peak(wrapper: str, hooked: bool) -> int:
     return peak.most
 
 
-def _beyond(wrapper: str) -> float:
+def _beyond(wrapper: str, ranks_per_host: int | None) -> float:
     """Bytes beyond the default's, beside the group's gradients in fp32."""
-    more = _peak(wrapper, True) - _peak(wrapper, False)
+    more = _peak(wrapper, True, ranks_per_host) - _peak(wrapper, False)
     return more / (4 * (1400 * 1400 + 1400))
 
 
-@pytest.mark.parametrize("wrapper", ["FSDP1", "FSDP2"])
-def test_shards_are_reduced_in_a_quarter_of_their_gradients_memory(ranks4, wrapper):
-    for beyond in ranks4.run(_beyond, wrapper):
+@pytest.mark.parametrize(
+    ("wrapper", "ranks_per_host"), [("FSDP1", None), ("FSDP2", None), ("FSDP2", 2)]
+)
+def test_shards_are_reduced_in_a_quarter_of_their_gradients_memory(ranks4, wrapper, ranks_per_host):
+    for beyond in ranks4.run(_beyond, wrapper, ranks_per_host):
         assert beyond <= 0.25
