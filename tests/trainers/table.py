@@ -30,11 +30,9 @@ NAMED = {
     "trl": ("trl", "transformers", "accelerate"),
     "install": ("timm",),
     "mmengine": ("mmengine",),
-    "ultralytics": ("ultralytics",),
     "torchtitan": ("torchtitan",),
     "torchtitan_loop": ("torchtitan",),
     "schedule_free": ("schedulefree",),
-    "torchao": ("torchao",),
     "bitsandbytes": ("bitsandbytes",),
 }
 

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import tempfile
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -130,44 +129,9 @@ def given_mmengine() -> dict[str, Any]:
     return given
 
 
-def given_ultralytics() -> dict[str, Any]:
-    from ultralytics.engine.trainer import BaseTrainer
-
-    given = plain()
-    trainer = object.__new__(BaseTrainer)  # made from a data set's file otherwise
-    trainer.__dict__.update(
-        model=given["model"], optimizer=given["optimizer"], ema=None, device=torch.device("cpu")
-    )
-    given["trainer"] = trainer
-    return given
-
-
-def given_torchtitan_loop() -> dict[str, Any]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torchtitan.components.optimizer import OptimizersContainer, default_adamw
-
-    given = plain(wrap=False)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
-    model = given["model"]
-    for part in model[::2]:
-        fully_shard(part, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    config = default_adamw(lr=0.01)
-    config.implementation = "foreach"
-    optimizers = OptimizersContainer(config, model_parts=[model])
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)) for o in optimizers]
-    step_all = types.SimpleNamespace(step=lambda: [each.step() for each in schedules])
-    return given | {"optimizers": optimizers, "schedulers": step_all}
-
-
 def given_torchtitan() -> dict[str, Any]:
     titan.on_cpu()
     return {"debug_model": titan.config_for("runs", FAULT + 2)}
-
-
-def given_torchao() -> dict[str, Any]:
-    torch.compiler.set_stance("force_eager")  # it compiles its steps, which takes minutes
-    return plain()
 
 
 GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
@@ -178,12 +142,9 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "trl": ("trl", given_transformers),
     "install": ("timm", plain),
     "mmengine": ("mmengine", given_mmengine),
-    "ultralytics": ("ultralytics", given_ultralytics),
     "torchtitan": ("torchtitan", given_torchtitan),
-    "torchtitan_loop": ("torchtitan", given_torchtitan_loop),
     "schedule_free": ("schedulefree", plain),
     "muon": ("torch", plain),
-    "torchao": ("torchao", given_torchao),
     "bitsandbytes": ("bitsandbytes", plain),
 }
 GROUPS = {
@@ -276,7 +237,7 @@ def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
     assert one[2].startswith("distamp.")
 
 
-PARTED = ["install", "mmengine", "ultralytics", "schedule_free", "bitsandbytes"]
+PARTED = ["install", "mmengine", "schedule_free", "bitsandbytes"]
 
 
 @pytest.mark.parametrize("name", PARTED)

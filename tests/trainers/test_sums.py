@@ -62,15 +62,7 @@ class Updates:
 
 
 @pytest.mark.parametrize("fault", [0, FAULT])
-@pytest.mark.parametrize(
-    "clips",
-    [
-        False,
-        pytest.param(
-            True, marks=pytest.mark.xfail(reason="update() forgets what is unscaled", strict=False)
-        ),
-    ],
-)
+@pytest.mark.parametrize("clips", [False, True])
 @in_ranks
 def test_accelerate_unscales_both_and_then_steps_each(fault: int, clips: bool):
     quiet()
