@@ -41,7 +41,9 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
     ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
     """
     attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
-    for name in ("optim", "optimizer", "_optim", "_optimizer"):
+    if _INSIDE.isdisjoint(attributes):
+        return None
+    for name in _INSIDE:
         if name in attributes and isinstance(attributes[name], torch.optim.Optimizer):
             inner: torch.optim.Optimizer = attributes[name]
             return inner
@@ -66,6 +68,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 _NOTHING: Mapping[str, Any] = {}
+_INSIDE = frozenset(("optim", "optimizer", "_optim", "_optimizer"))
 
 
 def _inside(optimizer: Any, attributes: Mapping[str, Any]) -> Any:
@@ -84,6 +87,8 @@ def _inside(optimizer: Any, attributes: Mapping[str, Any]) -> Any:
 
 def innermost(optimizer: Any) -> Any:
     """Return what is inside all wrappers: the optimizer that steps on this rank."""
+    if _INSIDE.isdisjoint(getattr(optimizer, "__dict__", _NOTHING)):
+        return optimizer
     for _ in range(8):
         inner = unwrapped(optimizer)
         inner = inner_optimizer(inner) or inner

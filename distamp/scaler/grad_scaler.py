@@ -299,11 +299,11 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             return
         self._check_scale_growth_tracker("unscale_")
         none = TypeError("unscale_() needs at least one optimizer") if not optimizers else None
-        waiting = [o for o in optimizers if self._is_carried(self._record(o))]
-        if waiting and len(waiting) == len(optimizers):
+        records = list(map(self._record, optimizers))
+        if records and all(map(self._is_carried, records)):
             return  # unscaled before the last update, and no loss was scaled since
-        for optimizer in optimizers:
-            _check_unscale(self._record(optimizer))
+        for record in records:
+            _check_unscale(record)
         self._look("step", optimizers, [True] * len(optimizers), none)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
@@ -380,9 +380,10 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             given[: len(agreed)], unscales[: len(agreed)], found, agreed
         ):
             is_mine = mine is not None and agreed_on.flag is mine[0]
-            self._note(self._record(optimizer), agreed_on, mine[1] if is_mine else None, scale)
+            record = self._record(optimizer)
+            self._note(record, agreed_on, mine[1] if is_mine else None, scale)
             if unscale:
-                self._record(optimizer)["stage"] = OptState.UNSCALED
+                record["stage"] = OptState.UNSCALED
         if error is not None and group is None:
             raise error
 
@@ -411,7 +412,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     ) -> tuple[Flag, Tensor | None]:
         """Look at the gradients of one optimizer on this rank, by torch's own name for it."""
         own = self._distamp
-        own.settings.check_masters(given)
+        own.settings.check_masters(given, source_of(unwrapped(given)))
         state.used = own.now
         found_inf = flag_of(False, scale.device)
         factor = _inverse(scale) if unscale else flag_of(True, scale.device)
@@ -485,7 +486,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
-        return self._apply(optimizer, args, kwargs)
+        return self._apply(optimizer, record, args, kwargs)
 
     def _refuse_closure(self, optimizer: Any, record: dict[str, Any]) -> None:
         error = StageError(
@@ -518,24 +519,30 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         ready = [o for o in optimizers if self._record(o)["stage"] is OptState.READY]
         if ready:
             self._look("step", ready, [not self._only_checks(o) for o in ready], None)
-        return [self._apply(optimizer, (), {}) for optimizer in optimizers]
+        return [self._apply(each, self._record(each), (), {}) for each in optimizers]
 
-    def _apply(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _apply(
+        self,
+        optimizer: Any,
+        record: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Step by the flag, or skip."""
-        own, record, state = self._distamp, self._record(optimizer), self._state(optimizer)
-        if not record["found_inf_per_device"] and not self._takes_scaler(optimizer):
+        own, state = self._distamp, self._state(optimizer)
+        fused, kind = takes_flags(optimizer), cast("Any", type(optimizer))
+        if not record["found_inf_per_device"]:
             raise StageError("No inf checks were recorded for this optimizer.")
         if _AGREED not in record:
             self._agree_on_flags_of_others(optimizer, record, state)
         flag = _current_flag(record)
         own.ranks.settle(wait=False)
-        if self._takes_scaler(optimizer):
+        if fused and takes_scaler(kind):
             result = self._step_with_scaler(optimizer, flag, args, kwargs)
-        elif takes_flags(optimizer):
+        elif fused:
             result = self._step_with_flags(optimizer, record, state, flag, args, kwargs)
         else:
-            if self._group(None) is not None:
-                own.ranks.settle()  # the host waits for the flag: it learns first how ranks differ
+            own.ranks.settle_with_others()  # so that they learn first what they differ in
             result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
         record["stage"] = OptState.STEPPED
         state.last_step = flag
@@ -554,10 +561,6 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             call = self._call("step", (optimizer,), (state,), "")
             found = self._distamp.ranks.agree(group, call, [flag], None)[0]
         self._note(record, found, None, scale)
-
-    def _takes_scaler(self, optimizer: Any) -> bool:
-        kind: Any = type(optimizer)
-        return takes_flags(optimizer) and takes_scaler(kind)
 
     def _step_with_scaler(
         self, optimizer: Any, flag: Flag, args: tuple[Any, ...], kwargs: dict[str, Any]

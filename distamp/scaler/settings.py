@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
-from distamp.optimizers import unwrapped
 from distamp.protocols import CommHook
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, Schedule
-from distamp.sources import source_of
+from distamp.sources import GradientSource
 
 __all__ = ["Names", "Settings", "checked_hook", "one_number", "resolve_device", "schedule_of"]
 
@@ -147,16 +146,16 @@ class Settings:
         """Return the same with another schedule."""
         return Settings(schedule, self.fp16_grads, self.max_consecutive_skips, self.names)
 
-    def check_masters(self, optimizer: Any) -> None:
+    def check_masters(self, optimizer: Any, source: GradientSource) -> None:
         """Refuse masters that the scaler does not know of, and the other way round.
 
         Raises:
             SettingError: The optimizer has masters and the settings do not say so, or has float16
                 parameters without masters although they do.
         """
-        source, name = source_of(unwrapped(optimizer)), type(optimizer).__name__
         if source.casts == (self.fp16_grads == "master"):
             return
+        name = type(optimizer).__name__
         if source.casts:
             raise SettingError(
                 f"{name} has master parameters and the scaler has fp16_grads="
