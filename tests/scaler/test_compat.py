@@ -252,29 +252,6 @@ def test_what_an_override_finds_is_agreed_on_by_all_ranks(ranks2):
     assert ranks2.run(overridden_on_ranks) == [(1.0, 512.0)] * 2
 
 
-class Logs(DistGradScaler):
-    """Overrides the public calls, as loggers do."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu", init_scale=1024.0)
-        self.calls: list[str] = []
-
-    def unscale_(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.calls.append("unscale_")
-        super().unscale_(*optimizers)
-
-    def update(self, new_scale: Any = None) -> None:
-        self.calls.append("update")
-        super().update(new_scale)
-
-
-def test_overridden_public_calls_are_seen():
-    parameter, optimizer = sgd(1.0)
-    scaler = Logs()
-    iteration(scaler, optimizer, parameter, 0.25, unscale=True)
-    assert (scaler.calls, parameter.item()) == (["unscale_", "update"], 0.75)
-
-
 def test_a_subclass_that_unscales_through_the_inner_pass_alone_sees_torchs_flags():
     """``_unscale_grads_`` called directly, with flags of the caller's."""
     seen = []
@@ -289,23 +266,3 @@ def test_a_subclass_that_unscales_through_the_inner_pass_alone_sees_torchs_flags
         )
     assert seen[0] == seen[1]
     assert seen[0][:2] == ({torch.device("cpu"): 1.0}, [0.5, 0.25])
-
-
-# -- several devices -------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_gradients_on_cpu_and_gpu_share_one_decision(where):
-    parameters = {d: torch.nn.Parameter(torch.ones(1, device=d)) for d in ("cpu", "cuda")}
-    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
-    scaler = DistGradScaler("cuda", init_scale=1024.0)
-    for gradient in (0.25, INF):
-        optimizer.zero_grad()
-        for device, parameter in parameters.items():
-            scaler.scale((parameter * (gradient if device == where else 0.25)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert [p.item() for p in parameters.values()] == [0.75, 0.75]
-    assert scaler.get_scale() == 512.0

@@ -204,18 +204,6 @@ def test_a_parameter_group_added_later_is_looked_at():
     assert (parameter.item(), late.item(), scaler.get_scale()) == (0.75, 1.0, 512.0)
 
 
-def test_parameters_of_a_group_added_later_can_be_clipped():
-    first, late = leaf(1.0), leaf(1.0)
-    optimizer = torch.optim.SGD([first], lr=1.0)
-    scaler = cpu_scaler()
-    iteration(scaler, optimizer, first, 0.25)
-    optimizer.add_param_group({"params": [late]})
-    optimizer.zero_grad()
-    backward(scaler, first, 3.0)
-    backward(scaler, late, 4.0)
-    assert scaler.clip_grad_norm_([first, late], 1.0).item() == 5.0
-
-
 # -- sparse ----------------------------------------------------------------------------------------
 
 
@@ -373,19 +361,6 @@ def test_questions_before_their_time_are_named():
     assert scaler.found_inf(optimizer).item() == 0.0
     with pytest.raises(StageError, match=r"stepped\(\) was called before step\(\)"):
         scaler.stepped(optimizer)
-
-
-def test_stepped_is_of_the_last_step_also_between_unscale_and_step():
-    """A schedule asks about the step before; a check under way is not a step."""
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler()
-    iteration(scaler, optimizer, parameter, 0.25)
-    optimizer.zero_grad()
-    backward(scaler, parameter, INF)
-    scaler.unscale_(optimizer)
-    assert scaler.stepped(optimizer) is True
-    scaler.step(optimizer)
-    assert scaler.stepped(optimizer) is False
 
 
 def test_a_schedule_gated_by_stepped_does_not_advance_on_a_skip_as_it_does_under_torch():

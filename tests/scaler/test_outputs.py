@@ -157,27 +157,7 @@ def test_fp16_within_a_structure_comes_back_as_fp32():
     assert scaled["a"][0].item() == 131072.0
 
 
-def test_torchs_fp16_outputs_overflow_unless_0_d():
-    scaler = torch_scaler(2.0**16)
-    assert scaler.scale(torch.tensor(2.0, dtype=torch.float16)).item() == 131072.0
-    assert scaler.scale(torch.tensor([2.0], dtype=torch.float16)).item() == INF
-
-
-def sharded_scalers_fp16() -> float:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    return ShardedGradScaler("cpu").scale(torch.tensor(2.0, dtype=torch.float16)).item()
-
-
-def test_the_sharded_scalers_fp16_loss_overflows_even_0_d(ranks1):
-    assert ranks1.run(sharded_scalers_fp16) == [INF]
-
-
 # -- the seed gradient of an fp16 loss -------------------------------------------------------------
-
-
-def fp16_loss() -> Tensor:
-    return torch.ones(2, dtype=torch.float16, requires_grad=True).sum()
 
 
 def test_the_gradient_that_enters_an_fp16_loss_overflows_whatever_scale_returns():

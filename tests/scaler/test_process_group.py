@@ -8,58 +8,14 @@ import torch.distributed as dist
 
 from distamp import DistGradScaler
 from distamp.errors import StageError
-from tests.ranks import mesh, subgroup
-from tests.scaler.steps import INF, cpu_scaler, iteration, leaf, sgd
+from tests.ranks import subgroup
+from tests.scaler.steps import cpu_scaler, iteration, leaf, sgd
 
 
 @pytest.mark.parametrize("group", [0, "gloo", [0, 1], object()], ids=lambda g: type(g).__name__)
 def test_a_process_group_must_be_one(group):
     with pytest.raises(TypeError, match=r"must be a ProcessGroup, a DeviceMesh or None"):
         DistGradScaler("cpu", process_group=group)
-
-
-def constructed_before_the_group_exists() -> tuple[bool, bool]:
-    scaler = cpu_scaler()
-    backend_there_at_construction = dist.is_initialized()
-    parameter, optimizer = sgd(1.0)
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        iteration(scaler, optimizer, parameter, 0.25)
-    finally:
-        dist.destroy_process_group()
-    iteration(scaler, optimizer, parameter, 0.25)
-    return backend_there_at_construction, parameter.item() == 0.5
-
-
-def test_the_default_group_is_looked_up_at_the_message_and_not_at_construction(ranks1):
-    assert ranks1.run(constructed_before_the_group_exists, group="none") == [(False, True)]
-
-
-def agrees_over(kind: str) -> tuple[float, ...]:
-    """What each rank's parameter becomes when rank 1 alone overflows."""
-    rank = dist.get_rank()
-    group = {
-        "default": lambda: None,
-        "world": lambda: dist.group.WORLD,
-        "mesh": lambda: mesh((2, 2), ("a", "b")),
-        "mesh of two": lambda: mesh((2, 2), ("a", "b"))["b"],
-        "two groups": lambda: (subgroup((0, 1)), subgroup((2, 3)))[rank // 2],
-    }[kind]()
-    scaler = DistGradScaler("cpu", process_group=group)
-    parameter, optimizer = sgd(1.0)
-    iteration(scaler, optimizer, parameter, INF if rank == 1 else 0.25)
-    return parameter.item(), scaler.get_scale()
-
-
-@pytest.mark.parametrize("kind", ["default", "world", "mesh"])
-def test_the_default_group_and_a_whole_mesh_agree_everywhere(ranks4, kind):
-    assert ranks4.run(agrees_over, kind) == [(1.0, 32768.0)] * 4
-
-
-@pytest.mark.parametrize("kind", ["mesh of two", "two groups"])
-def test_a_smaller_group_agrees_with_itself_alone(ranks4, kind):
-    assert ranks4.run(agrees_over, kind) == [(1.0, 32768.0)] * 2 + [(0.75, 65536.0)] * 2
 
 
 def outside_its_group() -> str:

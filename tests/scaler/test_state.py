@@ -53,10 +53,6 @@ def test_a_used_scalers_state_is_torchs():
     assert ours.state_dict()["_growth_tracker"] == 1
 
 
-def test_a_disabled_scalers_state_is_empty():
-    assert cpu_scaler(enabled=False).state_dict() == {} == torch_scaler(enabled=False).state_dict()
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -157,22 +153,6 @@ def test_a_state_survives_torch_save_with_weights_only(schedule):
     file.seek(0)
     target.load_state_dict(torch.load(file, weights_only=True))
     assert target.state_dict() == source.state_dict()
-
-
-def test_a_state_taken_is_not_moved_by_later_iterations():
-    scaler = cpu_scaler(schedule=HysteresisSchedule(growth_interval=1))
-    run(scaler, [0.0])
-    state = scaler.state_dict()
-    before = copy.deepcopy(state)
-    run(scaler)
-    assert state == before
-
-
-def test_a_disabled_scaler_loads_nothing():
-    for scaler in (cpu_scaler(enabled=False), torch_scaler(enabled=False)):
-        scaler.load_state_dict({})
-        scaler.load_state_dict(cpu_scaler(4.0).state_dict())
-        assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
 
 
 def test_an_empty_state_is_refused_with_torchs_words():
@@ -288,13 +268,6 @@ def dcp_in_one_process(source: Stateful, target: Stateful, folder: Path) -> None
         dcp.load({"scaler": target}, checkpoint_id=folder, no_dist=True)
 
 
-def test_a_distributed_checkpoint_of_torchs_scaler_can_be_loaded(tmp_path):
-    source, target = torch_scaler(512.0, growth_interval=3), cpu_scaler()
-    run(source, HISTORY[:4])
-    dcp_in_one_process(source, target, tmp_path)
-    assert target.state_dict() == source.state_dict()
-
-
 def test_a_distributed_checkpoint_of_ours_can_be_loaded_by_torch(tmp_path):
     source, target = cpu_scaler(512.0, growth_interval=3), torch_scaler()
     run(source, HISTORY[:4])
@@ -357,12 +330,6 @@ def test_a_pickle_is_taken_only_between_iterations_as_torchs():
         scaler.step(optimizer)
         scaler.update()
         pickle.loads(pickle.dumps(scaler))
-
-
-def test_a_disabled_scaler_can_be_pickled():
-    for each in copies(cpu_scaler(enabled=False)):
-        assert not each.is_enabled()
-        assert each.get_scale() == 1.0
 
 
 def test_a_pickle_keeps_the_settings_that_no_checkpoint_has():
