@@ -140,6 +140,9 @@ def make_amp(model: nn.Module, optimizers: list[Optimizer], config: Config, layo
         scale = {"init_scale": config.init_scale, "schedule": schedule}
     if config.hook:
         scale |= {"comm_hook": config.hook, "replicas": layout.replicas}
+    if config.hook and layout.replicas is not None and layout.mesh is not None:
+        # The hook gives every copy the same gradients, so each copy's shards agree by themselves.
+        scale |= {"process_group": layout.mesh["shard"]}
     try:
         return initialize(model, optimizers, config.level, **scale)
     except (ValueError, RuntimeError) as error:
