@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-def
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -213,6 +214,11 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
         if not isinstance(block, FSDPModule):
             fully_shard(block, mesh=mesh, mp_policy=inside)
     fully_shard(model, mesh=mesh, mp_policy=whole)
+
+
+def cut_over(parameter: Tensor) -> DeviceMesh | None:
+    """Return the ranks over which a weight is cut; the other ranks have copies of its parts."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def settle(model: nn.Module, layout: Layout, sample: Tensor, device: torch.device) -> nn.Module:

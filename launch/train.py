@@ -31,7 +31,15 @@ from launch.evaluate import evaluate
 from launch.metrics import Metrics, Record
 from launch.model import fill, loss_of, recipe
 from launch.optim import Rates, make_optimizers
-from launch.parallel import Layout, join, parallelize, pick_device, prepare_blocks, settle
+from launch.parallel import (
+    Layout,
+    cut_over,
+    join,
+    parallelize,
+    pick_device,
+    prepare_blocks,
+    settle,
+)
 from launch.stop import Stop
 
 
@@ -140,9 +148,6 @@ def make_amp(model: nn.Module, optimizers: list[Optimizer], config: Config, layo
         scale = {"init_scale": config.init_scale, "schedule": schedule}
     if config.hook:
         scale |= {"comm_hook": config.hook, "replicas": layout.replicas}
-    if config.hook and layout.replicas is not None and layout.mesh is not None:
-        # The hook gives every copy the same gradients, so each copy's shards agree by themselves.
-        scale |= {"process_group": layout.mesh["shard"]}
     try:
         return initialize(model, optimizers, config.level, **scale)
     except (ValueError, RuntimeError) as error:
@@ -188,7 +193,7 @@ def train(job: Job, stop: Stop) -> None:
         due = what_is_due(config, progress.step)
         # Where no record is due, nothing below waits for the device.
         scale = amp.scaler.get_scale() if due else 1.0
-        norm = amp.clip_grad_norm_(config.clip or math.inf)
+        norm = amp.clip_grad_norm_(config.clip or math.inf, sharded=cut_over)
         taken = amp.step().taken
         rates.count(taken)
         if config.ema and taken:

@@ -17,6 +17,7 @@ from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping,
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import DistGradScaler, MasterParameters, master_params, masters_of
+from distamp.scaler.clipping import Declared
 
 __all__ = ["Amp", "StepResult"]
 
@@ -251,7 +252,14 @@ class Amp:
 
     # -- clip and step ---------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        replicated: Declared | None = None,
+        sharded: Declared | None = None,
+    ) -> Tensor:
         """Clip gradients by their norm over all optimizers, which may be sharded over the ranks.
 
         Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with unscaled gradients.
@@ -259,6 +267,8 @@ class Amp:
         Args:
             max_norm: The largest norm after clipping; > 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
+            replicated: As in `DistGradScaler.clip_grad_norm_`.
+            sharded: As in `DistGradScaler.clip_grad_norm_`.
 
         Returns:
             The norm before clipping: 0-d float32, the same on every rank.
@@ -267,7 +277,9 @@ class Amp:
         given: Any = self.optimizers[0]
         if len(self.optimizers) > 1:
             given = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
-        return self._measuring.clip_grad_norm_(given, max_norm, norm_type)
+        return self._measuring.clip_grad_norm_(
+            given, max_norm, norm_type, replicated=replicated, sharded=sharded
+        )
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Return what ``optimizer`` steps, as Apex's; gradients that wait are unscaled first.
