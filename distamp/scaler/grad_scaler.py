@@ -1030,6 +1030,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 "scaler; pass what you passed to attach()"
             )
         self._distamp.hooks = left
+        hook.iteration_ended()  # it hears of no update any more
 
     # -- ranks and uneven inputs -------------------------------------------------------------------
 
