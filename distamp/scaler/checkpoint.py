@@ -75,14 +75,15 @@ def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
         SettingError: A value is missing or outside its range.
     """
     _check_mapping(state, "schedule_state_dict()")
-    if state.get("version") != _VERSION or isinstance(state["version"], bool):
+    version = state.get("version")
+    if type(version) is not int or version != _VERSION:
         raise SettingError(
-            f"the scaler state was written by another version ({state.get('version')!r}) of "
+            f"the scaler state was written by another version ({version!r:.80}) of "
             f"distamp; this one reads version {_VERSION}"
         )
     hysteresis = _count(state, "hysteresis_tracker")
     kind = state.get("kind", DynamicSchedule.kind)
-    if kind not in SCHEDULES:
+    if not isinstance(kind, str) or kind not in SCHEDULES:
         instead = ": 'headroom' is gone, take 'dynamic'" if kind == "headroom" else ""
         raise SettingError(
             f"the scaler state has schedule {kind!r}; known are {sorted(SCHEDULES)}{instead}"

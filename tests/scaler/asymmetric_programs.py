@@ -133,5 +133,7 @@ def allowed(setting: Setting, event: Event) -> bool:
         return False  # a second master is refused, and so are masters behind slots
     if event.what in ("between", "some") and setting.optimizers < 2:
         return False
-    # An update of its own knows torch's rule alone, and what returns no flags never skips.
+    if setting.scaler == "own update" and event.what == "between":
+        return False  # it moves the scale by itself, and so no gradients that wait for their step
+    # What returns no flags never skips.
     return not (setting.scaler == "no flags" and event.what in ("inf", "between"))
