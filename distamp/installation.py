@@ -193,18 +193,23 @@ def _keeping(where: str, names: Mapping[str, Any], torchs: set[Any]) -> Iterator
     for name, value in list(names.items()):
         if not torchs.isdisjoint(_kept_by(value)):
             yield f"{where}.{name}"
-        elif isinstance(value, type) and value.__module__ == where:
+        elif _is_class(value) and value.__module__ == where:
             yield from _keeping(f"{where}.{name}", vars(value), torchs)
 
 
-def _kept_by(value: Any) -> Iterator[type[Any]]:
+def _kept_by(value: Any, depth: int = 3) -> Iterator[type[Any]]:
     """Yield the classes that a value is or keeps: derived, in a partial, or a default argument."""
-    if isinstance(value, type):
-        yield from () if issubclass(value, DistGradScaler) else value.__mro__
     kept: tuple[Any, ...] = ()
-    if isinstance(value, functools.partial):
+    if _is_class(value):
+        yield from () if DistGradScaler in value.__mro__ else value.__mro__
+    elif isinstance(value, functools.partial):
         kept = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, FunctionType):
         kept = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    for each in kept:
-        yield from _kept_by(each)
+    for each in kept if depth else ():  # a default may be the function itself
+        yield from _kept_by(each, depth - 1)
+
+
+def _is_class(value: Any) -> bool:
+    # isinstance() believes what proxies say that they are.
+    return issubclass(type(value), type)
