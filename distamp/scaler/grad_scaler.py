@@ -914,6 +914,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             elif own.clips_agree:
                 warnings.warn(why, stacklevel=stacklevel_of_caller())
             else:
+                own.ranks.settle()  # a rank that could not look at its gradients says why first
                 raise GradientError(why)
 
         if own.clips_agree and not host.is_host(sums.device):
