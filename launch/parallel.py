@@ -57,6 +57,8 @@ def join(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or dist.is_initialized():
+        if world > 1:
+            dist.barrier()  # as making a group does: each rank has looked at the run's folder
         yield
         return
     # DDP and torch's optimizers import torch._dynamo on the way. Imported while a group exists it
