@@ -84,7 +84,7 @@ class _Kernel:
         """Run the op by the rule of this thread's lists, by torch's kernel where they have none."""
         category = local.rules.get(self._slot)
         if category is None and self._torchs is not None:
-            return self._torchs(keys, *args, **kwargs)
+            return _without_cache(self._torchs, keys, *args, **kwargs)
         for i in self._tensors_at[1:]:
             if i < len(args) and type(args[i]) in _NUMBERS:
                 # The number of x * 2 arrives as it is, and an overload takes tensors alone.
@@ -133,3 +133,17 @@ class _Kernel:
         if isinstance(value, list | tuple):
             return [self._cast(each, to) for each in value]
         return value.to(to) if self._casts(value) and value.dtype is not to else value
+
+
+def _without_cache(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a kernel of torch's, which from Python holds the GIL, without the cache of casts.
+
+    To fill the cache it takes a lock, under which the cast of another thread may wait for the GIL:
+    where that thread has a dispatch mode, or its weight is a tensor subclass.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return kernel(*args, **kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(cached)

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists
 from distamp.autocast.op_names import FAMILIES, overloads
+from tests.ranks import RankPool
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SEED = torch.Generator().manual_seed(0)
@@ -342,6 +344,34 @@ def test_threads_follow_their_own_lists() -> None:
     for thread in threads:
         thread.join()
     assert seen == [{pair} for pair in want]
+
+
+def _two_threads_under_a_mode() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with autocast("cpu", ops=OpLists(fp32={"addmm", "linear"})):
+        F.linear(X, W, B)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(20)))
+
+    def work() -> None:
+        for _ in range(50):
+            with Mode(), torch.autocast("cpu", dtype=BF16):
+                model(X)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_under_a_dispatch_mode_do_not_wait_for_each_other(ranks1: RankPool) -> None:
+    """torch casts weights under a lock, and the mode takes the GIL there."""
+    ranks1.run(_two_threads_under_a_mode, timeout=40)
 
 
 def test_backward_inside_the_region_follows_the_lists() -> None:
