@@ -35,6 +35,8 @@ __all__ = ["Call", "Flag", "Found", "Ranks"]
 #: Whether some rank overflowed: a bool where the host knows, else 0-d bool on a device.
 Flag: TypeAlias = "bool | Tensor"
 
+# By torch's newer name where there is, which does not warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _WORDS = 8
 _MOST = _WORDS - 1
 _SUM = dist.AllreduceOptions()
@@ -287,7 +289,7 @@ class Ranks:
         mine = host.moved(pair, group.device)
         everyone = torch.empty(2 * group.size, dtype=torch.float64, device=group.device)
         with _NamingTheCause(group.global_rank):
-            dist.all_gather_into_tensor(everyone, mine, group=group.process_group)
+            _all_gather(everyone, mine, group=group.process_group)
         return host.moved(everyone.view(group.size, 2), pair.device)
 
 
