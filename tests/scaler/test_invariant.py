@@ -25,7 +25,7 @@ from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Fault, Iteration, Program
 
 # Of each of the ways to spread a model, and of each kind of gradient or parameter.
-SAMPLED_CELLS, SAMPLED_OF_KINDS = 10, 4
+SAMPLED_CELLS, SAMPLED_OF_KINDS = 5, 2
 
 
 @pytest.fixture(scope="module")

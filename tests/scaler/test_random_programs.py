@@ -30,10 +30,10 @@ from tests.scaler.layouts import LAYOUTS, WORLD
 from tests.scaler.programs import Fault, Iteration, Program
 from tests.scaler.reference import KINDS
 
-DRAWS = 60
+DRAWS = 25
 ALL_DRAWS = 10_000
 PARTS = 20
-ASYMMETRIC_DRAWS = 200
+ASYMMETRIC_DRAWS = 80
 ALL_ASYMMETRIC_DRAWS = 2_000
 # Programs that ranks are sent at once; after one that breaks the invariant they start anew.
 CHUNK = 20
