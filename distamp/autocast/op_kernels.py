@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_cache_enabled, set_autocast_cache_enabled
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
@@ -31,7 +31,6 @@ _CASTABLE = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != torch.float64
 )
-_NUMBERS = frozenset({int, float, bool, complex})
 
 _lock = threading.Lock()
 _registered: set[tuple[str, str]] = set()
@@ -77,41 +76,44 @@ class _Kernel:
         self._dtype_at = names.index("dtype") if "dtype" in names else len(names)
         self._tensors_at = [i for i, it in enumerate(arguments) if str(it.type) == "Tensor"]
         name = schema_of(overload).name.split("::")[1]
-        self._function: Callable[..., Any] = getattr(torch, name, overload.overloadpacket)
+        self._of_numbers: Callable[..., Any] = getattr(torch, name, overload.overloadpacket)
 
     @never_compiled
     def call(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the op by the rule of this thread's lists, by torch's kernel where they have none."""
         category = local.rules.get(self._slot)
         if category is None and self._torchs is not None:
-            return _without_cache(self._torchs, keys, *args, **kwargs)
-        for i in self._tensors_at[1:]:
-            if i < len(args) and type(args[i]) in _NUMBERS:
-                # The number of x * 2 arrives as it is, and an overload takes tensors alone.
-                return self._with_number(category, args, kwargs)
-        if category is not None and category is not Category.UNLISTED:
-            explicit = len(args) > self._dtype_at and args[self._dtype_at]
-            if not explicit and not kwargs.get("dtype"):
-                to = self._dtype(category, args)
-                args = tuple([self._cast(arg, to) for arg in args])
-                if kwargs:
-                    kwargs = {name: self._cast(arg, to) for name, arg in kwargs.items()}
-                return self._run(self._overload.redispatch, keys & self._below, *args, **kwargs)
-        return self._overload.redispatch(keys & self._below, *args, **kwargs)
-
-    def _with_number(self, category: Category | None, args: Any, kwargs: Any) -> Any:
-        if category is not None and category is not Category.UNLISTED:
+            return self._run_torchs(keys, *args, **kwargs)
+        explicit = kwargs.get("dtype") or (len(args) > self._dtype_at and args[self._dtype_at])
+        # The number of x * 2 arrives as it is, and an overload takes tensors alone.
+        plain = all(i >= len(args) or isinstance(args[i], Tensor) for i in self._tensors_at)
+        if category is not None and category is not Category.UNLISTED and not explicit:
             to = self._dtype(category, args)
-            args = [self._cast(arg, to) for arg in args]
-        return self._run(self._function, *args, **kwargs)
-
-    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call as torch's kernels do: ops inside run in the dtypes that they are given."""
+            args = tuple([self._cast(arg, to) for arg in args])
+            kwargs = {name: self._cast(arg, to) for name, arg in kwargs.items()}
+        elif plain:
+            # Composite ops come down to others, which have lists of their own.
+            return self._overload.redispatch(keys & self._below, *args, **kwargs)
+        # As torch's kernels call: ops inside run in the dtypes that they are given.
         _set_excluded(self._key, True)
         try:
-            return run(*args, **kwargs)
+            return (self._overload if plain else self._of_numbers)(*args, **kwargs)
         finally:
             _set_excluded(self._key, False)
+
+    def _run_torchs(self, *args: Any, **kwargs: Any) -> Any:
+        """Call torch's kernel, which from Python holds the GIL, without the cache of casts.
+
+        To fill the cache it takes a lock, under which the cast of another thread may wait for the
+        GIL: where that thread has a dispatch mode, or its weight is a tensor subclass.
+        """
+        assert self._torchs is not None
+        cached = is_autocast_cache_enabled()
+        set_autocast_cache_enabled(False)
+        try:
+            return self._torchs(*args, **kwargs)
+        finally:
+            set_autocast_cache_enabled(cached)
 
     def _dtype(self, category: Category, args: tuple[Any, ...]) -> torch.dtype:
         if category is Category.FP32:
@@ -133,17 +135,3 @@ class _Kernel:
         if isinstance(value, list | tuple):
             return [self._cast(each, to) for each in value]
         return value.to(to) if self._casts(value) and value.dtype is not to else value
-
-
-def _without_cache(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a kernel of torch's, which from Python holds the GIL, without the cache of casts.
-
-    To fill the cache it takes a lock, under which the cast of another thread may wait for the GIL:
-    where that thread has a dispatch mode, or its weight is a tensor subclass.
-    """
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        return kernel(*args, **kwargs)
-    finally:
-        torch.set_autocast_cache_enabled(cached)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from distamp.autocast.op_kernels import register
 from distamp.autocast.op_names import Category, autocast_key, family, overloads, resolve
 from distamp.autocast.thread_state import local
 
-__all__ = ["DynamoGuard", "Lists", "OpLists", "follow", "following", "with_lists"]
+__all__ = ["DynamoGuard", "Lists", "OpLists", "follow", "with_lists"]
 
 
 @dataclass(frozen=True)
@@ -128,17 +127,6 @@ def follow(lists: Lists) -> None:
     rules, dtypes = _carried_out(lists) if lists else ({}, ())
     DynamoGuard.show(dtypes)
     local.lists, local.rules = lists, rules
-
-
-@contextlib.contextmanager
-def following(lists: Lists) -> Iterator[None]:
-    """Have the calling thread follow these lists in a block."""
-    found = local.lists
-    follow(lists)
-    try:
-        yield
-    finally:
-        follow(found)
 
 
 @functools.cache

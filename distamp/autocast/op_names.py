@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["FAMILIES", "Category", "autocast_key", "family", "overloads", "resolve", "schema_of"]
+__all__ = [
+    "FAMILIES",
+    "Category",
+    "autocast_key",
+    "family",
+    "nearest",
+    "overloads",
+    "resolve",
+    "schema_of",
+]
 
 
 class Category(Enum):
@@ -22,6 +32,12 @@ class Category(Enum):
     UNLISTED = "unlisted"
 
 
+def nearest(given: object, known: Iterable[str]) -> str:
+    """The end of an error message: which known names are nearest to a given one."""
+    close = difflib.get_close_matches(str(given), {*known}, cutoff=0.54)
+    return f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
 def autocast_key(device_type: str) -> str:
     """The dispatch key at which torch has its lists for a device type.
 
@@ -30,9 +46,9 @@ def autocast_key(device_type: str) -> str:
     """
     known = torch._C._autocast_supported_devices()
     if device_type not in known:
-        close = difflib.get_close_matches(str(device_type), known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"this torch has no autocast for {device_type!r}{hint}")
+        raise ValueError(
+            f"this torch has no autocast for {device_type!r}{nearest(device_type, known)}"
+        )
     return f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
 
 
@@ -136,19 +152,20 @@ _NEVER = frozenset(
 # A view that torch lists all the same.
 _VIEWS = frozenset({"view_as_complex"})
 
-_PREFIXES = (
-    ("torch.nn.functional.", ""),
-    ("nn.functional.", ""),
-    ("F.", ""),
-    ("torch.ops.aten.", ""),
-    ("aten::", ""),
-    ("torch.linalg.", "linalg_"),
-    ("torch.fft.", "fft_"),
-    ("torch.special.", "special_"),
-    ("torch.Tensor.", ""),
-    ("Tensor.", ""),
-    ("torch.", ""),
-)
+# How the public API names begin, the longest first, and how the dispatcher's begin instead.
+_PREFIXES = {
+    "torch.nn.functional.": "",
+    "nn.functional.": "",
+    "F.": "",
+    "torch.ops.aten.": "",
+    "aten::": "",
+    "torch.linalg.": "linalg_",
+    "torch.fft.": "fft_",
+    "torch.special.": "special_",
+    "torch.Tensor.": "",
+    "Tensor.": "",
+    "torch.": "",
+}
 
 
 def schema_of(overload: Any) -> Any:
@@ -211,12 +228,9 @@ def resolve(name: object) -> tuple[str, ...]:
         ValueError: No such op, or one that autocast cannot change.
     """
     text = _as_text(name)
-    base, prefix = text, ""
-    for start, family_prefix in _PREFIXES:
-        if text.startswith(start):
-            base, prefix = text.removeprefix(start), family_prefix
-            break
-    base, _, overload = base.partition(".")
+    start = next((each for each in _PREFIXES if text.startswith(each)), "")
+    prefix = _PREFIXES.get(start, "")
+    base, _, overload = text.removeprefix(start).partition(".")
     if "out" in overload.split("_"):
         raise ValueError(f"{text!r} writes to out=, and autocast leaves such calls alone")
     if not prefix and base in _ALIASES:
@@ -246,18 +260,12 @@ def _why_not(text: str, base: str, prefix: str) -> str:
     plain = base.rstrip("_")
     if base.endswith("_") and not base.endswith("__") and overloads(plain):
         return f"{text!r} works in place, and autocast leaves such ops alone; name {plain!r}"
-    every = {name.removeprefix("aten::").split(".")[0] for name in _dispatcher_names()}
-    known = [*_ALIASES, *sorted(name for name in every if overloads(name))]
-    close = difflib.get_close_matches(base, known, n=3, cutoff=0.6)
-    hint = f"; close matches: {', '.join(close)}" if close else ""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    every = {name.removeprefix("aten::").partition(".")[0] for name in names if "aten" in name}
+    hint = nearest(prefix + base, (*_ALIASES, *sorted(name for name in every if overloads(name))))
     if hasattr(torch.ops.aten, prefix + base) or hasattr(torch.ops.aten, base):
         return (
             f"autocast cannot change {text!r}: it makes no new tensor from floating point inputs "
             f"(a view, a cast, a factory or an in-place op){hint}"
         )
     return f"no op is called {text!r}{hint}"
-
-
-def _dispatcher_names() -> list[str]:
-    names: list[str] = torch._C._dispatch_get_all_op_names()
-    return [name for name in names if name.startswith("aten::")]

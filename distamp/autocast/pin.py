@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distamp.autocast.op_names import nearest
 from distamp.autocast.region import autocast
 
 __all__ = ["pin_precision"]
 
+_M = TypeVar("_M", bound=nn.Module)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class pin_precision:
+def pin_precision(module: _M, dtype: str | torch.dtype | None) -> _M:
     """Make a module, and the modules inside it, compute in one precision in whatever region.
 
     What torch needs a nested ``autocast(enabled=False)`` and casts of the inputs for, where the
@@ -29,60 +30,35 @@ class pin_precision:
     so hooks, FSDP2, ``torch.compile``, copies and pickles keep working.
 
     Args:
-        module: The module.
-        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"`` or one of these as a :class:`torch.dtype`.
+        module: The module; it is changed in place.
+        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"`` or one of these as a :class:`torch.dtype`; None
+            lets the module follow the region it is called in again.
+
+    Returns:
+        The module.
 
     Raises:
         TypeError: ``module`` is not a module.
         ValueError: Another ``dtype``; or a scripted module, or one whose ``forward`` is its own.
-
-    A context manager, too, which undoes the pin at its end.
     """
-
-    def __init__(self, module: nn.Module, dtype: str | torch.dtype) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module must be a torch.nn.Module, got {type(module).__name__}; around a call "
-                "use autocast(device_type, enabled=False)"
-            )
-        chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if chosen is None or chosen not in _DTYPES.values():
-            raise ValueError(f"precision must be 'fp32', 'fp16' or 'bf16', got {dtype!r}")
-        if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
-            raise ValueError(
-                f"the forward of this {type(module).__name__} is not its class's, and cannot be "
-                "pinned; pin it before it is scripted or its forward replaced"
-            )
-        self.module = module
-        self.dtype: torch.dtype = chosen
-        self._before = type(module)
-        before: Any = getattr(module, "unpinned_class", type(module))
-        self._pinned = _pinned_class(before, chosen)
-        module.__class__ = self._pinned
-
-    def undo(self) -> None:
-        """Let the module follow the region it is called in again.
-
-        Raises:
-            RuntimeError: The module was pinned again since; undo that first.
-        """
-        if type(self.module) not in (self._pinned, self._before):
-            raise RuntimeError(
-                f"the module became a {type(self.module).__name__} pinned to another precision "
-                "since it was pinned; undo that first"
-            )
-        self.module.__class__ = self._before
-
-    def __enter__(self) -> pin_precision:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        self.undo()
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module must be a torch.nn.Module, got {type(module).__name__}; around a call "
+            "use autocast(device_type, enabled=False)"
+        )
+    chosen: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if chosen is not None and chosen not in _DTYPES.values():
+        hint = nearest(dtype, _DTYPES)
+        raise ValueError(f"precision must be 'fp32', 'fp16' or 'bf16', got {dtype!r}{hint}")
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        raise ValueError(
+            f"the forward of this {type(module).__name__} is not its class's, and cannot be "
+            "pinned; pin it before it is scripted or its forward replaced"
+        )
+    plain: Any = module
+    before = getattr(module, "unpinned_class", type(module))
+    plain.__class__ = before if chosen is None else _pinned_class(before, chosen)
+    return module
 
 
 class _Pinned:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.module_tracker import ModuleTracker
 
 from distamp.autocast.findings import Finding, findings, half_speed, show
 from distamp.autocast.op_lists import OpLists
@@ -73,9 +75,10 @@ def preflight(
     """Show what a forward pass would run in which dtype on a device that need not be here.
 
     The table of :func:`precision_report`, of fake tensors; the model may stand on the meta device.
-    What a forward pass decides by values that it computed (a router that chooses experts) cannot be
-    followed: it is an error among the findings, and so is what asks for the device itself. Where
-    a device has several kernels for one op, the CPU's are shown. The model is as before afterwards.
+    What a forward pass decides by values that it computed it decides by 0: a comparison is False,
+    an index the first (a router sends every token to the first experts). What stops the pass, such
+    as code that asks for the device itself, is an error among the findings. Where a device has
+    several kernels for one op, the CPU's are shown. The model is as before afterwards.
     Its op lists stay registered (see :class:`OpLists`): CPU regions are slower in this process.
 
     Args:
@@ -112,17 +115,18 @@ def preflight(
         torch.random.fork_rng(devices=()),
         autocast("cpu", dtype, ops=lists),
         precision_report(model) as report,
+        ModuleTracker() as running,
         fakes,
     ):
         try:
-            output = model(*fakes.fake(tuple(args)), **fakes.fake(dict(kwargs)))
+            output = model(*fakes.fakes_of(tuple(args)), **fakes.fakes_of(dict(kwargs)))
             if loss_fn is not None:
                 loss_fn(output)
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
             what = f"stops here: {type(error).__name__}: {first}"
             fix = "use precision_report on a real step, if this only fails with fake tensors"
-            at = report.rows[-1].module if report.rows else ""
+            at = max(running.parents - {"Global"}, key=len, default="").partition(".")[2]
             failed = (Finding("error", "fails", at, fakes.function, what, fix),)
     about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
     done = PrecisionReport(report.rows, report.model, about)
@@ -148,8 +152,8 @@ def _forbidden(report: PrecisionReport, device_type: str) -> Iterator[Finding]:
 class _FakeOnCPU(TorchFunctionMode):
     """Has torch functions take the fakes of some tensors in their place.
 
-    What is computed of real tensors alone, such as masks and lengths, stays real, and decides as it
-    would on the device.
+    Fakes are floating point. What is computed of real tensors alone, such as masks and lengths,
+    stays real and decides as it would on the device; what fakes are compared or sorted to is 0.
 
     Args:
         model: Its parameters and buffers get fakes.
@@ -161,35 +165,57 @@ class _FakeOnCPU(TorchFunctionMode):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.function = ""
         given = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
-        replaced = [*model.parameters(), *model.buffers()]
-        replaced += [each for each in given if each.is_floating_point() or each.is_meta]
-        with self._mode:
-            self._fakes = {
-                id(each): torch.empty_strided(
-                    each.shape, each.stride(), dtype=each.dtype, requires_grad=each.requires_grad
-                )
-                for each in replaced
-            }
+        replaced = [each for each in given if _floating(each) or each.is_meta]
+        replaced += [*model.parameters(), *model.buffers()]
+        self._fakes = {
+            id(each): self._fake(each if _floating(each) else each.clone()) for each in replaced
+        }
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.function = getattr(func, "__name__", "")
-        args, kwargs = self.fake((args, kwargs or {}))
+        args, kwargs = self.fakes_of((args, kwargs or {}))
         if func is Tensor.cuda:
             func, args = Tensor.cpu, args[:1]
         elif func is Tensor.to:
             args = tuple(_CPU if isinstance(each, str | torch.device) else each for each in args)
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
-        if any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
+        if not any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        try:
             with self._mode:
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+        except RuntimeError:
+            # It has no fake kernel, or one that would have to know values.
+            args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs))
+            out = func(*args, **kwargs)
+        return tree_map_only(Tensor, self._fake, out)
 
-    def fake(self, values: Any) -> Any:
+    def fakes_of(self, values: Any) -> Any:
         """The same values with fakes in the place of what they stand for."""
         return tree_map_only(Tensor, lambda each: self._fakes.get(id(each), each), values)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """A fake of a floating point tensor; of another one zeros, if its values are unknown."""
+        unknown = isinstance(tensor, FakeTensor) or tensor.is_meta
+        if not _floating(tensor):
+            return _zeros(tensor) if unknown else tensor
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with _disable_current_modes(), self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            return made.requires_grad_(tensor.requires_grad)
+
+
+def _floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    with _disable_current_modes():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 @contextmanager

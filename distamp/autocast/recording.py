@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from distamp.autocast.op_names import schema_of
 from distamp.autocast.report import OUTSIDE, OpRow, PrecisionReport
-from distamp.errors import RegionError
 
 __all__ = ["module_names", "precision_report"]
 
@@ -31,6 +30,8 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _in_backward = torch._C._current_graph_task_id
 # Kernels that may give a tensor another dtype; aten::to is whole in inference mode.
 _CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
+# Those that write into half of what they are given.
+_COPIES = frozenset({"copy_", "copy", "_foreach_copy_", "_foreach_copy"})
 # Python calls that ask for a dtype by name.
 _CONVERSIONS = frozenset(
     ("to", "type", "type_as", "_to_copy", "asarray", "as_tensor", "tensor", "copy_")
@@ -78,44 +79,17 @@ class _Recorder:
         self._counts: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self._thread = _Thread()
-        self._home = threading.get_ident()
-
-    # A copied or pickled module does not take the recorder with it.
-
-    def __deepcopy__(self, memo: Any) -> _Recorder:
-        return _Recorder()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Leave an empty, closed one in a copied or pickled module."""
         return _Recorder, ()
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Set hooks and modes for a block."""
-        with ExitStack() as stack:
-            for module, name in self.names.items():
-                enter = functools.partial(self.enter, name)
-                leave = functools.partial(self.leave, name)
-                for handle in (
-                    module.register_forward_pre_hook(enter, prepend=True),
-                    module.register_forward_hook(leave, always_call=True),
-                ):
-                    stack.callback(handle.remove)
-            if "torch._dynamo" in sys.modules:
-                # Under a dispatch mode torch.compile gives a function up, for good.
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            modes = self._modes()
-            try:
-                yield
-            finally:
-                self.closed = True
-                if self._home != threading.get_ident():
-                    # The modes of the other thread cannot be taken off its stack from here.
-                    raise RegionError(
-                        "a precision report was left in another thread than it was entered"
-                    )
-                modes.close()
+    def close(self) -> None:
+        """Count nothing any more, in whatever thread the model runs."""
+        self.closed = True
 
-    def _modes(self) -> ExitStack:
+    def modes(self) -> ExitStack:
+        """Enter the modes of this thread; closing what is returned leaves them."""
         with ExitStack() as stack:
             stack.enter_context(_Kernels(self))
             stack.enter_context(_Functions(self))
@@ -131,7 +105,7 @@ class _Recorder:
             isinstance(mode, _Kernels) and mode.recorder is self
             for mode in _get_current_dispatch_mode_stack()
         ):
-            thread.modes = self._modes()
+            thread.modes = self.modes()
         phase = "forward" if _in_backward() == -1 else "recompute"
         thread.frames.append((name, phase, _any_autocast(), module))
 
@@ -282,14 +256,11 @@ def _casts_of(
 ) -> list[tuple[Tensor, Tensor]]:
     """The (source, result) pairs of a kernel call that differ in dtype."""
     half = len(inputs) // 2
+    pairs: Iterable[tuple[Tensor, Tensor]] = ()
     if name in _CASTS:
-        pairs = list(zip(inputs[:1], outputs[:1], strict=True))
-    elif name in ("copy_", "copy"):
-        pairs = [(inputs[1], inputs[0])]
-    elif name in ("_foreach_copy_", "_foreach_copy"):
-        pairs = list(zip(inputs[half:], inputs[:half], strict=True))
-    else:
-        return []
+        pairs = zip(inputs[:1], outputs[:1], strict=True)
+    elif name in _COPIES:
+        pairs = zip(inputs[half:], inputs[:half], strict=True)
     return [(source, result) for source, result in pairs if source.dtype != result.dtype]
 
 
@@ -323,20 +294,14 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
     """Every module of the model once, with the name it has without wrappers around it."""
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        if not name:
-            names[module] = ""
-            continue
         head, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(head) if head else model
-        above = names[parent]
-        skip = leaf in _WRAPPERS or (leaf == "module" and _is_wrapper(parent, module))
-        names[module] = above if skip else f"{above}.{leaf}".lstrip(".")
+        parent = model.get_submodule(head)
+        above = names.get(parent, "")
+        # DataParallel and its like add nothing of their own.
+        alone = list(parent.children()) == [module] and not [*parent.parameters(recurse=False)]
+        wrapped = leaf in _WRAPPERS or (leaf == "module" and alone)
+        names[module] = above if wrapped or not name else f"{above}.{leaf}".lstrip(".")
     return names
-
-
-def _is_wrapper(parent: nn.Module, child: nn.Module) -> bool:
-    """Whether the parent adds nothing of its own, as DataParallel and its like."""
-    return list(parent.children()) == [child] and not any(parent.parameters(recurse=False))
 
 
 @contextmanager
@@ -366,7 +331,6 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
 
     Raises:
         TypeError: ``model`` is not a module.
-        RegionError: The block is left in another thread than it was entered.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
@@ -374,5 +338,18 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
         )
     recorder = _Recorder(model, closed=False)
     inside = [type(module).__name__ for module, name in recorder.names.items() if not name]
-    with recorder.recording():
+    with ExitStack() as stack:
+        stack.callback(recorder.close)
+        for module, name in recorder.names.items():
+            enter = functools.partial(recorder.enter, name)
+            leave = functools.partial(recorder.leave, name)
+            for handle in (
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+        if "torch._dynamo" in sys.modules:
+            # Under a dispatch mode torch.compile gives a function up, for good.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(recorder.modes())
         yield PrecisionReport(recorder.rows, "".join(inside[-1:]))

@@ -7,7 +7,6 @@ object may be entered any number of times, by any number of threads.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
@@ -24,15 +23,16 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+from torch._jit_internal import _qualified_name, createResolutionCallbackForClassMethods
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distamp.autocast.op_lists import OpLists, follow, with_lists
+from distamp.autocast.op_names import nearest
 from distamp.autocast.suspension import suspendable_kind, wrap
 from distamp.autocast.thread_state import local, never_compiled
-from distamp.callers import stacklevel_of_caller
 from distamp.errors import RegionError
 
 __all__ = ["autocast"]
@@ -44,6 +44,16 @@ _is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 # (device type, dtype, enabled) that torch's constructor took without a word, so that it is not
 # asked again: it takes longer than all the rest.
 _accepted: set[tuple[str, torch.dtype | None, bool]] = set()
+
+
+class _ScriptedName:
+    """By this name torch.jit.script takes a class for torch's, the one whose regions it knows."""
+
+    def __get__(self, region: object, cls: type) -> str:
+        name = _qualified_name(torchs_autocast)
+        methods = createResolutionCallbackForClassMethods(torchs_autocast)
+        torch.jit._script._compile_and_register_class(torchs_autocast, methods, name)
+        return name
 
 
 class autocast(torchs_autocast):
@@ -86,6 +96,7 @@ class autocast(torchs_autocast):
     _enabled: bool
     _caches: bool
     _traced: Iterator[None] | None = None
+    _jit_override_qualname = _ScriptedName()
 
     def __new__(
         cls,
@@ -112,15 +123,13 @@ class autocast(torchs_autocast):
         *,
         ops: OpLists | None = None,
     ) -> None:
-        if dtype is None and isinstance(device_type, str):
-            dtype = get_autocast_dtype(device_type)
+        if not isinstance(device_type, str):
+            raise ValueError(f"device_type must be a string such as 'cuda', got {device_type!r}")
+        self._enabled = enabled = bool(enabled)
+        if not is_dynamo_compiling() and (device_type, dtype, enabled) not in _accepted:
+            self._enabled = _judged(device_type, dtype, enabled)
         self.device = device_type
-        self.fast_dtype = dtype
-        self._enabled = bool(enabled)
-        if not is_dynamo_compiling() and (
-            not isinstance(device_type, str) or (device_type, dtype, enabled) not in _accepted
-        ):
-            self._check(device_type, dtype, enabled)
+        self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
         if cache_enabled is None:
             cache_enabled = is_autocast_cache_enabled()
         elif cache_enabled is not True and cache_enabled is not False:
@@ -137,19 +146,6 @@ class autocast(torchs_autocast):
             )
         elif not isinstance(ops, OpLists):
             raise TypeError(f"ops must be an OpLists, got {ops!r}; write OpLists(fp32={{...}})")
-
-    def _check(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> None:
-        """Let torch's own constructor judge, and hand on its warnings from the caller's line."""
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            self._enabled = torchs_autocast(device_type, dtype, bool(enabled))._enabled
-        for warning in caught:
-            warnings.warn(warning.message, warning.category, stacklevel_of_caller())
-        if not caught and isinstance(enabled, bool):
-            _accepted.add((device_type, dtype, enabled))
-        _drop_casts_after_optimizer_steps()
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]
@@ -259,6 +255,22 @@ class autocast(torchs_autocast):
         return in_region
 
 
+def _judged(device_type: str, dtype: Any, enabled: bool) -> bool:
+    """Whether torch's own constructor, which may warn or raise, leaves a region enabled."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        hint = nearest(str(dtype).removeprefix("torch."), ("float16", "bfloat16"))
+        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}{hint}")
+    known: list[str] = torch._C._autocast_supported_devices()
+    if device_type.partition(":")[0] not in known:
+        hint = nearest(device_type, known)
+        raise RuntimeError(f"unsupported autocast device_type {device_type!r}{hint}")
+    stays = torchs_autocast(device_type, dtype, enabled)._enabled
+    if stays is enabled:
+        _accepted.add((device_type, dtype, enabled))
+    _drop_casts_after_optimizer_steps()
+    return stays
+
+
 # Where a graph breaks, torch.compile would compile these by themselves, with a region for argument.
 for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
     never_compiled(_method)
@@ -279,11 +291,7 @@ def _torchs_region(
 @functools.cache
 def _drop_casts_after_optimizer_steps() -> None:
     """Keep a forward pass after a step in the same region from using casts of the old weights."""
-    register_optimizer_step_post_hook(_drop_casts)
-
-
-def _drop_casts(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    clear_autocast_cache()
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: clear_autocast_cache())
 
 
 def _tell_export(call: Callable[..., Any], args: tuple[Any, ...]) -> bool:

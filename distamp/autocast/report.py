@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["OUTSIDE", "OpRow", "PrecisionReport", "ReportDifference", "Totals", "compare_reports"]
+__all__ = ["OUTSIDE", "OpRow", "PrecisionReport", "ReportDifference", "Totals", "collapsed"]
 
 # The module column of what ran inside the block but outside every module of the model.
 OUTSIDE = "(outside)"
@@ -23,8 +24,8 @@ _FORMAT = 2
 # The short names that the field uses in tables.
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-_HEADINGS = ("phase", "module", "op", "in", "out", "calls", "casts", "cast bytes")
-_RIGHT = range(5, 8)
+_HEADINGS = ("phase", "module", "op", "in", "out", "calls", "casts", "cast KiB")
+_COUNTS = ("calls", "casts", "bytes_read", "bytes_written")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,6 @@ class PrecisionReport:
         """Sums over all rows."""
         return Totals.of(self.rows)
 
-    def totals_of(self, phase: str) -> Totals:
-        """Sums over ``"forward"``, ``"backward"`` or ``"recompute"``."""
-        return Totals.of(row for row in self.rows if row.phase == phase)
-
     def table(self, *, collapse: bool = True, views: bool = False) -> str:
         """The report as plain text.
 
@@ -149,7 +146,7 @@ class PrecisionReport:
             collapse: Show modules whose names differ by an index alone as one (``h.*.attn``).
             views: Show ops that only give a new view, which compute nothing.
         """
-        return "\n".join([self._title(), *text_table(_HEADINGS, self._cells(collapse, views))])
+        return "\n".join([self._title(), *_text_table(_HEADINGS, self._cells(collapse, views))])
 
     def __str__(self) -> str:
         return self.table()
@@ -158,8 +155,8 @@ class PrecisionReport:
         from rich.table import Table
 
         table = Table(title=self._title(), title_justify="left", box=None)
-        for i, heading in enumerate(_HEADINGS):
-            table.add_column(heading, justify="right" if i in _RIGHT else "left")
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="right" if heading in _HEADINGS[-3:] else "left")
         for cells in self._cells(collapse=True, views=False):
             half = "fp16" in cells[4] or "bf16" in cells[4]
             table.add_row(*cells, style="yellow" if cells[6] else "cyan" if half else "")
@@ -170,12 +167,12 @@ class PrecisionReport:
         t = self.totals
         return (
             f"{about}: {t.calls:,} kernels, {t.casts:,} casts, {t.autocast_casts:,} by autocast, "
-            f"{human_bytes(t.bytes_written)} written by casts"
+            f"{t.bytes_written / 2**20:,.1f} MiB written by casts"
         )
 
     def _cells(self, collapse: bool, views: bool) -> list[tuple[str, ...]]:
         shown = collapsed({(row.module, row.kind) for row in self.rows}) if collapse else {}
-        merged = merge(
+        merged = _merged(
             replace(row, module=shown.get(row.module, row.module))
             for row in self.rows
             if views or row.cause or not row.view
@@ -207,21 +204,34 @@ class PrecisionReport:
         Raises:
             ValueError: The file is something else, or of another format.
         """
-        try:
+        values: Any = {}
+        with contextlib.suppress(json.JSONDecodeError):
             values = json.loads(Path(path).read_text())
-            found = values["format"] if isinstance(values, dict) else None
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ValueError(f"{path} is not a precision report: {error}") from error
+        found = values.get("format") if isinstance(values, dict) else None
         if found != _FORMAT:
-            raise ValueError(f"{path} has report format {found!r}; this version reads {_FORMAT}")
+            raise ValueError(
+                f"{path} is no precision report of format {_FORMAT}, which this version reads: "
+                f"its format is {found!r}"
+            )
         rows: list[dict[str, Any]] = values["rows"]
         for row in rows:
             row |= {"inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])}
         return cls((OpRow(**row) for row in rows), values["model"], values["device"])
 
     def compare(self, other: PrecisionReport) -> ReportDifference:
-        """What changes from this report to the other."""
-        return compare_reports(self, other)
+        """What changes from this report to the other: the difference of their rows, both ways.
+
+        Raises:
+            TypeError: The other is not a :class:`PrecisionReport`.
+        """
+        if not isinstance(other, PrecisionReport):
+            raise TypeError(f"expected a PrecisionReport, got {type(other).__name__}")
+        left, right = (_merged(row for row in it.rows if not row.view) for it in (self, other))
+        same = {*left} & {*right}
+        return ReportDifference(
+            tuple(row for row in left if row not in same),
+            tuple(row for row in right if row not in same),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,41 +257,7 @@ class ReportDifference:
             (sign, row.phase, row.module or "(model)", row.label, *_numbers(row))
             for sign, row in rows
         ]
-        return "\n".join(text_table(("", *_HEADINGS), cells)) if cells else "no difference"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The difference as JSON types."""
-        return asdict(self)
-
-
-def compare_reports(before: PrecisionReport, after: PrecisionReport) -> ReportDifference:
-    """What changes from one report to another: the difference of their rows, both ways.
-
-    Raises:
-        TypeError: One of them is not a :class:`PrecisionReport`.
-    """
-    for each in (before, after):
-        if not isinstance(each, PrecisionReport):
-            raise TypeError(f"expected a PrecisionReport, got {type(each).__name__}")
-    left, right = (merge(row for row in it.rows if not row.view) for it in (before, after))
-    only_left, only_right = set(left) - set(right), set(right) - set(left)
-    return ReportDifference(
-        tuple(row for row in left if row in only_left),
-        tuple(row for row in right if row in only_right),
-    )
-
-
-def merge(rows: Iterable[OpRow]) -> list[OpRow]:
-    """Add up rows that are alike but for their counts, in order of appearance."""
-    counts = [field.name for field in fields(OpRow) if field.type == "int"]
-    zero = dict.fromkeys(counts, 0)
-    merged: dict[OpRow, OpRow] = {}
-    for row in rows:
-        bare = replace(row, **zero)  # type: ignore[arg-type]
-        found = merged.get(bare, bare)
-        sums = {name: getattr(found, name) + getattr(row, name) for name in counts}
-        merged[bare] = replace(row, **sums | {"length": max(found.length, row.length)})
-    return list(merged.values())
+        return "\n".join(_text_table(("", *_HEADINGS), cells)) if cells else "no difference"
 
 
 def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -301,26 +277,23 @@ def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
     return shown
 
 
-def human_bytes(count: float) -> str:
-    """A number of bytes with a binary unit: 512 B, 1.5 KiB, 22.1 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+def _merged(rows: Iterable[OpRow]) -> list[OpRow]:
+    """Add up rows that are alike but for their counts, in order of appearance."""
+    merged: dict[OpRow, OpRow] = {}
+    for row in rows:
+        bare = replace(row, calls=0, casts=0, bytes_read=0, bytes_written=0, length=0)
+        found = merged.get(bare, bare)
+        sums = {name: getattr(found, name) + getattr(row, name) for name in _COUNTS}
+        merged[bare] = replace(row, **sums | {"length": max(found.length, row.length)})
+    return list(merged.values())
 
 
-def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table, its columns aligned; the last three are numbers."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    last = len(widths) - 3
-    return [
-        "  ".join(
-            cell.rjust(width) if i >= last else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in (headings, *rows)
-    ]
+    sides = ["<"] * (len(widths) - 3) + [">"] * 3
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [line.format(*cells).rstrip() for cells in (headings, *rows)]
 
 
 def _numbers(row: OpRow) -> tuple[str, ...]:
@@ -330,5 +303,5 @@ def _numbers(row: OpRow) -> tuple[str, ...]:
         ", ".join(_SHORT.get(name, name) for name in row.outputs),
         f"{row.calls:,}",
         f"{row.casts:,}" if row.casts else "",
-        human_bytes(row.bytes_written) if row.casts else "",
+        f"{row.bytes_written / 1024:,.1f}" if row.casts else "",
     )

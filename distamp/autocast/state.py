@@ -1,28 +1,41 @@
-"""The whole autocast state of a thread as a value, and how other threads get it.
+"""The whole autocast state of a thread as a value, and what carries it to where it is needed.
 
 Autocast's state is a thread's own: what another thread runs, it runs in fp32, or in a dtype of its
-own, whatever region its caller is in.
+own, whatever region its caller is in. So it is carried to threads (propagate), to replicas
+(DataParallel), to recomputation (checkpoint) and to custom backward passes (custom_bwd).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils import checkpoint as torchs
 
 from distamp.autocast.op_lists import Lists, follow
 from distamp.autocast.suspension import suspendable_kind, wrap
 from distamp.autocast.thread_state import local, never_compiled
 
-__all__ = ["AutocastState", "propagate"]
+__all__ = [
+    "AutocastState",
+    "DataParallel",
+    "checkpoint",
+    "checkpoint_contexts",
+    "custom_bwd",
+    "custom_fwd",
+    "parallel_apply",
+    "propagate",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_M = TypeVar("_M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -48,15 +61,13 @@ class AutocastState:
     def capture(cls) -> AutocastState:
         """Take the calling thread's state."""
         lists = local.lists
-        if lists:
-            # What only shows torch.compile the lists is no state of its own.
-            follow(())
+        # What only shows torch.compile the lists is no state of its own.
+        follow(())
         devices = tuple(
             (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-            for each in _device_types()
+            for each in torch._C._autocast_supported_devices()
         )
-        if lists:
-            follow(lists)
+        follow(lists)
         return cls(devices, torch.is_autocast_cache_enabled(), lists)
 
     def apply(self) -> AbstractContextManager[AutocastState]:
@@ -73,22 +84,14 @@ class AutocastState:
             )
         return _applied(self)
 
-    @never_compiled
-    def set(self) -> None:
-        """Give the calling thread this state for good; its open regions cannot end under it."""
-        follow(())
-        for name, enabled, dtype in self.devices:
-            torch.set_autocast_enabled(name, enabled)
-            torch.set_autocast_dtype(name, dtype)
-        torch.set_autocast_cache_enabled(self.cache_enabled)
-        follow(self.lists)
 
-
-def _device_types() -> tuple[str, ...]:
-    """The device types this torch has autocast for; the renameable one once it has a name."""
-    supported: list[str] = torch._C._autocast_supported_devices()
-    unnamed = torch._C._get_privateuse1_backend_name() == "privateuseone"
-    return tuple(each for each in supported if not (unnamed and each == "privateuseone"))
+def _set(state: AutocastState) -> None:
+    follow(())
+    for name, enabled, dtype in state.devices:
+        torch.set_autocast_enabled(name, enabled)
+        torch.set_autocast_dtype(name, dtype)
+    torch.set_autocast_cache_enabled(state.cache_enabled)
+    follow(state.lists)
 
 
 @contextmanager
@@ -98,31 +101,22 @@ def _applied(state: AutocastState) -> Iterator[AutocastState]:
     # A region of the block's own must end in the block, and none of the caller's can.
     regions, local.regions = local.regions, []
     nesting = torch.autocast_increment_nesting()
-    state.set()
-    if nesting > 1:
-        torch.clear_autocast_cache()
+    _set(state)
+    torch.clear_autocast_cache()
     try:
         yield state
     finally:
         local.regions = regions
-        found.set()
+        _set(found)
         # More than once where the block left a region open.
         while torch.autocast_decrement_nesting() >= nesting:
             pass
         torch.clear_autocast_cache()
 
 
-class _Propagated:
-    """A callable that runs under the state it was made in. A class, so that it can be pickled."""
-
-    def __init__(self, fn: Callable[..., Any], state: AutocastState) -> None:
-        functools.update_wrapper(self, fn, updated=())
-        self.__wrapped__ = fn
-        self.state = state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.state.apply():
-            return self.__wrapped__(*args, **kwargs)
+def _call(fn: Callable[..., Any], state: AutocastState, /, *args: Any, **kwargs: Any) -> Any:
+    with state.apply():
+        return fn(*args, **kwargs)
 
 
 def propagate(fn: Callable[_P, _R], state: AutocastState | None = None) -> Callable[_P, _R]:
@@ -150,4 +144,158 @@ def propagate(fn: Callable[_P, _R], state: AutocastState | None = None) -> Calla
     kind = suspendable_kind(fn)
     if kind is not None:
         return wrap(bound.apply, fn, kind)
-    return _Propagated(fn, bound)
+    called = functools.partial(_call, fn, bound)
+    return functools.update_wrapper(called, fn, updated=())
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs, in a thread each, all in the caller's autocast state.
+
+    As :func:`torch.nn.parallel.parallel_apply`, which carries over only whether autocast is on, and
+    needs an accelerator as it does.
+
+    Args:
+        modules: What to call.
+        inputs: For each module its positional arguments, or one argument.
+        kwargs_tup: For each module its keyword arguments; None is none.
+        devices: For each module its device; None takes that of its inputs.
+
+    Returns:
+        What the modules returned, in their order.
+    """
+    state = AutocastState.capture()
+    bound: Any = [propagate(module, state) for module in modules]
+    given: Any = devices
+    return nn.parallel.parallel_apply(bound, inputs, kwargs_tup, given)
+
+
+class DataParallel(nn.DataParallel[_M]):
+    """A :class:`torch.nn.DataParallel` whose replicas compute in the caller's autocast state.
+
+    torch's gives replicas whether autocast is on, and neither the dtype nor the cache flag nor op
+    lists: an outer bfloat16 region computes in float16 in two replicas and in bfloat16 in one,
+    which runs in the caller's own thread. Where there is no accelerator the module itself is
+    called, as in torch's.
+    """
+
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Call the replicas in the caller's autocast state."""
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **settings: Any
+) -> Any:
+    """Run ``function`` and keep nothing of it but its inputs; run it again in backward.
+
+    As :func:`torch.utils.checkpoint.checkpoint`, which recomputes with autocast enabled or not, in
+    the same dtype, for the CPU and one more device type. This one carries over the whole
+    :class:`AutocastState`, op lists included, with either value of ``use_reentrant``.
+
+    Args:
+        function: What to run, as for torch's.
+        args: Its arguments, as for torch's.
+        use_reentrant: Which of torch's two implementations; to be given, and better False.
+        settings: As for torch's: ``preserve_rng_state``, ``context_fn``, ``determinism_check`` and
+            ``debug``, and keyword arguments of ``function`` where ``use_reentrant`` is False.
+
+    Returns:
+        What ``function`` returns.
+
+    Source: https://pytorch.org/docs/stable/checkpoint.html.
+    """
+    # A compiled graph has the casts of the lists in it, and is not run again through here.
+    again = function if is_dynamo_compiling() else propagate(function)
+    return torchs.checkpoint(again, *args, use_reentrant=use_reentrant, **settings)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Have a ``context_fn`` that carries over the whole autocast state of the forward pass.
+
+    For code that calls torch's function itself, with ``use_reentrant=False``:
+    ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
+    checkpoint_contexts})`` of Hugging Face's, or ``checkpoint_wrapper`` of FSDP's.
+
+    Returns:
+        The context of the forward pass and that of the recomputation.
+    """
+    state = AutocastState.capture()
+    return state.apply(), state.apply()
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str,
+    cast_inputs: torch.dtype | None = None,
+) -> Any:
+    """Decorate ``forward`` of a :class:`torch.autograd.Function` for use under autocast.
+
+    :func:`torch.amp.custom_fwd`, which also notes the op lists for :func:`custom_bwd`.
+
+    Args:
+        fwd: ``forward(ctx, *args)``.
+        device_type: The device type whose autocast counts, ``"cuda"``, ``"cpu"`` and so on.
+        cast_inputs: In an enabled region, cast floating inputs (not float64) to this dtype and
+            run ``forward`` with autocast disabled. None runs it in the region as it is. Outside
+            an enabled region this has no effect.
+
+    Returns:
+        The decorated function, or a decorator when ``fwd`` is not given.
+
+    Raises:
+        ValueError: ``device_type`` is not a string.
+
+    Source: torch's page on automatic mixed precision, custom autograd functions.
+    """
+    run = torch.amp.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling():
+            ctx.op_lists = local.lists
+        return run(ctx, *args, **kwargs)
+
+    return decorated
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
+    """Decorate ``backward`` so that it runs in the autocast state ``forward`` ran in.
+
+    :func:`torch.amp.custom_bwd`, but the op lists of ``forward``'s region are in force too.
+
+    Args:
+        bwd: ``backward(ctx, *grads)`` of a function whose ``forward`` has :func:`custom_fwd`.
+        device_type: As for :func:`custom_fwd`.
+
+    Returns:
+        The decorated function, or a decorator when ``bwd`` is not given.
+
+    Raises:
+        ValueError: ``device_type`` is not a string.
+    """
+    run = torch.amp.custom_bwd(bwd, device_type=device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return run(ctx, *args, **kwargs)
+        found = local.lists
+        follow(ctx.op_lists)
+        try:
+            return run(ctx, *args, **kwargs)
+        finally:
+            follow(found)
+
+    return decorated

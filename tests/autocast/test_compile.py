@@ -157,6 +157,18 @@ HOW: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 }
 
 
+def scripted(x: Tensor) -> tuple[Tensor, Tensor]:
+    with autocast("cpu", dtype=torch.bfloat16):
+        inside = x @ x
+    return inside, x @ x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_region_may_be_scripted_as_torchs() -> None:
+    out = torch.jit.script(scripted)(X)
+    assert [t.dtype for t in out] == [torch.bfloat16, torch.float32]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("cls", [torch.autocast, autocast])

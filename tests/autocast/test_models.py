@@ -11,9 +11,6 @@ from distamp import OpLists, autocast, precision_report, preflight
 from tests.autocast.models import MODELS
 from tests.autocast.test_report import BF16, FP16, Independent, kernels
 
-# Which experts tokens are sent to no one knows before it runs, and torch has no fake kernel of
-# ctc_loss, nor of a grouped product in float32.
-NOT_FINISHED = {"mixtral", "mixtral_loop", "wav2vec2"}
 LISTS = OpLists(fp32={"linear"}, lower_precision={"gelu", "silu", "relu"})
 
 
@@ -61,11 +58,11 @@ def test_a_region_is_torchs_and_lists_and_reports_hold(built):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_preflight_goes_as_far_as_a_fake_tensor_can(built):
-    name, model, inputs = built
+def test_a_preflight_comes_to_the_end_and_leaves_the_model_alone(built):
+    _, model, inputs = built
     before = {key: (it, it.clone()) for key, it in model.state_dict(keep_vars=True).items()}
     result = preflight(model, inputs, "cuda", FP16, measure=False)
-    assert ("fails" in {each.rule for each in result.errors}) is (name in NOT_FINISHED)
+    assert not result.errors
     half = {row.op for row in result.report.rows if "float16" in row.outputs}
     assert half & {"mm", "addmm", "bmm", "convolution"}
     after = model.state_dict(keep_vars=True)
@@ -77,9 +74,7 @@ def test_a_preflight_goes_as_far_as_a_fake_tensor_can(built):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_preflight_of_a_cpu_is_a_real_forward_pass(built):
-    name, model, inputs = built
-    if name in NOT_FINISHED:
-        pytest.skip("what it decides by values is not followed")
+    _, model, inputs = built
     result = preflight(model, inputs, "cpu", BF16, measure=False)
     with precision_report(model) as report, torch.autocast("cpu", BF16):
         model(**inputs)

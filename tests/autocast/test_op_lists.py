@@ -96,7 +96,7 @@ def test_namespaced_and_python_only_names() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lineer", "no op is called 'lineer'; close matches: linear"),
+        ("lineer", "no op is called 'lineer'; did you mean 'linear'"),
         ("add_", "works in place.*name 'add'"),
         ("mm.out", "out="),
         ("zeros", "autocast cannot change 'zeros'"),

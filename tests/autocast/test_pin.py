@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from distamp import AutocastState, autocast, pin_precision
 
@@ -56,10 +57,9 @@ def test_by_hand_torch_needs_a_region_and_a_cast() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", FP16), ("bf16", BF16), (FP16, FP16)])
 def test_a_half_precision_holds_outside_of_a_region_too(name: str, dtype: torch.dtype) -> None:
-    layer = nn.Linear(4, 4)
-    with pin_precision(layer, name):
-        assert layer(X).dtype is dtype
-    assert layer(X).dtype is FP32
+    layer = pin_precision(nn.Linear(4, 4), name)
+    assert layer(X).dtype is dtype
+    assert pin_precision(layer, None)(X).dtype is FP32
 
 
 def test_a_pin_holds_for_the_modules_inside() -> None:
@@ -72,40 +72,38 @@ def test_a_pin_holds_for_the_modules_inside() -> None:
     assert seen == [FP32] * 3
 
 
-def test_undo_gives_the_module_back() -> None:
+def test_none_undoes_the_last_pin_and_those_before() -> None:
     net = model()
-    pin = pin_precision(net[1], "fp32")
+    for dtype in ("fp32", "fp16", "fp32"):
+        pin_precision(net[1], dtype)
     assert repr(net) == repr(model())
     assert isinstance(net[1], nn.Linear)
-    pin.undo()
-    pin.undo()
-    assert dtypes(net) == [BF16] * 3
-    assert type(net[1]) is nn.Linear
+    assert dtypes(net) == [BF16, FP32, BF16]
+    for _ in range(2):
+        pin_precision(net[1], None)
+        assert dtypes(net) == [BF16] * 3
+        assert type(net[1]) is nn.Linear
 
 
-def test_the_last_pin_counts_and_is_undone_first() -> None:
-    layer = nn.Linear(4, 4)
-    first = pin_precision(layer, "fp32")
-    second = pin_precision(layer, "fp16")
-    assert layer(X).dtype is FP16
-    with pytest.raises(RuntimeError, match="undo that first"):
-        first.undo()
-    second.undo()
-    with autocast("cpu"):
-        assert layer(X).dtype is FP32
-
-
-def test_copies_and_pickles_keep_the_pin_and_their_own_weights() -> None:
-    layer = nn.Linear(4, 4)
-    pin_precision(layer, "fp32")
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+def test_copies_pickles_and_averages_keep_the_pin_and_their_own_weights() -> None:
+    net = model()
+    pin_precision(net[1], "fp32")
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), averaged.module):
         with torch.no_grad():
-            twin.weight.zero_()
-            twin.bias.zero_()
+            for each in twin.parameters():
+                each.zero_()
+        assert dtypes(twin) == [BF16, FP32, BF16]
         with autocast("cpu"):
-            assert twin(X).dtype is FP32
             assert not twin(X).any()
-            assert layer(X).any()
+            assert net(X).any()
+    averaged.update_parameters(net)  # The first one copies.
+    for ours, theirs in zip(averaged.parameters(), net.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        theirs.data.zero_()
+    averaged.update_parameters(net)
+    assert torch.equal(averaged.module[1].weight, model()[1].weight / 2)
+    assert dtypes(averaged.module) == [BF16, FP32, BF16]
 
 
 def test_integer_and_float64_inputs_are_handed_on() -> None:
@@ -113,10 +111,9 @@ def test_integer_and_float64_inputs_are_handed_on() -> None:
         def forward(self, x: Tensor, *, index: Tensor) -> tuple[torch.dtype, torch.dtype]:
             return x.dtype, index.dtype
 
-    module = Module()
-    with pin_precision(module, "fp32"):
-        assert module(X.bfloat16(), index=torch.arange(2)) == (FP32, torch.int64)
-        assert module(X.double(), index=X.half()) == (torch.float64, FP32)
+    module = pin_precision(Module(), "fp32")
+    assert module(X.bfloat16(), index=torch.arange(2)) == (FP32, torch.int64)
+    assert module(X.double(), index=X.half()) == (torch.float64, FP32)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -131,7 +128,9 @@ def test_a_pinned_module_compiles_in_one_graph(backend: str) -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="precision must be 'fp32', 'fp16' or 'bf16', got 'fp8'"):
+    with pytest.raises(
+        ValueError, match="precision must be 'fp32', 'fp16' or 'bf16', got 'fp8'; did you mean"
+    ):
         pin_precision(nn.Linear(1, 1), "fp8")
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
         pin_precision(torch.nn.functional.softmin, "fp32")  # type: ignore[arg-type]

@@ -111,13 +111,27 @@ def test_inputs_by_position_or_by_name(inputs):
 
 
 def test_where_it_cannot_go_on_is_an_error_with_the_module():
-    model = nn.Sequential(nn.Linear(8, 8), Calls(lambda x: x[x > 0]), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), Calls(lambda x: x @ x), nn.Linear(8, 8))
     result = preflight(model, torch.randn(4, 8), measure=False)
     (found,) = result.errors
     assert (found.rule, found.module) == ("fails", "1")
-    assert "nonzero" in found.what
+    assert "4x8 and 4x8" in found.what
     assert found.what in str(result)
     assert "addmm" in {row.op for row in result.report.rows if row.module == "0"}
+
+
+def test_what_values_decide_is_decided_by_zero():
+    def forward(x):
+        if x.max() > 3:
+            raise AssertionError("another way")
+        best = x.topk(2).indices
+        assert best.tolist() == [[0, 0]] * 4
+        chosen = x[(best == 0).any(-1)]
+        return x[x > 0].sum() + chosen @ chosen.t() * x.mean().item()
+
+    result = preflight(Calls(forward), torch.randn(4, 4), measure=False)
+    assert not result.errors
+    assert {row.outputs for row in result.report.rows if row.op == "mm"} == {("float16",)}
 
 
 def test_what_torch_forbids_on_the_device_is_an_error():
