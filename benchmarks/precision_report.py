@@ -77,7 +77,7 @@ def measure(name: str, model: torch.nn.Module, inputs: torch.Tensor, rounds: int
     print(f"  report over no mode at all        {spread(slower)}")
     print(f"  added to each kernel              {spread(extra, 1e6, 1)} us")
     begin = time.perf_counter()
-    preflight(model, inputs, measure=False)
+    preflight(model, inputs)
     print(f"  preflight of it, once             {time.perf_counter() - begin:.2f} s")
 
 

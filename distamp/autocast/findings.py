@@ -1,24 +1,18 @@
-"""Findings: where half precision may spoil numbers, or time, read off any precision report."""
+"""Findings: where half precision may spoil numbers, read off any precision report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-
-import torch
-from torch.nn import functional as F  # noqa: N812
 
 from distamp.autocast.report import OpRow, PrecisionReport, collapsed
 
-__all__ = ["Finding", "findings", "half_speed", "show", "slowdown"]
+__all__ = ["Finding", "findings", "show"]
 
 _HALF = ("float16", "bfloat16")
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "linalg_vector_norm")
 _SUMS = ("sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm")
-# Slower than float32 by more than this is worth a word; below, it is noise.
-_SLOW = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,42 +117,3 @@ def show(found: Iterable[Finding]) -> list[str]:
         for it in found
     }
     return sorted(lines) or ["no findings"]
-
-
-_KINDS: dict[str, tuple[tuple[str, ...], Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]]
-_KINDS = {
-    "matrix products": (("mm", "addmm", "bmm", "linear"), torch.mm, ((128, 256), (256, 256))),
-    "convolutions": (("convolution",), F.conv2d, ((1, 32, 14, 14), (32, 32, 3, 3))),
-}
-
-
-def half_speed(report: PrecisionReport, device_type: str, dtype: torch.dtype) -> Iterator[Finding]:
-    """Where half precision is slower than float32 here, of what a report has in half precision."""
-    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
-        return
-    name = str(dtype).removeprefix("torch.")
-    ran = {row.op for row in report.rows if name in row.outputs}
-    for kind, (ops, _, _) in _KINDS.items():
-        ratio = slowdown(kind, device_type, dtype) if ran.intersection(ops) else 0.0
-        if ratio > _SLOW:
-            what = f"{name} takes {ratio:,.1f} times as long as float32 here, forward and backward"
-            fix = "use the other half type, or pin these modules to float32 on this machine"
-            yield Finding("warning", "speed", "", kind, what, fix)
-
-
-@cache
-def slowdown(kind: str, device_type: str, dtype: torch.dtype) -> float:
-    """How many times longer forward and backward take than in float32, on small tensors."""
-    from torch.utils.benchmark import Timer  # which loads setuptools
-
-    _, run, shapes = _KINDS[kind]
-    times = []
-    for each in (dtype, torch.float32):
-        inputs = [
-            torch.ones(it, dtype=each, device=device_type, requires_grad=True) for it in shapes
-        ]
-        timer = Timer(
-            "grad(run(*x).sum(), x)", globals={"grad": torch.autograd.grad, "run": run, "x": inputs}
-        )
-        times.append(timer.blocked_autorange(min_run_time=0.02).median)
-    return float(times[0] / times[1])

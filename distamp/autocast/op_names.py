@@ -6,7 +6,6 @@ import difflib
 import functools
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -168,9 +167,10 @@ _PREFIXES = {
 }
 
 
-def schema_of(overload: Any) -> Any:
+def schema_of(overload: OpOverload) -> torch._C.FunctionSchema:
     """What torch declares of an op overload: its name, arguments and results."""
-    return overload._schema
+    name, _, kind = overload.name().partition(".")
+    return torch._C._get_schema(name, kind)
 
 
 def _eligible(overload: OpOverload) -> bool:

@@ -56,7 +56,7 @@ def pin_precision(module: _M, dtype: str | torch.dtype | None) -> _M:
             "pinned; pin it before it is scripted or its forward replaced"
         )
     plain: Any = module
-    before = getattr(module, "unpinned_class", type(module))
+    before: Any = getattr(module, "unpinned_class", type(module))
     plain.__class__ = before if chosen is None else _pinned_class(before, chosen)
     return module
 

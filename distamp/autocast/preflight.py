@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
-from distamp.autocast.findings import Finding, findings, half_speed, show
+from distamp.autocast.findings import Finding, findings, show
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.op_names import autocast_key
 from distamp.autocast.recording import precision_report
@@ -70,7 +70,6 @@ def preflight(
     dtype: torch.dtype = torch.float16,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
-    measure: bool = True,
 ) -> Preflight:
     """Show what a forward pass would run in which dtype on a device that need not be here.
 
@@ -89,8 +88,6 @@ def preflight(
         device_type: ``"cuda"``, ``"cpu"`` or another that this torch has autocast for.
         dtype: The region's dtype, ``torch.float16`` or ``torch.bfloat16``.
         loss_fn: Takes the model's output, returns the loss; runs inside the region.
-        measure: Whether to time matrix products, convolutions and attention in ``dtype`` on this
-            machine, where the model has them and the device is here.
 
     Returns:
         The report and the findings, a :class:`Preflight`.
@@ -130,8 +127,7 @@ def preflight(
             failed = (Finding("error", "fails", at, fakes.function, what, fix),)
     about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
     done = PrecisionReport(report.rows, report.model, about)
-    slow = half_speed(done, device_type, dtype) if measure else ()
-    return Preflight(done, (*failed, *_forbidden(done, device_type), *findings(done), *slow))
+    return Preflight(done, (*failed, *_forbidden(done, device_type), *findings(done)))
 
 
 def _lists_of(device_type: str) -> OpLists:

@@ -264,7 +264,8 @@ def _judged(device_type: str, dtype: Any, enabled: bool) -> bool:
     if device_type.partition(":")[0] not in known:
         hint = nearest(device_type, known)
         raise RuntimeError(f"unsupported autocast device_type {device_type!r}{hint}")
-    stays = torchs_autocast(device_type, dtype, enabled)._enabled
+    with torchs_autocast(device_type, dtype, enabled):
+        stays = is_autocast_enabled(device_type)
     if stays is enabled:
         _accepted.add((device_type, dtype, enabled))
     _drop_casts_after_optimizer_steps()

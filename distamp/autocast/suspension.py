@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -42,7 +43,7 @@ def wrap(scope: _Scope, fn: Callable[..., Any], kind: Kind) -> Callable[..., Any
     elif kind == "coroutine":
 
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return await _Driven(scope, fn(*args, **kwargs))
+            return await _driven(scope, fn(*args, **kwargs))
 
     else:
 
@@ -51,13 +52,13 @@ def wrap(scope: _Scope, fn: Callable[..., Any], kind: Kind) -> Callable[..., Any
             step = inner.__anext__()
             while True:
                 try:
-                    value = await _Driven(scope, step)
+                    value = await _driven(scope, step)
                 except StopAsyncIteration:
                     return
                 try:
                     sent = yield value
                 except GeneratorExit:
-                    await _Driven(scope, inner.aclose())
+                    await _driven(scope, inner.aclose())
                     raise
                 except BaseException as error:
                     step = inner.athrow(error)
@@ -90,12 +91,7 @@ def _drive(scope: _Scope, inner: Any) -> Generator[Any, Any, Any]:
         return stop.value
 
 
-class _Driven:
-    """An awaitable that runs another one, each stretch of it inside ``scope()``."""
-
-    def __init__(self, scope: _Scope, awaitable: Any) -> None:
-        self._scope = scope
-        self._awaitable = awaitable
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return _drive(self._scope, self._awaitable.__await__())
+@types.coroutine
+def _driven(scope: _Scope, awaitable: Any) -> Generator[Any, Any, Any]:
+    """Await ``awaitable`` with each stretch of it inside ``scope()``."""
+    return (yield from _drive(scope, awaitable.__await__()))

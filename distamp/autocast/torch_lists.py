@@ -44,7 +44,7 @@ class _Probe(Tensor):
     @staticmethod
     def __new__(cls, dtype: torch.dtype, at: torch.device, casts: set[torch.dtype]) -> _Probe:
         shape = torch.empty(2, 2, dtype=dtype, device="meta")
-        made: Any = Tensor._make_subclass(
+        made: Any = torch.Tensor._make_subclass(
             cls, shape, False, dispatch_device=True, device_for_backend_keys=at
         )
         made.at, made.casts = at, casts
@@ -67,22 +67,14 @@ class _Probe(Tensor):
 
 def _arguments(overload: OpOverload, tensors: Iterator[Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of the right types; the shapes need not fit, as the op never runs."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for argument in schema_of(overload).arguments:
-        kind = str(argument.type)
-        value: Any = _PLAIN.get(kind)
-        if kind == "Tensor":
-            value = next(tensors)
-        elif kind == "List[Tensor]":
-            value = [next(tensors), next(tensors)]
-        elif argument.has_default_value():
-            continue
-        if argument.kwarg_only:
-            kwargs[argument.name] = value
-        else:
-            args.append(value)
-    return args, kwargs
+
+    def value(kind: str) -> Any:
+        several = [next(tensors), next(tensors)] if kind == "List[Tensor]" else None
+        return next(tensors) if kind == "Tensor" else several or _PLAIN.get(kind)
+
+    given = [it for it in schema_of(overload).arguments if not it.has_default_value()]
+    args = [value(str(it.type)) for it in given if not it.kwarg_only]
+    return args, {it.name: value(str(it.type)) for it in given if it.kwarg_only}
 
 
 def _casts(overload: OpOverload, device_type: str, *dtypes: torch.dtype) -> set[torch.dtype]:

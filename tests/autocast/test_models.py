@@ -61,7 +61,7 @@ def test_a_region_is_torchs_and_lists_and_reports_hold(built):
 def test_a_preflight_comes_to_the_end_and_leaves_the_model_alone(built):
     _, model, inputs = built
     before = {key: (it, it.clone()) for key, it in model.state_dict(keep_vars=True).items()}
-    result = preflight(model, inputs, "cuda", FP16, measure=False)
+    result = preflight(model, inputs, "cuda", FP16)
     assert not result.errors
     half = {row.op for row in result.report.rows if "float16" in row.outputs}
     assert half & {"mm", "addmm", "bmm", "convolution"}
@@ -75,7 +75,7 @@ def test_a_preflight_comes_to_the_end_and_leaves_the_model_alone(built):
 @pytest.mark.filterwarnings("ignore")
 def test_a_preflight_of_a_cpu_is_a_real_forward_pass(built):
     _, model, inputs = built
-    result = preflight(model, inputs, "cpu", BF16, measure=False)
+    result = preflight(model, inputs, "cpu", BF16)
     with precision_report(model) as report, torch.autocast("cpu", BF16):
         model(**inputs)
     assert computed(result.report.rows) == computed(report.rows)

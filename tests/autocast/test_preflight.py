@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import OpLists, findings, pin_precision, precision_report, preflight
-from distamp.autocast.findings import half_speed, slowdown
-from distamp.autocast.report import OpRow, PrecisionReport
+from distamp.autocast.report import PrecisionReport
 from tests.autocast.test_report import BF16, FP16, MODELS, mlp, needs
 
 
@@ -39,7 +37,7 @@ def test_the_table_of_a_cpu_is_that_of_a_real_forward_pass(name):
     make, shape = MODELS[name]
     needs(make, shape, BF16)
     model, x = make(), torch.randn(shape)
-    result = preflight(model, x, "cpu", BF16, measure=False)
+    result = preflight(model, x, "cpu", BF16)
     with precision_report(model) as report, torch.autocast("cpu", BF16):
         model(x)
     assert counted(result.report.rows) == counted(report.rows)
@@ -48,7 +46,7 @@ def test_the_table_of_a_cpu_is_that_of_a_real_forward_pass(name):
 
 def test_cudas_lists_hold_for_cuda():
     model = Calls(lambda x: F.softmax(x @ x, -1) + x.prod() + torch.tan(x))
-    result = preflight(model, torch.randn(4, 4), "cuda", FP16, measure=False)
+    result = preflight(model, torch.randn(4, 4), "cuda", FP16)
     ran = {row.op: row.outputs for row in result.report.rows}
     # On CPU lists prod is a fp32 op too and tan is none; on CUDA both are.
     assert ran["mm"] == ("float16",)
@@ -59,7 +57,7 @@ def test_cudas_lists_hold_for_cuda():
 def test_no_weights_are_needed():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(200_000, 300_000), nn.ReLU(), nn.Linear(300_000, 10))
-    result = preflight(model, torch.empty(4, 200_000, device="meta"), measure=False)
+    result = preflight(model, torch.empty(4, 200_000, device="meta"))
     casts = [row for row in result.report.rows if row.module == "0" and row.casts]
     assert sum(row.bytes_read for row in casts) == 4 * (300_000 * 200_001 + 4 * 200_000)
     assert not result.errors
@@ -79,7 +77,7 @@ def test_the_model_is_left_as_it_was():
     parameters = dict(model.named_parameters())
     x = torch.randn(8, 4)
     state = torch.get_rng_state()
-    assert not preflight(model, x, measure=False).errors
+    assert not preflight(model, x).errors
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
@@ -96,7 +94,7 @@ def test_masks_and_lengths_decide_as_their_values_say():
         return x[: int(lengths.max())] @ x.t()
 
     inputs = torch.ones(4, 4), torch.zeros(2, dtype=torch.bool), torch.tensor([1, 3])
-    result = preflight(Calls(forward), inputs, measure=False)
+    result = preflight(Calls(forward), inputs)
     assert not result.errors
     assert "mm" in {row.op for row in result.report.rows}
 
@@ -107,12 +105,12 @@ def test_inputs_by_position_or_by_name(inputs):
         def forward(self, x, factor):
             return x.cuda() @ x.to("cuda").t() * factor + torch.ones(2, 2, device="cuda")
 
-    assert not preflight(Net(), inputs, measure=False).errors
+    assert not preflight(Net(), inputs).errors
 
 
 def test_where_it_cannot_go_on_is_an_error_with_the_module():
     model = nn.Sequential(nn.Linear(8, 8), Calls(lambda x: x @ x), nn.Linear(8, 8))
-    result = preflight(model, torch.randn(4, 8), measure=False)
+    result = preflight(model, torch.randn(4, 8))
     (found,) = result.errors
     assert (found.rule, found.module) == ("fails", "1")
     assert "4x8 and 4x8" in found.what
@@ -129,7 +127,7 @@ def test_what_values_decide_is_decided_by_zero():
         chosen = x[(best == 0).any(-1)]
         return x[x > 0].sum() + chosen @ chosen.t() * x.mean().item()
 
-    result = preflight(Calls(forward), torch.randn(4, 4), measure=False)
+    result = preflight(Calls(forward), torch.randn(4, 4))
     assert not result.errors
     assert {row.outputs for row in result.report.rows if row.op == "mm"} == {("float16",)}
 
@@ -144,7 +142,6 @@ def test_what_torch_forbids_on_the_device_is_an_error():
             device_type,
             BF16,
             loss_fn=lambda y: F.binary_cross_entropy(y.float(), target),
-            measure=False,
         )
         assert {each.rule for each in result.errors} == rules
 
@@ -152,13 +149,13 @@ def test_what_torch_forbids_on_the_device_is_an_error():
 def test_a_pin_shows_in_its_own_dtype():
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     pin_precision(net[1], "bf16")
-    result = preflight(net, torch.randn(2, 4), "cuda", FP16, measure=False)
+    result = preflight(net, torch.randn(2, 4), "cuda", FP16)
     ran = {row.module: row.outputs for row in result.report.rows if row.op == "addmm"}
     assert ran == {"0": ("float16",), "1": ("bfloat16",), "2": ("float16",)}
 
 
 def test_json_has_report_and_findings(tmp_path):
-    result = preflight(mlp(), torch.randn(4, 8), measure=False)
+    result = preflight(mlp(), torch.randn(4, 8))
     result.to_json(tmp_path / "preflight.json")
     values = json.loads((tmp_path / "preflight.json").read_text())
     (tmp_path / "report.json").write_text(json.dumps(values["report"]))
@@ -221,27 +218,6 @@ def test_findings_are_read_off_a_real_report(rule, bad, good):
 
 def test_findings_are_the_same_for_a_preflight():
     model = Calls(lambda x: F.softmax(x.half(), -1))
-    result = preflight(model, torch.ones(4, 4), "cpu", FP16, measure=False)
+    result = preflight(model, torch.ones(4, 4), "cpu", FP16)
     assert [each.rule for each in result.findings] == ["half-softmax"]
     assert result.findings == findings(result.report)
-
-
-def test_speed_is_measured_for_kinds_that_ran_in_half_precision(monkeypatch):
-    def asked(kind, device_type, dtype):
-        kinds.append(kind)
-        return 40.0 if kind == "convolutions" else 1.0
-
-    kinds: list[str] = []
-    monkeypatch.setattr(import_module("distamp.autocast.findings"), "slowdown", asked)
-    rows = [
-        OpRow("conv", "Conv2d", "forward", "conv2d", "convolution", ("float16",), ("float16",)),
-        OpRow("head", "Linear", "forward", "linear", "addmm", ("float32",), ("float32",)),
-    ]
-    (found,) = half_speed(PrecisionReport(rows), "cpu", FP16)
-    assert kinds == ["convolutions"]
-    assert (found.rule, found.op) == ("speed", "convolutions")
-    assert "40.0 times" in found.what
-
-
-def test_a_machine_is_measured_by_doing_it():
-    assert slowdown("matrix products", "cpu", BF16) > 0

@@ -47,7 +47,7 @@ def unusual() -> Iterator[list[object]]:
 
 def test_the_device_types_are_all_that_torch_has_autocast_for():
     names = {name for name, _, _ in AutocastState.capture().devices}
-    everything = (*DEVICE_TYPES, "meta", "ve", "vulkan", "lazy")
+    everything = (*DEVICE_TYPES, "privateuseone", "meta", "ve", "vulkan", "lazy")
     assert names == {each for each in everything if torch.amp.is_autocast_available(each)}
 
 
@@ -65,7 +65,7 @@ def test_a_new_thread_starts_with_nothing_and_an_applied_state_gives_all(unusual
 
     inside = in_thread(work)
     assert inside[settings] == unusual[settings]
-    assert {d: (e, t) for d, e, t in state.devices} == {d: (e, t) for d, e, t in unusual[:9]}
+    assert set(state.devices) >= set(unusual[:9])
 
 
 @pytest.mark.parametrize("device_type", DEVICE_TYPES)
