@@ -51,7 +51,7 @@ class OpLists:
 
     Raises:
         TypeError: A list is a single string, or contains something that is not a name.
-        ValueError: An unknown or ineligible name (with close matches), or one family in two lists.
+        ValueError: An unknown or ineligible name (with the nearest), or one family in two lists.
 
     Source: torch's autocast op reference, https://pytorch.org/docs/stable/amp.html.
     """

@@ -242,13 +242,9 @@ def _tensors(values: Any) -> list[Tensor]:
     return [tensor for each in values for tensor in _tensors(each)]
 
 
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtypes(tensors: list[Tensor]) -> tuple[str, ...]:
-    return tuple(_name(dtype) for dtype in dict.fromkeys(each.dtype for each in tensors))
+    names = [str(dtype) for dtype in dict.fromkeys(each.dtype for each in tensors)]
+    return tuple([name.removeprefix("torch.") for name in names])
 
 
 def _casts_of(
