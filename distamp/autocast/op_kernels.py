@@ -41,8 +41,6 @@ _libraries: dict[str, torch.library.Library] = {}
 def register(overload: OpOverload, device_type: str) -> None:
     """Give one overload a kernel that follows lists on one device type, if it has none yet."""
     slot = overload.name(), device_type
-    if slot in _registered:
-        return
     with _lock, warnings.catch_warnings():
         # That torch's kernel is overridden, which it is not: ours calls it.
         warnings.simplefilter("ignore")

@@ -264,8 +264,8 @@ def _judged(device_type: str, dtype: Any, enabled: bool) -> bool:
     if device_type.partition(":")[0] not in known:
         hint = nearest(device_type, known)
         raise RuntimeError(f"unsupported autocast device_type {device_type!r}{hint}")
-    with torchs_autocast(device_type, dtype, enabled):
-        stays = is_autocast_enabled(device_type)
+    # Not entered to ask, as an export would record it.
+    stays: bool = vars(torchs_autocast(device_type, dtype, enabled))["_enabled"]
     if stays is enabled:
         _accepted.add((device_type, dtype, enabled))
     _drop_casts_after_optimizer_steps()

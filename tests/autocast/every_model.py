@@ -1,4 +1,4 @@
-"""48 models of transformers, tiny, in a region of torch's and in ours: dtypes and numbers.
+"""Models of transformers, tiny, in a region of torch's and in ours: dtypes and numbers.
 
     python -m tests.autocast.every_model [--dtype float16]
 
@@ -47,7 +47,7 @@ TINY |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "layerdrop": 0
 IMAGE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 IMAGE |= {"intermediate_size": 64, "image_size": 32, "patch_size": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gpt_neo": TINY | {"attention_types": [[["global", "local"], 1]]},
     "swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4}
     | {"image_size": 32, "window_size": 4},
 }
@@ -58,7 +58,7 @@ def built(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import AutoConfig, AutoModel
 
     sizes: dict[str, Any] = TINY if kind in TEXT + BOTH else IMAGE if kind in IMAGES else {}
-    config = AutoConfig.for_model(kind, **SPECIAL.get(kind, sizes | SPECIAL.get(kind, {})))
+    config = AutoConfig.for_model(kind, **SPECIAL.get(kind, sizes))
     if kind in SOUND:
         sizes = {name: TINY[name] for name in ("hidden_size", "num_hidden_layers", "layerdrop")}
         sizes |= {"num_attention_heads": 4, "intermediate_size": 64, "conv_dim": (16, 16)}

@@ -177,29 +177,8 @@ def resnet():
     return tf.ResNetForImageClassification(config), _images(32)
 
 
-def diffusers_unet():
-    """The U-Net of Stable Diffusion, where the library is."""
-    diffusers = pytest.importorskip("diffusers")
-    model = diffusers.UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=4,
-    )
-    inputs = {
-        "sample": torch.randn(2, 4, 8, 8),
-        "timestep": torch.tensor([3, 500]),
-        "encoder_hidden_states": torch.randn(2, 5, 16),
-    }
-    return model, inputs
-
-
 def unet():
-    """The same in small: residual blocks with a time embedding, cross-attention, skips."""
+    """A diffusion model in small: residual blocks with a time embedding, cross-attention, skips."""
     inputs = {
         "sample": torch.randn(2, 4, 8, 8),
         "timestep": torch.tensor([3, 500]),
@@ -280,5 +259,4 @@ MODELS = [
     swin,
     resnet,
     unet,
-    diffusers_unet,
 ]
