@@ -58,17 +58,6 @@ def test_the_same_as_torchs_in_every_combination(cast, region, around_backward):
     assert torch.equal(ours[2], theirs[2])
 
 
-def test_backward_sees_forwards_state_in_another_thread():
-    function, seen = _function(custom_fwd, custom_bwd, None)
-    a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", torch.float16):
-        loss = function.apply(a, a).float().sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert seen[0][:2] == seen[1][:2] == (True, torch.float16)
-
-
 def test_backward_sees_forwards_state_in_autograds_own_threads():
     """Reentrant backward nested deeper than autograd allows moves to a thread of its pool."""
     threads: set[int] = set()
@@ -107,26 +96,6 @@ def test_backward_follows_the_op_lists_of_forward():
         loss = function.apply(a, a).sum()
     loss.backward()
     assert [each[3] for each in seen] == [torch.float32] * 2
-
-
-def test_containers_are_cast_within_and_stay_what_they_are():
-    class Take(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(device_type="cpu", cast_inputs=torch.float16)
-        def forward(ctx, x, inputs, mapping):
-            seen.extend((inputs[0].dtype, inputs[1][0].dtype, inputs[1][1], mapping["k"].dtype))
-            return x
-
-        @staticmethod
-        @custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            return grad, None, None
-
-    seen: list[Any] = []
-    x = torch.ones(2)
-    with autocast("cpu"):
-        Take.apply(x, (x, [x.double(), "text"]), {"k": x.int()})
-    assert seen == [torch.float16, torch.float64, "text", torch.int32]
 
 
 @pytest.mark.parametrize("decorate", [custom_fwd, custom_bwd])

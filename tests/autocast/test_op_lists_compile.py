@@ -11,10 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from distamp import autocast
-from distamp.autocast import OpLists, checkpoint_contexts
+from distamp.autocast import OpLists
 from tests.ranks import RankPool
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -67,22 +66,6 @@ def test_gradients_through_a_graph_made_under_lists() -> None:
             run(x, leaf)[:, 0].sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads)
-
-
-def test_checkpoint_recomputes_under_the_lists_of_forward() -> None:
-    x = torch.randn(4, 4)
-    seen: list[torch.dtype] = []
-
-    def block(x: Tensor, weight: Tensor) -> Tensor:
-        y = F.linear(x, weight)
-        seen.append(y.dtype)
-        return torch.tanh(y)
-
-    weight = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", ops=OpLists(fp32={"linear"})):
-        y = checkpoint(block, x, weight, use_reentrant=False, context_fn=checkpoint_contexts)
-    y.sum().backward()
-    assert seen == [FP32, FP32]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

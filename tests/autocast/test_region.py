@@ -7,7 +7,6 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -133,14 +132,6 @@ def test_leaving_out_of_order_is_an_error_that_changes_nothing(devices):
     assert thread_state() == before
 
 
-def test_an_exit_stack_holds_regions():
-    with ExitStack() as stack:
-        stack.enter_context(autocast("cpu", dtype=torch.float16))
-        stack.enter_context(autocast("cpu", dtype=torch.bfloat16))
-        assert _product() is torch.bfloat16
-    assert _product() is torch.float32
-
-
 def test_an_error_inside_leaves_the_region_and_comes_through():
     before = thread_state()
     with pytest.raises(ZeroDivisionError), autocast("cpu"):
@@ -251,18 +242,6 @@ def test_the_cache_flag_is_the_threads_unless_given():
         assert not torch.is_autocast_cache_enabled()
         with autocast("cpu", cache_enabled=True):
             assert torch.is_autocast_cache_enabled()
-
-
-def test_ops_are_in_force_inside_and_not_outside():
-    lists = OpLists(fp32={"mm"})
-    region = autocast("cpu", ops=lists)
-    with region:
-        assert _product() is torch.float32
-        with autocast("cpu", ops=OpLists(fp32={"softmax"})), region:
-            assert _product() is torch.float32
-    assert AutocastState.capture().lists == ()
-    with autocast("cpu"):
-        assert _product() is torch.bfloat16
 
 
 def test_regions_with_ops_left_out_of_order_keep_their_lists():
