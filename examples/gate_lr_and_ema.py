@@ -7,7 +7,7 @@ that advanced all the same would warm up on steps that were never taken.
 
 ``stepped()`` is a bool. It costs nothing where the answer is known already: on CPU, and with any
 optimizer that is not fused. With a fused optimizer on a GPU it would wait for the device, so there
-the schedule reads ``found_inf()``, a tensor that never leaves the device: see `on_device`.
+the schedule reads ``found_inf()``, a tensor that never leaves the device.
 """
 
 from __future__ import annotations
@@ -36,78 +36,57 @@ class Result:
     average: nn.Module
 
 
-def warmed_up(steps_taken: int | Tensor) -> float | Tensor:
-    """Return the fraction of the full rate after so many steps."""
-    fraction = (steps_taken + 1) / WARMUP
-    return fraction.clamp(max=1.0) if isinstance(fraction, Tensor) else min(1.0, fraction)
+def rate_after(taken: Tensor) -> Tensor:
+    """Return the learning rate after so many steps that were taken."""
+    return RATE * ((taken + 1) / WARMUP).clamp(max=1.0)
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    context, following = (part.to(device()) for part in batch)
-    with autocast(device(), dtype=torch.float16):
-        logits = model(context)
-    return F.cross_entropy(logits.float(), following)
+@torch.no_grad()
+def move(average: nn.Module, model: nn.Module, weight: float | Tensor) -> None:
+    """Move an average towards a model; by a weight of 0, nothing changes."""
+    for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+        mean.lerp_(parameter, weight)
 
 
-def on_host() -> Result:
-    """Ask ``stepped()``, and call torch's scheduler only for steps that were taken."""
-    torch.manual_seed(0)
-    model = NextByte().to(device())
-    average = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed_up)
-    scaler = DistGradScaler(device(), init_scale=2.0**24, growth_factor=2.0, backoff_factor=0.5)
-    losses = []
-    for batch in batches(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.stepped(optimizer):
-            schedule.step()
-            with torch.no_grad():
-                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
-                    mean.lerp_(parameter, 1 - DECAY)
-        losses.append(loss.detach())
-    counts = scaler.step_counts(optimizer)
-    rate = optimizer.param_groups[0]["lr"]
-    return Result([x.item() for x in losses], rate, counts.taken, counts.skipped, average)
-
-
-def on_device() -> Result:
-    """Do the same with tensors alone: nothing in the loop waits for the device."""
+def train(on_device: bool) -> Result:
+    """Train; gate on the host by ``stepped()``, or on the device by ``found_inf()``."""
     torch.manual_seed(0)
     model = NextByte().to(device())
     average = copy.deepcopy(model)
     taken = torch.zeros((), device=device())
-    rate = torch.full((), RATE * float(warmed_up(0)), device=device())
+    rate = rate_after(taken)  # a tensor, which a fused optimizer reads on the device
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
-    scaler = DistGradScaler(device(), init_scale=2.0**24, growth_factor=2.0, backoff_factor=0.5)
+    scaler = DistGradScaler(device(), init_scale=2.0**24)
     losses = []
     for batch in batches(STEPS):
+        context, following = (part.to(device()) for part in batch)
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
+        with autocast(device(), dtype=torch.float16):
+            logits = model(context)
+        loss = F.cross_entropy(logits.float(), following)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        was_taken = 1 - scaler.found_inf(optimizer)
-        taken += was_taken
-        rate.copy_(RATE * warmed_up(taken))
-        with torch.no_grad():
-            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
-                mean.lerp_(parameter, (1 - DECAY) * was_taken)  # a weight of 0 changes nothing
+        if on_device:  # nothing here waits for it
+            was_taken = 1 - scaler.found_inf(optimizer)
+            taken += was_taken
+            move(average, model, (1 - DECAY) * was_taken)
+        elif scaler.stepped(optimizer):
+            taken += 1
+            move(average, model, 1 - DECAY)
+        rate.copy_(rate_after(taken))
         losses.append(loss.detach())
     counts = scaler.step_counts(optimizer)
     return Result([x.item() for x in losses], rate.item(), counts.taken, counts.skipped, average)
 
 
 def main() -> None:
-    for run in (on_host, on_device):
-        result = run()
+    for on_device in (False, True):
+        result = train(on_device)
         print(
-            f"{run.__name__}: {result.taken} steps taken, {result.skipped} skipped, "
-            f"rate {result.rate:.4f}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
+            f"on the {'device' if on_device else 'host'}: {result.taken} steps taken, "
+            f"{result.skipped} skipped, rate {result.rate:.4f}, "
+            f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
         )
 
 

@@ -10,7 +10,7 @@ script first writes such a checkpoint.
 
 from __future__ import annotations
 
-import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -72,22 +72,15 @@ def write_as_apex_did(path: Path) -> list[float]:
     weights = {n: masters.get(id(p), p).detach() for n, p in amp.model.named_parameters()}
     scaler = amp.scaler.state_dict()
     scales = {"loss_scale": scaler["scale"], "unskipped": scaler["_growth_tracker"]}
-    saved = {
-        "model": weights,
-        "optimizer": optimizer.state_dict(),
-        "amp": {"loss_scaler0": scales},
-    }
-    torch.save(saved, path)
+    saved = {"model": weights, "optimizer": optimizer.state_dict()}
+    torch.save({**saved, "amp": {"loss_scaler0": scales}}, path)
     return losses
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint", type=Path, nargs="?")
-    given = parser.parse_args(arguments).checkpoint
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = given or Path(folder) / "apex.pt"
-        before = [] if given else write_as_apex_did(path)
+        path = Path(sys.argv[1] if len(sys.argv) > 1 else f"{folder}/apex.pt")
+        before = [] if path.exists() else write_as_apex_did(path)
         checkpoint = torch.load(path, weights_only=True, map_location=device())
     for name, state in checkpoint["amp"].items():
         print(f"{name}: scale {state['loss_scale']:g}, clean iterations {state['unskipped']}")

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
+import tempfile
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +91,18 @@ def train_with_each() -> dict[str, Track]:
     return {name: train(scaler("cpu", **settings)) for name, scaler in SCALERS.items()}
 
 
-def on_rank(rank: int, port: int, results: Any) -> None:
+def on_rank(rank: int, store: str, results: Any) -> None:
     """Join the other rank, and train."""
-    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     results.update({(name, rank): track for name, track in train_with_each().items()})
     dist.destroy_process_group()
 
 
 def run() -> dict[tuple[str, int], Track]:
     """Return the track of each rank with each scaler."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with mp.Manager() as manager:
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.dict()
-        mp.spawn(on_rank, (store.port, results), nprocs=2)
+        mp.spawn(on_rank, (f"{folder}/store", results), nprocs=2)
         return dict(results)
 
 
@@ -118,15 +114,8 @@ def draw(tracks: dict[tuple[str, int], Track], path: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "distamp", "font.size": 11})
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        2,
-        2,
-        figsize=(9, 4.6),
-        sharex=True,
-        sharey="row",
-        height_ratios=(3, 1),
-        layout="constrained",
-    )
+    shape: dict[str, Any] = {"figsize": (9, 4.6), "height_ratios": (3, 1), "layout": "constrained"}
+    figure, axes = pyplot.subplots(2, 2, sharex=True, sharey="row", **shape)
     looks = ({"color": "#c2410c", "lw": 2.4}, {"color": "#1d4ed8", "lw": 2.4, "ls": (0, (4, 2))})
     for column, name in enumerate(SCALERS):
         upper, lower = axes[:, column]

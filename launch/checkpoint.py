@@ -5,7 +5,6 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,17 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from distamp.initialize import Amp
 from launch.config import Config, UsageError, checkpoints_of
 from launch.parallel import Layout
+
+# What torch raises where a file is not there, not whole, or of another model.
+_FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError)
 
 
 @dataclass
@@ -48,13 +46,14 @@ class State:
     of any level goes on at any other.
 
     Args:
-        model: Not wrapped, and before `distamp.initialize`, which may put masters into optimizers.
-        optimizers: Over its parameters.
+        model: Not wrapped.
+        optimizers: Over its parameters; before `distamp.initialize`, which may give them masters.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
         self.optimizers = optimizers
+        self.kinds = [type(optimizer).__name__ for optimizer in optimizers]
         self.progress = Progress()
         self.ema: dict[str, Tensor] = {}
         names = {id(p): name for name, p in model.named_parameters()}
@@ -77,14 +76,14 @@ class State:
     def expect(self, metadata: dict[str, Any]) -> None:
         """Give the optimizers the state that a checkpoint has, still empty."""
         for name, weight, group, state in self._states():
-            prefix = f"optimizer.{name}."
+            # The count of steps is on the host, unless the kernel reads it.
+            on_device = group.get("fused") or group.get("capturable")
+            prefix, device = f"optimizer.{name}.", weight.device if on_device else "cpu"
             for key in (key for key in metadata if key.startswith(prefix)):
-                what, empty = metadata[key], None
-                if isinstance(what, TensorStorageMetadata):
-                    scalar = what.size != weight.shape
-                    alike = torch.tensor(0.0, device=_place(weight, group)) if scalar else weight
-                    empty = torch.zeros_like(alike)
-                state[key.removeprefix(prefix)] = empty
+                size = getattr(metadata[key], "size", None)  # None: of no tensor
+                like = torch.zeros_like(weight) if size == weight.shape else None
+                other = None if size is None else torch.zeros(size, device=device)
+                state[key.removeprefix(prefix)] = other if like is None else like
 
     @torch.no_grad()
     def accept(self, read: dict[str, Any]) -> None:
@@ -106,12 +105,6 @@ def _stepped(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _place(weight: Tensor, group: dict[str, Any]) -> torch.device:
-    """Return where torch keeps the count of steps."""
-    on_device = group.get("fused") or group.get("capturable")
-    return weight.device if on_device else torch.device("cpu")
-
-
 class Checkpoints:
     """The checkpoints of a run: folders that torch writes, whose .metadata comes last.
 
@@ -130,8 +123,12 @@ class Checkpoints:
         self._layout = layout
         self._state = state
         self._amp = amp
-        self._device = device
-        self._future: Future[Any] | None = None
+        self._ranks = [layout.world, device.type]
+        # What draws random numbers.
+        self._random: list[Any] = [torch.random]
+        if device.type != "cpu":
+            self._random.append(torch.get_device_module(device))
+        self._future: Any = None
         several = config.async_save and layout.world > 1
         # What is sent while training goes on needs a group that training does not use.
         self._group = dist.new_group(backend="gloo") if several else None
@@ -148,23 +145,19 @@ class Checkpoints:
         state, tensors = self._state, self._state.tensors()
         tensors[f"rank.{self._layout.rank}"] = self._own()
         if self._layout.rank == 0:
-            tensors |= _buffers(state.model)
-            tensors["about"] = json.dumps(
-                {
-                    **asdict(state.progress),
-                    "ranks": [self._layout.world, self._device.type],
-                    "optimizers": [type(optimizer).__name__ for optimizer in state.optimizers],
-                    "scaler": self._amp.scaler.state_dict(),
-                }
-            )
+            about = {**asdict(state.progress), "scaler": self._amp.scaler.state_dict()}
+            about |= {"ranks": self._ranks, "optimizers": state.kinds}
+            tensors |= {**_buffers(state.model), "about": json.dumps(about)}
         folder = self._config.run_dir / "checkpoints" / f"step-{state.progress.step:08d}"
-        writer = FileSystemWriter(folder)
+        writer = dcp.FileSystemWriter(folder)
         with _one_sentence(f"cannot write {folder}"):
             if self._config.async_save:
-                found: Any = async_save(tensors, storage_writer=writer, process_group=self._group)
+                found: Any = dcp.async_save(
+                    tensors, storage_writer=writer, process_group=self._group
+                )
                 self._future = found
             else:
-                save(tensors, storage_writer=writer)
+                dcp.save(tensors, storage_writer=writer)
                 self._prune()
 
     def wait(self) -> None:
@@ -195,31 +188,32 @@ class Checkpoints:
             UsageError: The checkpoint is damaged, or of another model.
         """
         state, own = self._state, f"rank.{self._layout.rank}"
+        reader = dcp.FileSystemReader(path)
         with _one_sentence(f"--resume {path}: it is damaged, or of another model"):
-            metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+            metadata = reader.read_metadata().state_dict_metadata
             first: dict[str, Any] = {"about": None}
-            load(first, storage_reader=FileSystemReader(path))
+            dcp.load(first, storage_reader=reader)
             about = json.loads(first["about"])
-            if about["optimizers"] == [type(optimizer).__name__ for optimizer in state.optimizers]:
+            if about["optimizers"] == state.kinds:
                 state.expect(metadata)
-            found = state.tensors() | _buffers(state.model)
-            averages = {name for name in found if name.startswith("ema.")} - metadata.keys()
-            wanted = {name: value for name, value in found.items() if name not in averages}
-            same = about["ranks"] == [self._layout.world, self._device.type]
-            wanted |= {own: None} if same else {}
-            load(wanted, storage_reader=FileSystemReader(path))
+            wanted = state.tensors() | _buffers(state.model)
+            new = [name for name in state.ema if f"ema.{name}" not in metadata]
+            averages = {name: wanted.pop(f"ema.{name}") for name in new}
+            if about["ranks"] == self._ranks:
+                wanted[own] = None
+            dcp.load(wanted, storage_reader=reader)
             state.accept(wanted)
+            for name, average in averages.items():
+                average.copy_(wanted[f"model.{name}"])
             state.progress = Progress(**{name: about[name] for name in asdict(Progress())})
             if self._amp.precision.loss_scale == "dynamic" and about["scaler"]:
                 self._amp.scaler.load_state_dict(about["scaler"])
-            if same:
+            if own in wanted:
                 self._restore(wanted[own])
 
     def _own(self) -> bytes:
         """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
-        random = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            random.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        random = [module.get_rng_state() for module in self._random]
         hooks = [hook.state_dict() for hook in self._amp.comm_hooks]
         buffer = io.BytesIO()
         torch.save((random, _buffers(self._state.model), hooks), buffer)
@@ -227,16 +221,13 @@ class Checkpoints:
 
     @torch.no_grad()
     def _restore(self, own: bytes) -> None:
-        buffer = io.BytesIO(own)
-        random, buffers, hooks = torch.load(buffer, map_location="cpu", weights_only=True)
-        torch.set_rng_state(random[0])
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(random[1], self._device)
+        random, buffers, hooks = torch.load(io.BytesIO(own), "cpu", weights_only=True)
+        for module, numbers in zip(self._random, random, strict=True):
+            module.set_rng_state(numbers)
         for name, tensor in _buffers(self._state.model).items():
             tensor.copy_(buffers[name])
-        if len(hooks) == len(self._amp.comm_hooks):
-            for hook, saved in zip(self._amp.comm_hooks, hooks, strict=True):
-                hook.load_state_dict(saved)
+        for hook, saved in zip(self._amp.comm_hooks, hooks, strict=False):
+            hook.load_state_dict(saved)
 
 
 def forget_after(run: Path, step: int | None) -> None:
@@ -253,10 +244,10 @@ def load_weights(path: Path, model: nn.Module) -> None:
         UsageError: The checkpoint is damaged, or of another model.
     """
     with _one_sentence(f"{path}: it is damaged, or of another model"):
-        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         kind = "ema" if any(name.startswith("ema.") for name in metadata) else "model"
         weights = {f"{kind}.{name}": p.detach() for name, p in model.named_parameters()}
-        load({**weights, **_buffers(model)}, storage_reader=FileSystemReader(path))
+        dcp.load({**weights, **_buffers(model)}, storage_reader=dcp.FileSystemReader(path))
 
 
 def _buffers(model: nn.Module) -> dict[str, Any]:
@@ -274,9 +265,16 @@ def _one_sentence(what: str) -> Iterator[None]:
             # One process is one process; it is no mistake.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
-    except (CheckpointException, OSError, ValueError, RuntimeError, LookupError, EOFError) as error:
+    except (
+        dcp.CheckpointException,
+        OSError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        EOFError,
+    ) as error:
         cause: BaseException = error
-        if isinstance(error, CheckpointException):
+        if isinstance(error, dcp.CheckpointException):
             cause = error.failures[min(error.failures)][0]
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
         raise UsageError(f"{what} ({lines[0][:200]})") from None

@@ -4,13 +4,12 @@ import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from launch.config import UsageError, read_config, refusing
+from launch.config import flag, read_config, refusing, require
 from launch.metrics import Record, draw, read_records
 
 
@@ -25,8 +24,7 @@ def compare(runs: list[Path]) -> Table:
     for run in runs:
         rows = read_records(run)
         steps = [row for row in rows if "loss" in row]
-        if not steps:
-            raise UsageError(f"{run}: it has no step yet")
+        require(steps, f"{run}: it has no step yet")
         columns.append(_outcome(rows, steps))
         table.add_column(run.name, justify="right")
     flags = [{name: str(value) for name, value in asdict(read_config(run)).items()} for run in runs]
@@ -36,7 +34,7 @@ def compare(runs: list[Path]) -> Table:
     for name in flags[0]:
         values = [each[name] for each in flags]
         if len(set(values)) > 1 and name not in ("run_dir", "resume", "overwrite"):
-            table.add_row(f"--{name.replace('_', '-')}", *values)
+            table.add_row(flag(name), *values)
     return table
 
 
@@ -53,15 +51,14 @@ def _outcome(rows: list[Record], steps: list[Record]) -> dict[str, str]:
     }
 
 
-def main(runs: Annotated[list[Path], tyro.conf.Positional], out: Path | None = None) -> None:
+def main(runs: list[Path], /, out: Path | None = None) -> None:
     """Compare the records of runs.
 
     Args:
         runs: The folders of two runs or more.
         out: A picture to draw, such as both.png.
     """
-    if len(runs) < 2:
-        raise UsageError("it takes the folders of two runs or more")
+    require(len(runs) > 1, "it takes the folders of two runs or more")
     Console().print(compare(runs))
     if out is not None:
         draw(runs, out)

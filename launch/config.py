@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import io
 import json
 import math
 import os
@@ -20,9 +19,31 @@ from distamp import Precision
 from distamp.comm_hooks import WIRE_FORMATS
 
 # What --precision may be called beside the levels' own names.
-_LEVELS = {"fp32": "O0", "fp16": "O1", "bf16": "bf16"}
-# gloo counts milliseconds in 32 bits.
-_LONGEST_S = 2_000_000.0
+_LEVELS = {"fp32": "O0", "fp16": "O1"}
+# What each flag may be. gloo counts the milliseconds of --timeout in 32 bits.
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "more than 0": (
+        lambda value: value > 0,
+        "layers heads width block batch accumulate tp lr init_scale growth_interval steps"
+        " log_every eval_every eval_examples save_every timeout max_time",
+    ),
+    "0 or more": (
+        lambda value: value >= 0,
+        "workers replicate warmup weight_decay clip keep seed",
+    ),
+    "more than 0, or -1": (lambda value: value > 0 or value == -1, "shard"),
+    "more than 0, or left out": (lambda value: value is None or value > 0, "peak_tflops"),
+    "at least 0 and below 1": (lambda value: 0 <= value < 1, "dropout ema"),
+    "between 0 and 1": (lambda value: 0 <= value <= 1, "final_lr"),
+    "finite": (math.isfinite, "lr weight_decay clip init_scale"),
+    "below 2^32": (lambda value: value < 2**32, "seed"),
+    "at most 2000000": (lambda value: value <= 2e6, "timeout"),
+    f"one of {', '.join(WIRE_FORMATS)}, auto": (
+        lambda value: value in (None, *WIRE_FORMATS, "auto"),
+        "hook",
+    ),
+    "of name=value": (lambda value: all("=" in pair for pair in value), "model_args"),
+}
 
 
 class UsageError(Exception):
@@ -33,6 +54,11 @@ def require(holds: object, sentence: str) -> None:
     """Raise `UsageError` unless something holds."""
     if not holds:
         raise UsageError(sentence)
+
+
+def flag(name: str) -> str:
+    """Return the flag of an attribute."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -154,46 +180,24 @@ class Config:
         Raises:
             UsageError: Naming the flag, what was given and what is allowed.
         """
-        above = "layers heads width block batch accumulate tp lr steps log_every eval_every"
-        above += " eval_examples save_every init_scale growth_interval timeout max_time"
-        for name in above.split():
-            self._require(getattr(self, name) > 0, name, "more than 0")
-        for name in ("warmup", "weight_decay", "clip", "keep", "workers", "replicate", "seed"):
-            self._require(getattr(self, name) >= 0, name, "0 or more")
-        for name in ("lr", "weight_decay", "clip", "init_scale"):
-            self._require(math.isfinite(getattr(self, name)), name, "finite")
-        for name in ("dropout", "ema"):
-            self._require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
-        self._require(0 <= self.final_lr <= 1, "final_lr", "between 0 and 1")
-        self._require(self.seed < 2**32, "seed", "below 2^32")
-        self._require(self.timeout <= _LONGEST_S, "timeout", f"at most {_LONGEST_S:g}")
-        peak = self.peak_tflops
-        self._require(peak is None or peak > 0, "peak_tflops", "more than 0")
-        self._require(self.shard > 0 or self.shard == -1, "shard", "more than 0, or -1")
-        self._require(self.width % self.heads == 0, "width", f"a multiple of --heads {self.heads}")
-        wires = [*WIRE_FORMATS, "auto"]
-        self._require(self.hook is None or self.hook in wires, "hook", f"one of {wires}")
-        named = all("=" in pair for pair in self.model_args)
-        require(named, f"--model-args {' '.join(self.model_args)}: each must be name=value")
-        self._check_ranks(world)
-
-    def _check_ranks(self, world: int) -> None:
+        for allowed, (holds, names) in _ALLOWED.items():
+            for name in names.split():
+                self._require(holds(getattr(self, name)), name, allowed)
+        gpt = self.model == "gpt"
+        whole = not gpt or self.width % self.heads == 0
+        self._require(whole, "width", f"a multiple of --heads {self.heads}")
         replicate, shard, tp = self.layout(world)
-        if min(replicate, shard) < 1 or replicate * shard * tp != world:
-            given = f"--replicate {self.replicate} --shard {self.shard} --tp {self.tp}"
-            many = f"the number of ranks, which is {world} (torchrun --nproc-per-node)"
-            raise UsageError(f"{given}: their product must be {many}")
+        given = f"--replicate {self.replicate} --shard {self.shard} --tp {self.tp}"
+        product = f"{given}: their product must be the number of ranks, which is {world}"
+        fits = min(replicate, shard) > 0 and replicate * shard * tp == world
+        require(fits, f"{product} (torchrun --nproc-per-node)")
         alone = self.hook and (world == 1 or tp > 1)
         require(not alone, f"--hook {self.hook}: it needs several ranks, and no --tp")
-        if self.model == "gpt":
-            self._require(self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
+        self._require(not gpt or self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
-        self._require(
-            self.batch % share == 0,
-            "batch",
-            f"a multiple of --replicate x --shard x --accumulate = {share}"
-            f" (say {-(-self.batch // share) * share})",
-        )
+        multiple = f"a multiple of --replicate x --shard x --accumulate = {share}"
+        near = -(-self.batch // share) * share
+        self._require(self.batch % share == 0, "batch", f"{multiple} (say {near})")
 
     def layout(self, world: int) -> tuple[int, int, int]:
         """Return how many copies of the model there are, ranks that shard one, and tensor ranks.
@@ -202,18 +206,24 @@ class Config:
         """
         rest = world // self.tp
         shard = rest // max(1, self.replicate) if self.shard == -1 else self.shard
-        return self.replicate or rest // shard, shard, self.tp
+        return self.replicate or rest // max(1, shard), shard, self.tp
 
     def _require(self, holds: bool, name: str, allowed: str) -> None:
         if not holds:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {getattr(self, name)}: it must be {allowed}")
+            value = getattr(self, name)
+            given = " ".join(value) if isinstance(value, tuple) else value
+            raise UsageError(f"{flag(name)} {given}: it must be {allowed}")
 
-    def write(self, path: Path) -> None:
-        """Write the flags as JSON, for `read_config`."""
-        whole = path.with_suffix(".partial")
-        whole.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n", encoding="utf-8")
-        whole.replace(path)
+    def to_json(self) -> str:
+        """Return the flags for `read_config`."""
+        return json.dumps(asdict(self), indent=1, default=str) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole, or as it was before."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def read_config(run: Path) -> Config:
@@ -225,10 +235,9 @@ def read_config(run: Path) -> Config:
     path = run / "config.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(Config)}
-        values = {name: value for name, value in found.items() if name in known}
+        values = {each.name: found[each.name] for each in fields(Config)}
         for name in ("run_dir", "resume", "tokenizer"):
-            values[name] = None if values.get(name) is None else Path(values[name])
+            values[name] = None if values[name] is None else Path(values[name])
         return Config(**{**values, "model_args": tuple(values["model_args"])})
     except OSError as error:
         raise UsageError(f"{run}: no run there ({error.strerror}: {path})") from None
@@ -268,21 +277,18 @@ def parse(args: Sequence[str] | None = None) -> Config:
         SystemExit: Of tyro, which has printed why.
     """
     # Every rank reads the same flags; the first of each machine speaks.
-    with contextlib.ExitStack() as quiet:
-        if not _speaks():
-            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        given = tyro.cli(Config, args=args)
-        resume, again = given.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if (given.auto_resume or again) and checkpoints_of(given.run_dir):
-            resume = given.run_dir
-        if resume is not None:
-            run, _ = checkpoint_of(resume)
-            old = replace(read_config(run), run_dir=run, overwrite=False, auto_resume=False)
-            given = replace(tyro.cli(Config, args=args, default=old), resume=resume)
-        given.check(world)
-        return given
+    speaks = _speaks()
+    given = tyro.cli(Config, args=args, console_outputs=speaks)
+    again = given.auto_resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    resume = given.run_dir if again and checkpoints_of(given.run_dir) else given.resume
+    if resume is not None:
+        run, _ = checkpoint_of(resume)
+        old = replace(read_config(run), run_dir=run, overwrite=False, auto_resume=False)
+        given = tyro.cli(Config, args=args, default=old, console_outputs=speaks)
+    # A run that was killed before its first checkpoint starts again.
+    given = replace(given, resume=resume, overwrite=given.overwrite or again)
+    given.check(int(os.environ.get("WORLD_SIZE", "1")))
+    return given
 
 
 def _speaks() -> bool:
@@ -313,13 +319,10 @@ def refusing(body: Callable[[], None]) -> int:
 
 def arguments(pairs: Sequence[str]) -> dict[str, Any]:
     """Turn ``name=value`` into keyword arguments; a value is JSON, or else text."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        try:
+    found: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    for name, text in found.items():
+        with contextlib.suppress(ValueError):
             found[name] = json.loads(text)
-        except json.JSONDecodeError:
-            found[name] = text
     return found
 
 

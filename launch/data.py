@@ -1,10 +1,11 @@
 """What is trained on: bytes, tokens or datasets of the user's own, and which example comes when."""
 
 import hashlib
+import importlib
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from launch.config import Config, UsageError, load_own, require
 
+Tokens = np.ndarray[Any, Any]
+# What the first number of llm.c's files says of their tokens.
+_LLM_C = {20240520: "uint16", 20240801: "uint32"}
 # What distributions put among the standard library, and what they leave out of it.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -29,7 +33,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         block: Tokens in a window.
     """
 
-    def __init__(self, tokens: np.ndarray[Any, Any], block: int) -> None:
+    def __init__(self, tokens: Tokens, block: int) -> None:
         self.tokens = tokens
         self.block = block
 
@@ -51,18 +55,21 @@ class Data:
         train: What is trained on: pairs of an input and its target, as torch's datasets have them.
         held_out: What is not.
         classes: How many classes, or tokens, there are to choose from.
-        encode: From text to tokens, where the data are text.
+        encode: From a str to a list of tokens, where the data are text; else None.
         decode: Back.
-        of_bytes: Whether each token is a byte, whose loss is known in bits.
     """
 
     name: str
     train: Any
     held_out: Any
     classes: int
-    encode: Callable[[str], list[int]] | None = None
-    decode: Callable[[list[int]], str] | None = None
-    of_bytes: bool = False
+    encode: Any = None
+    decode: Any = None
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether each token is a byte, whose loss is known in bits."""
+        return self.decode is _to_text
 
     @cached_property
     def targets(self) -> int:
@@ -134,85 +141,81 @@ def load_data(config: Config) -> Data:
     """
     try:
         data = _load(config)
-    except OSError as error:
-        raise UsageError(f"--data {config.data}: cannot read it ({error.strerror})") from None
-    for examples, what, needed in (
-        (data.train, "train on", config.batch),
-        (data.held_out, "hold out", 1),
-    ):
-        sizes = f"--batch {config.batch} of --block {config.block} needs {needed}"
-        there = f"{data.name} has {len(examples)} examples to {what}"
-        require(len(examples) >= needed, f"--data: {there}, and {sizes}; take smaller ones")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--data {config.data}: cannot read it ({error})") from None
+    there = f"{data.name} has {len(data.train)} examples to train on, {len(data.held_out)} held out"
+    sizes = f"--batch {config.batch} of --block {config.block} needs {config.batch} and 1"
+    enough = len(data.train) >= config.batch and len(data.held_out) > 0
+    require(enough, f"--data: {there}, and {sizes}; take smaller ones")
     return data
 
 
 def _load(config: Config) -> Data:
-    name = config.data
-    path = None if name is None else Path(name).expanduser()
+    name, path = config.data, None if config.data is None else Path(config.data).expanduser()
     if name is not None and path is not None and not path.exists():
         require(":" in name, f"--data {name}: no such file or folder")
-        return _own(name)
+        found = load_own("--data", name)()
+        right = isinstance(found, tuple) and len(found) == 3
+        require(right, f"--data {name}: it must return (train, held out, number of classes)")
+        return Data(name, *found)
+    text_of = _tokenizer(config.tokenizer)
     if path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
-        return _tokens(path, config)
-    return _text(path, config)
-
-
-def _own(name: str) -> Data:
-    found = load_own("--data", name)()
-    right = isinstance(found, tuple) and len(found) == 3
-    require(right, f"--data {name}: it must return (train, held out, number of classes)")
-    return Data(name, *found)
-
-
-def _tokens(path: Path, config: Config) -> Data:
-    """NanoGPT's files: nothing but tokens, one after the other."""
-    folder = path if path.is_dir() else path.parent
-    train = np.memmap(folder / "train.bin" if path.is_dir() else path, config.token_dtype, "r")
-    if path.is_dir() and (folder / "val.bin").exists():
-        held_out = np.memmap(folder / "val.bin", config.token_dtype, "r")
+        train, held_out = _tokens(path, config.token_dtype)
+        if config.tokenizer is None:  # they are no bytes; whose they are is not known
+            largest = max(int(part.max(initial=0)) for part in (train, held_out))
+            text_of = 1 + largest, None, None
     else:
-        train, held_out = _split(train)
-    if config.tokenizer is None:
-        classes = 1 + max(int(part.max(initial=0)) for part in (train, held_out))
-        return _windows(str(path), train, held_out, config.block, classes)
-    encode, decode, classes = _tokenizer(config.tokenizer)
-    return _windows(str(path), train, held_out, config.block, classes, encode, decode)
+        name, text = _text(path)
+        require(text, f"--data {config.data}: no text in it")
+        whole = np.frombuffer(text, np.uint8)
+        if config.tokenizer is not None:
+            whole = np.array(text_of[1](text.decode(errors="replace")), np.uint32)
+        train, held_out = _split(whole)
+    both = Windows(train, config.block), Windows(held_out, config.block)
+    return Data(str(name), *both, *text_of)
 
 
-def _text(path: Path | None, config: Config) -> Data:
-    if path is None:
-        name, root = f"the Python {platform.python_version()} library", sysconfig.get_path("stdlib")
-        files = [f for f in _walk(Path(root), _NOT_STDLIB) if f.suffix == ".py"]
-    else:
-        name, root = str(path), str(path if path.is_dir() else path.parent)
-        files = list(_walk(path)) if path.is_dir() else [path]
-    text = _join(Path(root), files)
-    require(text, f"--data {config.data}: no text in it")
-    if config.tokenizer is None:
-        parts = _split(np.frombuffer(text, np.uint8))
-        return _windows(name, *parts, config.block, 256, _to_bytes, _to_text, of_bytes=True)
-    encode, decode, classes = _tokenizer(config.tokenizer)
-    tokens = np.array(encode(text.decode(errors="replace")), np.uint32)
-    return _windows(name, *_split(tokens), config.block, classes, encode, decode)
+def _tokens(path: Path, dtype: str) -> tuple[Tokens, Tokens]:
+    if path.is_file():
+        return _split(_map(path, dtype))
+    train, held_out = _map(path / "train.bin", dtype), path / "val.bin"
+    return (train, _map(held_out, dtype)) if held_out.exists() else _split(train)
 
 
-def _windows(
-    name: str,
-    train: np.ndarray[Any, Any],
-    held_out: np.ndarray[Any, Any],
-    block: int,
-    classes: int,
-    encode: Callable[[str], list[int]] | None = None,
-    decode: Callable[[list[int]], str] | None = None,
-    of_bytes: bool = False,
-) -> Data:
-    both = Windows(train, block), Windows(held_out, block)
-    return Data(name, *both, classes, encode, decode, of_bytes)
+def _map(path: Path, dtype: str) -> Tokens:
+    """NanoGPT's files are tokens and nothing else; llm.c's begin with a header that says which."""
+    with path.open("rb") as file:
+        known = _LLM_C.get(int.from_bytes(file.read(4), "little"))
+    return np.memmap(path, known or dtype, "r", offset=1024 if known else 0)
 
 
-def _split(tokens: Any) -> tuple[Any, Any]:
+def _text(path: Path | None) -> tuple[str, bytes]:
+    """Return what the texts are called, and all of them, one after the other."""
+    if path is not None and path.is_file():
+        return str(path), path.read_bytes()
+    if path is not None:
+        return str(path), _join(path, list(_walk(path)))
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in _walk(root, _NOT_STDLIB) if file.suffix == ".py"]
+    return f"the Python {platform.python_version()} library", _join(root, files)
+
+
+def _split(tokens: Tokens) -> tuple[Tokens, Tokens]:
     cut = len(tokens) - len(tokens) // 10
     return tokens[:cut], tokens[cut:]
+
+
+def _tokenizer(path: Path | None) -> tuple[int, Any, Any]:
+    """Return how many tokens there are, and what makes them of text, and text of them."""
+    if path is None:
+        return 256, _to_bytes, _to_text
+    try:
+        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(path))
+    except ImportError:
+        raise UsageError("--tokenizer: pip install -e '.[hf]' brings tokenizers") from None
+    except Exception as error:  # it raises no other class
+        raise UsageError(f"--tokenizer {path}: {error}") from None
+    return tokenizer.get_vocab_size(), lambda text: tokenizer.encode(text).ids, tokenizer.decode
 
 
 def _to_bytes(text: str) -> list[int]:
@@ -221,18 +224,6 @@ def _to_bytes(text: str) -> list[int]:
 
 def _to_text(tokens: list[int]) -> str:
     return bytes(tokens).decode(errors="replace")
-
-
-def _tokenizer(path: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UsageError("--tokenizer: pip install -e '.[hf]' brings tokenizers") from None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # it raises no other class
-        raise UsageError(f"--tokenizer {path}: {error}") from None
-    return lambda text: tokenizer.encode(text).ids, tokenizer.decode, tokenizer.get_vocab_size()
 
 
 def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:

@@ -6,7 +6,6 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import tyro
@@ -16,7 +15,7 @@ from distamp import autocast
 from launch.checkpoint import load_weights
 from launch.config import Config, checkpoint_of, read_config, refusing
 from launch.data import Data, load_data
-from launch.model import fill, loss_of, mean_loss, recipe
+from launch.model import build, fill, is_empty, loss_of, mean_loss
 from launch.parallel import Layout, pick_device
 
 
@@ -40,6 +39,7 @@ def evaluate(
         device: Where the model is.
     """
     model.eval()
+    classifies = loss_of(model) is mean_loss
     length = min(config.eval_examples, len(data.held_out))
     count = config.batch // (layout.data_world * config.accumulate)
     loss_sum = right = seen = torch.zeros((), dtype=torch.float64, device=device)
@@ -55,16 +55,14 @@ def evaluate(
         with region:
             outputs = model(inputs)
         loss_sum = loss_sum + loss_of(model)(outputs, targets).double() * len(mine)
-        if loss_of(model) is mean_loss:
+        if classifies:
             right = right + (outputs.argmax(-1) == targets).double().mean() * len(mine)
         seen = seen + len(mine)
     loss, hits, total = layout.sum(loss_sum, right, seen)
     found = {"validation_loss": loss / total}
     if data.of_bytes:
         found["bits_per_byte"] = loss / total / math.log(2)
-    if loss_of(model) is mean_loss:
-        found["accuracy"] = hits / total
-    return found
+    return found | ({"accuracy": hits / total} if classifies else {})
 
 
 def load_run(path: Path, data: str | None = None) -> tuple[Config, Data, nn.Module, torch.device]:
@@ -82,19 +80,15 @@ def load_run(path: Path, data: str | None = None) -> tuple[Config, Data, nn.Modu
     found, device = load_data(config), pick_device(config)
     if data is not None:
         found = replace(load_data(replace(config, data=data)), classes=found.classes)
-    made = recipe(config, found)
-    model = copy.deepcopy(made.model)
-    if made.init is None:
-        model.to(device)
-    else:
+    made = build(config, found)
+    model = copy.deepcopy(made) if is_empty(made) else made.to(device)
+    if is_empty(made):
         fill(model, made, config.seed, device)
     load_weights(checkpoint, model)
     return config, found, model, device
 
 
-def main(
-    run: Annotated[Path, tyro.conf.Positional], data: str | None = None, examples: int | None = None
-) -> None:
+def main(run: Path, /, data: str | None = None, examples: int | None = None) -> None:
     """Print the loss of a run's newest checkpoint; of the weights' average, if it has one.
 
     Args:
@@ -106,8 +100,7 @@ def main(
     config = replace(config, eval_examples=examples or len(found.held_out), accumulate=1)
     level = config.level
     region = autocast(device.type, level.compute, enabled=level.autocasts)
-    alone = Layout(0, 1, 1, 1, 1, None)
-    for name, value in evaluate(model, found, config, region, alone, device).items():
+    for name, value in evaluate(model, found, config, region, Layout(), device).items():
         print(f"{name.replace('_', ' ')} {value:.4f}")
 
 

@@ -5,15 +5,14 @@ import math
 import resource
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import nn
 
-from launch.config import Config, UsageError
+from launch.config import Config, UsageError, write_whole
 from launch.data import Data
 from launch.parallel import Layout, blocks_of
 
@@ -48,28 +47,19 @@ class Metrics:
         step: int,
     ) -> None:
         self._config = config
-        self._main = layout.rank == 0
         self._device = device
+        self._main = layout.rank == 0
         peak = layout.world * _peak_tflops(config, device) * 1e12
         self._utilisation = flops_per_example(model, config, data) / peak
         self._targets = data.targets
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not self._main)
-        self._bar = Bar(
-            *Bar.get_default_columns()[:2],
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=self._console,
-            transient=True,
-            disable=not self._main or not self._console.is_terminal,
-        )
-        self._file: IO[str] | None = None
         self._board: Any = None
         if self._main:
             try:
                 self._open(step)
             except OSError as error:
                 raise UsageError(f"--run-dir {config.run_dir}: {error.strerror}") from None
+        console = Console(highlight=False, soft_wrap=True, quiet=not self._main)
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=config.steps, completed=step)
         self._bar.start()
         weights = sum(p.numel() for p in model.parameters())
@@ -84,13 +74,11 @@ class Metrics:
     def _open(self, step: int) -> None:
         config, path = self._config, self._config.run_dir / "metrics.jsonl"
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        kept: list[Record] = []
-        if step and path.exists():  # what came after the checkpoint comes again
-            kept = [row for row in read_records(config.run_dir) if row["step"] <= step]
-        config.write(config.run_dir / "config.json")
-        whole = path.with_suffix(".partial")
-        whole.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        whole.replace(path)
+        # What came after the checkpoint comes again.
+        kept = read_records(config.run_dir) if step and path.exists() else []
+        lines = [json.dumps(row) + "\n" for row in kept if row["step"] <= step]
+        write_whole(config.run_dir / "config.json", config.to_json())
+        write_whole(path, "".join(lines))
         self._file = path.open("a", encoding="utf-8", buffering=1)
         if config.tensorboard:
             try:
@@ -101,26 +89,27 @@ class Metrics:
 
     def say(self, line: str) -> None:
         """Print a line, once."""
-        self._console.print(line, markup=False)
+        self._bar.console.print(line, markup=False)
 
     def note(self, record: Record) -> None:
         """Write a record of a step or an evaluation."""
         if not self._main:
             return
-        if "validation_loss" in record:
-            self.say(_shown(record))
-        else:
+        if "loss" in record:
             record = {**record, **self._speed(record["step"])}
             shown = f"loss {record['loss']:.4f}"
             self._bar.update(self._task, completed=record["step"], description=shown)
+        else:
+            found = [
+                f"{key.replace('_', ' ')} {record[key]:.4f}" for key in record if key != "step"
+            ]
+            self.say("  ".join([f"step {record['step']:>6}", *found]))
         # JSON has no NaN; a skipped step's norm is one.
-        record = {name: None if _lost(value) else value for name, value in record.items()}
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+        finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
         if self._board is not None:
-            for name in record.keys() - {"step"}:
-                if record[name] is not None:
-                    self._board.add_scalar(name, record[name], record["step"])
+            for key in record.keys() - {"step"}:
+                self._board.add_scalar(key, record[key], record["step"])
 
     def start_clock(self, step: int) -> None:
         """Begin to measure speed, after a step and all that was due."""
@@ -142,30 +131,17 @@ class Metrics:
         self.say(f"peak memory of rank 0: {peak_memory(self._device) / 2**30:.2f} GiB")
         if ended:
             self.say(f"stopped as asked; go on with --resume {run}")
-        self.say(f"Results are in {run}; for text from it:")
-        self.say(f'  python -m launch.sample {run} --prompt "def "')
+        sample = f'python -m launch.sample {run} --prompt "def "'
+        self.say(f"Results are in {run}; for text from it:\n  {sample}")
 
     def close(self) -> None:
         """Write what is left, and draw the curves."""
         self._bar.stop()
         if self._board is not None:
             self._board.close()
-        if self._file is not None:
+        if self._main:
             self._file.close()
             draw([self._config.run_dir], self._config.run_dir / "curves.png")
-
-
-def _lost(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _shown(record: Record) -> str:
-    names = {"validation_loss": "validation loss", "bits_per_byte": "bits per byte"}
-    parts = [f"step {record['step']:>6}"]
-    for name, value in record.items():
-        if name != "step":
-            parts.append(f"{names.get(name, name)} {value:.4f}")
-    return "  ".join(parts)
 
 
 def flops_per_example(model: nn.Module, config: Config, data: Data) -> float:
@@ -218,25 +194,21 @@ def draw(runs: list[Path], path: Path) -> None:
     figure, (top, bottom) = plt.subplots(
         2, 1, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained"
     )
-    for run in runs:
+    for number, run in enumerate(runs):
         rows = read_records(run)
-        steps = [row for row in rows if row.get("loss") is not None]
-        held_out = [row for row in rows if "validation_loss" in row]
-        (line,) = top.plot(
-            [r["step"] for r in steps], [r["loss"] for r in steps], lw=0.8, alpha=0.5
-        )
-        color = line.get_color()
-        marks = [r["step"] for r in held_out], [r["validation_loss"] for r in held_out]
-        top.plot(*marks, "o-", ms=3, color=color, label=f"{run.name}, held out")
-        scales = [row for row in steps if row.get("loss_scale")]
-        bottom.step([r["step"] for r in scales], [r["loss_scale"] for r in scales], color=color)
-        skipped = [row for row in scales if not row["taken"]]
-        bottom.plot(
-            [r["step"] for r in skipped], [r["loss_scale"] for r in skipped], "x", color=color
-        )
+        skipped = [row for row in rows if not row.get("taken", True)]
+        held_out = {"label": f"{run.name}, held out", "ms": 3}
+        for axes, name, shown, style, more in (
+            (top, "loss", rows, "-", {"lw": 0.8, "alpha": 0.5}),
+            (top, "validation_loss", rows, "o-", held_out),
+            (bottom, "loss_scale", rows, "-", {"drawstyle": "steps-pre"}),
+            (bottom, "loss_scale", skipped, "x", {}),
+        ):
+            found = [row for row in shown if row.get(name) is not None]
+            steps, values = [row["step"] for row in found], [row[name] for row in found]
+            axes.plot(steps, values, style, color=f"C{number}", **more)
     bottom.set_yscale("log", base=2)
-    bottom.set_ylabel("loss scale")
-    bottom.set_xlabel("step")
+    bottom.set(xlabel="step", ylabel="loss scale")
     top.set_ylabel("loss (nats)")
     top.legend()
     figure.savefig(path, dpi=120)

@@ -4,7 +4,6 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from launch.config import Config, UsageError, arguments, load_own, require
 from launch.data import Data
+
+# What transformers raises where it cannot build a model.
+_FAULTS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    OSError,
+)
 
 
 class Residual(nn.Linear):
@@ -96,21 +106,8 @@ class Logits(nn.Module):
         self.inner._init_weights(module)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A model, and how it gets its weights.
-
-    Attributes:
-        model: On the meta device, without memory; or whole.
-        init: Draws the weights of one of its layers; None where it has them.
-    """
-
-    model: nn.Module
-    init: Callable[[nn.Module], None] | None = None
-
-
-def recipe(config: Config, data: Data) -> Recipe:
-    """Build what ``--model`` names; all but its weights, where those can wait.
+def build(config: Config, data: Data) -> nn.Module:
+    """Build what ``--model`` names: whole, or on the meta device, for `fill` to draw its weights.
 
     Raises:
         UsageError: There is no such model, or it cannot be built for these data.
@@ -119,13 +116,16 @@ def recipe(config: Config, data: Data) -> Recipe:
     torch.manual_seed(config.seed)
     if config.model == "gpt":
         with torch.device("meta"):
-            gpt = GPT(config, data.classes)
-        return Recipe(gpt, gpt.init_weights)
+            return GPT(config, data.classes)
     if kind == "hf" and name:
         return _hugging_face(name, config, data)
-    if name:
-        return Recipe(_own(config, data))
-    raise UsageError(f"--model {config.model}: it must be gpt, hf:NAME or module:function")
+    require(name, f"--model {config.model}: it must be gpt, hf:NAME or module:function")
+    return _own(config, data)
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether a model is on the meta device; it has an ``init_weights`` for each of its layers."""
+    return any(p.is_meta for p in model.parameters())
 
 
 def _own(config: Config, data: Data) -> nn.Module:
@@ -139,7 +139,7 @@ def _own(config: Config, data: Data) -> nn.Module:
     return model
 
 
-def _hugging_face(name: str, config: Config, data: Data) -> Recipe:
+def _hugging_face(name: str, config: Config, data: Data) -> nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -155,65 +155,49 @@ def _hugging_face(name: str, config: Config, data: Data) -> Recipe:
             counts = f"it knows {classes} tokens, and the data have {data.classes}"
             hint = f"{counts}; pass the --tokenizer that it was trained with"
             require(data.classes <= classes, f"--model hf:{name}: {hint}")
-            return Recipe(model)
+            return model
         auto = transformers.AutoConfig
-        known = {"vocab_size": data.classes, **given}
-        settings = (
-            auto.from_pretrained(folder, **known)
-            if folder.is_dir()
-            else auto.for_model(name, **known)
-        )
-        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if (getattr(settings, token, None) or 0) >= settings.vocab_size:
-                setattr(settings, token, None)  # of a tokenizer that is not here
+        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer
+        known = {"vocab_size": data.classes, **special, **given}
+        there = folder.is_dir()
+        settings = auto.from_pretrained(folder, **known) if there else auto.for_model(name, **known)
         with torch.device("meta"):
             model = Logits(transformers.AutoModelForCausalLM.from_config(settings))
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+    except _FAULTS as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise UsageError(f"--model hf:{name}: transformers cannot build it ({first})") from None
-    return Recipe(model, model.init_weights)
+    return model
 
 
 @torch.no_grad()
-def fill(model: nn.Module, made: Recipe, seed: int, device: torch.device) -> None:
+def fill(model: nn.Module, made: Any, seed: int, device: torch.device) -> None:
     """Give a model on the meta device its memory and its weights, one layer at a time.
 
     Each rank draws every layer whole, from a seed made of its name, and keeps its shard; so a run
     starts with the same weights in every layout, and takes the memory of the shards and one layer.
 
     Args:
-        model: To be filled, sharded or not; a copy of the recipe's, which stays without memory.
-        made: How the model is made.
+        model: To be filled, sharded or not.
+        made: What it is a copy of; it stays without memory.
         seed: Of the weights.
         device: Where the model is to be.
     """
-    _allocate(model, device)
-    assert made.init is not None
-    for name, layer in made.model.named_modules():
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # layers go on sharing weights
+    model.to_empty(device=device)
+    torch.__future__.set_swap_module_params_on_conversion(before)
+    for name, layer in made.named_modules():
         own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
         if not own:
             continue
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
         layer.to_empty(device="cpu", recurse=False)
-        made.init(layer)
+        made.init_weights(layer)
         target = model.get_submodule(name)
         for key in own:
             _keep(getattr(target, key), getattr(layer, key))
         layer.to_empty(device="meta", recurse=False)
-
-
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give tensors memory, as ``to_empty`` does; but what layers share, they share afterwards."""
-    found: dict[int, Tensor] = {}
-    for layer in model.modules():
-        parameters = dict(layer.named_parameters(recurse=False))
-        for name, tensor in [*parameters.items(), *layer.named_buffers(recurse=False)]:
-            if id(tensor) not in found:
-                empty = torch.empty_like(tensor, device=device)
-                trains = tensor.requires_grad
-                found[id(tensor)] = nn.Parameter(empty, trains) if name in parameters else empty
-            setattr(layer, name, found[id(tensor)])
 
 
 def _keep(tensor: Tensor, whole: Tensor) -> None:
@@ -228,8 +212,8 @@ def _keep(tensor: Tensor, whole: Tensor) -> None:
 
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what a model is trained on: its own ``loss(outputs, targets)``, or `mean_loss`."""
-    found: Callable[[Tensor, Tensor], Tensor]
-    found = getattr(getattr(model, "module", model), "loss", mean_loss)
+    inner = getattr(model, "module", model)
+    found: Callable[[Tensor, Tensor], Tensor] = getattr(inner, "loss", mean_loss)
     return found
 
 
@@ -246,8 +230,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         UsageError: A model of the user's own returned something else than logits of this shape.
     """
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else (type(logits).__name__,)
-    if shape[:-1] != tuple(targets.shape):
-        raise UsageError(
-            f"--model: it must return logits {(*targets.shape, 'classes')}, not {shape}"
-        )
+    expected = (*targets.shape, "classes")
+    same = shape[:-1] == tuple(targets.shape)
+    require(same, f"--model: it must return logits {expected}, not {shape}")
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

@@ -1,33 +1,29 @@
 """How a model is spread over the ranks: one mesh of copies, shards and tensor-parallel ranks."""
 
 import functools
-import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
-import torch
+# Imported while a group of processes exists, as DDP and torch's optimizers do, it keeps that group
+# for ever, and gloo's threads may then end the process with an abort.
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils import checkpoint
 
-from launch.config import Config, UsageError
+from launch.config import Config, require
 from launch.model import GPT
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def pick_device(config: Config) -> torch.device:
@@ -38,16 +34,14 @@ def pick_device(config: Config) -> torch.device:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = "cpu" if accelerator is None else accelerator.type
-    name = found if config.device == "auto" else config.device
-    if name == "cpu":
+    kind = found if config.device == "auto" else config.device
+    there = " or ".join(dict.fromkeys(["auto", "cpu", found]))
+    require(kind in ("cpu", found), f"--device {kind}: it must be {there} on this machine")
+    if kind == "cpu":
         return torch.device("cpu")
-    if name != found:
-        here = " or ".join(dict.fromkeys(["auto", "cpu", found]))
-        raise UsageError(f"--device {name}: it must be {here} on this machine")
     ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    if ranks > count:
-        raise UsageError(f"--device {name}: {ranks} ranks on this machine, which has {count}")
-    device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0")))
+    require(ranks <= count, f"--device {kind}: {ranks} ranks on this machine, which has {count}")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
 
@@ -55,29 +49,17 @@ def pick_device(config: Config) -> torch.device:
 @contextmanager
 def join(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1 or dist.is_initialized():
-        if world > 1:
-            dist.barrier()  # as making a group does: each rank has looked at the run's folder
-        yield
-        return
-    # DDP and torch's optimizers import torch._dynamo on the way. Imported while a group exists it
-    # keeps that group for ever, and gloo's threads may then end the process with an abort.
-    importlib.import_module("torch._dynamo")
-    timeout = timedelta(seconds=config.timeout)
-    store = next(iter(rendezvous("env://", rank, world, timeout=timeout)))[0]
-    # torchrun's store outlives a group of processes, and so do the addresses they left there.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        store=PrefixStore(f"attempt {attempt} of {world}", store),
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-    )
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    ours = several and not dist.is_initialized()
+    if ours:
+        dist.init_process_group(timeout=timedelta(seconds=config.timeout))
+    elif several:
+        dist.barrier()  # as making a group does: each rank has looked at the run's folder
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if ours:
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -93,21 +75,22 @@ class Layout:
         mesh: All ranks in these three dimensions; None where one is alone.
     """
 
-    rank: int
-    world: int
-    replicate: int
-    shard: int
-    tp: int
-    mesh: DeviceMesh | None
+    rank: int = 0
+    world: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    mesh: DeviceMesh | None = None
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> Self:
         """Lay out the ranks of the default group as the flags ask."""
-        alone = not dist.is_initialized()
-        rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        shape, names = config.layout(world), ("replicate", "shard", "tp")
-        mesh = None if world == 1 else init_device_mesh(device.type, shape, mesh_dim_names=names)
-        return cls(rank, world, *shape, mesh)
+        if not dist.is_initialized():
+            return cls()
+        world, names = dist.get_world_size(), ("replicate", "shard", "tp")
+        shape = config.layout(world)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        return cls(dist.get_rank(), world, *shape, mesh)
 
     def __str__(self) -> str:
         """Say it for people."""
@@ -126,10 +109,10 @@ class Layout:
         return self.rank // self.tp
 
     @property
-    def replicas(self) -> ProcessGroup | None:
+    def replicas(self) -> dist.ProcessGroup | None:
         """The ranks that have the same shard, where both exchanges go through a hook."""
-        several = self.mesh is not None and self.replicate > 1 and self.shard > 1
-        return self.mesh["replicate"].get_group() if several and self.mesh is not None else None
+        several = self.replicate > 1 and self.shard > 1
+        return self.mesh["replicate"].get_group() if self.mesh is not None and several else None
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Add values over the ranks that read different examples, in float64."""
@@ -153,30 +136,26 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     Raises:
         UsageError: The model has no blocks.
     """
-    if not config.compile and config.checkpoint_blocks == "none":
-        return
     blocks: list[Any] = [*blocks_of(model)]
-    if not blocks:
-        raise UsageError(f"--model {config.model}: it has no blocks (members of a ModuleList)")
+    wanted = config.compile or config.checkpoint_blocks != "none"
+    missing = f"--model {config.model}: it has no blocks (members of a ModuleList)"
+    require(blocks or not wanted, missing)
+    again: dict[str, Any] = {"use_reentrant": False}
+    if config.checkpoint_blocks == "selective":
+        contexts = checkpoint.create_selective_checkpoint_contexts
+        again["context_fn"] = functools.partial(contexts, _policy)
     for block in blocks:
         if config.checkpoint_blocks != "none":
-            selective = config.checkpoint_blocks == "selective"
-            block.forward = _checkpointed(block.forward, selective)
+            block.forward = functools.partial(checkpoint.checkpoint, block.forward, **again)
         if config.compile:  # last, so that the compiler sees what is to be computed again
             block.forward = torch.compile(block.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    extra: dict[str, Any] = {}
-    if selective:
-        extra["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return functools.partial(checkpoint, forward, use_reentrant=False, **extra)
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
     """Keep what takes longest to compute again: products and attention."""
     kept = "mm" in op.name() or "attention" in op.name()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    policies = checkpoint.CheckpointPolicy
+    return policies.MUST_SAVE if kept else policies.PREFER_RECOMPUTE
 
 
 def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> None:
@@ -188,13 +167,10 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
     if layout.mesh is None or layout.shard * layout.tp == 1:
         return
     if layout.tp > 1:
-        plan = getattr(model, "tensor_parallel_plan", None)
-        if plan is None:
-            raise UsageError(
-                f"--tp {layout.tp}: --model {config.model} has no tensor_parallel_plan that says"
-                " which layers to divide by columns and rows; leave --tp out, or take gpt"
-            )
-        columns, rows = plan
+        columns, rows = getattr(model, "tensor_parallel_plan", ((), ()))
+        lacking = f"--model {config.model} has no tensor_parallel_plan that says"
+        hint = "which layers to divide by columns and rows; leave --tp out, or take gpt"
+        require(columns, f"--tp {layout.tp}: {lacking} {hint}")
         styles: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
         styles |= {f"blocks.*.{name}": RowwiseParallel() for name in rows}
         parallelize_module(model, layout.mesh["tp"], styles)
@@ -203,7 +179,7 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
     mesh = layout.mesh["replicate", "shard"] if copied else layout.mesh["shard"]
     level = config.level
     if level.casts_model and level.keep_batchnorm_fp32:
-        for norm in [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]:
+        for norm in [m for m in model.modules() if isinstance(m, _BATCH_NORMS) and m.affine]:
             fully_shard(norm, mesh=mesh)  # a group has one dtype
     whole = inside = MixedPrecisionPolicy()
     if level.master_weights:  # FSDP's fp32 shards are the masters
@@ -243,11 +219,8 @@ def settle(model: nn.Module, layout: Layout, sample: Tensor, device: torch.devic
         wrapped(torch.stack([sample] * 2).to(device)).float().sum().backward()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            raise UsageError(
-                f"--model: {name} takes no part in what it returns, and DDP waits for its gradient;"
-                " freeze it (requires_grad_(False)), or take --shard"
-            )
+    idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    fault = f"--model: {', '.join(idle)} take no part in what it returns, and DDP waits for them"
+    require(not idle, f"{fault}; freeze them (requires_grad_(False)), or take --shard")
     wrapped.zero_grad(set_to_none=True)
     return wrapped

@@ -3,14 +3,13 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import tyro
 from torch import Tensor, nn
 
 from distamp import autocast
-from launch.config import UsageError, refusing
+from launch.config import refusing, require
 from launch.evaluate import load_run
 
 
@@ -41,7 +40,8 @@ def sample(
 
 
 def main(
-    run: Annotated[Path, tyro.conf.Positional],
+    run: Path,
+    /,
     prompt: str = "\n",
     tokens: int = 300,
     temperature: float = 0.8,
@@ -58,15 +58,11 @@ def main(
         top_k: Among how many of the likeliest tokens to choose; 0: all.
         seed: Of the draw.
     """
-    if min(tokens, temperature, top_k) < 0 or not prompt:
-        raise UsageError(
-            "--tokens, --temperature and --top-k must be 0 or more, --prompt not empty"
-        )
+    ranges = "--tokens, --temperature and --top-k must be 0 or more, --prompt not empty"
+    require(min(tokens, temperature, top_k) >= 0 and prompt, ranges)
     config, data, model, device = load_run(run)
-    if data.encode is None or data.decode is None:
-        raise UsageError(
-            f"{run}: its data are not text; for tokens of a .bin, train with --tokenizer"
-        )
+    unread = f"{run}: its data are not text; for tokens of a .bin, train with --tokenizer"
+    require(data.encode and data.decode, unread)
     torch.manual_seed(seed)
     begin = torch.tensor(data.encode(prompt), device=device)
     level = config.level

@@ -3,38 +3,29 @@
 import math
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Stop:
-    """Whether this process was asked to end.
+@contextmanager
+def listening(minutes: float = math.inf) -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether this process was asked to end.
 
     Args:
         minutes: After which it counts as asked.
     """
+    end = time.monotonic() + 60 * minutes
+    heard: list[int] = []
 
-    def __init__(self, minutes: float = math.inf) -> None:
-        self._end = time.monotonic() + 60 * minutes
-        self._signalled = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    @property
-    def asked(self) -> bool:
-        """Whether a signal has come, or the time is over."""
-        return self._signalled or time.monotonic() >= self._end
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._signalled:
+    def hear(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and heard:
             raise KeyboardInterrupt  # someone at a terminal will not wait
-        self._signalled = True
+        heard.append(number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(heard) or time.monotonic() >= end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,7 +4,7 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ from launch.config import Config, UsageError, checkpoint_of, parse, refusing, re
 from launch.data import Data, Order, batches, load_data
 from launch.evaluate import evaluate
 from launch.metrics import Metrics, Record
-from launch.model import fill, loss_of, recipe
+from launch.model import build, fill, is_empty, loss_of
 from launch.optim import Rates, make_optimizers
 from launch.parallel import (
     Layout,
@@ -40,7 +40,7 @@ from launch.parallel import (
     prepare_blocks,
     settle,
 )
-from launch.stop import Stop
+from launch.stop import listening
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -48,13 +48,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         config = parse(args)
-        with Stop(config.max_time) as stop:
-            run(config, stop)
+        with listening(config.max_time) as asked:
+            run(config, asked)
 
     return refusing(body)
 
 
-def run(config: Config, stop: Stop) -> None:
+def run(config: Config, asked: Callable[[], bool]) -> None:
     """Train from the start, or from a checkpoint, to the last step.
 
     Raises:
@@ -64,7 +64,7 @@ def run(config: Config, stop: Stop) -> None:
     with join(config):
         job = make_ready(config, data, device, resume)
         try:
-            train(job, stop)
+            train(job, asked)
         finally:
             job.metrics.close()
 
@@ -80,11 +80,9 @@ def start_from(config: Config) -> Path | None:
     writable = there.is_dir() and os.access(there, os.W_OK)
     require(writable, f"--run-dir {config.run_dir}: {there} cannot be written to")
     same = run is not None and run.resolve() == config.run_dir.resolve()
-    if (config.run_dir / "metrics.jsonl").exists() and not same and not config.overwrite:
-        raise UsageError(
-            f"--run-dir {config.run_dir}: it has a run; --resume {config.run_dir} goes on with it,"
-            " --overwrite starts again"
-        )
+    free = same or config.overwrite or not (config.run_dir / "metrics.jsonl").exists()
+    hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"
+    require(free, f"--run-dir {config.run_dir}: it has a run; {hint}")
     return resume
 
 
@@ -125,13 +123,13 @@ def make_ready(config: Config, data: Data, device: torch.device, resume: Path | 
 
 def make_model(config: Config, data: Data, layout: Layout, device: torch.device) -> nn.Module:
     """Build the model, cast and sharded, and draw its weights; no rank ever has all of them."""
-    made = recipe(config, data)
-    model = made.model.to(device) if made.init is None else copy.deepcopy(made.model)
+    made = build(config, data)
+    model = copy.deepcopy(made) if is_empty(made) else made.to(device)
     if layout.shard * layout.tp == 1 or not config.level.master_weights:
         cast_model(model, config.level)
     prepare_blocks(model, config)
     parallelize(model, config, layout, device)
-    if made.init is not None:
+    if is_empty(made):
         fill(model, made, config.seed, device)
     return model
 
@@ -164,7 +162,7 @@ def read_ahead(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
     return batches(job.data.train, order, job.device, config.workers)
 
 
-def train(job: Job, stop: Stop) -> None:
+def train(job: Job, asked: Callable[[], bool]) -> None:
     """Train to the last step, or until a rank is asked to stop."""
     config, model, amp, state = job.config, job.model, job.amp, job.state
     layout, progress, metrics = job.layout, job.state.progress, job.metrics
@@ -202,7 +200,7 @@ def train(job: Job, stop: Stop) -> None:
 
         if due:
             # One message has the loss, and whether any rank was asked to end.
-            loss_sum, asked = layout.sum(total, stop.asked)
+            loss_sum, several = layout.sum(total, asked())
             progress.skipped = progress.step - int(rates.taken)
             record = {"step": progress.step, "loss": loss_sum / layout.data_world}
             record |= {"gradient_norm": float(norm), "learning_rate": float(rate)}
@@ -210,7 +208,7 @@ def train(job: Job, stop: Stop) -> None:
                 record |= {"loss_scale": scale, "taken": bool(taken), "skipped": progress.skipped}
             metrics.note(record)
             refuse_nan(config, record)
-            ended = bool(asked)
+            ended = several > 0
             if "eval" in due:
                 metrics.note(validate(job))
             if "save" in due or ended:
@@ -256,12 +254,9 @@ def refuse_nan(config: Config, record: Record) -> None:
     Raises:
         UsageError: On every rank.
     """
-    if config.level.scales or math.isfinite(record["loss"]):
-        return
-    raise UsageError(
-        f"step {record['step']}: the loss is {record['loss']}, at a learning rate of"
-        f" {record['learning_rate']:g}; a smaller --lr may help"
-    )
+    fine = config.level.scales or math.isfinite(record["loss"])
+    lost = f"step {record['step']}: the loss is {record['loss']}, at a learning rate of"
+    require(fine, f"{lost} {record['learning_rate']:g}; a smaller --lr may help")
 
 
 if __name__ == "__main__":

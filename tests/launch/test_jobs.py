@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import pytest
 
 from tests.launch import jobs
 from tests.launch.jobs import TINY
+from tests.ranks import RankError, RankPool
 
 pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(600)]
 
 RUN = (*TINY, "--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 2)
-RUN = (*RUN, "--dropout", 0.1, "--steps", 40, "--save-every", 4, "--hook", "int8")
+RUN = (*RUN, "--dropout", 0.1, "--steps", 24, "--save-every", 3)
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +53,36 @@ def kill(job: subprocess.Popen[bytes]) -> None:
     job.wait()
 
 
-def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(ranks2, text, tmp_path):
-    whole = ranks2.run(jobs.train, tmp_path / "whole", ("--data", text, *RUN))[0]
-    run = tmp_path / "run"
-    command = jobs.torchrun(2, "--data", text, *RUN, "--run-dir", run, "--auto-resume")
-    job = jobs.start(command)
-    until(run, 6)
-    time.sleep(random.uniform(0, 0.05))
-    kill(job)
-    assert 6 <= jobs.records(run)[-1]["step"] < 40
-    assert jobs.start(command).wait(jobs.TIMEOUT_S) == 0
-    assert jobs.records(run) == whole
+def kill_after(pool: RankPool, run: Path, step: int, over: threading.Event) -> None:
+    """Kill all ranks with SIGKILL some time after a step."""
+    while not over.wait(0.01):
+        if any(row["step"] >= step for row in jobs.records(run)):
+            time.sleep(random.uniform(0, 0.05))
+            pool.kill(0)
+            pool.kill(1)
+            return
+
+
+@pytest.mark.parametrize("layout", ["--hook int8", "--shard -1 --async-save"])
+def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(
+    ranks2, new_ranks, text, tmp_path, layout
+):
+    args = ("--data", text, *RUN, *layout.split(), "--auto-resume")
+    whole = ranks2.run(jobs.train, tmp_path / "whole", args)[0]
+    run, pool = tmp_path / "run", new_ranks(2)
+
+    # The first time there is no checkpoint yet.
+    for step in (1, 8, 15):
+        over = threading.Event()
+        killer = threading.Thread(target=kill_after, args=(pool, run, step, over))
+        killer.start()
+        try:
+            with pytest.raises(RankError, match="exit code -9"):
+                pool.run(jobs.train, run, args)
+        finally:
+            over.set()
+            killer.join()
+    assert pool.run(jobs.train, run, args)[0] == whole
 
 
 def test_run_that_one_rank_is_asked_to_end_saves_and_exits_with_0(text, tmp_path):

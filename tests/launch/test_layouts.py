@@ -20,7 +20,7 @@ LAYOUTS = {
     "blocks": ("--shard", 2, "--checkpoint-blocks", "all"),
     "ddp, selective": ("--checkpoint-blocks", "selective"),
 }
-STEPS = ("--steps", 4, *TINY)
+STEPS = ("--steps", 3, *TINY)
 # Only the order of additions differs in fp32; products round otherwise once they are divided.
 TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "O2": 1e-2}
 
@@ -43,8 +43,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, job
 
 
 CELLS = [(layout, "fp32") for layout in LAYOUTS]
-CELLS += [(layout, "fp16") for layout in ("ddp", "fsdp2", "fsdp2 x tp", "hsdp, hook")]
-CELLS += [("fsdp2", "bf16"), ("ddp", "O2"), ("hsdp", "O2"), ("fsdp2 x tp", "O2")]
+CELLS += [("ddp", "fp16"), ("fsdp2 x tp", "fp16"), ("fsdp2", "bf16"), ("ddp", "O2"), ("hsdp", "O2")]
 
 
 @pytest.mark.parametrize(("layout", "precision"), CELLS)

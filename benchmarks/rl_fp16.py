@@ -1,6 +1,6 @@
 """fp16 and bf16 in reinforcement learning: how far the sampled policy is from the trained one.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/rl_fp16.py --plot rl_fp16.png
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rl_fp16.py --plot rl_fp16.png
 
 A policy writes bytes and is paid for those that are digits. Rollouts come from a copy for
 inference, whose weights are cast outright and which decodes one byte at a time with a cache of keys
@@ -56,6 +56,7 @@ class Block(nn.Module):
         self.feed_out = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
         batch, time, width = x.shape
         parts = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -89,6 +90,7 @@ class Policy(nn.Module):
     def forward(
         self, tokens: Tensor, caches: list[list[Tensor]] | None = None, start: int = 0
     ) -> Tensor:
+        """Map int64 (batch, time) to logits (batch, time, 256)."""
         x = self.bytes(tokens) + self.places.weight[start : start + tokens.shape[1]]
         for index, block in enumerate(self.blocks):
             x = block(x, None if caches is None else caches[index])

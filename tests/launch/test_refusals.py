@@ -1,0 +1,180 @@
+"""What cannot be done ends in one sentence and exit code 2, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from launch.config import Config, checkpoints_of, flag
+from launch.train import main
+from tests.launch import jobs
+from tests.launch.jobs import TINY
+
+# What no value of a flag may be.
+BAD = {
+    "layers heads width block batch accumulate tp growth_interval": "0 -1 two 1.5",
+    "steps log_every eval_every eval_examples save_every": "0 -1 two 1.5",
+    "lr init_scale": "0 -1 nan inf x",
+    "timeout": "0 -1 nan 3e6 x",
+    "max_time": "0 -1 nan x",
+    "workers replicate warmup keep": "-1 x 0.5",
+    "seed": "-1 4294967296 x",
+    "weight_decay clip": "-1 nan inf x",
+    "dropout ema": "-0.1 1 nan x",
+    "final_lr": "-0.1 1.1 nan x",
+    "shard": "0 -2 3 x",
+    "peak_tflops": "0 -1 nan x",
+    "token_dtype": "int8 float32",
+    "precision": "fp64 O4 half",
+    "checkpoint_blocks": "some True",
+    "schedule": "step cosinus",
+    "hook": "int16 fp64 fp16 auto",  # the last two want several ranks
+    "compile async_save overwrite auto_resume tensorboard": "yes 1",
+    "model": "gtp hf: hf:gtp os:getcwd nowhere:f os:nothing :",
+    "model_args": "width",
+    "data": "nowhere nowhere:f os:nothing os:getcwd",
+    "tokenizer": "nowhere.json",
+    "device": "toaster cuda:7",
+    "optimizer": "adam nowhere:X torch.optim:Nothing os:getcwd",
+    "resume": "nowhere",
+}
+# What does not fit together, is not there, or is of another program.
+WRONG = """
+--width 17 | --heads 3 | --batch 6 --accumulate 4 | --accumulate 3 | --block 4000 | --batch 100000
+--tp 2 | --replicate 2 | --shard 2 | --shard 2 --tp 2 | --replicate 2 --shard -1 | --tp 3 --shard -1
+--optimizer muon --model tests.launch.test_refusals:no_blocks
+--compile --model tests.launch.test_refusals:no_blocks
+--checkpoint-blocks all --model tests.launch.test_refusals:no_blocks
+--model tests.launch.test_refusals:frozen | --model tests.launch.test_refusals:no_blocks
+--model tests.launch.test_refusals:no_blocks --model-args depth=3
+--model hf:gpt2 --model-args n_head=0 | --optimizer torch.optim:LBFGS --schedule what
+--layer 2 | --opt-level O1 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
+-lr 1 | train | --lr 1 2 | --lr=one | --resume nowhere --auto-resume | --precision
+"""
+
+
+def no_blocks(data: object) -> nn.Module:
+    """A model whose outputs are no logits, and which has no blocks."""
+    return nn.Embedding(data.classes, 4)
+
+
+def frozen(data: object) -> nn.Module:
+    return no_blocks(data).requires_grad_(False)
+
+
+def wrong() -> Iterator[str]:
+    for names, values in BAD.items():
+        for name, value in itertools.product(names.split(), values.split()):
+            yield f"{flag(name)} {value}"
+    for field in fields(Config):  # no value at all
+        if field.type is not bool and field.name != "model_args":
+            yield flag(field.name)
+    for line in WRONG.strip().splitlines():
+        yield from line.split(" | ")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.text_file(tmp_path_factory.mktemp("text"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The sentence with which a run is refused, however it was printed."""
+    capsys.readouterr()
+    assert main([*map(str, args)]) == 2, args
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    if err.startswith("error: "):  # else tyro's own
+        assert err.count("\n") == 1
+    return err
+
+
+def test_each_of_two_hundred_wrong_flags_is_named(text, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("COLUMNS", "200")
+    given = ["--data", text, *TINY, "--run-dir", tmp_path / "run"]
+    cases = [*wrong()]
+    assert len(cases) >= 200
+    unnamed = [
+        args for args in cases if args.split()[0] not in refused(capsys, *given, *args.split())
+    ]
+    assert not unnamed
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_cannot_be_read_are_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").write_bytes(b"\0" * 100)
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    (tmp_path / "none.bin").write_bytes(b"")
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for name in ("empty", "odd.bin", "none.bin", "short.txt"):
+        given = ["--data", tmp_path / name, *TINY, "--run-dir", tmp_path / "run"]
+        assert str(name) in refused(capsys, *given)
+    tokenizer = ["--tokenizer", tmp_path / "tokenizer.json"]
+    assert "tokenizer.json" in refused(capsys, "--data", tmp_path / "short.txt", *tokenizer)
+
+
+def test_folders_that_cannot_be_written_or_have_a_run_are_named(text, tmp_path, capsys):
+    args = ("--data", text, *TINY, "--steps", 1)
+    assert "short" in refused(capsys, *args, "--run-dir", text / "short")
+    jobs.train(tmp_path, args)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert "--overwrite" in refused(capsys, *args, "--run-dir", tmp_path)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("damage", ["another model", "a torn file", "no index", "no flags"])
+def test_damaged_or_foreign_checkpoint_is_refused_and_nothing_is_lost(
+    text, tmp_path, capsys, damage
+):
+    jobs.train(tmp_path, ("--data", text, *TINY, "--steps", 2))
+    (checkpoint,) = checkpoints_of(tmp_path)
+    more = ["--resume", tmp_path, "--steps", "3"]
+    if damage == "another model":
+        more += ["--width", "32"]
+    elif damage == "a torn file":
+        file = next(checkpoint.glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:100])
+    elif damage == "no index":
+        (checkpoint / ".metadata").unlink()
+    else:
+        (tmp_path / "config.json").write_text("[]")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert str(tmp_path) in refused(capsys, *more)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_loss_that_is_not_finite_ends_a_run_before_its_checkpoint(text, tmp_path, capsys):
+    args = ("--data", text, *TINY, "--lr", "1e30", "--warmup", "0", "--steps", "5")
+    assert "--lr" in refused(capsys, *args, "--run-dir", tmp_path)
+    assert not checkpoints_of(tmp_path)
+
+
+def test_ranks_refuse_alike(ranks2, text, tmp_path):
+    given = ("--data", text, *TINY, "--run-dir", tmp_path / "run")
+    for args in ("--optimizer muon --shard 2", "--hook int8 --shard 2", "--hook fp16 --tp 2"):
+        said = ranks2.run(jobs.refusal, *given, *args.split())
+        assert said[0] == said[1]
+        assert args.split()[0] in said[0]
+
+
+def test_a_parameter_that_takes_no_part_is_named(ranks2, text, tmp_path):
+    own = ("--model", f"{__name__}:idle", "--run-dir", tmp_path)
+    assert "1.weight" in ranks2.run(jobs.refusal, "--data", text, *TINY, *own)[0]
+
+
+class Idle(nn.Sequential):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self[0](tokens)
+
+
+def idle(data: object) -> nn.Module:
+    return Idle(nn.Embedding(data.classes, data.classes), nn.Linear(2, 2, bias=False))
