@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,22 +46,28 @@ def workers(job: subprocess.Popen[bytes]) -> list[int]:
     return found
 
 
-def kill(job: subprocess.Popen[bytes]) -> None:
-    """End torchrun and every rank at once, wherever they are."""
-    for pid in [job.pid, *workers(job)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    job.wait()
+def killed_after(
+    pool: RankPool, run: Path, args: Sequence[object], ready: Callable[[int], bool], seconds: float
+) -> None:
+    """Go on with a run, and kill all ranks with SIGKILL some time after it has enough records."""
+    over = threading.Event()
 
+    def kill() -> None:
+        while not over.wait(0.005):
+            if ready(len(jobs.records(run))):
+                time.sleep(seconds)
+                pool.kill(0)
+                pool.kill(1)
+                return
 
-def kill_after(pool: RankPool, run: Path, step: int, over: threading.Event) -> None:
-    """Kill all ranks with SIGKILL some time after a step."""
-    while not over.wait(0.01):
-        if any(row["step"] >= step for row in jobs.records(run)):
-            time.sleep(random.uniform(0, 0.05))
-            pool.kill(0)
-            pool.kill(1)
-            return
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with pytest.raises(RankError, match="exit code -9"):
+            pool.run(jobs.train, run, args)
+    finally:
+        over.set()
+        killer.join()
 
 
 @pytest.mark.parametrize("layout", ["--hook int8", "--shard -1 --async-save"])
@@ -71,17 +78,9 @@ def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(
     whole = ranks2.run(jobs.train, tmp_path / "whole", args)[0]
     run, pool = tmp_path / "run", new_ranks(2)
 
-    # The first time there is no checkpoint yet.
-    for step in (1, 8, 15):
-        over = threading.Event()
-        killer = threading.Thread(target=kill_after, args=(pool, run, step, over))
-        killer.start()
-        try:
-            with pytest.raises(RankError, match="exit code -9"):
-                pool.run(jobs.train, run, args)
-        finally:
-            over.set()
-            killer.join()
+    for count in (1, 8, 15):  # the first time there is no checkpoint yet
+        killed_after(pool, run, args, count.__le__, random.uniform(0, 0.05))
+        assert count <= len(jobs.records(run)) < len(whole)
     assert pool.run(jobs.train, run, args)[0] == whole
 
 

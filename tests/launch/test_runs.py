@@ -119,10 +119,25 @@ def classifier(data: Data, width: int = 8) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("layout", ["", "--shard -1"])
-def test_data_and_model_of_ones_own(ranks2, tmp_path, layout):
-    own = ("--data", f"{__name__}:pairs", "--model", f"{__name__}:classifier", "--model-args")
-    args = (*own, "width=16", *TINY, "--steps", 20, "--save-every", 8, "--precision", "fp16")
+class Empty(nn.Sequential):
+    """A model that is built on the meta device, and draws one layer after the other."""
+
+    def init_weights(self, layer: nn.Module) -> None:
+        layer.reset_parameters()
+
+
+def empty_classifier(data: Data, width: int) -> nn.Module:
+    with torch.device("meta"):
+        return Empty(*classifier(data, width))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("classifier", ""), ("classifier", "--shard -1"), ("empty_classifier", "")],
+)
+def test_data_and_model_of_ones_own(ranks2, tmp_path, model, layout):
+    own = ("--data", f"{__name__}:pairs", "--model", f"{__name__}:{model}", "--model-args")
+    args = (*own, "width=16", *TINY, "--steps", 12, "--save-every", 5, "--precision", "fp16")
     rows = ranks2.run(jobs.train, tmp_path, (*args, *layout.split()))[0]
     assert losses(rows)[-1] < 0.9 * losses(rows)[0]
     checkpoints_of(tmp_path)[0].joinpath(".metadata").unlink()
