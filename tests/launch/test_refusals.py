@@ -51,7 +51,7 @@ WRONG = """
 --optimizer muon --model tests.launch.test_refusals:no_blocks
 --compile --model tests.launch.test_refusals:no_blocks
 --checkpoint-blocks all --model tests.launch.test_refusals:no_blocks
---model tests.launch.test_refusals:frozen | --model tests.launch.test_refusals:no_blocks
+--model tests.launch.test_refusals:frozen
 --model tests.launch.test_refusals:no_blocks --model-args depth=3
 --model hf:gpt2 --model-args n_head=0 | --optimizer torch.optim:LBFGS --schedule what
 --layer 2 | --opt-level O1 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
