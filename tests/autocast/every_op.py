@@ -9,6 +9,7 @@ Run by hand; what it printed is in docs/results/autocast_ops.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import threading
@@ -52,26 +53,37 @@ def sweep(samples: int, ops: list[Any]) -> None:
             compared += 1
             if ours != theirs:
                 print(f"differs: {op.name} {dtype} in {low}: {ours}, torch {theirs}")
-    for op in ops:
+    for op, (category, given, wanted) in itertools.product(ops, LISTED):
         try:
-            lists = OpLists(fp32={op.name.replace("nn.functional.", "")})
+            lists = OpLists(**{category: {op.name.replace("nn.functional.", "")}})
         except ValueError:
             continue
-        if torch.bfloat16 not in op.supported_dtypes("cpu"):
+        if not {given, wanted} <= op.supported_dtypes("cpu"):
             continue
-        for sample in itertools.islice(op.sample_inputs("cpu", torch.bfloat16), samples):
-            off = dtypes(op, sample.transform(widened), torch.autocast("cpu", enabled=False))
-            found = dtypes(op, sample, autocast("cpu", ops=lists))
+        low = wanted if given is torch.float32 else given
+        for sample in itertools.islice(op.sample_inputs("cpu", given), samples):
+            cast = sample.transform(functools.partial(changed, given=given, wanted=wanted))
+            off = dtypes(op, cast, torch.autocast("cpu", enabled=False))
+            found = dtypes(op, sample, autocast("cpu", low, ops=lists))
             listed += 1
             if found != off:
-                print(f"listed fp32: {op.name}: {found}, of float32 inputs {off}")
+                print(f"listed {category}: {op.name} of {given}: {found}, by hand {off}")
     print(f"{compared} calls as torch's, {listed} calls listed; torch {torch.__version__}")
 
 
-def widened(value: Any) -> Any:
-    """What an fp32 list makes of a sample's tensor."""
-    half = isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
-    return value.float() if half else value
+# What an op is listed as, the dtype of its inputs, and what the list makes of them.
+LISTED = [
+    ("fp32", torch.bfloat16, torch.float32),
+    ("fp32", torch.float16, torch.float32),
+    ("lower_precision", torch.float32, torch.bfloat16),
+    ("lower_precision", torch.float32, torch.float16),
+]
+
+
+def changed(value: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
+    """What a list makes of a sample's tensor."""
+    listed = isinstance(value, torch.Tensor) and value.dtype is given
+    return value.to(wanted) if listed else value
 
 
 NAMES = ["mm", "linear", "softmax", "layer_norm", "tanh", "gelu", "exp", "log", "sum", "conv2d"]
