@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.common import Timings, environment, interleave, markdown, ratio
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
-from distamp.comm_hooks.formats import BLOCK, Places
+from distamp.comm_hooks.formats import BLOCK, Places, Source
 
 HALF, FLOAT, COPY = ".half()", ".float()", "copy"
 
@@ -93,10 +93,12 @@ def _of_format(
     places = Places(1, -(-numel // BLOCK) * BLOCK, [(0, 0, numel)])
     pair = torch.zeros(2, wire.row_bytes(places.numel), dtype=torch.uint8, device=values.device)
     sent, out, none = pair[:1], torch.empty_like(values), values.view(1, -1)[:0]
+    source = Source(values, none, places, 1, 0.125)
+    adding = source._replace(places=Places(2, places.numel, places.runs), own=0)
     return {
-        f"{wire.name} encode": lambda: how.encode(wire, values, none, places, sent, 0.125),
+        f"{wire.name} encode": lambda: how.encode(wire, source, sent),
         f"{wire.name} decode": lambda: how.decode(wire, sent, places, out),
-        f"{wire.name} add": lambda: how.sum_rows(wire, pair, places, out),
+        f"{wire.name} add": lambda: how.sum_rows(wire, adding, pair, out),
     }
 
 

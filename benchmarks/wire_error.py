@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common import environment, markdown
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
-from distamp.comm_hooks.formats import BLOCK, Feedback, Places
+from distamp.comm_hooks.formats import BLOCK, Feedback, Places, Source
 
 LAYERS = 24
 SCALES = (1.0, 2.0**16, 2.0**24)
@@ -75,13 +75,15 @@ def through(
     places = places or Places(1, -(-numel // BLOCK) * BLOCK, [(0, 0, numel)])
     fed: list[Feedback | None] = [*(feedback or [None] * (len(contributions) + 1))]
     rows = torch.empty(len(contributions), wire.row_bytes(places.numel), dtype=torch.uint8)
-    for index, each in enumerate(contributions):
-        inverse = 1 / len(contributions)
-        formats.encode(
-            wire, each, each.view(1, -1)[:0], places, rows[index : index + 1], inverse, fed[index]
-        )
+    # The first is that of the rank which adds up.
+    own, inverse = contributions[0], 1 / len(contributions)
+    for index, each in enumerate(contributions[1:], 1):
+        source = Source(each, each.view(1, -1)[:0], places, places.rows, inverse)
+        formats.encode(wire, source, rows[index : index + 1], fed[index])
     mean, found = torch.empty_like(rows[:1]), torch.empty(numel)
-    formats.sum_encode(wire, rows, places.numel, mean, fed[-1])
+    everyone = Places(len(contributions), places.numel, places.runs)
+    adding = Source(own, own.view(1, -1)[:0], everyone, 0, inverse)
+    formats.sum_encode(wire, adding, rows, mean[0], fed[-1])
     formats.decode(wire, mean, places, found)
     return found
 

@@ -1,5 +1,6 @@
 """Hooks for DistributedDataParallel, with the names and signatures of torch's own."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -7,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.state import CommHookState, state_of
+from distamp.comm_hooks.state import CommHookState, reals_in, state_of
 from distamp.comm_hooks.torch_compat import GradBucket
+from distamp.comm_hooks.wrapped import Sample, Wrapped, ranks_of
 
 __all__ = [
     "bf16_compress_hook",
@@ -18,6 +21,7 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "wire_hook",
+    "wrapped",
 ]
 
 State: TypeAlias = CommHookState | dist.ProcessGroup | None
@@ -123,10 +127,48 @@ def _average_compiled(state: CommHookState, gradient: Tensor) -> Tensor:
     """
     group = state.process_group
     reason = "gradient all-reduced as it is by torch.compile's Python reducer"
-    state.account.fallbacks[reason] += 1
+    state.counts.fallbacks[reason] += 1
     mean = gradient / dist.get_world_size(group)
     if torch.compiler.is_compiling():
         mean = torch_compat.all_reduce_in_graph(mean, group)
     else:
         dist.all_reduce(mean, group=group)
     return gradient.copy_(mean)
+
+
+def wrapped(model: DistributedDataParallel) -> Wrapped:
+    """Return a DDP module as `register` takes it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for each in trained:
+        kinds[each.dtype.to_real(), each.device] += reals_in(each)
+    ((dtype, device), numel), *_ = kinds.most_common(1)
+    bucket = max(1, model.bucket_bytes_cap // dtype.itemsize)
+    name, refused = torch_compat.ddp_hook_name(model), None
+    if name is not None:
+        built_in = name.startswith("BuiltinCommHookType")
+        refused = (
+            "the model has a communication hook already "
+            f"({'built into torch' if built_in else name}), and can have only one; to register "
+            "another, wrap the model again"
+        )
+
+    def attach(state: CommHookState, compressed: bool) -> None:
+        state.name_parameters(model.module.named_parameters())
+        if compressed:
+            model.register_comm_hook(state, wire_hook)
+
+    group = model.process_group
+    return Wrapped(
+        groups=[group],
+        ranks=ranks_of(group),
+        shards=[],
+        replicas=group,
+        feedback=True,
+        dtypes=list(dict.fromkeys(dtype for dtype, _ in kinds)),
+        devices=list(dict.fromkeys(each.device for each in trained)),
+        sample=Sample(min(numel, bucket), dtype, device),
+        what=f"{sum(each.numel() for each in trained)} elements",
+        refused=refused,
+        attach=attach,
+    )

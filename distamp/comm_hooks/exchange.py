@@ -12,7 +12,8 @@ up. Where each rank counts as a host, all exchange with all in one level.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from distamp.comm_hooks import formats
-from distamp.comm_hooks.formats import BLOCK, Feedback, Places, WireFormat
+from distamp.comm_hooks.formats import BLOCK, Feedback, Places, Source, WireFormat
 from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.lanes import (
     DeviceLanes,
@@ -31,10 +32,9 @@ from distamp.comm_hooks.lanes import (
     HostWire,
     Lane,
     Lanes,
-    Turn,
     Wire,
 )
-from distamp.comm_hooks.stats import Account
+from distamp.comm_hooks.stats import HookStats
 
 __all__ = ["Exchange", "Plan"]
 
@@ -49,18 +49,12 @@ class Plan:
     """Where the elements of a bucket go.
 
     Args:
-        numel: Its elements.
-        part: Elements that one rank owns, in whole blocks.
         whole: Where the rows of all owners lie in the bucket.
-        runs: As of `Places`, for each parameter of formats that keep them apart.
         mine: The rows that this rank sends to other hosts, in its host's part of the bucket.
         cuts: Where each local rank's part of the bucket begins, and where the last one ends.
     """
 
-    numel: int
-    part: int
     whole: Places
-    runs: Sequence[tuple[int, int, int]] = field(repr=False)
     mine: Places
     cuts: Sequence[int]
 
@@ -74,60 +68,59 @@ class Exchange:
         hosts: Which ranks are on which hosts.
         group: The ranks.
         device: Where the gradients lie.
-        account: Where bytes are counted.
+        stats: Where bytes are counted.
     """
 
     def __init__(
-        self, hosts: Hosts, group: ProcessGroup, device: torch.device, account: Account
+        self, hosts: Hosts, group: ProcessGroup, device: torch.device, stats: HookStats
     ) -> None:
-        self.hosts, self.device, self.account = hosts, device, account
-        self.size = group.size()
-        self.host, self.local = hosts.place(group.rank())
-        self._plans: dict[tuple[int, str], Plan] = {}
-        # Where the rows of shards lie, by their lengths.
-        self._known: dict[tuple[int, int, int, int], Places] = {}
+        self.device, self._stats = device, stats
+        self._plans: dict[int, Plan] = {}
+        self.wide, self.here = len(hosts.ranks), len(hosts.ranks[0])
+        self.host, self.local = divmod(group.rank(), self.here)
         self.lanes: Lanes
-        self.wire: Wire
-        levels = {"inner": hosts.ranks[self.host], "outer": hosts.column(self.local)}
+        self._wire: Wire
         self._math: Any = formats
+        levels = {
+            "inner": hosts.ranks[self.host],
+            "outer": [ranks[self.local] for ranks in hosts.ranks],
+        }
         if device.type == "cpu":
-            self.wire = wire = HostWire(hosts.name, group, levels, account)
+            self._wire = wire = HostWire(hosts.name, group, levels, stats)
             self.lanes = HostLanes(wire.close)
         else:
-            self.wire = DeviceWire(hosts.name, group, levels, device)
+            self._wire = DeviceWire(hosts.name, group, levels, device)
             self.lanes = DeviceLanes(device)
-            self._math, account.arithmetic = _arithmetic(device)
+            self._math, stats.arithmetic = _arithmetic(device)
 
-    # -- whole gradients -------------------------------------------------------------------------
-
-    def plan(self, numel: int, wire: WireFormat, numels: Sequence[int] = ()) -> Plan:
+    def plan(self, numel: int, numels: Sequence[int] = ()) -> Plan:
         """Return where the elements of a bucket go.
 
         Args:
             numel: Its elements.
-            wire: The format.
             numels: Those of its parameters, where no block may have elements of two.
         """
-        key = (numel, wire.name)
-        if not numels and key in self._plans:
-            return self._plans[key]
+        if not numels and numel in self._plans:
+            return self._plans[numel]
         runs, padded, flat = [], 0, 0
         for length in numels or [numel]:
             runs.append((padded, flat, length))
             padded += -(-length // BLOCK) * BLOCK
             flat += length
-        wide, here = self.hosts.count, self.hosts.local_size
-        part = -(-padded // BLOCK // (wide * here)) * BLOCK
-        whole = Places(wide * here, part, runs)
-        first = self.local * wide * part
-        cuts = [0, *(_flat(whole, each * wide * part, numel) for each in range(1, here)), numel]
+        part = -(-padded // BLOCK // (self.wide * self.here)) * BLOCK
+        whole = Places(self.wide * self.here, part, runs)
+        of_local = self.wide * part
+        # A local rank's part begins with the first element at or behind its first row.
+        starts = (whole.inside(each * of_local, padded) for each in range(self.here))
+        cuts = [*(next((flat for _, flat, _ in there), numel) for there in starts), numel]
+        first = self.local * of_local
         mine = [
             (begin - first, at - cuts[self.local], length)
-            for begin, at, length in whole.inside(first, first + wide * part)
+            for begin, at, length in whole.inside(first, first + of_local)
         ]
-        plan = Plan(numel, part, whole, runs, Places(wide, part, mine), cuts)
+        plan = Plan(whole, Places(self.wide, part, mine), cuts)
         if not numels:
-            self._plans[key] = plan
+            self._plans[numel] = plan
         return plan
 
     def average(
@@ -148,66 +141,13 @@ class Exchange:
             divisor: By which the sum is divided; None for the number of ranks.
             feedback: What rounding takes of this rank's part, and of the mean that it owns.
         """
-        inverse = 1.0 / (self.size if divisor is None else divisor)
-        nbytes = values.numel() * values.itemsize
-        outer, own = (self.hosts.count - 1) * wire.row_bytes(plan.part), plan.cuts[self.local :]
-        inner = nbytes - (own[1] - own[0]) * values.itemsize
-        inner += (self.hosts.local_size - 1) * self.hosts.count * wire.row_bytes(plan.part)
-        inner = inner if self.hosts.local_size > 1 else 0
-        self.account.add(wire.name, 2 * outer, inner, self._ring(2 * nbytes))
-        fed = [] if feedback is None else [each for one in feedback for each in one]
-        uses = [values, *fed] if self.device.type != "cpu" else []
-        return self.lanes.submit(
-            lambda lane, turn: self._average(lane, turn, values, wire, plan, inverse, feedback),
-            uses,
-        )
-
-    def _average(
-        self,
-        lane: Lane,
-        turn: Turn,
-        values: Tensor,
-        wire: WireFormat,
-        plan: Plan,
-        inverse: float,
-        feedback: tuple[Feedback, Feedback] | None,
-    ) -> Tensor:
-        wide, here = self.hosts.count, self.hosts.local_size
-        row = wire.row_bytes(plan.part)
-        of_mine, of_mean = feedback or (None, None)
-        own = values[plan.cuts[self.local] : plan.cuts[self.local + 1]]
-        nbytes = own.numel() * own.itemsize
-        others = lane.memory("received", max((here - 1) * nbytes, wide * here * row))
-        others = others[: (here - 1) * nbytes].view(values.dtype).view(here - 1, own.numel())
-        if here > 1:
-            parts = [values[a:b].view(torch.uint8) for a, b in pairwise(plan.cuts)]
-            self._inner(lane, others.view(torch.uint8), parts)
-        sent = lane.memory("sent", wide * row).view(wide, row)
-        self._math.encode(wire, own, others, plan.mine, sent, inverse, of_mine)
-        everything = lane.memory("received", wide * here * row).view(here, wide, row)
-        received = everything[0]
-        with turn:
-            self.wire.swap("outer", lane, [*received], [*sent])
-            mean = sent[:1]
-            self._math.sum_encode(wire, received, plan.part, mean, of_mean)
-            received = everything[self.local]
-            self.wire.swap("outer", lane, [*received], [mean[0]] * wide)
-        if here > 1:
-            flat = everything.view(here, wide * row)
-            got = [part if local != self.local else part[:0] for local, part in enumerate(flat)]
-            sending = flat[self.local]
-            self.wire.swap("inner", lane, got, [sending if len(part) else part for part in got])
-        self._math.decode(wire, everything.view(wide * here, row), plan.whole, values)
-        return values
-
-    def _inner(self, lane: Lane, received: Tensor, parts: Sequence[Tensor]) -> None:
-        """Send each rank of this host its part, and receive one's own from all but oneself."""
-        rows = iter(received)
-        got = [parts[0][:0] if local == self.local else next(rows) for local in range(len(parts))]
-        sent = [part[:0] if local == self.local else part for local, part in enumerate(parts)]
-        self.wire.swap("inner", lane, got, sent)
-
-    # -- shards ----------------------------------------------------------------------------------
+        row = wire.row_bytes(plan.mine.numel)
+        mine = plan.cuts[self.local + 1] - plan.cuts[self.local]
+        inside = (values.numel() - mine) * values.itemsize + (self.here - 1) * self.wide * row
+        self._count(wire, 2 * row, inside, 2 * values.numel() * values.itemsize)
+        uses = [values, *(each for one in feedback or () for each in one)]
+        job = partial(self._average, values, wire, plan, self._inverse(divisor), feedback)
+        return self.lanes.submit(job, uses)
 
     def reduce_scatter(
         self, out: Tensor, values: Tensor, wire: WireFormat, *, divisor: float | None = None
@@ -220,80 +160,115 @@ class Exchange:
             wire: The format.
             divisor: By which the sum is divided; None for the number of ranks.
         """
-        inverse = 1.0 / (self.size if divisor is None else divisor)
-        most = CHUNKS[min(2, self.hosts.local_size)]
+        most = CHUNKS[min(2, self.here)]
         chunks = max(1, min(most, values.numel() // LEAST_CHUNK))
         step = max(1, -(-out.numel() // chunks // BLOCK)) * BLOCK
-        rows = values.view(self.size, -1)
         done, sent = [], 0
         for start in range(0, out.numel(), step):
-            place = (start, min(start + step, out.numel()))
-            done.append(
-                self.lanes.submit(
-                    lambda lane, turn, place=place: self._scatter(  # type: ignore[misc]
-                        lane, turn, out, rows, place, wire, inverse
-                    )
-                )
-            )
-            sent += wire.row_bytes(-(-(place[1] - start) // BLOCK) * BLOCK)
+            part = out[start : start + step]
+            job = partial(self._scatter, part, values, start, wire, self._inverse(divisor))
+            done.append(self.lanes.submit(job))
+            sent += wire.row_bytes(-(-part.numel() // BLOCK) * BLOCK)
         nbytes = values.numel() * values.itemsize
-        inside = nbytes * (self.hosts.local_size - 1) // self.hosts.local_size
-        self.account.add(wire.name, (self.hosts.count - 1) * sent, inside, self._ring(nbytes))
+        self._count(wire, sent, nbytes * (self.here - 1) // self.here, nbytes)
         for each in done:
             each.wait()
 
+    def _inverse(self, divisor: float | None) -> float:
+        return 1.0 / (self.wide * self.here if divisor is None else divisor)
+
+    def _count(self, wire: WireFormat, outer: int, inside: int, nbytes: int) -> None:
+        """Count what goes to each other host and inside, and what a ring would have sent."""
+        self._stats.exchanges += 1
+        self._stats.bytes_sent[wire.name] += (self.wide - 1) * outer
+        self._stats.bytes_inside += inside if self.here > 1 else 0
+        self._stats.bytes_uncompressed += (self.wide - 1) * nbytes // self.wide // self.here
+
+    def _average(
+        self,
+        values: Tensor,
+        wire: WireFormat,
+        plan: Plan,
+        inverse: float,
+        feedback: tuple[Feedback, Feedback] | None,
+        lane: Lane,
+    ) -> Tensor:
+        of_mine, of_mean = feedback or (None, None)
+        parts = [values[first:end] for first, end in pairwise(plan.cuts)]
+        source, received, sent, memory = self._encoded(
+            wire, parts, plan.mine, inverse, of_mine, lane
+        )
+        self._math.sum_encode(wire, source, received, sent[self.host], of_mean)
+        # All that was added up is read: the encoded means of all owners take its place.
+        means = memory[: self.here * received.numel()].view(self.here, *received.shape)
+        means[self.local, self.host].copy_(sent[self.host])
+        self._wire.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
+        if self.here > 1:
+            flat = means.flatten(1)
+            self._wire.swap("inner", lane, [*flat], [flat[self.local]] * self.here)
+        self._math.decode(wire, means.flatten(0, 1), plan.whole, values)
+        return values
+
     def _scatter(
         self,
-        lane: Lane,
-        turn: Turn,
         out: Tensor,
-        rows: Tensor,
-        place: tuple[int, int],
+        values: Tensor,
+        start: int,
         wire: WireFormat,
         inverse: float,
+        lane: Lane,
     ) -> Tensor:
-        wide, here = self.hosts.count, self.hosts.local_size
-        start, stop = place
-        length = stop - start
-        part = -(-length // BLOCK) * BLOCK
-        row = wire.row_bytes(part)
-        values, stride = rows.view(-1)[start:], rows.shape[1]
-        others = values[:0].view(0, 0)
-        if here > 1:
-            # To the ranks of this host, of every host's part what theirs there will have.
-            nbytes = wide * length * rows.itemsize
-            memory = lane.memory("received", max((2 * here - 1) * nbytes, wide * row))
-            packed = memory[: here * nbytes].view(rows.dtype).view(here, wide, length)
-            packed.copy_(rows.view(wide, here, -1)[..., start:stop].transpose(0, 1))
-            received = memory[here * nbytes : (2 * here - 1) * nbytes].view(here - 1, nbytes)
-            self._inner(lane, received, [*packed.view(here, -1).view(torch.uint8)])
-            values, others, stride = packed[self.local].view(-1), received.view(rows.dtype), length
-        sent = lane.memory("sent", wide * row).view(wide, row)
-        places = self._places(wide, part, length, stride)
-        self._math.encode(wire, values, others, places, sent, inverse, None)
-        wires = lane.memory("received", wide * row).view(wide, row)
-        with turn:
-            self.wire.swap("outer", lane, [*wires], [*sent])
-        self._math.sum_rows(wire, wires, self._places(1, part, length, 0), out[start:stop])
+        length, stride = out.numel(), values.numel() // self.wide // self.here
+        parts = [values[start:]]
+        if self.here > 1:
+            # To each rank of this host, of every host's part what belongs to it there.
+            packed = lane.memory("packed", self.here * self.wide * length * values.itemsize)
+            each = packed.view(values.dtype).view(self.here, self.wide, length)
+            whole = values.view(self.wide, self.here, stride)
+            each.copy_(whole[..., start : start + length].transpose(0, 1))
+            parts, stride = [*each.flatten(1)], length
+        places = _every(self.wide, length, stride)
+        source, received, *_ = self._encoded(wire, parts, places, inverse, None, lane)
+        self._math.sum_rows(wire, source, received, out)
         return out
 
-    def _places(self, rows: int, part: int, length: int, stride: int) -> Places:
-        """Return the places of rows that begin every ``stride`` elements."""
-        key = (rows, part, length, stride)
-        if key not in self._known:
-            runs = [(index * part, index * stride, length) for index in range(rows)]
-            self._known[key] = Places(rows, part, runs)
-        return self._known[key]
+    def _encoded(
+        self,
+        wire: WireFormat,
+        parts: Sequence[Tensor],
+        places: Places,
+        inverse: float,
+        feedback: Feedback | None,
+        lane: Lane,
+    ) -> tuple[Source, Tensor, Tensor, Tensor]:
+        """Divide parts between the ranks of this host, and rows of the sum between the hosts.
 
-    def _ring(self, nbytes: int) -> int:
-        """Return what a ring sends of so many bytes over the network for each rank."""
-        count = self.hosts.count
-        return (count - 1) * nbytes // count // self.hosts.local_size
+        Returns:
+            What this host has, the rows that came from others, memory for a row to each, and all
+            memory in which the first two are; the rows are at its end.
+        """
+        own, shape = parts[self.local], (self.wide, wire.row_bytes(places.numel))
+        nbytes, row_bytes = own.numel() * own.itemsize, self.wide * shape[1]
+        beside = (self.here - 1) * -(-max(nbytes, row_bytes) // 16) * 16
+        memory = lane.memory("received", beside + row_bytes)
+        others = memory[: (self.here - 1) * nbytes].view(own.dtype).view(self.here - 1, own.numel())
+        if self.here > 1:
+            received = [*others.view(torch.uint8)]
+            received.insert(self.local, received[0])
+            self._wire.swap("inner", lane, received, [part.view(torch.uint8) for part in parts])
+        source = Source(own, others, places, self.host, inverse)
+        sent = lane.memory("sent", row_bytes).view(shape)
+        self._math.encode(wire, source, sent, feedback)
+        rows = memory[beside:].view(shape)
+        self._wire.swap("outer", lane, [*rows], [*sent])
+        return source, rows, sent, memory
 
 
-def _flat(places: Places, begin: int, numel: int) -> int:
-    """Return the first element of a tensor whose place in the rows is ``begin`` or later."""
-    return next((flat for _, flat, _ in places.inside(begin, places.rows * places.numel)), numel)
+@lru_cache(64)
+def _every(rows: int, length: int, stride: int) -> Places:
+    """Return the places of rows that begin every ``stride`` elements."""
+    part = -(-length // BLOCK) * BLOCK
+    return Places(rows, part, [(row * part, row * stride, length) for row in range(rows)])
 
 
 def _arithmetic(device: torch.device) -> tuple[Any, str]:

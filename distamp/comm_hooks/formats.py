@@ -34,6 +34,7 @@ __all__ = [
     "WIRE_FORMATS",
     "Feedback",
     "Places",
+    "Source",
     "WireFormat",
     "decode",
     "encode",
@@ -102,11 +103,6 @@ WIRE_FORMATS: Mapping[str, WireFormat] = MappingProxyType(
         "int8": WireFormat("int8", torch.int8, 127, FP32_MAX * (1 - 1 / 127)),
     }
 )
-_GONE = {
-    "int16": "use 'fp16', which takes the same bytes",
-    "fp8_e4m3": "use 'int8', which takes the same bytes with less error",
-    "fp16_plain": "use 'fp16', or torch's own fp16_compress_hook",
-}
 
 
 def wire_format(name: str) -> WireFormat:
@@ -115,10 +111,11 @@ def wire_format(name: str) -> WireFormat:
     Raises:
         ValueError: There is none; the message names the choices.
     """
-    if name in _GONE:
-        raise ValueError(f"the wire format {name!r} is gone: {_GONE[name]}")
     if name not in WIRE_FORMATS:
-        raise ValueError(f"unknown wire format {name!r}: choose one of {', '.join(WIRE_FORMATS)}")
+        raise ValueError(
+            f"unknown wire format {name!r}: choose one of {', '.join(WIRE_FORMATS)}; register also "
+            "takes 'auto'"
+        )
     return WIRE_FORMATS[name]
 
 
@@ -161,6 +158,24 @@ class Places:
         return self._tables[device]
 
 
+class Source(NamedTuple):
+    """What the ranks of this host give: the sum of all, each times the inverse of the divisor.
+
+    Args:
+        values: 1-D, of any floating dtype.
+        others: (some, elements of ``values``): more of them, of the same dtype.
+        places: Where the rows lie in these.
+        own: The row that this rank adds up. It is sent to nobody, so it is added as it is.
+        inverse: The inverse of the divisor.
+    """
+
+    values: Tensor
+    others: Tensor
+    places: Places
+    own: int
+    inverse: float
+
+
 class Feedback(NamedTuple):
     """What rounding took from the same elements before, and is to take now.
 
@@ -173,159 +188,165 @@ class Feedback(NamedTuple):
     scale: Tensor
 
 
-def encode(
-    wire: WireFormat,
-    values: Tensor,
-    others: Tensor,
-    places: Places,
-    out: Tensor,
-    inverse: float,
-    feedback: Feedback | None = None,
-) -> None:
-    """Write rows of the sum of ``values`` and ``others``, each times ``inverse``.
+def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
+    """Write all rows of a source but its own.
 
     Args:
         wire: The format.
-        values: 1-D, of any floating dtype.
-        others: (some, elements of ``values``): more of them, of the same dtype.
-        places: Where the rows lie in these.
+        source: What is written.
         out: uint8 (rows, bytes of a row).
-        inverse: The inverse of the divisor.
         feedback: Of a format that needs it.
     """
-    views = wire.views(out, places.numel)
-    for piece, first, stop, total, spare in _pieces(places.rows, places.numel, values.device):
-        if sum(length for *_, length in places.inside(first, stop)) < stop - first:
-            total.zero_()
-        for begin, flat, length in places.inside(first, stop):
-            part = total[begin - first : begin - first + length]
-            part.copy_(values[flat : flat + length]).mul_(inverse)
-            for other in others:
-                beside = spare[:length].copy_(other[flat : flat + length])
-                part.add_(beside.mul_(inverse))
-        _write(wire, total, spare, views, piece, _at(feedback, first, stop))
+    numel = source.places.numel
+    for row in range(source.places.rows):
+        for start, stop, total, spare in _pieces(numel, out.device) if row != source.own else ():
+            first = row * numel + start
+            _load(source, first, total, spare)
+            fed = feedback and Feedback(feedback.residual[first:][: stop - start], feedback.scale)
+            _write(wire, total, spare, _piece(wire, out[row], numel, start, stop), fed)
 
 
 def sum_encode(
-    wire: WireFormat, given: Tensor, numel: int, out: Tensor, feedback: Feedback | None = None
+    wire: WireFormat,
+    source: Source,
+    given: Tensor,
+    out: Tensor,
+    feedback: Feedback | None = None,
 ) -> None:
-    """Write the row of the sum of given rows, added up in their order; arguments as of `encode`."""
-    views = wire.views(out, numel)
-    for piece, first, stop, total, spare in _pieces(1, numel, given.device):
-        _sum(wire, given, numel, piece, total, spare)
-        _write(wire, total, spare, views, piece, _at(feedback, first, stop))
+    """Write the sum of a source's own row and of what the others sent of it.
+
+    Args:
+        wire: The format.
+        source: This rank's part.
+        given: uint8 (rows, bytes of a row), of which the source's own is not read.
+        out: uint8 (bytes of a row).
+        feedback: Of a format that needs it.
+    """
+    numel = source.places.numel
+    for start, stop, total, spare in _pieces(numel, out.device):
+        _sum(wire, source, given, start, total, spare)
+        fed = feedback and Feedback(feedback.residual[start:stop], feedback.scale)
+        _write(wire, total, spare, _piece(wire, out, numel, start, stop), fed)
 
 
-def sum_rows(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
-    """Write the sum of given rows, added up in their order, to where ``places`` has one row."""
-    for piece, first, stop, total, spare in _pieces(1, places.numel, given.device):
-        _sum(wire, given, places.numel, piece, total, spare)
-        _put(places, first, stop, total, out)
+def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> None:
+    """Write the same sum as it is to ``out``, 1-D and no longer than a row."""
+    for start, stop, total, spare in _pieces(source.places.numel, out.device):
+        _sum(wire, source, given, start, total, spare)
+        out[start:stop].copy_(total[: out.numel() - start])
 
 
 def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
-    """Write what rows say to where they lie in ``out``."""
-    views = wire.views(given, places.numel)
-    for piece, first, stop, total, _ in _pieces(places.rows, places.numel, given.device):
-        _read(wire, views, piece, total)
-        _put(places, first, stop, total, out)
+    """Write what rows, uint8 (rows, bytes of a row), say to where they lie in ``out``."""
+    for row in range(places.rows):
+        for start, stop, total, _ in _pieces(places.numel, out.device):
+            _read(wire, _piece(wire, given[row], places.numel, start, stop), total)
+            first = row * places.numel + start
+            for begin, flat, length in places.inside(first, first + stop - start):
+                out[flat : flat + length].copy_(total[begin - first :][:length])
 
 
-_Piece = tuple[slice, slice]
-
-
-def _pieces(
-    rows: int, numel: int, device: torch.device
-) -> Iterator[tuple[_Piece, int, int, Tensor, Tensor]]:
-    """Yield pieces: rows and blocks of each, first element, end, and memory for it, twice.
+def _pieces(numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Yield pieces of a row: first element, end, and memory for its elements, twice.
 
     On a device there is one.
     """
-    if not rows * numel:
-        return
-    most = PIECE if device.type == "cpu" else rows * numel
-    wide, tall = min(most, numel), max(1, most // numel)
-    memory = torch.empty(2, min(rows, tall) * wide, dtype=torch.float32, device=device)
-    for row in range(0, rows, tall):
-        end = min(row + tall, rows)
-        for start in range(0, numel, wide):
-            stop = min(start + wide, numel)
-            piece = slice(row, end), slice(start // BLOCK, stop // BLOCK)
-            first, total = row * numel + start, (end - row) * (stop - start)
-            yield piece, first, first + total, memory[0, :total], memory[1, :total]
+    size = min(PIECE, numel) if device.type == "cpu" else numel
+    memory = torch.empty(2, size, dtype=torch.float32, device=device)
+    for start in range(0, numel, max(1, size)):
+        stop = min(start + size, numel)
+        yield start, stop, memory[0, : stop - start], memory[1, : stop - start]
 
 
-def _at(feedback: Feedback | None, first: int, stop: int) -> Feedback | None:
-    return feedback and Feedback(feedback.residual[first:stop], feedback.scale)
+def _piece(
+    wire: WireFormat, row: Tensor, numel: int, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Return units (blocks) and payloads (blocks, 256) of a piece of a row."""
+    units, payload = wire.views(row.view(1, -1), numel)
+    return units[0, start // BLOCK : stop // BLOCK], payload[0, start // BLOCK : stop // BLOCK]
 
 
-def _put(places: Places, first: int, stop: int, values: Tensor, out: Tensor) -> None:
-    for begin, flat, length in places.inside(first, stop):
-        out[flat : flat + length].copy_(values[begin - first : begin - first + length])
+def _load(source: Source, first: int, total: Tensor, spare: Tensor) -> None:
+    """Read elements of the rows, from ``first`` on."""
+    found = 0
+    for begin, flat, length in source.places.inside(first, first + total.numel()):
+        if not found and length < total.numel():
+            total.zero_()
+        found += length
+        part = total[begin - first :][:length]
+        part.copy_(source.values[flat : flat + length]).mul_(source.inverse)
+        for other in source.others:
+            beside = spare[:length].copy_(other[flat : flat + length])
+            part.add_(beside.mul_(source.inverse))
+    if not found:
+        total.zero_()
+
+
+def _sum(
+    wire: WireFormat, source: Source, given: Tensor, start: int, total: Tensor, spare: Tensor
+) -> None:
+    """Add what others sent of a piece of the own row to it, the next rank's first."""
+    rows, numel, own = source.places.rows, source.places.numel, source.own
+    _load(source, own * numel + start, total, spare)
+    for turn in range(1, rows):
+        row = given[(own + turn) % rows]
+        _read(wire, _piece(wire, row, numel, start, start + total.numel()), spare)
+        total.add_(spare)
+
+
+def _read(wire: WireFormat, piece: tuple[Tensor, Tensor], out: Tensor) -> None:
+    units, payload = piece
+    out.view_as(payload).copy_(payload)
+    if wire.top:
+        out.view_as(payload).mul_(units.to(torch.float32).unsqueeze(1))
 
 
 def _write(
     wire: WireFormat,
     total: Tensor,
     spare: Tensor,
-    views: tuple[Tensor, Tensor],
-    piece: _Piece,
+    piece: tuple[Tensor, Tensor],
     feedback: Feedback | None,
 ) -> None:
     """Write values, which are overwritten, and what rounding took from them."""
+    units, payload = piece
     if feedback is not None:
-        scale, inverse_scale = feedback.scale.unbind()
-        total.add_(torch.mul(feedback.residual, scale, out=spare))
-    blocks, target = total.view(-1, BLOCK), views[1][piece]
+        total.add_(torch.mul(feedback.residual, feedback.scale[0], out=spare))
+    blocks = total.view(-1, BLOCK)
     if not wire.top:
-        target.copy_(blocks.view_as(target))
+        payload.copy_(blocks)
         return
-    amax = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
-    # On a host a look at the units spares passes; a device is not waited for.
-    plain = total.device.type == "cpu" and bool((amax <= wire.limit).all())
-    unit = _units(wire, blocks, amax, plain=plain).unsqueeze(-1)
-    scaled = torch.mul(blocks, unit.reciprocal(), out=spare.view(-1, BLOCK))
+    amax = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
+    finite, bad = blocks, None
+    # On a host a look at the blocks spares passes; a device is not waited for.
+    if total.device.type != "cpu" or not bool((amax <= wire.limit).all()):
+        bad = ~blocks.isfinite()
+        finite = torch.where(bad, 0.0, blocks).clamp_(-wire.limit, wire.limit)
+        amax = finite.abs().amax(1)
+    unit = _units(wire, amax).unsqueeze(1)
+    scaled = torch.mul(finite, unit.reciprocal(), out=spare.view(-1, BLOCK))
     if wire.payload is torch.int8:
         scaled.round_()
-        if not plain:
-            scaled.clamp_(-wire.top, wire.top).nan_to_num_(0.0)
-    elif not plain:
-        top = unit.reciprocal() * wire.limit
-        scaled = torch.where(blocks.isfinite(), scaled.clamp(-top, top), blocks)
-    views[0][piece].copy_(unit.view_as(views[0][piece]))
-    target.copy_(scaled.view_as(target))
+        if bad is not None:
+            spoilt = bad.any(1, keepdim=True)
+            unit = torch.where(spoilt, math.nan, unit)
+            scaled.masked_fill_(spoilt, 0.0)
+    elif bad is not None:
+        scaled = torch.where(bad, blocks, scaled)
+    units.copy_(unit.squeeze(1))
+    payload.copy_(scaled)
     if feedback is not None:
-        left = total.sub_(scaled.mul_(unit).view(-1)).mul_(inverse_scale)
+        left = blocks.sub_(scaled.mul_(unit)).mul_(feedback.scale[1]).view(-1)
         # A block that is not finite leaves nothing for later exchanges.
-        feedback.residual.copy_(left if plain else left.nan_to_num_(0.0, 0.0, 0.0))
+        feedback.residual.copy_(left if bad is None else left.nan_to_num_(0.0, 0.0, 0.0))
 
 
-def _units(wire: WireFormat, blocks: Tensor, amax: Tensor, *, plain: bool) -> Tensor:
-    """Return units, fp32 but exact in bfloat16; of int8 NaN where a block is not finite."""
+def _units(wire: WireFormat, amax: Tensor) -> Tensor:
+    """Return units, fp32 but exact in bfloat16."""
     if wire.payload is torch.int8:
         # Upwards to a bfloat16, so that no payload is above top.
-        bits = (amax.clamp(max=wire.limit) * (1 / wire.top)).view(torch.int32)
-        unit = ((bits + 0xFFFF) & -0x10000).clamp(min=LEAST_UNIT).view(torch.float32)
-        return unit if plain else torch.where(amax <= FP32_MAX, unit, math.nan)
-    if not plain:
-        amax = torch.where(blocks.isfinite(), blocks, 0.0).abs().amax(-1).clamp(max=wire.limit)
-    # The power of two by which amax lies in [top / 2, top).
-    bits = (amax.view(torch.int32) & EXPONENT) - (14 << 23)
+        bits = (amax * (1 / wire.top)).view(torch.int32) + 0xFFFF & -0x10000
+    else:
+        # The power of two by which amax lies in [top / 2, top).
+        bits = (amax.view(torch.int32) & EXPONENT) - (14 << 23)
     return bits.clamp(min=LEAST_UNIT).view(torch.float32)
-
-
-def _read(wire: WireFormat, views: tuple[Tensor, Tensor], piece: _Piece, out: Tensor) -> None:
-    payload = views[1][piece]
-    out.view_as(payload).copy_(payload)
-    if wire.top:
-        out.view_as(payload).mul_(views[0][piece].to(torch.float32).unsqueeze(-1))
-
-
-def _sum(
-    wire: WireFormat, given: Tensor, numel: int, piece: _Piece, out: Tensor, spare: Tensor
-) -> None:
-    views = wire.views(given, numel)
-    _read(wire, views, (slice(0, 1), piece[1]), out)
-    for row in range(1, len(given)):
-        _read(wire, views, (slice(row, row + 1), piece[1]), spare)
-        out.add_(spare)

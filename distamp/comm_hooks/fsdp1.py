@@ -1,6 +1,6 @@
 """Hooks for FullyShardedDataParallel, with the names and signatures of torch's own.
 
-Imported when it is used: torch's FSDP takes a second to import.
+torch's FSDP, which takes a second to import, is imported when it is used.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.state import CommHookState, state_of
 from distamp.comm_hooks.stats import HookStats
+from distamp.comm_hooks.wrapped import Sample, Wrapped, ranks_of
 
-__all__ = ["LowPrecisionState", "fsdp_bf16_compress_hook", "fsdp_fp16_compress_hook"]
+__all__ = ["LowPrecisionState", "fsdp_bf16_compress_hook", "fsdp_fp16_compress_hook", "wrapped"]
+
+# Elements that `auto` sends: of a unit's gradients this torch says nothing in public.
+SAMPLE = 1 << 20
 
 
 class LowPrecisionState(default_hooks.LowPrecisionState):
@@ -81,3 +86,45 @@ def _reduce(wire: str, state: Any, grad: Tensor, output: Tensor | None) -> None:
     hook.reduce(grad, state.process_group, divisor, output)
     if output is None and grad.dtype != state.parameter_type:
         grad.data = grad.data.to(state.parameter_type)
+
+
+def wrapped(model: Any) -> Wrapped:
+    """Return the outermost FSDP1 module of a model as `register` takes it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    refused = None
+    if any(torch_compat.fsdp1_hook(unit) is not None for unit in units):
+        refused = "this FSDP1 model has a communication hook already: register one only"
+    elif "HYBRID" in model.sharding_strategy.name:
+        refused = (
+            f"FSDP1 takes no communication hook with {model.sharding_strategy}: use FSDP2, or one "
+            "of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"
+        )
+    elif not model.check_is_root():
+        refused = "this FullyShardedDataParallel is inside another: register on the outermost one"
+    own = next((each.dtype for each in model.parameters()), torch.float32)
+    policies = [unit.mixed_precision for unit in units]
+    dtypes = [each.reduce_dtype or each.param_dtype or own for each in policies]
+
+    def attach(state: CommHookState, compressed: bool) -> None:
+        hooks = {"fp16": fsdp_fp16_compress_hook, "bf16": fsdp_bf16_compress_hook}
+        if compressed:
+            low = LowPrecisionState(group, own, hook=state)
+            model.register_comm_hook(low, hooks[state.wire.name])
+
+    group, device = model.process_group, model.compute_device
+    whole = model.sharding_strategy.name == "NO_SHARD"
+    return Wrapped(
+        groups=[group],
+        ranks=ranks_of(group),
+        shards=[] if whole else [group],
+        replicas=group if whole else None,
+        feedback=False,
+        dtypes=dtypes,
+        devices=[device],
+        sample=Sample(SAMPLE // group.size() * group.size(), dtypes[0], device),
+        what=f"{len(units)} FullyShardedDataParallel",
+        refused=refused,
+        attach=attach,
+    )

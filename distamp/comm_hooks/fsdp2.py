@@ -6,7 +6,7 @@ replicas (``set_all_reduce_hook``). Imported when it is used: torch's FSDP takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.state import CommHookState, check_sharded
+from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.wrapped import Sample, Wrapped, ranks_of
 
-__all__ = ["WireReduceScatter", "attach", "check", "modules_of", "reduced_in"]
+__all__ = ["WireReduceScatter", "wrapped"]
 
-_ALL_REDUCED_BY_TORCH = "torch's HSDP all-reduces between replicas uncompressed"
+_ALL_REDUCED_BY_TORCH = "module that torch's HSDP all-reduces between replicas uncompressed"
 
 
 class WireReduceScatter:
@@ -67,13 +68,9 @@ class WireReduceScatter:
         """Reduce-scatter, as ``torch.distributed.reduce_scatter_single`` would.
 
         Raises:
-            ValueError: The gradients are not wider than the wire, or ``op`` is neither SUM, AVG
-                nor PREMUL_SUM.
+            ValueError: ``op`` is neither SUM, AVG nor PREMUL_SUM.
             RuntimeError: An exchange failed on this rank, or did before.
         """
-        check_sharded(self._state.wire, input_tensor.dtype)
-        if torch_compat.torchs_replicas(self._param_group) > 1:
-            self._state.account.fallbacks[_ALL_REDUCED_BY_TORCH] += 1
         self._reduce(input_tensor, group, _divisor(op, group.size()), output_tensor)
 
     def between_replicas(self, reduce_output: Tensor) -> None:
@@ -84,7 +81,7 @@ class WireReduceScatter:
             stream = torch.accelerator.current_stream(reduce_output.device)
             reduce_output.record_stream(stream)
         # As torch's HSDP: a factor of the user's own divides for all ranks, in the first sum.
-        factor = torch_compat.gradient_divide_factor(self._param_group)
+        factor = self._param_group.gradient_divide_factor
         size = float(self._replicas.size())
         self._reduce(reduce_output, self._replicas, 1.0 if factor is not None else size)
 
@@ -105,116 +102,104 @@ class WireReduceScatter:
             raise
 
 
-def modules_of(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
-    """Return the modules that ``fully_shard`` was applied to, each with its parameter group.
+def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
+    """Return a module that has modules to which ``fully_shard`` was applied as `register` takes it.
 
     Raises:
-        ValueError: There is none, or one has several groups.
         RuntimeError: This torch has no ``set_custom_reduce_scatter``.
     """
-    found = [each for each in model.modules() if isinstance(each, FSDPModule)]
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise RuntimeError(
             f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter: "
             "communication hooks for FSDP2 need torch 2.9 or newer"
         )
-    groups: list[tuple[FSDPModule, Any]] = []
-    for module in found:
-        of_module = torch_compat.param_groups(module)
-        if len(of_module) > 1:
-            raise ValueError(
-                f"{type(module).__name__} shards its parameters over {len(of_module)} meshes, for "
-                "which torch takes no custom reduce-scatter: apply fully_shard with one mesh to "
-                "each module"
-            )
-        groups += [(module, group) for group in of_module]
-    return groups
+    modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
+    params = {id(group): [each.sharded_param for each in group.fsdp_params] for _, group in pairs}
+    numels = [sum(each.numel() for each in params[id(group)]) for _, group in pairs]
+    meshes = [mesh for _, group in pairs for mesh in torch_compat.mesh_groups(group)]
+    shards = list(dict.fromkeys(group.mesh_info.shard_process_group for _, group in pairs))
+    dtypes = []
+    for _, group in pairs:
+        policy, own = group.mp_policy, (each.dtype for each in params[id(group)])
+        asked = policy.reduce_dtype or policy.param_dtype
+        dtypes.append(asked or min(own, key=lambda dtype: dtype.itemsize))
+    _, group = pairs[0]
+    largest, size = max(numels), shards[0].size()
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    known = [*meshes, *([] if replicas is None else [replicas])]
+    return Wrapped(
+        groups=list(dict.fromkeys(known)),
+        ranks=params[id(group)][0].device_mesh.mesh.flatten().tolist(),
+        shards=shards,
+        replicas=replicas,
+        feedback=False,
+        dtypes=dtypes,
+        devices=[group.device],
+        sample=Sample(-(-largest // size) * size, narrowest, group.device),
+        what=f"{sum(numels)} elements",
+        refused=next(filter(None, (_refusal(*each, replicas) for each in pairs)), None),
+        attach=partial(_attach, pairs, replicas),
+    )
 
 
-def reduced_in(group: Any) -> torch.dtype:
-    """Return the narrowest dtype in which gradients of a parameter group are reduced."""
-    policy = group.mp_policy
-    asked = policy.reduce_dtype or policy.param_dtype
-    own = (each.sharded_param.dtype for each in group.fsdp_params)
-    dtype: torch.dtype = asked or min(own, key=lambda dtype: dtype.itemsize)
-    return dtype
+def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> str | None:
+    """Return why a module takes no hook, or has replicas that hold other shards."""
+    name = type(module).__name__
+    if len(torch_compat.param_groups(module)) > 1:
+        return (
+            f"{name} shards its parameters over several meshes, for which torch takes no custom "
+            "reduce-scatter: apply fully_shard with one mesh to each module"
+        )
+    custom = torch_compat.custom_reduce_scatter(group)
+    if custom is not None:
+        return f"{name} has a custom reduce-scatter already ({custom}): register one hook only"
+    if replicas is None:
+        return None
+    if torch_compat.is_hsdp(group):
+        return (
+            f"{name} is sharded over a two-dimensional mesh, whose replicas torch averages by "
+            "itself: pass fully_shard the shard dimension alone, mesh['shard'], or leave out "
+            "replicas"
+        )
+    # Gradients of replicas that hold another shard are those of other elements.
+    shards, ranks = ranks_of(group.mesh_info.shard_process_group), ranks_of(replicas)
+    if set(shards) & set(ranks) == {dist.get_rank()}:
+        return None
+    return (
+        f"replicas holds ranks {ranks}, but {name} is sharded over ranks {shards}: replicas must "
+        "be the ranks that hold the same shard as this one, and no other of these; of a mesh with "
+        "dimensions 'replicate' and 'shard' give mesh['replicate'].get_group()"
+    )
 
 
-def check(groups: Sequence[tuple[FSDPModule, Any]], replicas: ProcessGroup | None) -> None:
-    """Refuse modules that have a hook, and replicas that hold other shards.
-
-    Raises:
-        ValueError: They are so.
-    """
-    for module, group in groups:
-        name = type(module).__name__
-        custom = torch_compat.custom_reduce_scatter(group)
-        if custom is not None:
-            raise ValueError(
-                f"{name} has a custom reduce-scatter already ({custom}): register one hook only"
-            )
-        if replicas is None:
-            continue
-        if torch_compat.is_hsdp(group):
-            raise ValueError(
-                f"{name} is sharded over a two-dimensional mesh, whose replicas torch averages by "
-                "itself: pass fully_shard the shard dimension alone, mesh['shard'], or leave out "
-                "replicas"
-            )
-        # Gradients of replicas that hold another shard are those of other elements.
-        shards = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
-        member = not torch_compat.is_non_member(replicas)
-        ranks = dist.get_process_group_ranks(replicas) if member else []
-        if set(shards) & set(ranks) != {dist.get_rank()}:
-            raise ValueError(
-                f"replicas holds ranks {ranks}, but {name} is sharded over ranks {shards}: "
-                "replicas must be the ranks that hold the same shard as this one, and no other of "
-                "these; of a mesh with dimensions 'replicate' and 'shard' give "
-                "mesh['replicate'].get_group()"
-            )
-
-
-def attach(
-    groups: Sequence[tuple[FSDPModule, Any]],
-    state: CommHookState,
+def _attach(
+    pairs: Sequence[tuple[FSDPModule, Any]],
     replicas: ProcessGroup | None,
-    *,
+    state: CommHookState,
     compressed: bool,
 ) -> None:
     """Fill torch's hook points: through the wire of ``state``, or uncompressed."""
-    modules = [module for module, _ in groups]
-    for module, group in groups:
+    modules = [module for module, _ in pairs]
+    for module, group in pairs:
         comm = WireReduceScatter(state, group, modules, replicas)  # type: ignore[arg-type]
-        if not compressed:
-            if replicas is not None:
-                # Of these torch knows nothing: without a hook they would differ.
-                module.set_all_reduce_hook(partial(_average, group, replicas))
-            continue
-        module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
+        if compressed:
+            module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
+            if torch_compat.is_hsdp(group):
+                state.counts.fallbacks[_ALL_REDUCED_BY_TORCH] += 1
         if replicas is not None:
-            module.set_all_reduce_hook(comm.between_replicas)
-        elif torch_compat.torchs_replicas(group) > 1 == group.mesh_info.shard_process_group.size():
-            # HSDP with one shard: torch never calls a custom reduce-scatter.
-            theirs = torch_compat.all_reduce_hook(group)
-            module.set_all_reduce_hook(partial(_count_all_reduce, state, theirs))
+            # Of these torch knows nothing: without a hook they would differ.
+            plain = partial(_average, group, replicas)
+            module.set_all_reduce_hook(comm.between_replicas if compressed else plain)
 
 
 def _refuse(failure: str, *_: Any) -> None:
     raise RuntimeError(failure)
 
 
-def _count_all_reduce(
-    state: CommHookState, theirs: Callable[[Tensor], None] | None, reduced: Tensor
-) -> None:
-    """Count what torch's HSDP all-reduced, then do as the user's own hook, if there was one."""
-    state.account.fallbacks[_ALL_REDUCED_BY_TORCH] += 1
-    if theirs is not None:
-        theirs(reduced)
-
-
 def _average(param_group: Any, replicas: ProcessGroup, reduce_output: Tensor) -> None:
     """Average over replicas as torch's HSDP does."""
-    if torch_compat.gradient_divide_factor(param_group) is None:
+    if param_group.gradient_divide_factor is None:
         reduce_output.div_(replicas.size())
     dist.all_reduce(reduce_output, group=replicas)
 

@@ -7,13 +7,14 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distamp.errors import LockstepError
 
-__all__ = ["Hosts", "Row", "agree", "gathered", "hosts_of", "own_row"]
+__all__ = ["Hosts", "Row", "agreed", "hosts_of", "own_row"]
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,25 @@ def own_row(what: str | None, ranks_per_host: int | None = None) -> Row:
     return Row(dist.get_rank(), socket.gethostname(), local, ranks_per_host, what, name)
 
 
-def gathered(row: Row, group: ProcessGroup) -> list[Row]:
-    """Return what all ranks of a group say. Collective."""
-    rows: list[Row | None] = [row]
-    if group.size() > 1:
-        rows = [None] * group.size()
-        dist.all_gather_object(rows, row, group=group)
-    return [each for each in rows if each is not None]
-
-
-def agree(
-    rows: Sequence[Row],
+def agreed(
+    row: Row,
+    group: ProcessGroup,
     do: str = "register different hooks",
     same: str = "format and model",
-) -> None:
-    """Refuse, on every rank alike, ranks that do different things.
+) -> list[Row]:
+    """Return what all ranks of a group say, who must do the same. Collective.
 
     Args:
-        rows: What all ranks say.
+        row: What this rank says.
+        group: The ranks.
         do: What ranks that say different things do.
         same: What they must have alike.
 
     Raises:
         LockstepError: A rank has another format or model, or raises an error of its own.
     """
+    rows: list[Any] = [None] * group.size()
+    dist.all_gather_object(rows, row, group=group)
     said: dict[str, list[int]] = {}
     for row in rows:
         text = row.what or "none, because it raised another error"
@@ -78,6 +74,7 @@ def agree(
     if len(said) > 1 or rows[0].what is None:
         parts = (f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
         raise LockstepError(f"the ranks {do}: {'; '.join(parts)}. Give every rank the same {same}")
+    return rows
 
 
 @dataclass(frozen=True)
@@ -93,24 +90,6 @@ class Hosts:
     name: str
     ranks: Sequence[list[int]]
     text: str
-
-    @property
-    def count(self) -> int:
-        """How many hosts."""
-        return len(self.ranks)
-
-    @property
-    def local_size(self) -> int:
-        """How many ranks a host has."""
-        return len(self.ranks[0])
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """Return a rank's host, and its number there."""
-        return divmod(rank, self.local_size)
-
-    def column(self, local: int) -> list[int]:
-        """Return the ranks with one number, of all hosts."""
-        return [ranks[local] for ranks in self.ranks]
 
     def flat(self) -> Hosts:
         """Return the same ranks in one level."""

@@ -11,7 +11,7 @@ import triton.language as tl
 __all__ = ["decode_kernel", "encode_kernel", "sum_encode_kernel", "sum_kernel"]
 
 # Numbers of which kernels are not compiled again for 1 and for multiples of 16.
-COUNTS = ("more", "rows", "count", "blocks")
+COUNTS = ("more", "own", "rows", "count", "blocks")
 # KIND says what payloads are: 0 for fp16, 1 for bf16, 2 for int8.
 
 
@@ -47,18 +47,27 @@ def _numbers(BLOCKS_: tl.constexpr):
 
 
 @triton.jit
-def _lies(table, number, count):
+def _lies(table, number, inside):
     """Return where the elements of blocks lie in the flat tensor, and which there are."""
-    code = tl.load(table + number, mask=number < count, other=0)
+    code = tl.load(table + number, mask=inside, other=0)
     lanes = tl.arange(0, 256)[None, :]
     return (code >> 9)[:, None] + lanes, lanes < (code & 511)[:, None]
 
 
 @triton.jit
-def _decoded(units, unit_stride, payload, stride, number, first, count, blocks, KIND: tl.constexpr):
-    """Return blocks of the row ``first`` and those that follow it."""
-    inside = number < count
-    row, block = number // blocks + first, number % blocks
+def _loaded(values, others, more, other_stride, inverse, table, number, inside):
+    """Return blocks of a source's rows."""
+    at, there = _lies(table, number, inside)
+    x = tl.load(values + at, mask=there, other=0.0).to(tl.float32) * inverse
+    for other in range(more):
+        beside = at + (tl.zeros_like(at) + other) * other_stride
+        x = x + tl.load(others + beside, mask=there, other=0.0).to(tl.float32) * inverse
+    return x
+
+
+@triton.jit
+def _decoded(units, unit_stride, payload, stride, row, block, inside, KIND: tl.constexpr):
+    """Return blocks of rows."""
     lanes = tl.arange(0, 256)[None, :]
     at = (row * stride + block * 256)[:, None] + lanes
     given = tl.load(payload + at, mask=inside[:, None], other=0)
@@ -71,21 +80,27 @@ def _decoded(units, unit_stride, payload, stride, number, first, count, blocks, 
 
 
 @triton.jit
-def _summed(units, unit_stride, payload, stride, rows, number, count, blocks, KIND: tl.constexpr):
-    """Return the sum of the same blocks of all rows, in their order."""
-    total = _decoded(units, unit_stride, payload, stride, number, 0, count, blocks, KIND)
-    for row in range(1, rows):
-        total += _decoded(units, unit_stride, payload, stride, number, row, count, blocks, KIND)
-    return total
+def _summed(
+    values, others, more, other_stride, inverse, table, own,
+    units, unit_stride, payload, stride, rows, number, count, KIND: tl.constexpr,
+):  # fmt: skip
+    """Return blocks of the own row and of what the others sent of it, the next rank's first."""
+    inside = number < count
+    mine = own * count.to(tl.int64) + number
+    x = _loaded(values, others, more, other_stride, inverse, table, mine, inside)
+    for turn in range(1, rows):
+        row = (tl.zeros_like(number) + own + turn) % rows
+        x += _decoded(units, unit_stride, payload, stride, row, number, inside, KIND)
+    return x
 
 
 @triton.jit
 def _write(
-    x, residual, scale, units, unit_stride, payload, stride, number, count, blocks,
+    x, residual, scale, units, unit_stride, payload, stride, number, blocks, there,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
 ):  # fmt: skip
     """Write blocks of fp32, and what rounding took from them."""
-    inside = (number < count)[:, None]
+    inside = there[:, None]
     lanes = tl.arange(0, 256)[None, :]
     kept = residual + number[:, None] * 256 + lanes
     if FED:
@@ -96,7 +111,8 @@ def _write(
         tl.store(at, _to_bf16(x), mask=inside)
     else:
         bad = (_bits(x) & 0x7F800000) == 0x7F800000
-        amax = tl.minimum(tl.max(tl.where(bad, 0.0, tl.abs(x)), 1), LIMIT)
+        finite = tl.minimum(tl.maximum(tl.where(bad, 0.0, x), -LIMIT), LIMIT)
+        amax = tl.max(tl.abs(finite), 1)
         if KIND == 0:
             bits = (_bits(amax) & 0x7F800000) - (14 << 23)
         else:
@@ -104,14 +120,12 @@ def _write(
         unit = _floats(tl.maximum(bits, 1 << 23))
         inverted = tl.div_rn(tl.zeros_like(unit) + 1.0, unit)
         written = _bits(unit) >> 16
+        scaled = finite * inverted[:, None]
         if KIND == 0:
-            top = (inverted * LIMIT)[:, None]
-            scaled = tl.minimum(tl.maximum(x * inverted[:, None], -top), top)
             tl.store(at, tl.where(bad, x, scaled).to(tl.float16), mask=inside)
         else:
             spoilt = tl.max(bad.to(tl.int32), 1) > 0
-            scaled = tl.where(spoilt[:, None], 0.0, x * inverted[:, None])
-            scaled = tl.minimum(tl.maximum(scaled, -TOP + 0.0), TOP + 0.0)
+            scaled = tl.where(spoilt[:, None], 0.0, scaled)
             # To even; magnitudes are below 2^22.
             shift = tl.where(scaled < 0, -12582912.0, 12582912.0)
             whole = (scaled + shift) - shift
@@ -120,7 +134,7 @@ def _write(
             if FED:
                 left = (x - whole * unit[:, None]) * tl.load(scale + 1)
                 tl.store(kept, tl.where(spoilt[:, None], 0.0, left), mask=inside)
-        tl.store(units + row * unit_stride + block, written.to(tl.int16), mask=number < count)
+        tl.store(units + row * unit_stride + block, written.to(tl.int16), mask=there)
 
 
 # -- kernels ----------------------------------------------------------------------------------
@@ -128,26 +142,24 @@ def _write(
 
 @triton.jit(do_not_specialize=COUNTS)
 def encode_kernel(
-    values, others, more, other_stride, inverse, table, residual, scale,
+    values, others, more, other_stride, inverse, table, own, residual, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
     BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.encode`."""
     number = _numbers(BLOCKS_)
-    at, there = _lies(table, number, count)
-    x = tl.load(values + at, mask=there, other=0.0).to(tl.float32) * inverse
-    for other in range(more):
-        beside = at + (tl.zeros_like(at) + other) * other_stride
-        x = x + tl.load(others + beside, mask=there, other=0.0).to(tl.float32) * inverse
+    there = (number < count) & (number // blocks != own)
+    x = _loaded(values, others, more, other_stride, inverse, table, number, there)
     _write(
-        x, residual, scale, units, unit_stride, payload, stride, number, count, blocks,
+        x, residual, scale, units, unit_stride, payload, stride, number, blocks, there,
         KIND, TOP, LIMIT, FED,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_encode_kernel(
+    values, others, more, other_stride, inverse, table, own,
     given_units, given_unit_stride, given, given_stride, rows, residual, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
@@ -156,26 +168,29 @@ def sum_encode_kernel(
     """As `formats.sum_encode`."""
     number = _numbers(BLOCKS_)
     x = _summed(
-        given_units, given_unit_stride, given, given_stride, rows, number, count, blocks, KIND
-    )
+        values, others, more, other_stride, inverse, table, own,
+        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND,
+    )  # fmt: skip
     _write(
-        x, residual, scale, units, unit_stride, payload, stride, number, count, blocks,
+        x, residual, scale, units, unit_stride, payload, stride, number, blocks, number < count,
         KIND, TOP, LIMIT, FED,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_kernel(
-    given_units, given_unit_stride, given, given_stride, rows, table, out, count, blocks,
+    values, others, more, other_stride, inverse, table, own,
+    given_units, given_unit_stride, given, given_stride, rows, out, numel, count, blocks,
     KIND: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.sum_rows`."""
     number = _numbers(BLOCKS_)
-    at, there = _lies(table, number, count)
     x = _summed(
-        given_units, given_unit_stride, given, given_stride, rows, number, count, blocks, KIND
-    )
-    tl.store(out + at, x.to(out.dtype.element_ty), mask=there)
+        values, others, more, other_stride, inverse, table, own,
+        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND,
+    )  # fmt: skip
+    at = number[:, None] * 256 + tl.arange(0, 256)[None, :]
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=at < numel)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -185,6 +200,9 @@ def decode_kernel(
 ):  # fmt: skip
     """As `formats.decode`."""
     number = _numbers(BLOCKS_)
-    at, there = _lies(table, number, count)
-    x = _decoded(units, unit_stride, payload, stride, number, 0, count, blocks, KIND)
+    inside = number < count
+    at, there = _lies(table, number, inside)
+    x = _decoded(
+        units, unit_stride, payload, stride, number // blocks, number % blocks, inside, KIND
+    )
     tl.store(out + at, x.to(out.dtype.element_ty), mask=there)

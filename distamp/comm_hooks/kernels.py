@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from distamp.comm_hooks.formats import BLOCK, Feedback, Places, WireFormat
+from distamp.comm_hooks.formats import BLOCK, Feedback, Places, Source, WireFormat
 from distamp.comm_hooks.kernel_code import (
     decode_kernel,
     encode_kernel,
@@ -30,41 +30,41 @@ OPTIONS = {"enable_fp_fusion": False}
 _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-def encode(
-    wire: WireFormat,
-    values: Tensor,
-    others: Tensor,
-    places: Places,
-    out: Tensor,
-    inverse: float,
-    feedback: Feedback | None = None,
-) -> None:
+def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
     """Do as `formats.encode`."""
-    given = (values, others, len(others), others.stride(0), inverse, places.table(values.device))
-    fed = feedback or (values, values)
-    written = _views(wire, out, places.numel)
-    _launch(encode_kernel, wire, places.rows, places.numel, *given, *fed, *written, feedback)
+    fed = feedback or (source.values, source.values)
+    arguments = (*_given(source), *fed, *_views(wire, out, source.places.numel))
+    known = constants(wire, writes=True, fed=feedback is not None)
+    _launch(encode_kernel, arguments, source.places.rows, source.places.numel, known)
 
 
 def sum_encode(
-    wire: WireFormat, given: Tensor, numel: int, out: Tensor, feedback: Feedback | None = None
+    wire: WireFormat,
+    source: Source,
+    given: Tensor,
+    out: Tensor,
+    feedback: Feedback | None = None,
 ) -> None:
     """Do as `formats.sum_encode`."""
-    read = (*_views(wire, given, numel), len(given))
+    numel = source.places.numel
+    read = (*_given(source), *_views(wire, given, numel), len(given))
     fed = feedback or (given, given)
-    _launch(sum_encode_kernel, wire, 1, numel, *read, *fed, *_views(wire, out, numel), feedback)
+    arguments = (*read, *fed, *_views(wire, out.view(1, -1), numel))
+    known = constants(wire, writes=True, fed=feedback is not None)
+    _launch(sum_encode_kernel, arguments, 1, numel, known)
 
 
-def sum_rows(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
+def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> None:
     """Do as `formats.sum_rows`."""
-    read = (*_views(wire, given, places.numel), len(given))
-    _launch(sum_kernel, wire, 1, places.numel, *read, places.table(out.device), out)
+    numel = source.places.numel
+    read = (*_given(source), *_views(wire, given, numel), len(given))
+    _launch(sum_kernel, (*read, out, out.numel()), 1, numel, constants(wire, writes=False))
 
 
 def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
     """Do as `formats.decode`."""
-    read = _views(wire, given, places.numel)
-    _launch(decode_kernel, wire, places.rows, places.numel, *read, places.table(out.device), out)
+    arguments = (*_views(wire, given, places.numel), places.table(out.device), out)
+    _launch(decode_kernel, arguments, places.rows, places.numel, constants(wire, writes=False))
 
 
 def constants(wire: WireFormat, *, writes: bool, fed: bool = False) -> dict[str, Any]:
@@ -73,17 +73,21 @@ def constants(wire: WireFormat, *, writes: bool, fed: bool = False) -> dict[str,
     return {**known, "TOP": wire.top, "LIMIT": wire.limit, "FED": fed} if writes else known
 
 
-def _launch(kernel: Any, wire: WireFormat, rows: int, numel: int, *arguments: Any) -> None:
-    writes = kernel in (encode_kernel, sum_encode_kernel)
-    if writes:
-        *arguments, feedback = arguments  # type: ignore[assignment]
+def _launch(
+    kernel: Any, arguments: tuple[Any, ...], rows: int, numel: int, known: dict[str, Any]
+) -> None:
+    """Call a kernel for all blocks of so many rows."""
     count, blocks = rows * numel // BLOCK, numel // BLOCK
-    fed = writes and feedback is not None
     options = {} if type(kernel).__name__ == "InterpretedFunction" else OPTIONS
     if count:
-        kernel[(triton.cdiv(count, BLOCKS),)](
-            *arguments, count, blocks, **constants(wire, writes=writes, fed=fed), **options
-        )
+        kernel[(triton.cdiv(count, BLOCKS),)](*arguments, count, blocks, **known, **options)
+
+
+def _given(source: Source) -> tuple[Any, ...]:
+    """Return a source as kernels take it."""
+    values, others, places, own, inverse = source
+    table = places.table(values.device)
+    return values, others, len(others), others.stride(0), inverse, table, own
 
 
 def _views(wire: WireFormat, rows: Tensor, numel: int) -> tuple[Any, ...]:

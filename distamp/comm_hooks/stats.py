@@ -1,4 +1,4 @@
-"""What a communication hook has sent and found, as a value."""
+"""What a communication hook has sent and found."""
 
 from __future__ import annotations
 
@@ -6,12 +6,37 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distamp.comm_hooks.choice import Choice
-
-__all__ = ["Account", "HookStats"]
+__all__ = ["Choice", "HookStats"]
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What ``register(model, "auto")`` chose, and the times it chose by; the same on all ranks.
+
+    Args:
+        wire: The format that gradients travel in; or their own dtype, such as ``"fp32"``.
+        compressed: Whether it is a format; the others need no hook.
+        seconds: How long each way took on the slowest rank, the median of several times; nothing
+            where there was nothing to choose from.
+        nbytes: Bytes of the gradients that were sent.
+        reason: Why, in a few words.
+    """
+
+    wire: str
+    compressed: bool
+    seconds: Mapping[str, float]
+    nbytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        line = f"auto chose {self.wire}{'' if self.compressed else ' (no hook)'}: {self.reason}"
+        if not self.seconds:
+            return line
+        times = ", ".join(f"{name} {_time(each)}" for name, each in self.seconds.items())
+        return f"{line} ({self.nbytes / 1e6:.3g} MB in {times})"
+
+
+@dataclass
 class HookStats:
     """What one hook did on this rank since it was made.
 
@@ -31,11 +56,11 @@ class HookStats:
     """
 
     exchanges: int = 0
-    bytes_sent: Mapping[str, int] = field(default_factory=dict)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
     bytes_inside: int = 0
     bytes_uncompressed: int = 0
     seconds_waiting: float = 0.0
-    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Counter[str] = field(default_factory=Counter)
     choice: Choice | None = None
     levels: str = ""
     arithmetic: str = "torch ops"
@@ -62,7 +87,7 @@ class HookStats:
             if self.seconds_waiting:
                 parts.append(f"waited {self.seconds_waiting:.2f} s")
             parts.append(self.levels)
-            if self.arithmetic not in ("torch ops", "Triton kernels"):
+            if "not installed" in self.arithmetic:
                 parts.append(f"wires by {self.arithmetic}")
         elif self.fallbacks:
             parts.append("no gradient was sent in a wire format")
@@ -72,46 +97,13 @@ class HookStats:
         return "; ".join(parts)
 
 
-@dataclass
-class Account:
-    """The running sums behind `HookStats`."""
-
-    choice: Choice | None = None
-    exchanges: int = 0
-    sent: Counter[str] = field(default_factory=Counter)
-    inside: int = 0
-    uncompressed: int = 0
-    waiting: float = 0.0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    levels: str = ""
-    arithmetic: str = "torch ops"
-
-    def add(self, name: str, sent: int, inside: int, uncompressed: int) -> None:
-        """Count one exchange in the format of that name."""
-        self.exchanges += 1
-        self.sent[name] += sent
-        self.inside += inside
-        self.uncompressed += uncompressed
-
-    def stats(self) -> HookStats:
-        """Return the sums as they are now."""
-        return HookStats(
-            self.exchanges,
-            dict(self.sent),
-            self.inside,
-            self.uncompressed,
-            self.waiting,
-            dict(self.fallbacks),
-            self.choice,
-            self.levels,
-            self.arithmetic,
-        )
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _bytes(count: int) -> str:
-    value = float(count)
+def _bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

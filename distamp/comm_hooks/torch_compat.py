@@ -7,8 +7,7 @@ Each is used through a function here and tested against the torch that is instal
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,15 +19,12 @@ from torch.futures import Future
 
 __all__ = [
     "GradBucket",
-    "all_reduce_hook",
     "all_reduce_in_graph",
     "completed",
     "custom_reduce_scatter",
     "ddp_hook_name",
     "device_of",
-    "fsdp1_numel",
-    "fsdp1_units",
-    "gradient_divide_factor",
+    "fsdp1_hook",
     "in_backward_pass",
     "is_destroyed",
     "is_fsdp1",
@@ -41,10 +37,18 @@ __all__ = [
     "not_compiled",
     "param_groups",
     "reduce_scatter",
-    "take_fsdp1_hook",
-    "timeout_of",
-    "torchs_replicas",
 ]
+
+
+def _private(owner: Any, name: str) -> Any:
+    """Return what torch keeps under a name of its own."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which communication "
+            "hooks read: use one of the versions that distamp supports"
+        ) from None
 
 
 # -- process groups ---------------------------------------------------------------------------
@@ -71,7 +75,7 @@ def new_gloo(name: str, parent: ProcessGroup) -> Any:
     how many groups a rank has, which may differ.
     """
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), timeout_of(parent))
+    return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), _timeout_of(parent))
 
 
 def new_communicator(
@@ -85,17 +89,16 @@ def new_communicator(
         ranks: Its members, by their numbers in ``parent``.
         device: Where the tensors lie.
     """
-    backend = f"{device.type}:{parent._get_backend(device).name()}"
     members = [dist.get_global_rank(parent, rank) for rank in ranks]
     group: ProcessGroup
     group, _ = dist.distributed_c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(parent.rank()),
         members,
-        dist.Backend(backend),
+        dist.Backend(f"{device.type}:{_backends_of(parent)[device.type]}"),
         PrefixStore(name, dist.distributed_c10d._get_default_store()),
         group_name=dist.distributed_c10d.GroupName(name),
-        timeout=timeout_of(parent),
+        timeout=_timeout_of(parent),
     )
     # Which destroy_process_group() asks for.
     known = dist.distributed_c10d._world.pg_group_ranks
@@ -105,27 +108,17 @@ def new_communicator(
 
 def completed(value: Tensor) -> Future[Tensor]:
     """Return a future that has its value already."""
-    devices: list[int | str | torch.device] = []
-    if value.device.type != "cpu":
-        devices.append(value.device)
-    future: Future[Tensor] = Future(devices=devices)
+    future: Future[Tensor] = Future(devices=[value.device] if value.device.type != "cpu" else [])
     future.set_result(value)
     return future
 
 
 def device_of(group: ProcessGroup) -> torch.device:
     """Return a device whose tensors the group can send."""
-    types = [device.type for device in group._device_types]
-    if "cpu" in types or not types:
+    types = list(_backends_of(group))
+    if "cpu" in types:
         return torch.device("cpu")
     return torch.device(types[0], torch.accelerator.current_device_index())
-
-
-def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return how long collectives of the group may take."""
-    backend = group._get_backend(device_of(group))
-    timeout: timedelta = getattr(backend.options, "_timeout", dist.default_pg_timeout)
-    return timeout
 
 
 def reduce_scatter(out: Tensor, values: Tensor, group: ProcessGroup) -> None:
@@ -134,7 +127,18 @@ def reduce_scatter(out: Tensor, values: Tensor, group: ProcessGroup) -> None:
     by_torch(out, values, group=group)
 
 
-# -- autograd and DDP -------------------------------------------------------------------------
+def _backends_of(group: ProcessGroup) -> dict[str, str]:
+    """Return the names of a group's backends by type of device."""
+    return dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+
+
+def _timeout_of(group: ProcessGroup) -> Any:
+    """Return how long collectives of the group may take."""
+    backend = _private(group, "_get_backend")(device_of(group))
+    return getattr(backend.options, "_timeout", dist.default_pg_timeout)
+
+
+# -- autograd, DDP and torch.compile ----------------------------------------------------------
 
 
 def in_backward_pass() -> bool:
@@ -144,17 +148,17 @@ def in_backward_pass() -> bool:
 
 def ddp_hook_name(model: Any) -> str | None:
     """Return the name of a DDP module's communication hook; None without one."""
-    name: str | None = model._get_ddp_logging_data().get("comm_hook")
+    name: str | None = _private(model, "_get_ddp_logging_data")().get("comm_hook")
     return name
 
 
 def not_compiled(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` was given; any other as it is."""
     # By its name: torch._dynamo takes a second to import.
-    if type(model).__name__ == "OptimizedModule":
-        inner: nn.Module = model._orig_mod  # type: ignore[assignment]
-        return inner
-    return model
+    if type(model).__name__ != "OptimizedModule":
+        return model
+    inner: nn.Module = _private(model, "_orig_mod")
+    return inner
 
 
 def all_reduce_in_graph(values: Tensor, group: ProcessGroup) -> Tensor:
@@ -180,36 +184,18 @@ def is_fsdp2(module: object) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-# -- FSDP1 ------------------------------------------------------------------------------------
-
-
-def fsdp1_units(model: Any) -> list[Any]:
-    """Return every FullyShardedDataParallel in a model."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel.fsdp_modules(model)
-
-
-def fsdp1_numel(unit: Any) -> int:
-    """Return the elements of an FSDP1 unit's own parameters, unsharded."""
-    flat = unit._flat_param
-    return 0 if flat is None else int(flat._unpadded_unsharded_size.numel())
-
-
-def take_fsdp1_hook(unit: Any) -> Any | None:
+def fsdp1_hook(unit: Any) -> Any | None:
     """Return the hook of an FSDP1 unit, if it has one."""
-    return unit._comm_hook
-
-
-# -- FSDP2 ------------------------------------------------------------------------------------
+    return _private(unit, "_comm_hook")
 
 
 def param_groups(module: Any) -> list[Any]:
     """Return FSDP2's parameter groups of one module: none, one, or one for each mesh."""
-    state = module._get_fsdp_state()
+    state = _private(module, "_get_fsdp_state")()
     if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
+        return list(_private(state, "_fsdp_param_groups"))
+    one = _private(state, "_fsdp_param_group")  # torch 2.11
+    return [one] if one else []
 
 
 def mesh_groups(group: Any) -> list[ProcessGroup]:
@@ -221,27 +207,11 @@ def mesh_groups(group: Any) -> list[ProcessGroup]:
 
 def custom_reduce_scatter(group: Any) -> str | None:
     """Return the class of a custom reduce-scatter of a parameter group; None for torch's own."""
-    name = type(group._reduce_scatter_comm).__name__
+    name = type(_private(group, "_reduce_scatter_comm")).__name__
     return None if name.startswith("Default") else name
 
 
-def all_reduce_hook(group: Any) -> Callable[[Tensor], None] | None:
-    """Return what ``set_all_reduce_hook`` gave a parameter group."""
-    hook: Callable[[Tensor], None] | None = getattr(group, "_all_reduce_hook", None)
-    return hook
-
-
 def is_hsdp(group: Any) -> bool:
-    """Return whether a parameter group has a dimension of replicas, which torch all-reduces."""
-    return bool(getattr(group, "_is_hsdp", False))
-
-
-def torchs_replicas(group: Any) -> int:
-    """Return over how many replicas torch all-reduces a parameter group by itself."""
-    return int(group.mesh_info.replicate_process_group.size()) if is_hsdp(group) else 1
-
-
-def gradient_divide_factor(group: Any) -> float | None:
-    """Return what a user had gradients of a parameter group divided by."""
-    factor: float | None = group.gradient_divide_factor
-    return factor
+    """Return whether torch all-reduces a parameter group between replicas by itself."""
+    found = _private(group, "_is_hsdp") and group.mesh_info.replicate_process_group.size() > 1
+    return bool(found)

@@ -29,7 +29,7 @@ PAYLOADS = {"int8": "*i8", "bf16": "*i16"}
 # Of arguments that are no 64-bit integers.
 TYPES = {
     **dict.fromkeys(("units", "given_units"), "*i16"),
-    **dict.fromkeys(("more", "rows"), "i32"),
+    **dict.fromkeys(("more", "own", "rows"), "i32"),
     **dict.fromkeys(("values", "others", "out", "residual", "scale"), "*fp32"),
     "table": "*i64",
     "inverse": "fp32",

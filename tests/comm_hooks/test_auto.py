@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import DistGradScaler, comm_hooks
 from distamp.comm_hooks import fsdp2
 from distamp.comm_hooks.auto import as_it_is, timed_choice
+from distamp.comm_hooks.wrapped import Sample
 from distamp.errors import LockstepError
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
 from tests.ranks import mesh, subgroup
@@ -134,7 +135,7 @@ def _uncompressed_replicas(factor: float | None) -> float:
         model.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(True)  # gloo multiplies by no factor
     state = comm_hooks.CommHookState(as_it_is(torch.float32))
-    fsdp2.attach(fsdp2.modules_of(model), state, replicas, compressed=False)
+    fsdp2.wrapped(model, replicas).attach(state, False)
     plain = DistributedDataParallel(mlp(*WIDTHS))
     for each in (model, plain):
         each(inputs(0, WIDTHS[0])).square().sum().backward()
@@ -177,7 +178,7 @@ def _slow_on(ranks: list[int], ways: list[str]) -> str:
         return lambda sent: time.sleep(seconds[name])
 
     trials = {name: trial(name) for name in seconds}
-    return timed_choice(trials, 8, torch.float32, CPU, [dist.group.WORLD]).wire
+    return timed_choice(trials, Sample(8, torch.float32, CPU), [dist.group.WORLD]).wire
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def _refused(what: str) -> str:
             "the ranks register different hooks: rank 0: auto for 9701 elements; rank 1: fp16",
         ),
         ("a second hook", "has a communication hook already (fp16_compress_hook)"),
-        ("a built-in hook", "has a communication hook already (one of torch's built-in hooks)"),
+        ("a built-in hook", "has a communication hook already (built into torch)"),
         ("no wrapper", "cannot give Sequential a communication hook"),
         ("an unknown name", "unknown wire format 'automatic': choose one of fp16,"),
         ("hybrid", "takes no communication hook with"),
@@ -310,7 +311,7 @@ def test_what_cannot_be_chosen_for_is_refused_on_all_ranks(ranks2, what, named):
         assert named in message
         assert "\n" not in message
     if what == "an unknown name":
-        assert message.endswith("or auto")
+        assert message.endswith("register also takes 'auto'")
 
 
 def _one_dies() -> str:
@@ -324,7 +325,7 @@ def _one_dies() -> str:
             os._exit(7)
 
     with pytest.raises(RuntimeError) as caught:
-        timed_choice({"fp32": trial, "fp16": trial}, 8, torch.float32, CPU, [group])
+        timed_choice({"fp32": trial, "fp16": trial}, Sample(8, torch.float32, CPU), [group])
     assert not model._comm_hooks
     return type(caught.value).__name__
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from distamp.comm_hooks import HookStats
-from distamp.comm_hooks.choice import choose
+from distamp.comm_hooks.auto import choose
 
 
 @pytest.mark.parametrize(
@@ -53,19 +51,3 @@ def test_a_choice_reads_as_a_line():
         "(0.004 MB in fp32 10 ms, fp16 20 ms)"
     )
     assert str(HookStats(choice=choice)) == str(choice)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "match"),
-    [
-        ({}, "0 ways"),
-        ({"fp32": [1.0]}, "1 ways"),
-        ({"fp32": [1.0], "fp16": []}, r"the times of fp16 are \[\]"),
-        ({"fp32": [1.0], "fp16": [math.nan]}, "the times of fp16 are"),
-        ({"fp32": [0.0], "fp16": [1.0]}, "the times of fp32 are"),
-        ({"fp32": [1.0], "fp16": [math.inf]}, "the times of fp16 are"),
-    ],
-)
-def test_times_that_decide_nothing_are_refused(seconds, match):
-    with pytest.raises(ValueError, match=match):
-        choose(seconds, 1)

@@ -120,8 +120,8 @@ class _TwoParts(nn.Module):
         return (self.a * x).sum() * factor + (self.b * x).sum()
 
 
-def _one_overflows(wire: str, numel: int, every: int) -> tuple[Tensor, float, bool]:
-    """``b`` after 12 steps, its error against float64, and whether ``a`` begins again.
+def _one_overflows(wire: str, numel: int, every: int) -> tuple[float, bool]:
+    """The error of ``b`` after 12 steps, against float64, and whether their bucket begins again.
 
     Every so many steps the gradient of ``a`` is inf on rank 0, and its optimizer skips.
     """
@@ -139,25 +139,23 @@ def _one_overflows(wire: str, numel: int, every: int) -> tuple[Tensor, float, bo
         scaler.step(a)
         scaler.step(b)
         assert (scaler.stepped(a), scaler.stepped(b)) == (not bad, True)
-        residuals = state.state_dict()["residuals"]
-        dropped &= bool(residuals["a"].any()) != bad and bool(residuals["b"].any())
+        (residuals,) = state.state_dict()["residuals"].values()
+        dropped &= bool(residuals[1].any()) != bad
         scaler.update()
         everyone = x.double()
         dist.all_reduce(everyone)
         true -= everyone / dist.get_world_size()
     arrived = model.module.b.detach()
-    return arrived, ((arrived.double() - true).norm() / true.norm()).item(), dropped
+    return ((arrived.double() - true).norm() / true.norm()).item(), dropped
 
 
 @pytest.mark.parametrize("wire", FED_BACK)
 @pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
-def test_an_optimizer_that_skips_begins_again_and_another_goes_on(ranks, size, numel, wire):
-    clean = ranks(size).run(_one_overflows, wire, numel, 0)
-    found = ranks(size).run(_one_overflows, wire, numel, 3)
-    for (b, error, dropped), (expected, without, _) in zip(found, clean, strict=True):
-        assert torch.equal(b, expected)
-        assert error == without < 0.05
-        assert dropped
+def test_a_bucket_of_an_optimizer_that_skips_begins_again(ranks, size, numel, wire):
+    for every in (0, 3):
+        for error, dropped in ranks(size).run(_one_overflows, wire, numel, every):
+            assert error < 0.05
+            assert dropped
 
 
 def _after_nonfinite(attach: bool, ranks_per_host: int) -> list[float]:
@@ -265,49 +263,38 @@ def test_residuals_in_other_units_are_dropped(ranks2, what):
         assert max(errors) < 0.02, errors
 
 
-def _loaded(saved: bool, loaded: bool, kept: bool) -> tuple[list[float], bool | None, bool | None]:
+def _loaded(saved: bool, loaded: bool) -> tuple[list[float], bool]:
     """The errors of exchanges before and after a checkpoint, and the units that it names."""
     before = _Exchanges(attach=saved)
-    empty = before.state.state_dict()["scaled"]
     for _ in range(2):
         before.exchange()
     state = before.state.state_dict()
-    units = state["scaled"]
-    if not kept:
-        del state["scaled"]
     after = _Exchanges(attach=loaded)
     after.state.load_state_dict(state)
-    assert after.state.state_dict()["scaled"] is (units if kept else None)
+    assert after.state.state_dict()["scaled"] is saved
     for _ in range(2):
         after.exchange()
-    return before.errors + after.errors, empty, units
+    return before.errors + after.errors, state["scaled"]
 
 
 @pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_checkpoint_says_in_which_units_residuals_are(ranks2, saved, loaded):
-    for errors, empty, units in ranks2.run(_loaded, saved, loaded, True):
+    for errors, units in ranks2.run(_loaded, saved, loaded):
         assert max(errors) < 0.02, errors
-        assert empty is None
         assert units is saved
 
 
-@pytest.mark.parametrize("attach", [True, False])
-def test_a_checkpoint_that_does_not_say_is_of_a_run_like_this_one(ranks2, attach):
-    for errors, *_ in ranks2.run(_loaded, attach, attach, False):
-        assert max(errors) < 0.02, errors
-
-
-def _copied() -> tuple[bool, bool]:
+def _copied() -> tuple[str, bool]:
     one = _Exchanges(attach=True)
     one.exchange()
     with pytest.warns(UserWarning, match="a copy of a module"):
         other = copy.deepcopy(one.state)
-    return other.state_dict()["scaled"], bool(other.state_dict()["residuals"])
+    return other.wire.name, bool(other.state_dict()["residuals"])
 
 
-def test_a_copy_knows_the_units_of_its_residuals(ranks2):
-    assert ranks2.run(_copied) == [(True, True)] * 2
+def test_a_copy_has_the_format_alone(ranks2):
+    assert ranks2.run(_copied) == [("int8", False)] * 2
 
 
 # -- where buckets change -------------------------------------------------------------------------
@@ -339,14 +326,15 @@ def _resumed(wire: str, **settings: Any) -> tuple[float, float, bool]:
     return (
         (resumed - whole).norm().item(),
         (forgotten - whole).norm().item(),
-        len(saved["residuals"]) == len(list(model.parameters())),
+        {name for names in saved["residuals"] for name in names}
+        == {name for name, _ in model.module.named_parameters()},
     )
 
 
 def test_a_checkpoint_carries_residuals(ranks2):
     for resumed, forgotten, complete in ranks2.run(_resumed, "int8"):
         assert complete
-        assert resumed < 0.75 * forgotten
+        assert resumed < forgotten
 
 
 @pytest.mark.parametrize("wire", FED_BACK)
@@ -416,7 +404,8 @@ def _bad_states() -> list[str]:
     message = []
     bad: list[dict[str, Any]] = [
         {**copy.deepcopy(good), "version": 7},
-        {**copy.deepcopy(good), "residuals": {"nobody": torch.zeros(2, 1)}},
+        {**copy.deepcopy(good), "residuals": {("nobody",): [torch.zeros(1), torch.zeros(1)]}},
+        {**copy.deepcopy(good), "residuals": {"0.weight": torch.zeros(1)}},
     ]
     for each in bad:
         with pytest.raises(ValueError) as error:
@@ -426,9 +415,10 @@ def _bad_states() -> list[str]:
 
 
 def test_states_that_do_not_fit_are_refused(ranks2):
-    version, nobody = ranks2.run(_bad_states)[0]
+    version, nobody, shape = ranks2.run(_bad_states)[0]
     assert "version 7" in version
     assert "'nobody'" in nobody
+    assert "two finite fp32 tensors" in shape
 
 
 def _nonfinite() -> list[bool]:

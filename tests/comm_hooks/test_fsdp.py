@@ -108,12 +108,12 @@ def sharded(model: nn.Module, **settings: Any) -> nn.Module:
 
 def fsdp2(name: str, micros: int, settings: dict[str, Any]) -> tuple[list[float], int, int]:
     model = sharded(net(), **settings)
-    account = register(model, name).account
+    counts = register(model, name).counts
     for micro in range(micros):
         model.set_requires_gradient_sync(micro + 1 == micros)
         loss_of(model(batch(dist.get_rank(), micro))).backward()
-    sent = account.sent[name]
-    return errors(model, expected(dist.get_world_size(), micros)), account.exchanges, sent
+    sent = counts.bytes_sent[name]
+    return errors(model, expected(dist.get_world_size(), micros)), counts.exchanges, sent
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -146,9 +146,9 @@ def test_fsdp2_computes_in_bf16_and_reduces_in_fp32(ranks2):
 def _wide_layer() -> tuple[Tensor, int]:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(512, 512), mesh=mesh((dist.get_world_size(),), ("shard",)))
-    account = register(model, "fp16").account
+    counts = register(model, "fp16").counts
     model(torch.randn(4, 512)).sum().backward()
-    return account.sent["fp16"], account.uncompressed
+    return counts.bytes_sent["fp16"], counts.bytes_uncompressed
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -296,7 +296,9 @@ def _hsdp() -> tuple[list[float], dict[str, int]]:
 def test_torchs_hsdp_keeps_its_all_reduce_and_says_so(ranks4):
     for found, fallbacks in ranks4.run(_hsdp):
         assert within(found, "fp16")
-        assert fallbacks == {"torch's HSDP all-reduces between replicas uncompressed": 3}
+        assert fallbacks == {
+            "module that torch's HSDP all-reduces between replicas uncompressed": 3
+        }
 
 
 def _hsdp_of_two(shape: tuple[int, int]) -> tuple[list[float], Any, int]:
@@ -355,7 +357,7 @@ def _refused2(case: str) -> str:
     [
         ("none", "cannot give Net a communication hook"),
         ("twice", "has a custom reduce-scatter already"),
-        ("bf16", "no narrower than gradients reduced in torch.bfloat16"),
+        ("bf16", "reduced in torch.bfloat16, which takes 2: choose 'bf16'"),
         ("int8", "needs error feedback.*fp16, bf16"),
         ("replicas", "two-dimensional mesh"),
     ],
@@ -497,7 +499,7 @@ def _register1(name: str) -> tuple[list[float], int]:
     model = wrapped(net())
     state = register(model, name)
     loss_of(model(batch(dist.get_rank()))).backward()
-    return errors1(model, expected(dist.get_world_size())), state.account.sent[name]
+    return errors1(model, expected(dist.get_world_size())), state.counts.bytes_sent[name]
 
 
 @pytest.mark.parametrize("name", list(ERRORS))
@@ -544,7 +546,7 @@ def _refused1(case: str) -> str:
     ("case", "match"),
     [
         ("twice", "a communication hook already"),
-        ("fp16", "no narrower than gradients reduced in torch.float16"),
+        ("fp16", "gradients are reduced in torch.float16, which takes 2"),
         ("int8", "needs error feedback"),
         ("hybrid", "no communication hook with"),
         ("inner", "register on the outermost one"),

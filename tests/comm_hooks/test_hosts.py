@@ -52,12 +52,7 @@ def rows(hosts: str, local: list[int] | int = 0, given: int | None = None) -> li
     ],
 )
 def test_two_levels_where_hosts_are_even(table, ranks):
-    found = hosts_of(table)
-    assert found.ranks == ranks
-    for rank in range(len(table)):
-        host, local = found.place(rank)
-        assert found.ranks[host][local] == rank
-        assert found.column(local)[host] == rank
+    assert hosts_of(table).ranks == ranks
 
 
 def test_why_there_is_one_level_is_said():
@@ -189,7 +184,7 @@ def _means(wire: str, scale: float, ranks_per_host: int) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**24])
-@pytest.mark.parametrize(("wire", "bound"), [("fp16", 3.1e-4), ("bf16", 2.5e-3), ("int8", 2e-2)])
+@pytest.mark.parametrize(("wire", "bound"), [("fp16", 2.93e-4), ("bf16", 2.5e-3), ("int8", 2e-2)])
 def test_at_most_two_roundings(ranks4, wire, bound, scale, ranks_per_host):
     for error, same in ranks4.run(_means, wire, scale, ranks_per_host):
         assert error <= bound

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
-from distamp.comm_hooks.formats import Feedback, Places
+from distamp.comm_hooks.formats import Feedback, Places, Source
 
 triton = pytest.importorskip("triton", reason="needs the package triton, of the test extra")
 
@@ -88,17 +88,24 @@ def same_rows(wire: WireFormat, a: Tensor, b: Tensor, numel: int) -> bool:
     return same(units, others) and same(payload.float(), theirs.float())
 
 
+def source_of(given: Tensor, places: Places, seed: int, inverse: float = 1.0) -> Source:
+    """These values and up to two others, of which a row, or none, is not to be written."""
+    others = torch.stack([values_of(len(given), 90 + other) for other in range(2)])[: seed % 3]
+    own = seed % (places.rows + 1)
+    return Source(given, others.to(given.dtype), places, own, inverse)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @by_name
 def test_encode_and_decode(wire, kind):
     for seed, numel in enumerate((300, 1, 4096, 9001, 5003)):
         places = places_of(numel, seed)
-        given = values_of(numel, seed, kind)
-        others = torch.stack([values_of(numel, 90 + other) for other in range(2)])[: seed % 3]
-        inverse = 1 / (1.0, 3.0, 4.0, 0.25, 6.0)[seed]
+        source = source_of(
+            values_of(numel, seed, kind), places, seed, 1 / (1.0, 3.0, 4.0, 0.25, 6.0)[seed]
+        )
         out = [empty(wire, places.rows, places.numel) for _ in range(2)]
-        formats.encode(wire, given, others, places, out[0], inverse)
-        kernels.encode(wire, given, others, places, out[1], inverse)
+        formats.encode(wire, source, out[0])
+        kernels.encode(wire, source, out[1])
         assert same_rows(wire, *out, places.numel)
         for dtype in (torch.float32, torch.float16):
             read = [torch.full((numel,), 7.0, dtype=dtype) for _ in range(2)]
@@ -111,10 +118,10 @@ def test_encode_and_decode(wire, kind):
 @by_name
 def test_other_dtypes_are_encoded(wire, dtype):
     places = places_of(5000, 4)
-    given = values_of(5000, 1).to(dtype)
+    source = source_of(values_of(5000, 1).to(dtype), places, 1, 0.25)
     out = [empty(wire, places.rows, places.numel) for _ in range(2)]
-    formats.encode(wire, given, given[:0].view(0, 0), places, out[0], 0.25)
-    kernels.encode(wire, given, given[:0].view(0, 0), places, out[1], 0.25)
+    formats.encode(wire, source, out[0])
+    kernels.encode(wire, source, out[1])
     assert same_rows(wire, *out, places.numel)
 
 
@@ -123,21 +130,22 @@ def test_other_dtypes_are_encoded(wire, dtype):
 def test_sums(wire, kind):
     for numel, count in ((300, 2), (5001, 4)):
         part = -(-numel // 256) * 256
-        places = Places(1, part, [(0, 0, numel)])
+        places = Places(count, part, [(row * part, row * numel, numel) for row in range(count)])
         given = empty(wire, count, part)
-        for each in range(count):
-            values = values_of(numel, 50 + each, kind if each == 1 else "plain")
-            formats.encode(
-                wire, values, values.view(1, -1)[:0], places, given[each : each + 1], 0.5
-            )
+        values = torch.cat([values_of(numel, 50 + row, kind) for row in range(count)])
+        # What others sent of the second row; of which this rank's own is not read.
+        all_of = Source(values, values.view(1, -1)[:0], places, count, 0.5)
+        formats.encode(wire, all_of, given)
+        given[1] = 255
+        source = Source(values, values.view(1, -1) * 2, places, 1, 0.5)
         for dtype in (torch.float32, torch.float64):
             totals = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
-            formats.sum_rows(wire, given, places, totals[0])
-            kernels.sum_rows(wire, given, places, totals[1])
+            formats.sum_rows(wire, source, given, totals[0])
+            kernels.sum_rows(wire, source, given, totals[1])
             assert same(*totals)
         out = [empty(wire, 1, part) for _ in range(2)]
-        formats.sum_encode(wire, given, part, out[0])
-        kernels.sum_encode(wire, given, part, out[1])
+        formats.sum_encode(wire, source, given, out[0][0])
+        kernels.sum_encode(wire, source, given, out[1][0])
         assert same_rows(wire, *out, part)
 
 
@@ -147,16 +155,17 @@ def test_what_rounding_takes(scale):
     pair = torch.tensor([scale, 1 / scale])
     for seed in range(3):
         places = places_of(5000, seed)
-        given = values_of(5000, seed, "nonfinite")
+        source = source_of(values_of(5000, seed, "nonfinite"), places, seed, 1 / 3)
         before = torch.randn(places.rows * places.numel) * 1e-3
         left = [Feedback(before.clone(), pair) for _ in range(2)]
+        given = empty(wire, places.rows, places.numel)
         for how, feedback in zip((formats, kernels), left, strict=True):
-            out = empty(wire, places.rows, places.numel)
-            how.encode(wire, given, given[:0].view(0, 0), places, out, 1 / 3, feedback)
+            how.encode(wire, source, given, feedback)
         assert same(left[0].residual, left[1].residual)
         assert left[0].residual.isfinite().all()
-        assert not torch.equal(left[0].residual, before)
+        assert source.own == 0 == places.rows - 1 or not torch.equal(left[0].residual, before)
         sums = [Feedback(before[: places.numel].clone(), pair) for _ in range(2)]
+        mine = source._replace(own=source.own % places.rows)
         for how, feedback in zip((formats, kernels), sums, strict=True):
-            how.sum_encode(wire, out, places.numel, empty(wire, 1, places.numel), feedback)
+            how.sum_encode(wire, mine, given, empty(wire, 1, places.numel)[0], feedback)
         assert same(sums[0].residual, sums[1].residual)

@@ -102,13 +102,13 @@ def _refused(what: str) -> str:
         ("group DDP", "but the model is replicated over ranks [0, 1, 2, 3]"),
         ("group FSDP2", "but the model is sharded over ranks [0, 1, 2, 3]"),
         ("replicas", "replicas are for a model that fully_shard was applied to"),
-        ("wide", "takes 2.01 bytes an element, and gradients are torch.float16"),
+        ("wide", "takes 2.01 bytes an element, and gradients are reduced in torch.float16"),
         ("second DDP", "has a communication hook already (wire_hook)"),
         ("second FSDP1", "has a communication hook already"),
         ("second FSDP2", "already"),
         ("torch's hook", "has a communication hook already (fp16_compress_hook)"),
         ("PowerSGD", "has a communication hook already (powerSGD_hook)"),
-        ("built in", "has a communication hook already (one of torch's built-in hooks)"),
+        ("built in", "has a communication hook already (built into torch)"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(ranks4, what, named):

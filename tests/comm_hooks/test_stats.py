@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import FrozenInstanceError, asdict
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -21,21 +22,19 @@ from tests.comm_hooks.training import inputs, mlp, wrapped
 def test_a_value_that_reads_as_a_line():
     stats = HookStats(
         exchanges=12,
-        bytes_sent={"fp16": 51_000_000, "bf16": 500},
+        bytes_sent=Counter({"fp16": 51_000_000, "bf16": 500}),
         bytes_uncompressed=100_000_000,
         seconds_waiting=1.234,
         levels="two levels: 2 hosts of 4 ranks",
-        fallbacks={"sparse gradient all-reduced as it is": 4},
+        fallbacks=Counter({"sparse gradient all-reduced as it is": 4}),
     )
     assert str(stats) == (
         "12 exchanges sent 51 MB as fp16, 500 B as bf16; 100 MB uncompressed, 49% saved; "
         "waited 1.23 s; two levels: 2 hosts of 4 ranks; "
         "4 x sparse gradient all-reduced as it is"
     )
-    with pytest.raises(FrozenInstanceError):
-        stats.exchanges = 0
     assert str(HookStats()) == "no gradient was exchanged yet"
-    line = str(HookStats(fallbacks={"other way": 2}))
+    line = str(HookStats(fallbacks=Counter({"other way": 2})))
     assert line == "no gradient was sent in a wire format; 2 x other way"
 
 
