@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,11 +72,14 @@ def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
 bf16_compress_hook.__name__ = "bf16_hook"
 
 
-def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Cast buckets to fp16 for ``hook`` and what it returns back, as torch's wrapper does.
+fp16_compress_wrapper = default_hooks.fp16_compress_wrapper
 
-    For hooks with a compression of their own, such as PowerSGD. Gradients beyond 65504 become inf;
-    `fp16_compress_hook` loses none.
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """Cast buckets to bf16 for ``hook`` and what it returns back, as torch's wrapper does.
+
+    For hooks with a compression of their own, such as PowerSGD. Unlike torch's it is accepted by
+    DDP on every backend.
 
     Args:
         hook: A DDP communication hook.
@@ -83,30 +87,9 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     Returns:
         A hook with the same state.
     """
-    return _casting(hook, torch.float16)
-
-
-def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Cast buckets to bf16 for ``hook`` and what it returns back, as torch's wrapper does.
-
-    Unlike torch's it is accepted by DDP on every backend. Takes and returns what
-    `fp16_compress_wrapper` does.
-    """
-    return _casting(hook, torch.bfloat16)
-
-
-def _casting(hook: Hook, dtype: torch.dtype) -> Hook:
-    def casting_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        bucket.set_buffer(buffer.to(dtype))
-
-        def back(future: Future[Tensor]) -> Tensor:
-            averaged: Tensor = future.value()
-            return buffer.copy_(averaged)
-
-        return hook(state, bucket).then(back)
-
-    return casting_hook
+    casting: Hook = default_hooks.bf16_compress_wrapper(hook)
+    casting.__name__ = "bf16_wrapper"
+    return casting
 
 
 def _average(state: CommHookState, bucket: Any) -> Future[Tensor]:

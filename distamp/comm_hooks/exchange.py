@@ -25,15 +25,7 @@ from torch.futures import Future
 from distamp.comm_hooks import formats
 from distamp.comm_hooks.formats import BLOCK, Feedback, Places, Source, WireFormat
 from distamp.comm_hooks.hosts import Hosts
-from distamp.comm_hooks.lanes import (
-    DeviceLanes,
-    DeviceWire,
-    HostLanes,
-    HostWire,
-    Lane,
-    Lanes,
-    Wire,
-)
+from distamp.comm_hooks.lanes import DeviceLanes, HostLanes, Lane, Lanes
 from distamp.comm_hooks.stats import HookStats
 
 __all__ = ["Exchange", "Plan"]
@@ -79,18 +71,15 @@ class Exchange:
         self.wide, self.here = len(hosts.ranks), len(hosts.ranks[0])
         self.host, self.local = divmod(group.rank(), self.here)
         self.lanes: Lanes
-        self._wire: Wire
         self._math: Any = formats
         levels = {
             "inner": hosts.ranks[self.host],
             "outer": [ranks[self.local] for ranks in hosts.ranks],
         }
         if device.type == "cpu":
-            self._wire = wire = HostWire(hosts.name, group, levels, stats)
-            self.lanes = HostLanes(wire.close)
+            self.lanes = HostLanes(hosts.name, group, levels, stats)
         else:
-            self._wire = DeviceWire(hosts.name, group, levels, device)
-            self.lanes = DeviceLanes(device)
+            self.lanes = DeviceLanes(hosts.name, group, levels, device)
             self._math, stats.arithmetic = _arithmetic(device)
 
     def plan(self, numel: int, numels: Sequence[int] = ()) -> Plan:
@@ -202,10 +191,10 @@ class Exchange:
         # All that was added up is read: the encoded means of all owners take its place.
         means = memory[: self.here * received.numel()].view(self.here, *received.shape)
         means[self.local, self.host].copy_(sent[self.host])
-        self._wire.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
+        self.lanes.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
         if self.here > 1:
             flat = means.flatten(1)
-            self._wire.swap("inner", lane, [*flat], [flat[self.local]] * self.here)
+            self.lanes.swap("inner", lane, [*flat], [flat[self.local]] * self.here)
         self._math.decode(wire, means.flatten(0, 1), plan.whole, values)
         return values
 
@@ -255,12 +244,12 @@ class Exchange:
         if self.here > 1:
             received = [*others.view(torch.uint8)]
             received.insert(self.local, received[0])
-            self._wire.swap("inner", lane, received, [part.view(torch.uint8) for part in parts])
+            self.lanes.swap("inner", lane, received, [part.view(torch.uint8) for part in parts])
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)
         rows = memory[beside:].view(shape)
-        self._wire.swap("outer", lane, [*rows], [*sent])
+        self.lanes.swap("outer", lane, [*rows], [*sent])
         return source, rows, sent, memory
 
 

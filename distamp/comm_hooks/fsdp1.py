@@ -5,16 +5,15 @@ torch's FSDP, which takes a second to import, is imported when it is used.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.state import CommHookState, state_of
-from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.wrapped import Sample, Wrapped, ranks_of
 
 __all__ = ["LowPrecisionState", "fsdp_bf16_compress_hook", "fsdp_fp16_compress_hook", "wrapped"]
@@ -23,28 +22,7 @@ __all__ = ["LowPrecisionState", "fsdp_bf16_compress_hook", "fsdp_fp16_compress_h
 SAMPLE = 1 << 20
 
 
-class LowPrecisionState(default_hooks.LowPrecisionState):
-    """State of the FSDP1 hooks, as torch's ``LowPrecisionState``, that counts what is sent.
-
-    Args:
-        process_group: The ranks that FSDP shards over.
-        parameter_type: dtype of the parameters, to which reduced gradients are cast.
-        hook: Of which hook this is a part; None for a hook of its own.
-    """
-
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        parameter_type: torch.dtype = torch.float32,
-        *,
-        hook: CommHookState | None = None,
-    ) -> None:
-        super().__init__(process_group, parameter_type)  # type: ignore[no-untyped-call]
-        self.hook = hook
-
-    def stats(self) -> HookStats:
-        """Return what this rank has sent so far."""
-        return HookStats() if self.hook is None else self.hook.stats()
+LowPrecisionState = default_hooks.LowPrecisionState
 
 
 def fsdp_fp16_compress_hook(
@@ -56,11 +34,11 @@ def fsdp_fp16_compress_hook(
     at any loss scale, sends half of what torch's does on gloo, and runs on a CPU.
 
     Args:
-        state: Ours or torch's ``LowPrecisionState``; its two divide factors are honoured.
+        state: Its group and two divide factors are honoured.
         grad: 1-D unsharded gradient; averaged in place where there is no ``output``.
         output: 1-D, this rank's shard of the average.
     """
-    _reduce("fp16", state, grad, output)
+    _reduce(state_of(state.process_group, "fp16"), state, grad, output)
 
 
 def fsdp_bf16_compress_hook(
@@ -71,14 +49,10 @@ def fsdp_bf16_compress_hook(
     Unlike torch's ``bf16_compress_hook`` for FSDP it adds up in fp32 and runs on a CPU. Takes what
     `fsdp_fp16_compress_hook` does.
     """
-    _reduce("bf16", state, grad, output)
+    _reduce(state_of(state.process_group, "bf16"), state, grad, output)
 
 
-def _reduce(wire: str, state: Any, grad: Tensor, output: Tensor | None) -> None:
-    if isinstance(state, LowPrecisionState):
-        hook = state.hook = state.hook or CommHookState(wire, state.process_group)
-    else:
-        hook = state_of(state.process_group, wire)
+def _reduce(hook: CommHookState, state: Any, grad: Tensor, output: Tensor | None = None) -> None:
     if output is not None and output.dtype != state.parameter_type:
         # FSDP1 takes what the hook makes of the shard, in whichever dtype it then is.
         output.data = torch.empty_like(output, dtype=state.parameter_type)
@@ -108,10 +82,9 @@ def wrapped(model: Any) -> Wrapped:
     dtypes = [each.reduce_dtype or each.param_dtype or own for each in policies]
 
     def attach(state: CommHookState, compressed: bool) -> None:
-        hooks = {"fp16": fsdp_fp16_compress_hook, "bf16": fsdp_bf16_compress_hook}
         if compressed:
-            low = LowPrecisionState(group, own, hook=state)
-            model.register_comm_hook(low, hooks[state.wire.name])
+            low = LowPrecisionState(group, own)
+            model.register_comm_hook(low, partial(_reduce, state))
 
     group, device = model.process_group, model.compute_device
     whole = model.sharding_strategy.name == "NO_SHARD"

@@ -20,7 +20,7 @@ from torch.futures import Future
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.stats import HookStats
 
-__all__ = ["DeviceLanes", "DeviceWire", "HostLanes", "HostWire", "Job", "Lane", "Lanes", "Wire"]
+__all__ = ["DeviceLanes", "HostLanes", "Job", "Lane", "Lanes"]
 
 COUNT = 2
 
@@ -49,7 +49,7 @@ Job = Callable[[Lane], Tensor]
 
 
 class Lanes(Protocol):
-    """Runs jobs in turn on two lanes, while the caller goes on."""
+    """Runs jobs in turn on two lanes, while the caller goes on; sends what they send."""
 
     def nbytes(self) -> int:
         """Return how much memory the lanes have."""
@@ -65,14 +65,10 @@ class Lanes(Protocol):
             RuntimeError: A job failed before.
         """
 
-
-class Wire(Protocol):
-    """Sends a tensor to each of some ranks and receives one from each."""
-
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
-        """Do so with the others, on a device when its stream comes to it.
+        """Send a tensor to each rank of a level and receive one from each.
 
         Args:
             level: ``"inner"`` for the ranks of this host, ``"outer"`` for those of other hosts that
@@ -83,22 +79,25 @@ class Wire(Protocol):
         """
 
 
-# -- on a host --------------------------------------------------------------------------------
-
-
 class HostLanes:
-    """See `Lanes`.
+    """See `Lanes`. Sends to one rank after another: streams that share a link divide it unevenly.
 
     Args:
-        close: Ends the connections, after a failure.
+        name: Of a new gloo backend, the same on all ranks and no other's.
+        group: The ranks.
+        levels: The ranks of each level, by their numbers in the group.
+        stats: Where waiting is counted.
     """
 
-    def __init__(self, close: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, group: ProcessGroup, levels: dict[str, list[int]], stats: HookStats
+    ) -> None:
         self._lanes = [Lane(index, torch.device("cpu")) for index in range(COUNT)]
         self._last: list[threading.Thread | None] = [None] * COUNT
-        self._close = close
         self._count = 0
         self._failure: Exception | None = None
+        self._backend: Any = torch_compat.new_gloo(name, group)
+        self._rank, self._levels, self._stats = group.rank(), levels, stats
 
     def nbytes(self) -> int:
         """See `Lanes.nbytes`."""
@@ -123,6 +122,28 @@ class HostLanes:
         # a callback, which starts no collective, it arrives as an error.
         return done.then(_value_or_raise)
 
+    def swap(
+        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> None:
+        """See `Lanes.swap`."""
+        start = time.perf_counter()
+        backend, ranks = self._backend, self._levels[level]
+        self._check()
+        size, mine = len(ranks), ranks.index(self._rank)
+        tag = 2 * lane.index + (level == "inner")
+        turns = [((mine - turn) % size, (mine + turn) % size) for turn in range(1, size)]
+        works = [
+            backend.recv([received[source]], ranks[source], tag)
+            for source, _ in turns
+            if received[source].numel()
+        ]
+        for _, target in turns:
+            if sent[target].numel():
+                backend.send([sent[target]], ranks[target], tag).wait()
+        for work in works:
+            work.wait()
+        self._stats.seconds_waiting += time.perf_counter() - start
+
     def _outcome(self, job: Job, lane: Lane) -> Tensor | Exception:
         try:
             self._check()
@@ -130,8 +151,8 @@ class HostLanes:
                 return job(lane)
         except Exception as error:
             self._failure = self._failure or error
-            # Ranks that wait for this one hear of it as their connections end.
-            self._close()
+            # Ranks that wait for this one hear of it as its connections end.
+            self._backend = None
             return error
 
     def _check(self) -> None:
@@ -149,62 +170,24 @@ def _value_or_raise(done: Future[Any]) -> Tensor:
     return outcome
 
 
-class HostWire:
-    """See `Wire`. Sends to one rank after another: streams that share a link divide it unevenly.
-
-    Args:
-        name: Of a new gloo backend, the same on all ranks and no other's.
-        group: The ranks.
-        levels: The ranks of each level, by their numbers in the group.
-        stats: Where waiting is counted.
-    """
+class DeviceLanes:
+    """See `Lanes`; arguments as of `HostLanes`, and the device."""
 
     def __init__(
-        self, name: str, group: ProcessGroup, levels: dict[str, list[int]], stats: HookStats
+        self, name: str, group: ProcessGroup, levels: dict[str, list[int]], device: torch.device
     ) -> None:
-        self._backend: Any = torch_compat.new_gloo(name, group)
-        self._rank, self._levels, self._stats = group.rank(), levels, stats
-
-    def close(self) -> None:
-        """End the connections."""
-        self._backend = None
-
-    def swap(
-        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
-    ) -> None:
-        """See `Wire.swap`."""
-        start = time.perf_counter()
-        backend, ranks = self._backend, self._levels[level]
-        if backend is None:
-            raise RuntimeError("the connections of this communication hook were closed")
-        size, mine = len(ranks), ranks.index(self._rank)
-        tag = 2 * lane.index + (level == "inner")
-        turns = [((mine - turn) % size, (mine + turn) % size) for turn in range(1, size)]
-        works = [
-            backend.recv([received[source]], ranks[source], tag)
-            for source, _ in turns
-            if received[source].numel()
-        ]
-        for _, target in turns:
-            if sent[target].numel():
-                backend.send([sent[target]], ranks[target], tag).wait()
-        for work in works:
-            work.wait()
-        self._stats.seconds_waiting += time.perf_counter() - start
-
-
-# -- on a device ------------------------------------------------------------------------------
-
-
-class DeviceLanes:
-    """See `Lanes`."""
-
-    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes = [
             (Lane(index, device), torch.Stream(device, priority=-1)) for index in range(COUNT)
         ]
         self._count = 0
+        self._groups = {
+            level: torch_compat.new_communicator(
+                f"{name}/{level}/{min(ranks)}", group, ranks, device
+            )
+            for level, ranks in levels.items()
+            if len(ranks) > 1
+        }
 
     def nbytes(self) -> int:
         """See `Lanes.nbytes`."""
@@ -222,25 +205,10 @@ class DeviceLanes:
             result.set_result(job(lane))
         return result
 
-
-class DeviceWire:
-    """See `Wire`; arguments as of `HostWire`."""
-
-    def __init__(
-        self, name: str, group: ProcessGroup, levels: dict[str, list[int]], device: torch.device
-    ) -> None:
-        self._groups = {
-            level: torch_compat.new_communicator(
-                f"{name}/{level}/{min(ranks)}", group, ranks, device
-            )
-            for level, ranks in levels.items()
-            if len(ranks) > 1
-        }
-
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
-        """See `Wire.swap`."""
+        """See `Lanes.swap`."""
         group = self._groups[level]
         # What has no elements is not sent.
         lists = [
