@@ -187,11 +187,13 @@ class Exchange:
         source, received, sent, memory = self._encoded(
             wire, parts, plan.mine, inverse, of_mine, lane
         )
-        self._math.sum_encode(wire, source, received, sent[self.host], of_mean)
-        # All that was added up is read: the encoded means of all owners take its place.
+        # When all that was added up is read, the encoded means of all owners take its place.
         means = memory[: self.here * received.numel()].view(self.here, *received.shape)
-        means[self.local, self.host].copy_(sent[self.host])
-        self.lanes.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
+        with self.lanes.turn(lane):
+            self.lanes.swap("outer", lane, [*received], [*sent])
+            self._math.sum_encode(wire, source, received, sent[self.host], of_mean)
+            means[self.local, self.host].copy_(sent[self.host])
+            self.lanes.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
         if self.here > 1:
             flat = means.flatten(1)
             self.lanes.swap("inner", lane, [*flat], [flat[self.local]] * self.here)
@@ -217,7 +219,9 @@ class Exchange:
             each.copy_(whole[..., start : start + length].transpose(0, 1))
             parts, stride = [*each.flatten(1)], length
         places = _every(self.wide, length, stride)
-        source, received, *_ = self._encoded(wire, parts, places, inverse, None, lane)
+        source, received, sent, _ = self._encoded(wire, parts, places, inverse, None, lane)
+        with self.lanes.turn(lane):
+            self.lanes.swap("outer", lane, [*received], [*sent])
         self._math.sum_rows(wire, source, received, out)
         return out
 
@@ -230,11 +234,11 @@ class Exchange:
         feedback: Feedback | None,
         lane: Lane,
     ) -> tuple[Source, Tensor, Tensor, Tensor]:
-        """Divide parts between the ranks of this host, and rows of the sum between the hosts.
+        """Divide parts between the ranks of this host, and encode rows of the sum for the hosts.
 
         Returns:
-            What this host has, the rows that came from others, memory for a row to each, and all
-            memory in which the first two are; the rows are at its end.
+            What this host has, memory for what others send of it, what is to be sent to each, and
+            all memory in which the first two are; the rows are at its end.
         """
         own, shape = parts[self.local], (self.wide, wire.row_bytes(places.numel))
         nbytes, row_bytes = own.numel() * own.itemsize, self.wide * shape[1]
@@ -248,9 +252,7 @@ class Exchange:
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)
-        rows = memory[beside:].view(shape)
-        self.lanes.swap("outer", lane, [*rows], [*sent])
-        return source, rows, sent, memory
+        return source, memory[beside:].view(shape), sent, memory
 
 
 @lru_cache(64)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,8 @@ class Lane:
         self.index = index
         self._device = device
         self._memory: dict[str, Tensor] = {}
+        # On a host: set when the bucket before is sent, and to be set when this one is.
+        self.turn = threading.Event(), threading.Event()
 
     def memory(self, name: str, nbytes: int) -> Tensor:
         """Return uint8 of that length, of which the next exchange of this lane has the same."""
@@ -65,6 +68,9 @@ class Lanes(Protocol):
             RuntimeError: A job failed before.
         """
 
+    def turn(self, lane: Lane) -> AbstractContextManager[None]:
+        """Return within what a job uses the network between hosts: in the order of submission."""
+
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
@@ -80,7 +86,9 @@ class Lanes(Protocol):
 
 
 class HostLanes:
-    """See `Lanes`. Sends to one rank after another: streams that share a link divide it unevenly.
+    """See `Lanes`. Exchanges with one rank after another, and one bucket after another.
+
+    Streams that share a link divide it unevenly, and all wait for the slowest.
 
     Args:
         name: Of a new gloo backend, the same on all ranks and no other's.
@@ -95,6 +103,9 @@ class HostLanes:
         self._lanes = [Lane(index, torch.device("cpu")) for index in range(COUNT)]
         self._last: list[threading.Thread | None] = [None] * COUNT
         self._count = 0
+        # Set when the last bucket has been sent.
+        self._turn = threading.Event()
+        self._turn.set()
         self._failure: Exception | None = None
         self._backend: Any = torch_compat.new_gloo(name, group)
         self._rank, self._levels, self._stats = group.rank(), levels, stats
@@ -109,11 +120,16 @@ class HostLanes:
         index = self._count % COUNT
         self._count += 1
         before, done = self._last[index], Future[Any]()
+        turn = self._turn, threading.Event()
+        self._turn = turn[1]
 
         def run() -> None:
             if before is not None:
                 before.join()
-            done.set_result(self._outcome(job, self._lanes[index]))
+            self._lanes[index].turn = turn
+            outcome = self._outcome(job, self._lanes[index])
+            with self.turn(self._lanes[index]):
+                done.set_result(outcome)
 
         thread = threading.Thread(target=run, name="distamp-comm-hook", daemon=True)
         self._last[index] = thread
@@ -121,6 +137,14 @@ class HostLanes:
         # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
         # a callback, which starts no collective, it arrives as an error.
         return done.then(_value_or_raise)
+
+    @contextmanager
+    def turn(self, lane: Lane) -> Iterator[None]:
+        """See `Lanes.turn`."""
+        before, over = lane.turn
+        before.wait()
+        yield
+        over.set()
 
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
@@ -131,17 +155,15 @@ class HostLanes:
         self._check()
         size, mine = len(ranks), ranks.index(self._rank)
         tag = 2 * lane.index + (level == "inner")
-        turns = [((mine - turn) % size, (mine + turn) % size) for turn in range(1, size)]
-        works = [
-            backend.recv([received[source]], ranks[source], tag)
-            for source, _ in turns
-            if received[source].numel()
-        ]
-        for _, target in turns:
+        for turn in range(1, size):
+            source, target = (mine - turn) % size, (mine + turn) % size
+            works = []
+            if received[source].numel():
+                works.append(backend.recv([received[source]], ranks[source], tag))
             if sent[target].numel():
-                backend.send([sent[target]], ranks[target], tag).wait()
-        for work in works:
-            work.wait()
+                works.append(backend.send([sent[target]], ranks[target], tag))
+            for work in works:
+                work.wait()
         self._stats.seconds_waiting += time.perf_counter() - start
 
     def _outcome(self, job: Job, lane: Lane) -> Tensor | Exception:
@@ -204,6 +226,10 @@ class DeviceLanes:
                 each.record_stream(stream)
             result.set_result(job(lane))
         return result
+
+    def turn(self, lane: Lane) -> AbstractContextManager[None]:
+        """See `Lanes.turn`; a stream waits for its own messages alone."""
+        return nullcontext()
 
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
