@@ -11,7 +11,7 @@ up. Where each rank counts as a host, all exchange with all in one level.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -190,13 +190,13 @@ class Exchange:
         # When all that was added up is read, the encoded means of all owners take its place.
         means = memory[: self.here * received.numel()].view(self.here, *received.shape)
         with self.lanes.turn(lane):
-            self.lanes.swap("outer", lane, [*received], [*sent])
+            self.lanes.swap("outer", lane, _but(received, self.host), _but(sent, self.host))
             self._math.sum_encode(wire, source, received, sent[self.host], of_mean)
-            means[self.local, self.host].copy_(sent[self.host])
             self.lanes.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
         if self.here > 1:
             flat = means.flatten(1)
-            self.lanes.swap("inner", lane, [*flat], [flat[self.local]] * self.here)
+            got, given = _but(flat, self.local), [flat[self.local]] * self.here
+            self.lanes.swap("inner", lane, got, _but(given, self.local))
         self._math.decode(wire, means.flatten(0, 1), plan.whole, values)
         return values
 
@@ -221,7 +221,7 @@ class Exchange:
         places = _every(self.wide, length, stride)
         source, received, sent, _ = self._encoded(wire, parts, places, inverse, None, lane)
         with self.lanes.turn(lane):
-            self.lanes.swap("outer", lane, [*received], [*sent])
+            self.lanes.swap("outer", lane, _but(received, self.host), _but(sent, self.host))
         self._math.sum_rows(wire, source, received, out)
         return out
 
@@ -248,11 +248,17 @@ class Exchange:
         if self.here > 1:
             received = [*others.view(torch.uint8)]
             received.insert(self.local, received[0])
-            self.lanes.swap("inner", lane, received, [part.view(torch.uint8) for part in parts])
+            flat = [part.view(torch.uint8) for part in parts]
+            self.lanes.swap("inner", lane, _but(received, self.local), _but(flat, self.local))
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)
         return source, memory[beside:].view(shape), sent, memory
+
+
+def _but(rows: Iterable[Tensor], own: int) -> list[Tensor]:
+    """Return rows, the own of which is empty, so that it is not sent."""
+    return [each if index != own else each[:0] for index, each in enumerate(rows)]
 
 
 @lru_cache(64)

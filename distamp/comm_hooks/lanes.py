@@ -80,8 +80,8 @@ class Lanes(Protocol):
             level: ``"inner"`` for the ranks of this host, ``"outer"`` for those of other hosts that
                 have the same part as this one. This rank is one of them.
             lane: Whose messages they are.
-            received: 1-D contiguous uint8, one from each; this rank's own is not written.
-            sent: The same, one for each; this rank's own is not read.
+            received: 1-D contiguous uint8, one from each; those without elements are left out.
+            sent: The same, one for each.
         """
 
 
@@ -164,6 +164,7 @@ class HostLanes:
                 works.append(backend.send([sent[target]], ranks[target], tag))
             for work in works:
                 work.wait()
+        received[mine].copy_(sent[mine])
         self._stats.seconds_waiting += time.perf_counter() - start
 
     def _outcome(self, job: Job, lane: Lane) -> Tensor | Exception:
@@ -235,10 +236,4 @@ class DeviceLanes:
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
         """See `Lanes.swap`."""
-        group = self._groups[level]
-        # What has no elements is not sent.
-        lists = [
-            [each if rank != group.rank() else each[:0] for rank, each in enumerate(tensors)]
-            for tensors in (received, sent)
-        ]
-        group.alltoall(*lists).wait()
+        self._groups[level].alltoall([*received], [*sent]).wait()
