@@ -107,6 +107,7 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
 
     Raises:
         RuntimeError: This torch has no ``set_custom_reduce_scatter``.
+        ValueError: These modules have no parameters.
     """
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise RuntimeError(
@@ -115,6 +116,8 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
         )
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
+    if not pairs:
+        raise ValueError(f"{type(model).__name__} has no sharded parameters: it needs no hook")
     params = {id(group): [each.sharded_param for each in group.fsdp_params] for _, group in pairs}
     numels = [sum(each.numel() for each in params[id(group)]) for _, group in pairs]
     meshes = [mesh for _, group in pairs for mesh in torch_compat.mesh_groups(group)]
