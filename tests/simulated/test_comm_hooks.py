@@ -196,8 +196,10 @@ def _roots(fault: bool) -> float:
             torch.randn(4, 300, generator=torch.Generator().manual_seed(10 * step + each))
             for each in range(size)
         ]
+        # Else FSDP2 reduces all roots' gradients at the end, one root after another.
+        x = given[rank].to(_device()).requires_grad_()
         with planted if fault else contextlib.nullcontext():
-            model(given[rank].to(_device())).backward()
+            model(x).backward()
         exact = _Roots().double()
         for each in given:
             (exact(each.double()) / size).backward()
