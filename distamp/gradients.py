@@ -142,10 +142,10 @@ def unscale(
     """
     groups = _grouped(gradients)
     if not allow_fp16:
-        refuse_fp16([dtype for _, dtype, _ in groups])
+        refuse_fp16([dtype for _, dtype in groups])
     flags: dict[torch.device, Tensor] = {}
     scales: dict[torch.device, Tensor] = {}
-    for device, _, group in groups:
+    for (device, _), ((group,), _) in groups.items():
         if device not in flags:
             same = device == found_inf.device
             flags[device] = found_inf if same else flag_of(False, device)
@@ -154,12 +154,13 @@ def unscale(
     return flags
 
 
-def _grouped(gradients: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
-    if not gradients:
-        return []
+def _grouped(gradients: list[Tensor]) -> dict[Any, Any]:
+    """Return them by device and dtype, in torch's own wrapping of lists."""
     as_lists: Any = [gradients]
-    groups: dict[Any, Any] = torch._C._group_tensors_by_device_and_dtype(as_lists, False)
-    return [(device, dtype, tensors) for (device, dtype), ((tensors,), _) in groups.items()]
+    groups: dict[Any, Any] = {}
+    if gradients:
+        groups = torch._C._group_tensors_by_device_and_dtype(as_lists, False)
+    return groups
 
 
 @torch.no_grad()
@@ -177,7 +178,7 @@ def carry_over(parameters: Iterable[Tensor], ratio: Tensor) -> None:
 
 def multiply(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply local dense gradients of any devices and dtypes in place by a 0-d factor."""
-    for device, _, group in _grouped(gradients):
+    for (device, _), ((group,), _) in _grouped(gradients).items():
         torch._foreach_mul_(group, host.moved(factor, device))
 
 

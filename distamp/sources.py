@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distamp.gradients import local_gradients, unscale
-from distamp.optimizers import inner_optimizer, parameters_of
+from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
 
 __all__ = ["GradientSource", "set_source", "source_of"]
 
@@ -53,7 +53,7 @@ class GradientSource:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            gradients = local_gradients(self.parameters(), self._holds)
+            gradients = local_gradients(parameters_of(self._holds), self._holds)
             return unscale(gradients, inv_scale, found_inf, allow_fp16=allow_fp16)
         finally:
             torch._C._set_grad_enabled(recording)
@@ -66,6 +66,7 @@ def set_source(optimizer: torch.optim.Optimizer, source: GradientSource) -> None
 
 def source_of(optimizer: Any) -> GradientSource:
     """Return where the gradients of an optimizer, or of the one it wraps, come from."""
+    optimizer = unwrapped(optimizer)
     found: GradientSource | None = getattr(optimizer, _ATTRIBUTE, None)
     if found is None and (inner := inner_optimizer(optimizer)) is not None:
         found = getattr(inner, _ATTRIBUTE, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from distamp.errors import SettingError, StageError
 from distamp.gradients import is_dtensor, local_gradients, refuse_fp16
 from distamp.masters.convert import Unscaling, convert
-from distamp.optimizers import find_closure, inner_optimizer, parameters_of, unwrapped
+from distamp.optimizers import find_closure, inner_optimizer, parameters_of
 from distamp.sources import GradientSource, set_source, source_of
 
 __all__ = ["MasterParameters", "master_params", "masters_of"]
@@ -323,7 +323,7 @@ class MasterParameters(GradientSource):
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:
     """Return the master parameters of an optimizer, or of the one it wraps; None without any."""
-    source = source_of(unwrapped(optimizer))
+    source = source_of(optimizer)
     return source if isinstance(source, MasterParameters) else None
 
 
@@ -332,7 +332,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
     As ``apex.amp.master_params``: what to clip by hand, after ``scaler.unscale_(optimizer)``.
     """
-    for _, stepped in source_of(unwrapped(optimizer)).stepped():
+    for _, stepped in source_of(optimizer).stepped():
         yield stepped
 
 

@@ -11,18 +11,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distamp.errors import SettingError
-from distamp.gradients import is_dtensor, local_gradients, multiply, norms_of
-from distamp.sources import GradientSource
+from distamp.errors import SettingError, StageError
+from distamp.gradients import flag_of, is_dtensor, local_gradients, multiply, norms_of
+from distamp.optimizers import unwrapped
+from distamp.sources import source_of
 
 __all__ = [
-    "Clipped",
+    "Chosen",
     "Declared",
+    "choose",
     "clip_",
+    "clip_locally",
     "differing",
     "local_sums",
     "positive",
-    "stepped_by",
     "total",
 ]
 
@@ -46,11 +48,85 @@ class Clipped(NamedTuple):
     part: bool
 
 
-def stepped_by(source: GradientSource) -> list[Clipped]:
-    """Return what an optimizer steps on this rank."""
-    pairs = source.stepped()
-    part = len(pairs) < len(source.parameters())
-    return [Clipped(parameter, stepped, part) for parameter, stepped in pairs]
+class Chosen(NamedTuple):
+    """What a call clips.
+
+    Args:
+        owners: The optimizers whose gradients they are.
+        measured: What the norm is of.
+        multiplied: Whose gradients are clipped: those, and what other ranks step.
+    """
+
+    owners: list[Any]
+    measured: list[Clipped]
+    multiplied: list[Tensor]
+
+
+def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
+    """Return what is clipped by an optimizer, or parameters of ``optimizers``.
+
+    Raises:
+        TypeError: Something given is neither.
+        StageError: Parameters belong to none of ``optimizers``.
+    """
+    parameters = _parameters(given)
+    if isinstance(given, Tensor) or not hasattr(unwrapped(given), "param_groups"):
+        wanted = {id(p) for p in parameters}
+    else:
+        optimizers, wanted = [given], set()
+    owners: list[Any] = []
+    measured: list[Clipped] = []
+    left = set(wanted)
+    for optimizer in optimizers:
+        source = source_of(optimizer)
+        pairs, filled = source.stepped(), source.parameters()
+        held = {id(p) for p in filled} | {id(p) for _, p in pairs}
+        if wanted and not held & wanted:
+            continue
+        owners.append(optimizer)
+        left -= held
+        part = len(pairs) < len(filled)
+        measured += [
+            Clipped(parameter, stepped, part)
+            for parameter, stepped in pairs
+            if not wanted or {id(parameter), id(stepped)} & wanted
+        ]
+    if left:
+        raise StageError(
+            f"{len(left)} of {len(wanted)} parameters belong to no optimizer this scaler has seen "
+            "yet, so it does not know whether their gradients are still scaled. Give "
+            "clip_grad_norm_ the optimizer, or call add_optimizer(optimizer) first"
+        )
+    multiplied = {id(p): p for p in (*parameters, *(each.stepped for each in measured))}
+    return Chosen(owners, measured, list(multiplied.values()))
+
+
+def _parameters(given: Any) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    if hasattr(unwrapped(given), "param_groups"):
+        return source_of(given).parameters()
+    parameters = list(given)
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                "clip_grad_norm_ takes an optimizer or Tensors, such as model.parameters(), not "
+                f"{type(parameter).__name__}s"
+            )
+    return parameters
+
+
+def clip_locally(given: Any, max_norm: float, norm_type: float) -> Tensor:
+    """Clip what this rank holds, as torch does: a disabled scaler sends nothing."""
+    max_norm, norm_type = positive("max_norm", max_norm), positive("norm_type", norm_type)
+    if isinstance(given, Tensor) or not hasattr(unwrapped(given), "param_groups"):
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    source = source_of(given)
+    stepped = [parameter for _, parameter in source.stepped()]
+    if source.casts and stepped:  # optimizer.step() then takes them from the masters
+        one = flag_of(True, stepped[0].device)
+        source.unscale(one, torch.zeros_like(one), True)
+    return torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
 
 
 def positive(name: str, value: Any) -> float:

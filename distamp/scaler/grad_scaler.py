@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+from dataclasses import replace
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,25 +17,31 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from distamp import host
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import GradientError, LossScaleCollapse, StageError
-from distamp.gradients import carry_over, flag_of, version_of
+from distamp.gradients import carry_over, flag_of
 from distamp.optimizers import find_closure, innermost, unwrapped
 from distamp.protocols import CommHook
 from distamp.scaler import clipping, late, overflow, settings
-from distamp.scaler.checkpoint import Saved, from_torch, read_schedule, read_state, written_schedule
+from distamp.scaler.checkpoint import Saved, read_schedule, read_state, written_schedule
 from distamp.scaler.groups import Group, GroupLike, check_group
 from distamp.scaler.joining import TakeOver
 from distamp.scaler.optimizer_state import (
+    OWN,
     Agreed,
     OptimizerState,
     OptimizerStates,
     StepCounts,
+    as_tensor,
+    check_step,
+    check_unscale,
+    is_carried,
     leaves_garbage,
+    merged,
     takes_flags,
     takes_scaler,
 )
-from distamp.scaler.outputs import PerDevice, map_tensors
+from distamp.scaler.outputs import map_tensors
 from distamp.scaler.overflow import OverflowReport
-from distamp.scaler.ranks import Call, Flag, Found, Ranks
+from distamp.scaler.ranks import Call, Flag, Ranks
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, ScaleState, Schedule
 from distamp.scaler.settings import Settings
 from distamp.sources import source_of
@@ -48,8 +52,12 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound="DistGradScaler")
 
-# Where in torch's record of an iteration our own copy of what was agreed on lies.
-_AGREED = "distamp"
+_is_compiling = torch.compiler.is_dynamo_compiling
+_HOST = torch.device("cpu")
+_item = Tensor.item
+
+#: An optimizer, and torch's record of it.
+_Given: TypeAlias = "tuple[Any, dict[str, Any]]"
 
 
 def _outside_the_graph(
@@ -59,12 +67,23 @@ def _outside_the_graph(
 
     @functools.wraps(method)
     def call(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if torch.compiler.is_dynamo_compiling():
+        if _is_compiling():
             outside: Callable[..., _T] = torch._compile._disable_dynamo(method)
             return outside(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
     return cast("Callable[Concatenate[_S, _P], _T]", call)
+
+
+def _of_the_schedule(name: str) -> Any:
+    """Return a property under torch's private name, which torch's own getters and setters use."""
+
+    def change(self: DistGradScaler, value: float) -> None:
+        own = self._distamp
+        schedule = own.settings.schedule.replaced(**{name: value})
+        own.settings = replace(own.settings, schedule=schedule)
+
+    return property(lambda self: getattr(self._distamp.settings.schedule, name), change)
 
 
 class _Own:
@@ -77,6 +96,7 @@ class _Own:
         "hysteresis",
         "losses",
         "made_with",
+        "names",
         "optimizers",
         "ranks",
         "settings",
@@ -84,6 +104,8 @@ class _Own:
 
     def __init__(self, given: Settings, begun: tuple[float, int], ranks: Ranks) -> None:
         self.settings = given
+        # Of parameters, for the log and the report.
+        self.names: Mapping[Tensor, str] = {}
         # Scale and growth tracker as last set from outside; what follows, all ranks do alike.
         self.begun = begun
         self.ranks = ranks
@@ -99,11 +121,6 @@ class _Own:
         self.hooks: list[CommHook] = []
         # Whether a clip has found replicas alike: what differs later is told as a warning.
         self.clips_agree = False
-
-    @property
-    def now(self) -> int:
-        """A clock that runs by losses, and by iterations on a rank that scales none."""
-        return self.losses or self.ranks.iteration
 
 
 class DistGradScaler(torch.amp.GradScaler, Joinable):
@@ -191,10 +208,11 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         rule = settings.schedule_of(
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
         )
-        names = settings.Names(named_parameters)
-        given = Settings(rule, fp16_grads, max_consecutive_skips, names)
+        names = settings.names_of(named_parameters)
+        given = Settings(rule, fp16_grads, max_consecutive_skips)
         check_group(process_group)
         self._start(given, rule.checked_scale(init_scale), 0, Ranks(process_group))
+        self._distamp.names = names
 
     def _start(self, given: Settings, scale: float, tracker: int, ranks: Ranks) -> None:
         self._init_scale, self._init_growth_tracker = scale, tracker
@@ -221,60 +239,38 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return self._scaled(outputs, self._begin_loss(outputs.device))
-        copies: list[PerDevice] = []
+            return self._scaled(outputs)
+        return map_tensors(outputs, self._scaled)
 
-        def apply(output: Tensor) -> Tensor:
-            if not copies:
-                copies.append(PerDevice(self._begin_loss(output.device)))
-            return self._scaled(output, copies[0].on(output.device))
-
-        return map_tensors(outputs, apply)
-
-    def _begin_loss(self, device: torch.device) -> Tensor:
+    def _scaled(self, output: Tensor) -> Tensor:
         own, scale = self._distamp, self._scale
         if scale is None:
-            self._lazy_init_scale_growth_tracker(device)
+            self._lazy_init_scale_growth_tracker(output.device)
             scale, _ = self._check_scale_growth_tracker("scale")
         own.losses += 1
         own.made_with = None
         for hook in own.hooks:
             hook.scale_changed(scale)
-        if self._per_optimizer_states:
-            self._forget_carried()
-        return scale
-
-    def _scaled(self, output: Tensor, scale: Tensor) -> Tensor:
         if output.dtype is torch.float16:
             output = output.float()  # which 65536 would overflow
         if scale.device != output.device:
             scale = host.moved(scale, output.device)
         result = output * scale
         if self._per_optimizer_states:
-            late.watch(result, self._unscaled())
+            self._watch(result)
         return result
 
-    def _unscaled(self) -> list[tuple[Agreed, Any]]:
-        """Return what was agreed on of each optimizer that is unscaled, and its source."""
+    def _watch(self, scaled: Tensor) -> None:
+        """Note of optimizers that are unscaled whether the backward pass of a loss is theirs."""
         records = self._per_optimizer_states
-        return [
-            (records[id(innermost(optimizer))][_AGREED], source_of(optimizer))
+        for key in [key for key, record in records.items() if is_carried(record)]:
+            del records[key]  # gradients of an earlier iteration count no more
+        waiting = [
+            (records[id(innermost(optimizer))], optimizer)
             for optimizer, _ in self._distamp.optimizers.live()
-            if self.is_unscaled(optimizer) and _AGREED in records[id(innermost(optimizer))]
+            if self.is_unscaled(optimizer)
         ]
-
-    def _forget_carried(self) -> None:
-        """Gradients that were unscaled in an earlier iteration count no more: a loss is scaled."""
-        for key, record in list(self._per_optimizer_states.items()):
-            if self._is_carried(record):
-                del self._per_optimizer_states[key]
-
-    def _is_carried(self, record: dict[str, Any]) -> bool:
-        """Return whether gradients were unscaled before an ``update`` and wait for their step."""
-        if record["stage"] is not OptState.UNSCALED or _AGREED not in record:
-            return False
-        agreed: Agreed = record[_AGREED]
-        return agreed.iteration != self._distamp.ranks.iteration
+        late.watch(scaled, [(r[OWN], source_of(o)) for r, o in waiting if OWN in r])
 
     # -- unscale ---------------------------------------------------------------------------------
 
@@ -297,130 +293,96 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("unscale_")
-        none = TypeError("unscale_() needs at least one optimizer") if not optimizers else None
-        records = list(map(self._record, optimizers))
-        if records and all(map(self._is_carried, records)):
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        if not optimizers:
+            raise TypeError("unscale_() needs at least one optimizer")
+        records = [self._record(optimizer) for optimizer in optimizers]
+        if all(map(is_carried, records)):
             return  # unscaled before the last update, and no loss was scaled since
         for record in records:
-            _check_unscale(record)
-        self._look("step", optimizers, [True] * len(optimizers), none)
+            check_unscale(record)
+        pairs = list(zip(optimizers, records, strict=True))
+        self._look("step", scale, pairs, [False] * len(pairs))
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        self._look("step", (optimizer,), (False,), None)
-        found: dict[Any, Tensor] = self._record(optimizer)["found_inf_per_device"]
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        record = self._record(optimizer)
+        self._look("step", scale, [(optimizer, record)], [True])
+        found: dict[Any, Tensor] = record["found_inf_per_device"]
         return found
 
     def _record(self, given: Any) -> dict[str, Any]:
-        """Return torch's record of an optimizer; one record for a wrapper and what is inside."""
-        optimizer = innermost(given)
-        record = self._per_optimizer_states[id(optimizer)]
+        """Return torch's record of this iteration, one for a wrapper and what it wraps."""
+        optimizer, records = innermost(given), self._per_optimizer_states
+        record = records[id(optimizer)]
         if given is not optimizer:
-            self._per_optimizer_states[id(given)] = record
+            records[id(given)] = record
         return record
 
     def _state(self, given: Any) -> OptimizerState:
         own = self._distamp
-        state = own.optimizers.find(innermost(given))
+        state = own.optimizers.find(given)
         if state is None:
             state = own.optimizers.add(given)
             if own.made_with is not None and self._scale is not None:
-                waiting = source_of(unwrapped(given)).parameters()
-                carry_over(waiting, self._scale / own.made_with)
+                carry_over(source_of(given).parameters(), self._scale / own.made_with)
         return state
 
     def _look(
         self,
         name: str,
-        given: Sequence[Any],
-        unscales: Sequence[bool],
-        refused: Exception | None,
+        scale: Tensor,
+        given: Sequence[_Given],
+        only_check: Sequence[bool],
+        *,
+        error: Exception | None = None,
         arguments: str = "",
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Look at the gradients of optimizers, agree with all ranks, and note the flags.
+        """Look at the gradients of optimizers on this rank; all ranks agree on the flags.
 
         Args:
             name: What ranks compare of the call.
-            given: Its optimizers.
-            unscales: Of each, whether its gradients are unscaled, too.
-            refused: What is wrong with the call itself; every rank raises it.
-            arguments: What else they compare.
+            scale: The loss scale.
+            given: Its optimizers, with torch's records of them.
+            only_check: Of each, whether its own kernel unscales.
+            error: What is wrong with the call itself; every rank raises it.
+            arguments: What else ranks compare.
             then: What else is done on this rank before they agree.
         """
-        scale, _ = self._check_scale_growth_tracker(name)
-        group, error = self._group(scale), refused
-        states: list[OptimizerState] = []
-        found: list[tuple[Flag, Tensor | None]] = []
+        group = self._group(scale.device)
         try:
-            if len(given) > 1 and len(set(map(id, map(innermost, given)))) != len(given):
-                error = StageError(
-                    "one optimizer was given twice; each is unscaled and stepped once"
-                )
-            for optimizer, unscale in zip(given if error is None else (), unscales, strict=False):
-                states.append(self._state(optimizer))
-                found.append(self._found(optimizer, states[-1], scale, unscale))
-            if then is not None and error is None:
+            if error is not None:
+                raise error
+            if len(given) > 1 and len({id(record) for _, record in given}) < len(given):
+                raise StageError("one optimizer was given twice; each is stepped once")
+            for (optimizer, record), only in zip(given, only_check, strict=True):
+                self._look_at(optimizer, record, scale, only)
+            if then is not None:
                 then()
         except Exception as raised:
-            error = raised
-        flags = [flag for flag, _ in found]
-        if group is None:
-            agreed = list(map(Found, flags))
-        else:
-            try:
-                call = self._call(name, given, states, arguments)
-                flags += [False] * (len(given) - len(found))  # where there is an error
-                agreed = self._distamp.ranks.agree(group, call, flags, error)
-            except Exception as raised:
-                self._close(given, scale, raised)
+            if group is None:
                 raise
-        for optimizer, unscale, mine, agreed_on in itertools.zip_longest(
-            given[: len(agreed)], unscales[: len(agreed)], found, agreed
-        ):
-            is_mine = mine is not None and agreed_on.flag is mine[0]
-            record = self._record(optimizer)
-            self._note(record, agreed_on, mine[1] if is_mine else None, scale)
-            if unscale:
-                record["stage"] = OptState.UNSCALED
-        if error is not None and group is None:
-            raise error
+            error = raised
+        if group is not None:
+            self._agree(group, name, scale, given, error, arguments)
 
-    def _call(
-        self,
-        name: str,
-        given: Sequence[Any],
-        states: Sequence[OptimizerState],
-        arguments: str,
-    ) -> Call:
-        own = self._distamp
-        if not own.ranks.iteration and self._scale is not None:
-            # Over a new group, or with a loaded state: the ranks compare how things stand.
-            own.begun = (self._scale.item(), self._get_growth_tracker())
-        return Call(
-            name,
-            [unwrapped(optimizer) for optimizer in given[: len(states)]],
-            tuple([state.place for state in states]),
-            own.settings.text + arguments,
-            own.begun,
-            own.losses > 0,
-        )
-
-    def _found(
-        self, given: Any, state: OptimizerState, scale: Tensor, unscale: bool
-    ) -> tuple[Flag, Tensor | None]:
-        """Look at the gradients of one optimizer on this rank, by torch's own name for it."""
-        own = self._distamp
-        own.settings.check_masters(given, source_of(unwrapped(given)))
-        state.used = own.now
+    def _look_at(self, given: Any, record: dict[str, Any], scale: Tensor, only_check: bool) -> None:
+        """Write down what torch's own name for it finds in one optimizer's gradients."""
+        own, state = self._distamp, self._state(given)
+        state.used = own.losses or own.ranks.iteration
         found_inf = flag_of(False, scale.device)
-        factor = _inverse(scale) if unscale else flag_of(True, scale.device)
-        allow_fp16 = not unscale or own.settings.fp16_grads == "inplace"
+        factor = flag_of(True, scale.device) if only_check else _inverse(scale)
+        allow_fp16 = only_check or own.settings.fp16_grads == "inplace"
         flags = self._unscale_grads_(given, factor, found_inf, allow_fp16)
-        values = list(flags.values()) or [found_inf]
-        only = values[0] if len(values) == 1 and values[0] is found_inf else None
-        return _merged(values, scale.device), only
+        record["found_inf_per_device"] = flags or {scale.device: found_inf}
+        record[OWN] = Agreed(state)
+        if not only_check:
+            record["stage"] = OptState.UNSCALED
+
+    def _only_checks(self, optimizer: Any) -> bool:
+        """Return whether the optimizer's own kernel unscales, or it does so by the scaler."""
+        return takes_flags(optimizer) and not source_of(optimizer).casts
 
     def _unscale_grads_(
         self,
@@ -429,28 +391,52 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        return source_of(unwrapped(optimizer)).unscale(inv_scale, found_inf, allow_fp16)
+        source = source_of(optimizer)
+        self._distamp.settings.check_masters(optimizer, source)
+        return source.unscale(inv_scale, found_inf, allow_fp16)
 
-    def _note(
-        self, record: dict[str, Any], found: Found, tensor: Tensor | None, scale: Tensor
+    def _agree(
+        self,
+        group: Group,
+        name: str,
+        scale: Tensor,
+        given: Sequence[_Given],
+        error: Exception | None = None,
+        arguments: str = "",
     ) -> None:
-        flag = found.flag
-        if tensor is None:
-            tensor = _as_tensor(flag, scale.device)
-        record["found_inf_per_device"] = {tensor.device: tensor}
-        record[_AGREED] = Agreed(flag, found.ranks, tensor, self._distamp.ranks.iteration)
-
-    def _close(self, given: Sequence[Any], scale: Tensor, error: Exception) -> None:
-        """Skip optimizers for the rest of the iteration.
-
-        Some ranks have unscaled their gradients when another finds that it cannot: a second try
-        would unscale them twice. ``update`` begins anew.
-        """
-        for optimizer in given:
-            record = self._record(optimizer)
-            record["stage"] = OptState.STEPPED
-            self._note(record, Found(True), None, scale)
-            record[_AGREED].closed = f"{type(error).__name__}: {error}"
+        """Replace this rank's flags by what all ranks agree on, in one message."""
+        own, records = self._distamp, [record for _, record in given]
+        try:
+            flags: list[Flag] = [False] * len(given)
+            states: list[OptimizerState] = []
+            if error is None:
+                flags = [
+                    merged([*r["found_inf_per_device"].values()], scale.device) for r in records
+                ]
+                states = [self._state(optimizer) for optimizer, _ in given]
+            if not own.ranks.iteration:
+                # Over a new group, or with a loaded state: the ranks compare how things stand.
+                own.begun = (scale.item(), self._get_growth_tracker())
+            call = Call(
+                name,
+                [type(unwrapped(optimizer)).__name__ for optimizer, _ in given[: len(states)]],
+                tuple([state.place for state in states]),
+                own.settings.text + arguments,
+                own.begun,
+                own.losses > 0,
+            )
+            agreed = own.ranks.agree(group, call, flags, error)
+        except Exception:
+            # Some ranks have unscaled their gradients when another finds that it cannot: a second
+            # try would unscale them twice. So this iteration has no step of theirs.
+            for record in records:
+                record["stage"] = OptState.STEPPED
+                record["found_inf_per_device"] = {scale.device: flag_of(True, scale.device)}
+            raise
+        for record, state, found in zip(records, states, agreed, strict=False):
+            tensor = as_tensor(found.flag, scale.device)
+            record["found_inf_per_device"] = {tensor.device: tensor}
+            record[OWN] = Agreed(state, found.ranks)
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -476,30 +462,24 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         record = self._record(optimizer)
-        _check_step(record)
+        check_step(record)
+        is_ready = record["stage"] is OptState.READY
         if (args or kwargs) and find_closure(args, kwargs) is not None:
-            self._refuse_closure(optimizer, record)
-        if record["stage"] is OptState.READY:
+            error = StageError(
+                "Closure use is not currently supported if GradScaler is enabled, as in torch: "
+                "take steps with a closure in float32 or bfloat16, without a scaler"
+            )
+            if is_ready:
+                self._look("step", scale, [(optimizer, record)], [True], error=error)
+            raise error
+        if is_ready:
             if self._only_checks(optimizer):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
-        return self._apply(optimizer, record, args, kwargs)
-
-    def _refuse_closure(self, optimizer: Any, record: dict[str, Any]) -> None:
-        error = StageError(
-            "Closure use is not currently supported if GradScaler is enabled, as in torch: take "
-            "steps with a closure in float32 or bfloat16, without a scaler"
-        )
-        if record["stage"] is OptState.READY and self._group(None) is not None:
-            self._look("step", (optimizer,), (), error)
-        raise error
-
-    def _only_checks(self, optimizer: Any) -> bool:
-        """Return whether the optimizer's own kernel unscales, or it does so by the scaler."""
-        return takes_flags(optimizer) and not source_of(unwrapped(optimizer)).casts
+        return self._apply(optimizer, record, scale, args, kwargs)
 
     @_outside_the_graph
     def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
@@ -513,54 +493,62 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         optimizers = list(optimizers)
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
-        self._check_scale_growth_tracker("step")
-        for optimizer in optimizers:
-            _check_step(self._record(optimizer))
-        ready = [o for o in optimizers if self._record(o)["stage"] is OptState.READY]
+        scale, _ = self._check_scale_growth_tracker("step")
+        records = [self._record(optimizer) for optimizer in optimizers]
+        for record in records:
+            check_step(record)
+        pairs = list(zip(optimizers, records, strict=True))
+        ready = [pair for pair in pairs if pair[1]["stage"] is OptState.READY]
         if ready:
-            self._look("step", ready, [not self._only_checks(o) for o in ready], None)
-        return [self._apply(each, self._record(each), (), {}) for each in optimizers]
+            self._look("step", scale, ready, [self._only_checks(each) for each, _ in ready])
+        return [self._apply(optimizer, record, scale, (), {}) for optimizer, record in pairs]
 
     def _apply(
         self,
         optimizer: Any,
         record: dict[str, Any],
+        scale: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Step by the flag, or skip."""
-        own, state = self._distamp, self._state(optimizer)
-        fused, kind = takes_flags(optimizer), cast("Any", type(optimizer))
-        if not record["found_inf_per_device"]:
+        own = self._distamp
+        flags: list[Tensor] = list(record["found_inf_per_device"].values())
+        if not flags:
             raise StageError("No inf checks were recorded for this optimizer.")
-        if _AGREED not in record:
-            self._agree_on_flags_of_others(optimizer, record, state)
-        flag = _current_flag(record)
-        own.ranks.settle(wait=False)
-        if fused and takes_scaler(kind):
-            result = self._step_with_scaler(optimizer, flag, args, kwargs)
-        elif fused:
-            result = self._step_with_flags(optimizer, record, state, flag, args, kwargs)
+        if OWN not in record:  # an override, or a framework itself, wrote the flags down
+            record[OWN] = Agreed(self._state(optimizer))
+            if (group := self._group(scale.device)) is not None:
+                self._agree(group, "step", scale, [(optimizer, record)])
+                flags = list(record["found_inf_per_device"].values())
+        agreed: Agreed = record[OWN]
+        state = agreed.state
+        flag: Flag
+        if fused := takes_flags(optimizer):
+            flag = merged(flags, scale.device)
+            own.ranks.settle(wait=False)
         else:
             own.ranks.settle_with_others()  # so that they learn first what they differ in
+            flag = any(map(_item, flags))
+            if not scale.is_cpu:
+                # torch's own _maybe_opt_step reads it again.
+                record["found_inf_per_device"] = {_HOST: flag_of(flag, _HOST)}
+        if not fused:
             result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
+        elif takes_scaler(cast("Any", type(optimizer))):
+            result = self._step_with_scaler(optimizer, flag, args, kwargs)
+        else:
+            result = self._step_with_flags(optimizer, record, flag, args, kwargs)
         record["stage"] = OptState.STEPPED
         state.last_step = flag
-        self._tell_hooks(optimizer, flag)
-        self._count(optimizer, state, flag, record[_AGREED].ranks)
+        if own.hooks:
+            self._tell_hooks(optimizer, flag)
+        if isinstance(flag, Tensor):
+            values = torch.stack((flag, scale))
+            own.ranks.later(values, lambda v: self._count(optimizer, state, bool(v[0]), v[1], None))
+        else:
+            self._count(optimizer, state, flag, scale, agreed.ranks)
         return result
-
-    def _agree_on_flags_of_others(
-        self, optimizer: Any, record: dict[str, Any], state: OptimizerState
-    ) -> None:
-        """Agree on flags that an override, or a framework itself, has written down."""
-        scale, _ = self._check_scale_growth_tracker("step")
-        flag = _merged(list(record["found_inf_per_device"].values()), scale.device)
-        found, group = Found(flag), self._group(scale)
-        if group is not None:
-            call = self._call("step", (optimizer,), (state,), "")
-            found = self._distamp.ranks.agree(group, call, [flag], None)[0]
-        self._note(record, found, None, scale)
 
     def _step_with_scaler(
         self, optimizer: Any, flag: Flag, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -577,7 +565,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             FutureWarning,
             stacklevel=stacklevel_of_caller(),
         )
-        if self._group(None) is not None and bool(flag):
+        if self._distamp.ranks.group(_HOST) is not None and bool(flag):
             return None
         return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
 
@@ -585,31 +573,28 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         self,
         optimizer: Any,
         record: dict[str, Any],
-        state: OptimizerState,
         flag: Flag,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Step by torch's protocol: the kernel divides by the scale, or does nothing."""
         scale, _ = self._check_scale_growth_tracker("step")
-        if not host.is_host(scale.device):
+        if isinstance(flag, Tensor):
             # torch's fused optimizers copy flag and scale to where parameters are, and do not wait.
-            stepped = source_of(unwrapped(optimizer)).stepped()
+            stepped = source_of(optimizer).stepped()
             on_host = any(host.is_host(tensor.device) for _, tensor in stepped)
-            if on_host or (not state.counts.taken and leaves_garbage(unwrapped(optimizer))):
+            taken = record[OWN].state.counts[0]
+            if on_host or (not taken and leaves_garbage(unwrapped(optimizer))):
                 self._distamp.ranks.settle()
                 flag = bool(flag)
-            scale = host.moved(scale, torch.device("cpu")) if on_host else scale
+            scale = host.moved(scale, _HOST) if on_host else scale
         if flag is True and type(optimizer).__module__.startswith("torch.optim."):
             return None  # its kernel would do nothing, or leave garbage
-        agreed: Agreed = record[_AGREED]
-        is_as_given = isinstance(flag, Tensor) and flag is agreed.flag
-        found_inf = agreed.given if is_as_given else _as_tensor(flag, scale.device)
         grad_scale = getattr(optimizer, "grad_scale", None)
         if record["stage"] is not OptState.UNSCALED:
             grad_scale = scale if grad_scale is None else scale * grad_scale
         try:
-            optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, as_tensor(flag, scale.device)
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale
@@ -622,53 +607,39 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if any(flag.item() for flag in optimizer_state["found_inf_per_device"].values()):
+        if any(map(_item, optimizer_state["found_inf_per_device"].values())):
             return None
         return optimizer.step(*args, **kwargs)
 
     # -- what a step leaves ------------------------------------------------------------------------
 
     def _tell_hooks(self, optimizer: Any, flag: Flag) -> None:
-        if not self._distamp.hooks:
-            return
-        found_inf = _as_tensor(flag, "cpu")
-        source = source_of(unwrapped(optimizer))
+        source = source_of(optimizer)
         parameters = [*source.parameters(), *(stepped for _, stepped in source.stepped())]
         for hook in self._distamp.hooks:
-            hook.step_ended(parameters, found_inf)
+            hook.step_ended(parameters, as_tensor(flag, _HOST))
 
     def _count(
-        self, given: Any, state: OptimizerState, flag: Flag, ranks: tuple[int, ...] | None
-    ) -> None:
-        own, scale = self._distamp, self._scale
-        if not isinstance(flag, Tensor):
-            value = math.nan if scale is None or not flag else scale.item()
-            self._counted(given, state, flag, value, ranks, own.settings.names)
-        elif scale is not None:
-
-            def read(values: list[float]) -> None:
-                self._counted(given, state, bool(values[0]), values[1], None, None)
-
-            own.ranks.later(torch.stack((flag.to(scale.dtype), scale)), read)
-
-    def _counted(
         self,
         given: Any,
         state: OptimizerState,
         skipped: bool,
-        scale: float,
+        scale: float | Tensor,
         ranks: tuple[int, ...] | None,
-        names: settings.Names | None,
     ) -> None:
-        state.count(skipped)
+        """Count a step that the host knows of."""
+        taken, before, in_a_row = state.counts
         if not skipped:
+            state.counts = (taken + 1, before, 0)
             return
         own, limit = self._distamp, self._distamp.settings.max_consecutive_skips
+        state.counts = (taken, before + 1, in_a_row + 1)
         if own.ranks.rank == 0:
-            steps = state.counts.taken + state.counts.skipped
-            overflow.log_skip(unwrapped(given), steps, scale, ranks, names)
-        if limit is not None and state.in_a_row == limit:
-            state.in_a_row = 0
+            # Where the scale still is a tensor, the gradients still are as they were.
+            names = own.names if isinstance(scale, Tensor) else None
+            overflow.log_skip(unwrapped(given), taken + before + 1, float(scale), ranks, names)
+        if limit is not None and in_a_row + 1 == limit:
+            state.counts = (taken, before + 1, 0)
             report = self._report(None)
             raise LossScaleCollapse(
                 f"{limit} steps in a row were skipped; the loss scale is "
@@ -694,50 +665,51 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """
         if not self._enabled:
             return
-        own = self._distamp
+        own, records = self._distamp, self._per_optimizer_states
         scale, tracker = self._check_scale_growth_tracker("update")
-        on_host = host.is_host(scale.device)
+        on_host = scale.is_cpu
         before: float | Tensor = scale.item() if on_host else scale.clone()
         if new_scale is not None:
             value = own.settings.schedule.checked_scale(settings.one_number(new_scale), "new_scale")
             scale.fill_(value)
             own.begun = (value, own.begun[1])
         else:
-            records = self._per_optimizer_states.values()
-            counted = [r for r in records if not self._is_carried(r)]
-            flags = [f for record in counted for f in record["found_inf_per_device"].values()]
+            flags = [
+                flag
+                for record in records.values()
+                if not is_carried(record)
+                for flag in record["found_inf_per_device"].values()
+            ]
             if not flags:
                 raise StageError("No inf checks were recorded prior to update.")
             found_inf = flags[0]
             if len(flags) > 1 or found_inf.device != scale.device:
-                found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).max()
+                found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
             if not isinstance(own.hysteresis, Tensor):
                 own.hysteresis = torch.full_like(tracker, own.hysteresis)
             own.settings.schedule.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
         if not on_host or scale.item() != before:
             self._carry_over(scale, before)
-        self._begin_iteration()
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        if own.losses:  # else no loss will tell when unscaled gradients have been replaced
+            for key, record in records.items():
+                if record["stage"] is OptState.UNSCALED and OWN in record:
+                    record[OWN].carried = True
+                    self._per_optimizer_states[key] = record
+        own.ranks.iteration += 1
+        for hook in own.hooks:
+            hook.iteration_ended()
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
         """Multiply gradients that wait for their step by what the scale was multiplied by."""
         own = self._distamp
         if own.losses and own.made_with is None:
             own.made_with = before
-        waiting = [o for o, state in own.optimizers.live() if state.used != own.now]
+        # A clock that runs by losses, and by iterations on a rank that scales none.
+        now = own.losses or own.ranks.iteration
+        waiting = [o for o, state in own.optimizers.live() if state.used != now]
         if waiting:
-            parameters = (p for o in waiting for p in source_of(o).parameters())
-            carry_over(parameters, scale / before)
-
-    def _begin_iteration(self) -> None:
-        own, records = self._distamp, self._per_optimizer_states
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if own.losses:  # else no loss will tell when unscaled gradients have been replaced
-            for key, record in records.items():
-                if record["stage"] is OptState.UNSCALED and _AGREED in record:
-                    self._per_optimizer_states[key] = record
-        own.ranks.iteration += 1
-        for hook in own.hooks:
-            hook.iteration_ended()
+            carry_over((p for o in waiting for p in source_of(o).parameters()), scale / before)
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -787,15 +759,17 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """
         if not self._enabled:
             return flag_of(False, "cpu")
-        flag = self._asked("found_inf", optimizer).last_step
-        record = self._per_optimizer_states.get(id(innermost(optimizer)))
-        if record is not None and _AGREED in record:
-            flag = record[_AGREED].flag
+        state = self._asked("found_inf", optimizer)
+        scale = self._scale
+        device = _HOST if scale is None else scale.device
+        record, flag = self._per_optimizer_states.get(id(innermost(optimizer))), state.last_step
+        if record is not None and OWN in record:
+            flag = merged(list(record["found_inf_per_device"].values()), device)
         if flag is None:
             raise StageError(
                 "found_inf() was called before unscale_() or step() for this optimizer"
             )
-        return _as_tensor(flag, "cpu" if self._scale is None else self._scale.device)
+        return as_tensor(flag, device)
 
     def step_counts(self, optimizer: torch.optim.Optimizer) -> StepCounts:
         """Return how many steps of this optimizer were taken and skipped; may wait.
@@ -806,7 +780,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if not self._enabled:
             return StepCounts(0, 0)
         self._distamp.ranks.settle()
-        return self._asked("step_counts", optimizer).counts
+        return StepCounts(*self._asked("step_counts", optimizer).counts[:2])
 
     def _asked(
         self, question: str, optimizer: Any, before: str = "unscale_() or step()"
@@ -864,42 +838,48 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """
         given: Any = optimizer_or_parameters
         if not self._enabled:
-            return self._clip_as_torch_does(given, max_norm, norm_type)
+            return clipping.clip_locally(given, max_norm, norm_type)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        own, error = self._distamp, None
-        group = self._group(scale)
-        ready: list[Any] = []
-        clipped: list[clipping.Clipped] = []
-        others: list[Tensor] = []
+        group, own, error = self._group(scale.device), self._distamp, None
+        size = 1 if group is None else group.size
+        ready: list[_Given] = []
+        chosen = clipping.Chosen([], [], [])
         sums, unsure = torch.zeros(2, dtype=torch.float64, device=scale.device), False
         try:
             max_norm = clipping.positive("max_norm", max_norm)
             norm_type = clipping.positive("norm_type", norm_type)
-            owners, clipped, others = self._to_clip(given)
-            for optimizer in owners:
-                if self._record(optimizer)["stage"] is OptState.STEPPED:
-                    _check_unscale(self._record(optimizer))
-            ready = [o for o in owners if self._record(o)["stage"] is OptState.READY]
+            if not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups"):
+                self._state(given)
+            chosen = clipping.choose(given, [optimizer for optimizer, _ in own.optimizers.live()])
+            pairs = [(owner, self._record(owner)) for owner in chosen.owners]
+            ready = [pair for pair in pairs if pair[1]["stage"] is not OptState.UNSCALED]
+            for _, record in ready:
+                check_unscale(record)
         except Exception as raised:
             error = raised
-        size = 1 if group is None else group.size
 
         def measure() -> None:
             nonlocal sums, unsure
             sums, unsure = clipping.local_sums(
-                clipped, norm_type, scale.device, size, replicated, sharded
+                chosen.measured, norm_type, scale.device, size, replicated, sharded
             )
 
         declared = [replicated is not None, sharded is not None]
-        arguments = f", max_norm={max_norm}, norm_type={norm_type}, declared={declared}"
-        self._look("clip_grad_norm_", ready, [True] * len(ready), error, arguments, measure)
-        if group is None:
-            norm = clipping.total(sums.view(1, 2), norm_type)
-        else:
+        self._look(
+            "clip_grad_norm_",
+            scale,
+            ready,
+            [False] * len(ready),
+            error=error,
+            arguments=f", max_norm={max_norm}, norm_type={norm_type}, declared={declared}",
+            then=measure,
+        )
+        everyone = sums.view(1, 2)
+        if group is not None:
             everyone = own.ranks.gather_pairs(group, sums)
-            norm = clipping.total(everyone, norm_type)
             self._compare_norms(everyone, norm_type, unsure)
-        clipping.clip_([*(each.stepped for each in clipped), *others], norm, max_norm)
+        norm = clipping.total(everyone, norm_type)
+        clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm
 
     def _compare_norms(self, sums: Tensor, norm_type: float, unsure: bool) -> None:
@@ -921,56 +901,6 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             own.ranks.later(sums.view(-1), read)
         else:
             read(sums.view(-1).tolist())
-
-    def _to_clip(self, given: Any) -> tuple[list[Any], list[clipping.Clipped], list[Tensor]]:
-        """Return whose gradients are clipped, what is measured, and what is clipped besides."""
-        if not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups"):
-            self._state(given)
-            source = source_of(unwrapped(given))
-            clipped = clipping.stepped_by(source)
-            others = source.parameters() if any(each.part for each in clipped) else []
-            mine = {id(each.stepped) for each in clipped}
-            return [given], clipped, [p for p in others if id(p) not in mine]
-        parameters = [given] if isinstance(given, Tensor) else list(given)
-        wanted, owners, clipped = set(map(id, parameters)), [], []
-        left = set(wanted)
-        for optimizer, _ in self._distamp.optimizers.live():
-            source = source_of(optimizer)
-            held = {id(p) for p in source.parameters()}
-            stepped = clipping.stepped_by(source)
-            held.update(id(each.stepped) for each in stepped)
-            if held & wanted:
-                owners.append(optimizer)
-                left -= held
-                clipped += [
-                    each for each in stepped if {id(each.parameter), id(each.stepped)} & wanted
-                ]
-        for parameter in parameters:
-            if not isinstance(parameter, Tensor):
-                raise TypeError(
-                    "clip_grad_norm_ takes an optimizer or Tensors, such as model.parameters(), "
-                    f"not {type(parameter).__name__}s"
-                )
-        if left:
-            raise StageError(
-                f"{len(left)} of {len(wanted)} parameters belong to no optimizer this scaler has "
-                "seen yet, so it does not know whether their gradients are still scaled. Give "
-                "clip_grad_norm_ the optimizer, or call add_optimizer(optimizer) first"
-            )
-        return owners, clipped, []
-
-    def _clip_as_torch_does(self, given: Any, max_norm: float, norm_type: float) -> Tensor:
-        """Clip what this rank holds: a disabled scaler sends nothing."""
-        max_norm = clipping.positive("max_norm", max_norm)
-        norm_type = clipping.positive("norm_type", norm_type)
-        if not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups"):
-            source = source_of(unwrapped(given))
-            pairs = source.stepped()
-            if source.casts and pairs:  # optimizer.step() then takes them from the masters
-                one = flag_of(True, pairs[0][1].device)
-                source.unscale(one, torch.zeros_like(one), True)
-            given = [stepped for _, stepped in pairs]
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> OverflowReport:
         """Return which gradients have inf or NaN, on which rank; every rank must call it.
@@ -995,7 +925,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     def _report(self, model: torch.nn.Module | None) -> OverflowReport:
         own = self._distamp
         optimizers = [optimizer for optimizer, _ in own.optimizers.live()]
-        named = overflow.gradients_by_name(optimizers, own.settings.names, model)
+        named = overflow.gradients_by_name(optimizers, own.names, model)
         mine = list(overflow.find_overflows(named, own.ranks.rank))
         overflows = tuple(each for theirs in own.ranks.gather(mine) for each in theirs)
         return OverflowReport(self.get_scale(), overflows)
@@ -1045,15 +975,13 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         check_group(process_group)
         self._distamp.ranks = Ranks(process_group)
 
-    def _group(self, scale: Tensor | None) -> Group | None:
+    def _group(self, device: torch.device) -> Group | None:
         """Return the ranks to agree with; None inside ``Join``, where replicas need no message."""
-        if self._join_config.enable:
-            if self._join_config.is_first_joinable:
-                raise StageError("the model comes first: Join([model, scaler])")
-            return None
-        scale = self._scale if scale is None else scale
-        device = torch.device("cpu") if scale is None else scale.device
-        return self._distamp.ranks.group(device)
+        if not self._join_config.enable:
+            return self._distamp.ranks.group(device)
+        if self._join_config.is_first_joinable:
+            raise StageError("the model comes first: Join([model, scaler])")
+        return None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that acts for this scaler on a rank without more inputs.
@@ -1083,13 +1011,11 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     def _take_over(self, state: Sequence[float] | None) -> None:
         """End ``Join``, and go on as a rank that had inputs to the last, where one did."""
         self._join_config = _JoinConfig.construct_disabled_join_config()
-        own = self._distamp
-        if state is None or not self._enabled:
-            return
-        scale, tracker = self._tensors()
-        scale.fill_(state[1])
-        tracker.fill_(int(state[2]))
-        own.ranks.iteration, own.hysteresis = int(state[0]), int(state[3])
+        if state is not None and self._enabled:
+            iteration, scale, tracker, hysteresis = state
+            rule = self._distamp.settings.schedule
+            self._load(Saved(rule, scale, int(tracker), int(hysteresis)))
+            self._distamp.ranks.iteration = int(iteration)
 
     # -- torch's private names ---------------------------------------------------------------------
 
@@ -1112,52 +1038,16 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             return scale, tracker
         # Where ranks agree, another may hold the loss (the last stage of a pipeline): there the
         # first message says whether any rank called scale().
-        if self._group(None) is not None:
+        if self._group(torch.device(self._device)) is not None:
             return self._tensors()
         raise StageError(
             f"Attempted {funcname} but _scale is None.  This may indicate your script did not "
             "use scaler.scale(loss or outputs) earlier in the iteration."
         )
 
-    @property
-    def _growth_factor(self) -> float:
-        return self._distamp.settings.schedule.growth_factor
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self._replace(growth_factor=value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self._distamp.settings.schedule.backoff_factor
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self._replace(backoff_factor=value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self._distamp.settings.schedule.growth_interval
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self._replace(growth_interval=value)
-
-    def _replace(self, **changed: float) -> None:
-        own = self._distamp
-        own.settings = own.settings.with_schedule(own.settings.schedule.replaced(**changed))
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor that the scale grows by; > 1, else SettingError."""
-        self._growth_factor = new_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor that an overflow multiplies the scale by; in (0, 1), else SettingError."""
-        self._backoff_factor = new_factor
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the clean iterations before the scale grows; >= 1, else SettingError."""
-        self._growth_interval = new_interval
+    _growth_factor = _of_the_schedule("growth_factor")
+    _backoff_factor = _of_the_schedule("backoff_factor")
+    _growth_interval = _of_the_schedule("growth_interval")
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -1195,7 +1085,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
 
     def _load(self, saved: Saved) -> None:
         own, rule = self._distamp, saved.schedule
-        own.settings = own.settings.with_schedule(rule)
+        own.settings = replace(own.settings, schedule=rule)
         scale = self.get_scale() if saved.scale is None else saved.scale
         tracker = self._get_growth_tracker() if saved.tracker is None else saved.tracker
         scale = min(max(scale, rule.min_scale), rule.max_scale)
@@ -1207,111 +1097,31 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         own.ranks.iteration = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        own, records = self._distamp, self._per_optimizer_states.values()
-        if not all(map(self._is_carried, records)):
+        own = self._distamp
+        if not all(map(is_carried, self._per_optimizer_states.values())):
             raise StageError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
         # What a subclass added goes along, as with torch's class.
-        fresh = ("_scale", "_growth_tracker", "_per_optimizer_states", "_join_config")
-        state = {name: value for name, value in self.__dict__.items() if name not in fresh}
-        tracker = self._get_growth_tracker() if self._enabled else self._init_growth_tracker
-        scale = self.get_scale() if self._enabled else self._init_scale
-        saved = Saved(own.settings.schedule, scale, tracker, int(own.hysteresis))
-        choices = own.settings.fp16_grads, own.settings.max_consecutive_skips
-        state.update(_init_scale=scale, _init_growth_tracker=tracker)
-        state["_distamp"] = (saved, *choices, own.ranks.given is None)
+        state = dict(self.__dict__)
+        if self._enabled:
+            state["_init_scale"] = self.get_scale()
+            state["_init_growth_tracker"] = self._get_growth_tracker()
+        state["_distamp"] = own.settings, int(own.hysteresis), own.ranks
+        for name in ("_scale", "_growth_tracker", "_per_optimizer_states"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Joinable.__init__(self)
-        state = dict(state)
-        ours = state.pop("_distamp", None)
-        saved: Any
-        saved, fp16_grads, limit, was_default = ours or (from_torch(state), "error", None, True)
-        if ours is None:
-            left_out = ("_growth_factor", "_backoff_factor", "_growth_interval")
-            state = {name: value for name, value in state.items() if name not in left_out}
-        lost = None
-        if not was_default:
-            lost = (
-                "this scaler was pickled with a process group, which cannot be pickled; assign "
-                "scaler.process_group (None is the default group) before you use the scaler"
-            )
-        given = Settings(saved.schedule, fp16_grads, limit, settings.Names())
         self.__dict__.update(state)
-        self._start(given, saved.scale, saved.tracker, Ranks(None, lost))
-        self._distamp.hysteresis = saved.hysteresis
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # As a pickle, but in the same process: the group is the same one, and is no part of it.
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        vars(twin)["_distamp"].ranks = Ranks(self._distamp.ranks.given, self._distamp.ranks.lost)
-        return twin
+        given, hysteresis, ranks = state["_distamp"]
+        self._start(given, self._init_scale, self._init_growth_tracker, ranks)
+        self._distamp.hysteresis = hysteresis
 
 
 def _inverse(scale: Tensor) -> Tensor:
     """Return 1 / scale as torch computes it: in float64, as float32 can be off by one bit."""
-    if host.is_host(scale.device) and (value := scale.item()):
+    if scale.is_cpu and (value := scale.item()):
         return torch.full((), 1.0 / value, dtype=torch.float32, device=scale.device)
     return scale.double().reciprocal().float()
-
-
-def _as_tensor(flag: Flag, device: torch.device | str) -> Tensor:
-    """Return a flag as 0-d float32, exactly 0 or 1; on ``device`` where the host knows it."""
-    return flag.float() if isinstance(flag, Tensor) else flag_of(flag, device)
-
-
-def _merged(flags: Sequence[Tensor], device: torch.device) -> Flag:
-    """Return whether any flag is set: a bool where the loss scale is on the host."""
-    if host.is_host(device):
-        return any(flag.item() for flag in flags)
-    there = [host.moved(flag, device).ne(0) for flag in flags]
-    return there[0] if len(there) == 1 and there[0].dim() == 0 else torch.stack(there).any()
-
-
-def _current_flag(record: dict[str, Any]) -> Flag:
-    """Return the flag as it is now: others may have reduced the record's tensors themselves."""
-    agreed: Agreed = record[_AGREED]
-    flags = list(record["found_inf_per_device"].values())
-    if isinstance(agreed.flag, Tensor):
-        if len(flags) == 1 and flags[0] is agreed.given and version_of(flags[0]) == agreed.version:
-            return agreed.flag
-        return _merged(flags, agreed.flag.device)
-    return any(flag.item() for flag in flags)
-
-
-def _check_unscale(record: dict[str, Any]) -> None:
-    """Refuse ``unscale_`` where it was called already, with torch's own words."""
-    _check_closed(record, "unscale_")
-    if record["stage"] is OptState.UNSCALED:
-        raise StageError(
-            "unscale_() has already been called on this optimizer since the last update()."
-        )
-    if record["stage"] is OptState.STEPPED:
-        raise StageError("unscale_() is being called after step().")
-
-
-def _check_closed(record: dict[str, Any], call: str) -> None:
-    if _AGREED in record and record[_AGREED].closed:
-        raise StageError(
-            f"{call}() is called for an optimizer that an error closed for this iteration; call "
-            "update() and continue with the next iteration. The error was: "
-            f"{record[_AGREED].closed}"
-        )
-
-
-def _check_step(record: dict[str, Any]) -> None:
-    """Refuse a second ``step``, and one over gradients that arrived after ``unscale_``."""
-    _check_closed(record, "step")
-    if record["stage"] is OptState.STEPPED:
-        raise StageError("step() has already been called since the last update().")
-    if record["stage"] is OptState.UNSCALED and _AGREED in record and record[_AGREED].late:
-        raise StageError(
-            "backward() through a scaled loss added gradients after unscale_(): scaled and "
-            "unscaled gradients are now summed. Call unscale_() after the last backward() of "
-            "the iteration; nothing was stepped"
-        )

@@ -16,6 +16,7 @@ __all__ = ["Group", "GroupLike", "check_group", "resolve"]
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
+_AVAILABLE = dist.is_available()
 _DESTROYED = (
     "the process group of this scaler was destroyed; set scaler.process_group to the new one "
     "(or to None for the default group)"
@@ -74,7 +75,7 @@ def resolve(given: GroupLike) -> ProcessGroup | None:
     Raises:
         StageError: An explicit group was destroyed.
     """
-    world: Any = dist.group.WORLD if dist.is_available() else None
+    world: Any = dist.group.WORLD if _AVAILABLE else None
     if given is None:
         return world  # type: ignore[no-any-return]
     if world is None:

@@ -5,25 +5,38 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from distamp.gradients import version_of
+from distamp import host
+from distamp.errors import StageError
+from distamp.gradients import flag_of
 from distamp.optimizers import innermost, unwrapped
 from distamp.scaler.ranks import Flag
 
 __all__ = [
+    "OWN",
     "Agreed",
     "OptimizerState",
     "OptimizerStates",
     "StepCounts",
+    "as_tensor",
+    "check_step",
+    "check_unscale",
+    "is_carried",
     "leaves_garbage",
+    "merged",
     "takes_flags",
     "takes_scaler",
 ]
+
+#: Where in torch's record of an iteration our own `Agreed` lies.
+OWN = "distamp"
 
 
 @dataclass(frozen=True)
@@ -34,76 +47,42 @@ class StepCounts:
     skipped: int
 
 
-@dataclass(slots=True, eq=False)
-class Agreed:
-    """What all ranks agreed on of one optimizer in one iteration.
-
-    It lies in torch's record of the iteration, so it goes where that is popped or replaced.
-
-    Args:
-        flag: Whether some rank overflowed: our own, whatever others do to the record's tensors.
-        ranks: Those that did, where the host knows.
-        given: The record's tensor as it was made.
-        iteration: When it was agreed on.
-        late: Whether a backward pass has changed the gradients since they were unscaled.
-        closed: The error because of which there is no step in this iteration.
-        version: How often that tensor was written to when it was made.
-    """
-
-    flag: Flag
-    ranks: tuple[int, ...] | None
-    given: torch.Tensor
-    iteration: int
-    late: bool = False
-    closed: str = ""
-    version: int = 0
-
-    def __post_init__(self) -> None:
-        self.version = version_of(self.given)
-
-
 class OptimizerState:
     """What survives an iteration, of one optimizer.
 
     Attributes:
-        key: The optimizer inside all wrappers, which a wrapper shares its state with.
-        optimizer: The first that was given, which holds its gradients: ZeRO's, not the one inside.
+        optimizer: Weakly, the first that was given, which holds its gradients: ZeRO's, not the one
+            inside.
         place: In the order in which optimizers were first seen; ranks compare it.
         used: The scaler's clock when its gradients were last looked at; they wait otherwise.
-        counts: Steps so far, for `DistGradScaler.step_counts`.
-        in_a_row: Skipped steps since the last that was taken, for ``max_consecutive_skips``.
+        counts: Steps that were taken, that were skipped, and skipped ones since the last taken.
         last_step: The flag of the last step, for `DistGradScaler.stepped`.
     """
 
-    __slots__ = ("counts", "in_a_row", "key", "last_step", "optimizer", "place", "used")
+    __slots__ = ("counts", "last_step", "optimizer", "place", "used")
 
-    def __init__(self, key: Callable[[], Any], optimizer: Callable[[], Any], place: int) -> None:
-        self.key = key
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any, place: int) -> None:
+        self.optimizer = weakref.ref(optimizer)
         self.place = place
         self.used = -1
-        self.counts = StepCounts(0, 0)
-        self.in_a_row = 0
+        self.counts = (0, 0, 0)
         self.last_step: Flag | None = None
-
-    def count(self, skipped: bool) -> None:
-        """Count one step that the host knows of."""
-        before = self.counts
-        self.counts = StepCounts(before.taken + (not skipped), before.skipped + skipped)
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
 
 
 class OptimizerStates:
     """The states of the optimizers that a scaler has seen, which are held weakly."""
 
     def __init__(self) -> None:
-        self._states: dict[int, OptimizerState] = {}
+        # By what is inside all wrappers, so that a wrapper and what it wraps share one.
+        self._states: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
         self._seen = 0
 
-    def find(self, key: Any) -> OptimizerState | None:
-        """Return the state of the optimizer inside all wrappers; None if never seen."""
-        state = self._states.get(id(key))
-        return state if state is not None and state.key() is key else None
+    def find(self, given: Any) -> OptimizerState | None:
+        """Return the state of an optimizer; None if it was never seen, or is none."""
+        try:
+            return self._states.get(innermost(given))
+        except TypeError:  # what cannot be referred to weakly
+            return None
 
     def add(self, given: Any) -> OptimizerState:
         """Return the state of an optimizer that is seen for the first time.
@@ -119,13 +98,10 @@ class OptimizerStates:
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not isinstance(parameter, torch.Tensor):
+                if not isinstance(parameter, Tensor):
                     name = type(parameter).__name__
                     raise TypeError(f"expected param to be torch.Tensor, got {name}")
-        key = innermost(optimizer)
-        forget = functools.partial(_forget, self._states, id(key))
-        references = _reference(key, forget), _reference(optimizer)
-        state = self._states[id(key)] = OptimizerState(*references, self._seen)
+        state = self._states[innermost(optimizer)] = OptimizerState(optimizer, self._seen)
         self._seen += 1
         return state
 
@@ -136,17 +112,75 @@ class OptimizerStates:
                 yield optimizer, state
 
 
-def _reference(optimizer: Any, *gone: Callable[[Any], None]) -> Callable[[], Any]:
-    try:
-        return weakref.ref(optimizer, *gone)
-    except TypeError:  # __slots__ without __weakref__: held for as long as the scaler lives
-        return lambda: optimizer
+# -- torch's record of an iteration ----------------------------------------------------------------
 
 
-def _forget(states: dict[int, OptimizerState], key: int, gone: weakref.ref[Any]) -> None:
-    state = states.get(key)
-    if state is not None and state.key is gone:
-        del states[key]
+@dataclass(slots=True, eq=False)
+class Agreed:
+    """What lies beside a flag that all ranks have agreed on.
+
+    It is a part of torch's record of the iteration, so it goes where that is popped or replaced.
+
+    Args:
+        state: Of the optimizer.
+        ranks: Those that overflowed, where the host knows.
+        late: Whether a backward pass has changed the gradients since they were unscaled.
+        carried: Whether they were unscaled before an ``update``, and wait for their step.
+    """
+
+    state: OptimizerState
+    ranks: tuple[int, ...] | None = None
+    late: bool = False
+    carried: bool = False
+
+
+def is_carried(record: dict[str, Any]) -> bool:
+    """Return whether gradients were unscaled before an ``update`` and wait for their step."""
+    own: Agreed | None = record.get(OWN)
+    return own is not None and own.carried and record["stage"] is OptState.UNSCALED
+
+
+def check_unscale(record: dict[str, Any]) -> None:
+    """Refuse ``unscale_`` where it was called already, with torch's own words."""
+    if record["stage"] is OptState.UNSCALED:
+        raise StageError(
+            "unscale_() has already been called on this optimizer since the last update()."
+        )
+    if record["stage"] is OptState.STEPPED:
+        raise StageError("unscale_() is being called after step().")
+
+
+def check_step(record: dict[str, Any]) -> None:
+    """Refuse a second ``step``, and one over gradients that arrived after ``unscale_``."""
+    if record["stage"] is OptState.STEPPED:
+        raise StageError("step() has already been called since the last update().")
+    if record["stage"] is OptState.UNSCALED and OWN in record and record[OWN].late:
+        raise StageError(
+            "backward() through a scaled loss added gradients after unscale_(): scaled and "
+            "unscaled gradients are now summed. Call unscale_() after the last backward() of "
+            "the iteration; nothing was stepped"
+        )
+
+
+def merged(flags: Sequence[Tensor], device: torch.device) -> Flag:
+    """Return whether any flag is set, whatever others have done to them.
+
+    Returns:
+        A bool where the loss scale is on the host, else 0-d float32 on ``device``: exactly 0 or 1.
+    """
+    if host.is_host(device):
+        return any(map(Tensor.item, flags))
+    there = [host.moved(flag, device) for flag in flags]
+    one = there[0] if len(there) == 1 else torch.stack(there).amax()
+    return one.reshape(()).clamp(max=1.0)
+
+
+def as_tensor(flag: Flag, device: torch.device | str) -> Tensor:
+    """Return a flag as 0-d float32, exactly 0 or 1; on ``device`` where the host knows it."""
+    return flag.float() if isinstance(flag, Tensor) else flag_of(flag, device)
+
+
+# -- what an optimizer's own kernel takes ----------------------------------------------------------
 
 
 def takes_flags(optimizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Multiply a tensor, or every tensor of a nested structure, by the loss scale."""
+"""A function over a tensor, or over every tensor of a nested structure."""
 
 from __future__ import annotations
 
@@ -6,28 +6,9 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from distamp import host
-
-__all__ = ["PerDevice", "map_tensors"]
-
-
-class PerDevice:
-    """Copies of one 0-d tensor on the devices that ask for it."""
-
-    def __init__(self, source: Tensor) -> None:
-        self._copies = {source.device: source}
-        self._source = source
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the copy on ``device``; the source itself where it already lies there."""
-        found = self._copies.get(device)
-        if found is None:
-            found = host.moved(self._source, device)
-            self._copies[device] = found
-        return found
+__all__ = ["map_tensors"]
 
 
 def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -46,8 +27,7 @@ def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
         if type(structure) is dict or not isinstance(structure, MutableMapping):
             return items
         result = copy.copy(structure)
-        for key, value in items.items():
-            result[key] = value
+        result.update(items)
         return result
     if isinstance(structure, Iterable) and not isinstance(structure, (str, bytes)):
         mapped = (map_tensors(value, function) for value in structure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distamp.gradients import local_gradients
 from distamp.optimizers import describe, parameter_names, parameters_of
-from distamp.scaler.settings import Names
 from distamp.sources import source_of
 
 __all__ = ["Overflow", "OverflowReport", "find_overflows", "gradients_by_name", "log_skip"]
@@ -85,7 +84,7 @@ def find_overflows(named: Iterable[tuple[str, Tensor]], rank: int) -> Iterator[O
 
 
 def gradients_by_name(
-    optimizers: Sequence[Any], names: Names, model: torch.nn.Module | None = None
+    optimizers: Sequence[Any], names: Mapping[Tensor, str], model: torch.nn.Module | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that may hold a gradient, under the name of the model's parameter.
 
@@ -102,7 +101,7 @@ def gradients_by_name(
     else:
         pairs = ((n, p) for o in optimizers for n, p in _named_by(o))
         models = ((name, behind.get(id(p), p)) for name, p in pairs)
-        named = [(names.of(p, name), p) for name, p in models]
+        named = [(names.get(p, name), p) for name, p in models]
     for name, parameter in named:
         yield name, parameter
         if id(parameter) in stepped:
@@ -114,7 +113,11 @@ def _named_by(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def log_skip(
-    optimizer: Any, step: int, scale: float, ranks: Sequence[int] | None, names: Names | None
+    optimizer: Any,
+    step: int,
+    scale: float,
+    ranks: Sequence[int] | None,
+    names: Mapping[Tensor, str] | None,
 ) -> None:
     """Say at INFO that a step was skipped, and why.
 

@@ -18,16 +18,15 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
 from distamp.errors import GradientError, LockstepError, SettingError, StageError
-from distamp.optimizers import describe
 from distamp.scaler.groups import Group, GroupLike, resolve
 
 __all__ = ["Call", "Flag", "Found", "Ranks"]
@@ -55,13 +54,12 @@ class Found(NamedTuple):
     ranks: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one rank does, for all ranks to compare.
 
     Args:
         name: ``unscale_``, ``step`` and ``step_all`` are one: they send the same message.
-        optimizers: What it is about.
+        kinds: Class names of its optimizers.
         places: When each was first seen.
         settings: The scaler's, and the call's own, as text.
         begun: Scale and growth tracker as they were last set from outside.
@@ -69,7 +67,7 @@ class Call:
     """
 
     name: str
-    optimizers: Sequence[Any]
+    kinds: Sequence[str]
     places: tuple[int, ...]
     settings: str
     begun: tuple[float, int]
@@ -77,21 +75,14 @@ class Call:
 
     def alike(self, iteration: int) -> dict[str, Any]:
         """Return what must be the same on every rank."""
-        kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
         return {
             "call": self.name,
             "iteration": iteration,
-            "over": list(zip(kinds, self.places, strict=True)),
+            "over": list(zip(self.kinds, self.places, strict=True)),
             "settings": self.settings,
             "scale": self.begun[0],
             "growth_tracker": self.begun[1],
         }
-
-    def shown(self, iteration: int) -> dict[str, Any]:
-        """Return the same for people to read."""
-        numbered = zip(self.optimizers, self.places, strict=True)
-        described = [f"{describe(o)} [number {place}]" for o, place in numbered]
-        return {**self.alike(iteration), "over": described}
 
 
 class Ranks:
@@ -115,6 +106,17 @@ class Ranks:
         # Replies and outcomes of steps that are on their way from a device to the host.
         self._arriving: deque[tuple[host.HostCopy, Callable[[list[float]], None]]] = deque()
 
+    def __reduce__(self) -> Any:
+        # A group cannot be pickled; the default one is found again.
+        lost = (
+            "this scaler was pickled with a process group, which cannot be pickled; assign "
+            "scaler.process_group (None is the default group) before you use the scaler"
+        )
+        return Ranks, (None, None if self.given is None else lost)
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return Ranks(self.given, self.lost)
+
     @property
     def rank(self) -> int:
         """This process's rank in the default group; 0 without one."""
@@ -129,7 +131,7 @@ class Ranks:
         """
         if self.lost is not None:
             raise StageError(self.lost)
-        if self.given is None or isinstance(self.given, dist.ProcessGroup):
+        if not isinstance(self.given, DeviceMesh):
             return resolve(self.given)
         if self._of_mesh is None:
             self._of_mesh = resolve(self.given)
@@ -216,58 +218,44 @@ class Ranks:
         digest = self._digest(call, start, scales) + (error is not None) & 0x7FFFFFFF
         expected = _as_int32(digest * group.size)
         iteration = self.iteration
-        if group.on_host:
-            mine = list(map(bool, found))
-            words = _host_words(digest, mine)
-            _sum(group, words)
-        else:
-            words = _device_words(group, digest, found)
-            _sum(group, words)
-            if self._scales:
+        words = _words(group.device, digest, found)
+        _reach(group, _reduce, group.process_group, words)
+        if self._scales and not group.on_host:
 
-                def read(values: list[float]) -> None:
-                    if values[0] != expected or error is not None:
-                        self._compare(group, call, iteration, error)
+            def read(values: list[float]) -> None:
+                if values[0] != expected or error is not None:
+                    self._compare(group, call, iteration, error)
 
-                self.later(words[:1], read)
-                flags = words[1:].ne(0).logical_or_(words[0].ne(expected))
-                flags = host.moved(flags, group.preferred)
-                return [Found(flag) for flag in flags.unbind()[: len(found)]]
-            mine = list(map(bool, found))
+            self.later(words[:1], read)
+            flags = words[1:].ne(0).logical_or_(words[0].ne(expected))
+            flags = host.moved(flags, group.preferred)
+            return [Found(flag) for flag in flags.unbind()[: len(found)]]
         summed, *counts = words.tolist()
         if summed != expected or error is not None or not scales:
             self._compare(group, call, iteration, error)
         self._scales = True
-        counts = counts[: len(found)]
-        if any(0 < count < group.size for count in counts):
-            everyone = self.gather(mine, group)
-        else:
-            everyone = [[count > 0 for count in counts]] * group.size
+        if not any(counts):
+            return [Found(False, ())] * len(found)
+        everyone = self.gather(list(map(bool, found)), group)
         columns = zip(*everyone, strict=True)
-        return [
-            Found(count > 0, tuple(itertools.compress(group.global_ranks, column)))
-            for count, column in zip(counts, columns, strict=True)
-        ]
+        overflowed = [tuple(itertools.compress(group.global_ranks, each)) for each in columns]
+        return [Found(bool(ranks), ranks) for ranks in overflowed]
 
     def _digest(self, call: Call, start: int, scales: bool) -> int:
-        kinds = tuple([_checksum(type(optimizer).__name__) for optimizer in call.optimizers])
+        kinds = tuple(map(_checksum, call.kinds))
         words = (_checksum(call.name), self.iteration, start, call.places, kinds, call.begun)
         return hash((*words, _checksum(call.settings), scales)) & 0x7FFFFFFF
 
     def _compare(self, group: Group, call: Call, iteration: int, error: Exception | None) -> None:
         """Raise on every rank what any rank's message demands; collective."""
-        mine: tuple[Any, ...]
-        if error is None:
-            mine = None, call.alike(iteration), call.shown(iteration), call.scaled
-        else:
-            mine = _portable(error), {}, {}, call.scaled
+        mine = _portable(error), call.alike(iteration), call.scaled
         everyone = self.gather(mine, group)
         for rank, (theirs, *_) in zip(group.global_ranks, everyone, strict=True):
             if theirs is not None:
                 kind, text = theirs
                 raise error or kind(f"{text} (raised on rank {rank}; every rank stops here)")
-        _, alike, shown, scaled = zip(*everyone, strict=True)
-        _raise_if_differing(group, alike, shown)
+        _, alike, scaled = zip(*everyone, strict=True)
+        _raise_if_differing(group, alike)
         if not any(scaled):
             raise StageError(
                 f"Attempted {call.name} but _scale is None on every rank.  This may indicate "
@@ -280,16 +268,14 @@ class Ranks:
         if group is None:
             return [value]
         values: list[Any] = [None] * group.size
-        with _NamingTheCause(group.global_rank):
-            dist.all_gather_object(values, value, group=group.process_group)
+        _reach(group, dist.all_gather_object, values, value, group.process_group)
         return values
 
     def gather_pairs(self, group: Group, pair: Tensor) -> Tensor:
         """Return every rank's two float64, of shape (ranks, 2), on the device of ``pair``."""
         mine = host.moved(pair, group.device)
         everyone = torch.empty(2 * group.size, dtype=torch.float64, device=group.device)
-        with _NamingTheCause(group.global_rank):
-            _all_gather(everyone, mine, group=group.process_group)
+        _reach(group, _all_gather, everyone, mine, group.process_group)
         return host.moved(everyone.view(group.size, 2), pair.device)
 
 
@@ -303,45 +289,35 @@ def _as_int32(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _host_words(digest: int, found: Sequence[bool]) -> Tensor:
-    words = [digest, *found, *[0] * (_MOST - len(found))]
-    return torch.tensor(words, dtype=torch.int32, device="cpu")
-
-
-def _device_words(group: Group, digest: int, found: Sequence[Flag]) -> Tensor:
-    words = torch.zeros(_WORDS, dtype=torch.int32, device=group.device)
-    words[0].fill_(digest)
+def _words(device: torch.device, digest: int, found: Sequence[Flag]) -> Tensor:
+    if host.is_host(device):
+        words = [digest, *map(bool, found), *[0] * (_MOST - len(found))]
+        return torch.tensor(words, dtype=torch.int32, device=device)
+    there = torch.zeros(_WORDS, dtype=torch.int32, device=device)
+    there[0].fill_(digest)
     for place, flag in enumerate(found, 1):
         if isinstance(flag, Tensor):
-            words[place].copy_(flag, non_blocking=True)
+            there[place].copy_(flag, non_blocking=True)
         else:
-            words[place].fill_(flag)
-    return words
+            there[place].fill_(flag)
+    return there
 
 
-def _sum(group: Group, words: Tensor) -> None:
-    with _NamingTheCause(group.global_rank):
-        work = group.process_group.allreduce([words], _SUM)
-        if work is not None:
-            work.wait()
+def _reduce(group: dist.ProcessGroup, words: Tensor) -> None:
+    group.allreduce([words], _SUM).wait()
 
 
-class _NamingTheCause:
-    """Turns the failure of a collective into a LockstepError that says what it likely was."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            raise LockstepError(
-                f"rank {self._rank} lost its peers while agreeing on found_inf: a rank died, its "
-                "scaler is not enabled, or it did not make the same scaler call within the group's "
-                "timeout. If only some ranks train, give those a group of their own: "
-                f"DistGradScaler(process_group=...) ({error})"
-            ) from error
+def _reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
+    """Call a collective; where it fails, say what it likely was."""
+    try:
+        collective(*given)
+    except RuntimeError as error:
+        raise LockstepError(
+            f"rank {group.global_rank} lost its peers while agreeing on found_inf: a rank died, "
+            "its scaler is not enabled, or it did not make the same scaler call within the group's "
+            "timeout. If only some ranks train, give those a group of their own: "
+            f"DistGradScaler(process_group=...) ({error})"
+        ) from error
 
 
 _KNOWN: tuple[type[Exception], ...] = (
@@ -356,21 +332,21 @@ _KNOWN: tuple[type[Exception], ...] = (
 )
 
 
-def _portable(error: Exception) -> tuple[type[Exception], str]:
+def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
     """Return an error as another rank can raise it, which may not have its type."""
+    if error is None:
+        return None
     kind = type(error)
     return (kind, str(error)) if kind in _KNOWN else (RuntimeError, f"{kind.__name__}: {error}")
 
 
-def _raise_if_differing(
-    group: Group, alike: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]]
-) -> None:
+def _raise_if_differing(group: Group, alike: Sequence[dict[str, Any]]) -> None:
     keys = [key for key in alike[0] if any(each[key] != alike[0][key] for each in alike)]
     if not keys:
         return
     lines = [
         f"  rank {rank}: " + ", ".join(f"{key}={each[key]!r}" for key in keys)
-        for rank, each in zip(group.global_ranks, shown, strict=True)
+        for rank, each in zip(group.global_ranks, alike, strict=True)
     ]
     fix = (
         "Every rank must make the same scaler calls, with the same optimizers in the same order "

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from distamp import host
 from distamp.errors import SettingError
 
 __all__ = ["DynamicSchedule", "HysteresisSchedule", "ScaleState", "Schedule", "StaticSchedule"]
@@ -19,8 +18,7 @@ MIN_SCALE = 2.0**-24
 MAX_SCALE = 2.0**127
 
 
-@dataclass(frozen=True)
-class ScaleState:
+class ScaleState(NamedTuple):
     """What a schedule carries from one iteration to the next.
 
     Args:
@@ -111,8 +109,7 @@ class Schedule:
         Captured graphs and optimizers may hold these very tensors.
         """
         after = self.next_state(state, found_inf)
-        for field_ in fields(ScaleState):
-            old, new = getattr(state, field_.name), getattr(after, field_.name)
+        for old, new in zip(state, after, strict=True):
             if new is not old:
                 old.copy_(new)
         return state
@@ -166,7 +163,7 @@ class DynamicSchedule(Schedule):
         )
         # Where reading the scale costs no wait, reading it is quicker than to clamp it.
         scale = state.scale
-        if not host.is_host(scale.device) or not self.min_scale <= scale.item() <= self.max_scale:
+        if not scale.is_cpu or not self.min_scale <= scale.item() <= self.max_scale:
             scale.clamp_(self.min_scale, self.max_scale)
         return state
 

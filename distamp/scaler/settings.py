@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distamp.errors import SettingError
 from distamp.protocols import CommHook
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, Schedule
 from distamp.sources import GradientSource
 
-__all__ = ["Names", "Settings", "checked_hook", "one_number", "resolve_device", "schedule_of"]
+__all__ = ["Settings", "checked_hook", "names_of", "one_number", "resolve_device", "schedule_of"]
 
 _FP16_GRADS = ("error", "inplace", "master")
 
@@ -30,15 +32,11 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
     accelerator = torch.accelerator.current_accelerator() if is_there else None
     if device is None:
         return ("cpu" if accelerator is None else accelerator.type), True
-    if isinstance(device, (int, float)):
-        raise TypeError(
-            f"device must be a device type such as 'cuda' or 'cpu', not {device!r}; "
-            f"a loss scale is given by keyword: init_scale={device!r}"
-        )
-    if isinstance(device, (bytes, Tensor, list, tuple, dict, set)):
-        raise TypeError(f"device must be a str or None, not {type(device).__name__}")
     if not isinstance(device, (str, torch.device)):
-        return device, True  # a stand-in, which torch stores unread as well
+        raise TypeError(
+            f"device must be a device type such as 'cuda' or 'cpu', not {device!r:.80}; a loss "
+            f"scale is given by keyword: init_scale={device!r:.80}"
+        )
     try:
         device_type = torch.device(device).type
     except RuntimeError as error:
@@ -86,32 +84,22 @@ def one_number(value: float | Tensor) -> float:
     return float(value.item())
 
 
-class Names:
-    """The names of parameters, which are held weakly.
-
-    Args:
-        named_parameters: Pairs, as ``model.named_parameters()`` gives them.
+def names_of(named: Iterable[tuple[str, Tensor]] | None) -> MutableMapping[Tensor, str]:
+    """Return the name of each parameter; parameters are held weakly.
 
     Raises:
-        TypeError: They are no pairs.
+        TypeError: ``named`` is no pairs, as ``model.named_parameters()`` gives them.
     """
-
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        try:
-            pairs = [(name, parameter) for name, parameter in named_parameters or ()]
-        except (TypeError, ValueError):
-            raise TypeError(
-                "named_parameters must be pairs of name and parameter, as model.named_parameters() "
-                f"gives them, not {type(named_parameters).__name__}"
-            ) from None
-        self._names = {id(p): (weakref.ref(p), name) for name, p in pairs}
-
-    def of(self, parameter: Tensor, default: str) -> str:
-        """Return the name of a parameter."""
-        reference, name = self._names.get(id(parameter), (None, default))
-        return name if reference is not None and reference() is parameter else default
+    try:
+        return WeakIdKeyDictionary({parameter: name for name, parameter in named or ()})
+    except (TypeError, ValueError):
+        raise TypeError(
+            "named_parameters must be pairs of name and parameter, as model.named_parameters() "
+            f"gives them, not {type(named).__name__}"
+        ) from None
 
 
+@dataclass(frozen=True)
 class Settings:
     """What a scaler was made with; made anew where a setting changes.
 
@@ -119,32 +107,28 @@ class Settings:
         schedule: How the scale moves.
         fp16_grads: What to do with float16 gradients.
         max_consecutive_skips: The limit on skipped steps in a row.
-        names: Of parameters.
 
     Raises:
         SettingError: ``fp16_grads`` or ``max_consecutive_skips`` is none of what is allowed.
     """
 
-    def __init__(
-        self, schedule: Schedule, fp16_grads: str, max_consecutive_skips: int | None, names: Names
-    ) -> None:
-        limit = max_consecutive_skips
-        if fp16_grads not in _FP16_GRADS:
-            raise SettingError(f"fp16_grads must be one of {_FP16_GRADS}, not {fp16_grads!r}")
+    schedule: Schedule
+    fp16_grads: str = "error"
+    max_consecutive_skips: int | None = None
+
+    def __post_init__(self) -> None:
+        limit: object = self.max_consecutive_skips
+        if self.fp16_grads not in _FP16_GRADS:
+            raise SettingError(f"fp16_grads must be one of {_FP16_GRADS}, not {self.fp16_grads!r}")
         if limit is not None and (type(limit) is not int or limit < 1):
             raise SettingError(
                 f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}"
             )
-        self.schedule = schedule
-        self.fp16_grads = fp16_grads
-        self.max_consecutive_skips = limit
-        self.names = names
-        #: What all ranks must have alike.
-        self.text = f"{schedule}, fp16_grads={fp16_grads!r}, max_consecutive_skips={limit}"
 
-    def with_schedule(self, schedule: Schedule) -> Settings:
-        """Return the same with another schedule."""
-        return Settings(schedule, self.fp16_grads, self.max_consecutive_skips, self.names)
+    @functools.cached_property
+    def text(self) -> str:
+        """What all ranks must have alike."""
+        return repr(self)
 
     def check_masters(self, optimizer: Any, source: GradientSource) -> None:
         """Refuse masters that the scaler does not know of, and the other way round.

@@ -26,7 +26,7 @@ from tests.ranks import subgroup
 from tests.scaler.asymmetric_programs import WORLD, Event
 from tests.scaler.asymmetric_reference import INIT_SCALE, gradient_of
 from tests.scaler.asymmetric_scalers import SCALERS, TORCH_SCALERS
-from tests.scaler.wrappers import Slotted, TakesScaler
+from tests.scaler.wrappers import TakesScaler
 
 if TYPE_CHECKING:
     from tests.scaler.asymmetric_runner import Runner
@@ -219,11 +219,6 @@ def _born(runner: Runner, event: Event) -> None:
     if runner.setting.masters:
         runner.kept.append(MasterParameters(optimizer))
     _beside(runner, event, optimizer, parameter)
-
-
-def _slotted(runner: Runner, event: Event) -> None:
-    parameter = nn.Parameter(torch.ones(1, device=here()))
-    _beside(runner, event, Slotted([parameter]), parameter)
 
 
 def _takes_scaler(runner: Runner, event: Event) -> None:
@@ -463,7 +458,6 @@ _EVENTS: dict[str, Callable[[Runner, Event], None]] = {
     "optimizer raises": _optimizer_raises,
     "replace": _replace,
     "born": _born,
-    "slotted": _slotted,
     "takes scaler": _takes_scaler,
     "overlap": _overlap,
     "probe": _probe,

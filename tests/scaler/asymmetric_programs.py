@@ -25,7 +25,6 @@ EVENTS = (
     "replace",  # a parameter makes way for another, whose address a third one gets
     "born",  # an optimizer that lives for this iteration
     "takes scaler",  # one whose step takes the scaler
-    "slotted",  # one that cannot be weakly referenced
     "overlap",  # one over some parameters of another, on fresh gradients
     "probe",  # one rank makes an optimizer, or trains by itself with a disabled scaler
     "some",  # step_all of some optimizers
@@ -129,7 +128,7 @@ class Seen:
 
 def allowed(setting: Setting, event: Event) -> bool:
     """Whether the event means something under this setting."""
-    if setting.masters and event.what in ("replace", "overlap", "slotted", "takes scaler"):
+    if setting.masters and event.what in ("replace", "overlap", "takes scaler"):
         return False  # a second master is refused, and so are masters behind slots
     if event.what in ("between", "some") and setting.optimizers < 2:
         return False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Accelerated", "Bare", "Fabric", "Lightning", "Slotted", "TakesScaler"]
+__all__ = ["Accelerated", "Bare", "Fabric", "Lightning", "TakesScaler"]
 
 
 class Lightning:
@@ -78,26 +78,6 @@ class Bare:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         return self.optimizer.step(*args, **kwargs)
-
-
-class Slotted:
-    """What torch asks of an optimizer, in slots: there can be no weak reference to it."""
-
-    __slots__ = ("param_groups", "state")
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.param_groups = [{"params": parameters, "lr": 1.0}]
-        self.state: dict[Any, Any] = {}
-
-    def step(self) -> str:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter -= parameter.grad
-        return "stepped"
-
-    def zero_grad(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
 
 
 class TakesScaler(torch.optim.SGD):

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from distamp import DistGradScaler
 from distamp.errors import StageError
 from distamp.scaler import MasterParameters
-from tests.ranks import RankPool
 from tests.scaler.steps import INF, backward, cpu_scaler, leaf, torch_scaler
-from tests.scaler.wrappers import Accelerated, Bare, Fabric, Lightning, Slotted
+from tests.scaler.wrappers import Accelerated, Bare, Fabric, Lightning
 
 WRAPPERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "Lightning": Lightning,
@@ -152,35 +150,3 @@ def test_a_question_about_an_optimizer_never_seen_is_an_error(question: str, wra
     scaler.update()
     with pytest.raises(StageError, match=r"SGD|before"):
         getattr(scaler, question)(Lightning(never) if wrapped else never)
-
-
-# -- an optimizer that is hard to hold on to -------------------------------------------------------
-
-
-def _train_slotted(scaler: Any) -> list[Any]:
-    parameter = leaf(1.0)
-    optimizer = Slotted([parameter])
-    seen: list[Any] = []
-    for gradient in (0.25, INF, 0.5):
-        optimizer.zero_grad()
-        backward(scaler, parameter, gradient)
-        scaler.unscale_(optimizer)
-        seen.append(scaler.step(optimizer))
-        scaler.update()
-        seen.append(parameter.item())
-    return seen
-
-
-def test_an_optimizer_that_cannot_be_weakly_referenced_trains() -> None:
-    expected = ["stepped", 0.75, None, 0.75, "stepped", 0.25]
-    assert _train_slotted(torch_scaler()) == expected
-    assert _train_slotted(cpu_scaler()) == expected
-
-
-def _slotted_on_a_rank() -> Any:
-    return _train_slotted(cpu_scaler()), dist.get_rank()
-
-
-def test_the_same_on_ranks(pair: RankPool) -> None:
-    expected = ["stepped", 0.75, None, 0.75, "stepped", 0.25]
-    assert pair.run(_slotted_on_a_rank) == [(expected, 0), (expected, 1)]
