@@ -14,7 +14,7 @@ from distamp.callers import stacklevel_of_caller
 from distamp.errors import SettingError, StageError
 from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
 
-__all__ = ["Saved", "read_schedule", "read_state", "written_schedule"]
+__all__ = ["Saved", "from_torch", "read_schedule", "read_state", "written_schedule"]
 
 _VERSION = 1
 # What the counters on a device hold.
@@ -96,6 +96,20 @@ def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
         )
     settings = {name: getattr(current, name) for name in _TORCH_SETTINGS}
     return Saved(SCHEDULES[kind](**settings, **saved), hysteresis=hysteresis)
+
+
+def from_torch(state: Mapping[str, Any]) -> Saved:
+    """Read what ``torch.amp.GradScaler`` pickled; a disabled one has no settings.
+
+    Such a pickle names torch's class, which under ``distamp.install()`` is this one.
+
+    Raises:
+        SettingError: A setting is outside its range.
+    """
+    names = [name for name in _TORCH_SETTINGS if f"_{name}" in state]
+    schedule = DynamicSchedule(**{name: state[f"_{name}"] for name in names})
+    scale = schedule.checked_scale(state.get("_init_scale", 2.0**16))
+    return Saved(schedule, scale, state.get("_init_growth_tracker", 0), 1)
 
 
 def _check_mapping(state: object, written_by: str) -> None:

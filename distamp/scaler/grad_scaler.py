@@ -21,7 +21,7 @@ from distamp.gradients import carry_over, flag_of
 from distamp.optimizers import find_closure, innermost, unwrapped
 from distamp.protocols import CommHook
 from distamp.scaler import clipping, late, overflow, settings
-from distamp.scaler.checkpoint import Saved, read_schedule, read_state, written_schedule
+from distamp.scaler.checkpoint import Saved, from_torch, read_schedule, read_state, written_schedule
 from distamp.scaler.groups import Group, GroupLike, check_group
 from distamp.scaler.joining import TakeOver
 from distamp.scaler.optimizer_state import (
@@ -1114,6 +1114,12 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        Joinable.__init__(self)
+        if "_distamp" not in state:
+            torchs = from_torch(state)
+            ours = Settings(torchs.schedule), torchs.hysteresis, Ranks(None)
+            tracker = {"_init_scale": torchs.scale, "_init_growth_tracker": torchs.tracker}
+            state = {**state, **tracker, "_distamp": ours}
         self.__dict__.update(state)
         given, hysteresis, ranks = state["_distamp"]
         self._start(given, self._init_scale, self._init_growth_tracker, ranks)

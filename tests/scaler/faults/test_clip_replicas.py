@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from distamp import DistGradScaler
-from tests.ranks import RankPool
+from tests.ranks import RankPool, mesh
 from tests.scaler.faults.tools import error_of
 
 SCALE = 1024.0
@@ -152,3 +153,38 @@ def _no_gradient_on_one() -> Any:
 def test_a_missing_gradient_is_a_zero(ranks2: RankPool) -> None:
     expected = math.sqrt(9 + 16 + 16)
     assert ranks2.run(_no_gradient_on_one) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def _hybrid_shards(declare: bool) -> Any:
+    """FSDP1's HYBRID_SHARD on two groups of two; the gradient of all 40 elements is 0.5."""
+    grid = mesh((2, 2), ("replicate", "shard"))
+    model = FullyShardedDataParallel(
+        nn.Linear(8, 5, bias=False),
+        device_mesh=grid,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = DistGradScaler("cpu", init_scale=SCALE)
+    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
+    declared: dict[str, Any] = {"sharded": lambda p: grid["shard"]} if declare else {}
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, **declared)
+    left = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return norm.item(), left.double().square().sum().item()
+
+
+def test_the_copies_of_hybrid_shards_are_counted_once(ranks4: RankPool) -> None:
+    found = ranks4.run(_hybrid_shards, True)
+    assert [norm for norm, _ in found] == pytest.approx([math.sqrt(10.0)] * 4, rel=1e-6)
+    # Each group of two holds the model once, clipped to 1.
+    assert sum(left for _, left in found) == pytest.approx(2.0, rel=1e-4)
+
+
+def _undeclared_hybrid_shards() -> Any:
+    return error_of(_hybrid_shards, False)
+
+
+def test_hybrid_shards_are_refused_until_they_are_declared(four: RankPool) -> None:
+    for error in four.run(_undeclared_hybrid_shards):
+        assert error is not None
+        assert error[0] == "GradientError"
+        assert "sharded=" in error[1]
