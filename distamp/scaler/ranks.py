@@ -1,9 +1,10 @@
 """All ranks agree: one message of fixed length a call, and what every rank raises.
 
-One SUM all-reduce of eight int32, whatever the ranks hold::
-
-    word 0      the digest: a hash of all that must be the same on every rank
-    words 1-7   for each optimizer of the call: on how many ranks it overflowed
+One SUM all-reduce, whatever the ranks hold. On the host it is one int64, because gloo wakes a
+thread for each further word: a digest, which is a hash of all that must be the same on every rank, in its
+upper half, and how many flags are set in its lower; where any is, the ranks gather which. On a
+device it is eight int32: the digest, and for each of seven optimizers on how many ranks it
+overflowed, so that the host need not wait for it.
 
 The ranks agree if the digests sum up to ``size`` times this rank's. A rank with an error sends
 another digest. Where digests differ, all ranks gather what each did and raise. On a device the
@@ -37,7 +38,7 @@ Flag: TypeAlias = "bool | Tensor"
 # By torch's newer name where there is, which does not warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _WORDS = 8
-_MOST = _WORDS - 1
+_HALF = 0xFFFFFFFF
 _SUM = dist.AllreduceOptions()
 _SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
@@ -202,8 +203,9 @@ class Ranks:
         """
         self.settle()
         agreed: list[Found] = []
-        for start in range(0, max(len(found), 1), _MOST):
-            agreed += self._exchange(group, call, start, found[start : start + _MOST], error)
+        most = max(len(found), 1) if group.on_host else _WORDS - 1
+        for start in range(0, max(len(found), 1), most):
+            agreed += self._exchange(group, call, start, found[start : start + most], error)
         return agreed
 
     def _exchange(
@@ -216,22 +218,30 @@ class Ranks:
     ) -> list[Found]:
         scales = self._scales or call.scaled
         digest = self._digest(call, start, scales) + (error is not None) & 0x7FFFFFFF
-        expected = _as_int32(digest * group.size)
+        expected = digest * group.size & _HALF
         iteration = self.iteration
-        words = _words(group.device, digest, found)
+        if group.on_host:
+            word = digest << 32 | sum(map(bool, found))
+            words = torch.tensor(word, dtype=torch.int64, device="cpu")
+        else:
+            words = _device_words(group, digest, found)
         _reach(group, _reduce, group.process_group, words)
         if self._scales and not group.on_host:
 
             def read(values: list[float]) -> None:
-                if values[0] != expected or error is not None:
+                if int(values[0]) & _HALF != expected or error is not None:
                     self._compare(group, call, iteration, error)
 
             self.later(words[:1], read)
-            flags = words[1:].ne(0).logical_or_(words[0].ne(expected))
+            flags = words[1:].ne(0).logical_or_(words[0].ne(_as_int32(expected)))
             flags = host.moved(flags, group.preferred)
             return [Found(flag) for flag in flags.unbind()[: len(found)]]
-        summed, *counts = words.tolist()
-        if summed != expected or error is not None or not scales:
+        if group.on_host:
+            word = int(words.item())
+            summed, counts = word >> 32, [word & _HALF]
+        else:
+            summed, *counts = words.tolist()
+        if summed & _HALF != expected or error is not None or not scales:
             self._compare(group, call, iteration, error)
         self._scales = True
         if not any(counts):
@@ -289,18 +299,15 @@ def _as_int32(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _words(device: torch.device, digest: int, found: Sequence[Flag]) -> Tensor:
-    if host.is_host(device):
-        words = [digest, *map(bool, found), *[0] * (_MOST - len(found))]
-        return torch.tensor(words, dtype=torch.int32, device=device)
-    there = torch.zeros(_WORDS, dtype=torch.int32, device=device)
-    there[0].fill_(digest)
+def _device_words(group: Group, digest: int, found: Sequence[Flag]) -> Tensor:
+    words = torch.zeros(_WORDS, dtype=torch.int32, device=group.device)
+    words[0].fill_(digest)
     for place, flag in enumerate(found, 1):
         if isinstance(flag, Tensor):
-            there[place].copy_(flag, non_blocking=True)
+            words[place].copy_(flag, non_blocking=True)
         else:
-            there[place].fill_(flag)
-    return there
+            words[place].fill_(flag)
+    return words
 
 
 def _reduce(group: dist.ProcessGroup, words: Tensor) -> None:
