@@ -1,10 +1,10 @@
 """All ranks agree: one message of fixed length a call, and what every rank raises.
 
 One SUM all-reduce, whatever the ranks hold. On the host it is one int64, because gloo wakes a
-thread for each further word: a digest, which is a hash of all that must be the same on every rank, in its
-upper half, and how many flags are set in its lower; where any is, the ranks gather which. On a
-device it is eight int32: the digest, and for each of seven optimizers on how many ranks it
-overflowed, so that the host need not wait for it.
+thread for each further word. Its upper half is a digest, a hash of all that must be the same on
+every rank; its lower half says how many flags are set, and where any is, the ranks gather which. On
+a device it is eight int32, so that the host need not wait: the digest, and for each of seven
+optimizers on how many ranks it overflowed.
 
 The ranks agree if the digests sum up to ``size`` times this rank's. A rank with an error sends
 another digest. Where digests differ, all ranks gather what each did and raise. On a device the
