@@ -7,6 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
@@ -433,10 +434,12 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 record["stage"] = OptState.STEPPED
                 record["found_inf_per_device"] = {scale.device: flag_of(True, scale.device)}
             raise
-        for record, state, found in zip(records, states, agreed, strict=False):
+        for record, state, found in zip_longest(records, states, agreed):
             tensor = as_tensor(found.flag, scale.device)
             record["found_inf_per_device"] = {tensor.device: tensor}
             record[OWN] = Agreed(state, found.ranks)
+            if error is not None:  # which is raised with the others', later
+                record["stage"] = OptState.UNSCALED
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -522,7 +525,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 self._agree(group, "step", scale, [(optimizer, record)])
                 flags = list(record["found_inf_per_device"].values())
         agreed: Agreed = record[OWN]
-        state = agreed.state
+        state = agreed.state or self._state(optimizer)
         flag: Flag
         if fused := takes_flags(optimizer):
             flag = merged(flags, scale.device)
@@ -538,7 +541,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         elif takes_scaler(cast("Any", type(optimizer))):
             result = self._step_with_scaler(optimizer, flag, args, kwargs)
         else:
-            result = self._step_with_flags(optimizer, record, flag, args, kwargs)
+            result = self._step_with_flags(optimizer, record, state, flag, args, kwargs)
         record["stage"] = OptState.STEPPED
         state.last_step = flag
         if own.hooks:
@@ -573,6 +576,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         self,
         optimizer: Any,
         record: dict[str, Any],
+        state: OptimizerState,
         flag: Flag,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -583,7 +587,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             # torch's fused optimizers copy flag and scale to where parameters are, and do not wait.
             stepped = source_of(optimizer).stepped()
             on_host = any(host.is_host(tensor.device) for _, tensor in stepped)
-            taken = record[OWN].state.counts[0]
+            taken = state.counts[0]
             if on_host or (not taken and leaves_garbage(unwrapped(optimizer))):
                 self._distamp.ranks.settle()
                 flag = bool(flag)

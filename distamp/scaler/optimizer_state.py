@@ -122,13 +122,13 @@ class Agreed:
     It is a part of torch's record of the iteration, so it goes where that is popped or replaced.
 
     Args:
-        state: Of the optimizer.
+        state: Of the optimizer; None where an error came before it was found.
         ranks: Those that overflowed, where the host knows.
         late: Whether a backward pass has changed the gradients since they were unscaled.
         carried: Whether they were unscaled before an ``update``, and wait for their step.
     """
 
-    state: OptimizerState
+    state: OptimizerState | None
     ranks: tuple[int, ...] | None = None
     late: bool = False
     carried: bool = False

@@ -162,6 +162,7 @@ def _hybrid_shards(declare: bool) -> Any:
         nn.Linear(8, 5, bias=False),
         device_mesh=grid,
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = DistGradScaler("cpu", init_scale=SCALE)
