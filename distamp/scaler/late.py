@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from distamp.gradients import local_of, version_of
 from distamp.scaler.optimizer_state import Agreed
@@ -23,7 +23,7 @@ def watch(scaled: Tensor, unscaled: Sequence[tuple[Agreed, GradientSource]]) -> 
 
     def begins(_: Tensor) -> None:
         before = [_versions(source) for _, source in unscaled]
-        queue = Variable._execution_engine.queue_callback
+        queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def ended() -> None:
             for (agreed, source), old in zip(unscaled, before, strict=True):
