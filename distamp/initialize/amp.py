@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import autocast
 from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
+from distamp.gradients import is_dtensor
 from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -96,19 +98,11 @@ class Amp:
         self._waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse a copy or a pickle without masters, which would train no model."""
-        if self.masters:
-            raise StageError(
-                "an Amp with master parameters cannot be copied or pickled: an optimizer's copy "
-                "has no masters. Copy the model, make its optimizers, and call initialize on them"
-            )
-        return vars(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make the copies of the optimizers known to the copies of the scalers."""
-        vars(self).update(state)
-        for scaler in (self.scaler, self._measuring):
-            scaler.add_optimizer(*self.optimizers)
+        """Refuse a copy or a pickle, whose optimizers no scaler and no masters would know."""
+        raise StageError(
+            "an Amp cannot be copied or pickled: copy the model, make its optimizers, and call "
+            "initialize on them; amp.state_dict() is what a checkpoint keeps"
+        )
 
     @property
     def masters(self) -> list[MasterParameters]:
@@ -268,12 +262,17 @@ class Amp:
             max_norm: The largest norm after clipping; > 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
             replicated: As in `DistGradScaler.clip_grad_norm_`.
-            sharded: As in `DistGradScaler.clip_grad_norm_`.
+            sharded: As in `DistGradScaler.clip_grad_norm_`. By default the ranks outside a
+                DTensor's mesh have copies of it, such as those of data parallel or ``replicas=``.
+                Where they have other parts of the model, as stages of a pipeline, pass
+                ``sharded=lambda p: True``.
 
         Returns:
             The norm before clipping: 0-d float32, the same on every rank.
         """
         self._require_optimizers()
+        if sharded is None and replicated is None:
+            sharded = _cut_over
         given: Any = self.optimizers[0]
         if len(self.optimizers) > 1:
             given = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
@@ -348,47 +347,42 @@ class Amp:
 
         Raises:
             SettingError: It is no such state, has masters of another number of optimizers, or a
-                value out of range. Nothing is changed then, but masters before those refused.
+                value out of range. What was loaded before that stays.
             ValueError: It has masters of other parameters.
         """
         if not isinstance(state, Mapping):
             raise SettingError(
                 f"the state is the dict that amp.state_dict() returned, not {state!r:.80}"
             )
-        scales, masters = _scales(state), _list_of(state, "masters")
+        scale, masters = _scale_of(state), _list_of(state, "masters")
         if masters and self.masters and len(masters) != len(self.masters):
             raise SettingError(
                 f"the state has the masters of {len(masters)} optimizers and {len(self.masters)} "
                 "have some here; initialize with the same optimizers"
             )
-        before = self.scaler.state_dict(), self.scaler.schedule_state_dict()
-        try:
-            if scales and self.scaler.is_enabled():
-                scale = scales[0] if len(scales) == 1 else min(scales, key=_scale_in)
-                self._load_scale(scale, state.get("schedule"))
-            for mine, saved in zip(self.masters, masters, strict=False):
-                mine.load_state_dict(saved)
-        except Exception:
-            self._load_scale(*before)
-            raise
-
-    def _load_scale(self, scale: dict[str, Any], schedule: Any) -> None:
-        if schedule is not None and schedule != {}:
-            self.scaler.load_schedule_state_dict(schedule)
-        self.scaler.load_state_dict(scale)
+        for mine, saved in zip(self.masters, masters, strict=False):
+            mine.load_state_dict(saved)
+        if scale is not None and self.scaler.is_enabled():
+            if state.get("schedule") is not None and state["schedule"] != {}:
+                self.scaler.load_schedule_state_dict(state["schedule"])
+            self.scaler.load_state_dict(scale)
 
 
-def _scales(state: Mapping[str, Any]) -> list[Any]:
-    """Return the loss scales of a state of ours, of Apex's or of a scaler's."""
+def _cut_over(parameter: Tensor) -> DeviceMesh | None:
+    return parameter.device_mesh if is_dtensor(parameter) else None
+
+
+def _scale_of(state: Mapping[str, Any]) -> Any:
+    """Return the loss scale in a state of ours, of Apex's or of a scaler's; None without one."""
     if "loss_scalers" in state:
         if not isinstance(state.get("version"), int) or state["version"] != 1:
             raise SettingError(
                 f"the state was written by another version ({state.get('version')!r}) of distamp; "
                 f"this one reads version 1"
             )
-        return _list_of(state, "loss_scalers")
+        return next(iter(_list_of(state, "loss_scalers")), None)
     apex = [state[name] for name in state if str(name).startswith("loss_scaler")]
-    return apex or [state]
+    return apex[0] if len(apex) == 1 else min(apex, key=_scale_in, default=state)
 
 
 def _scale_in(state: Any) -> float:

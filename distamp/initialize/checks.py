@@ -11,7 +11,7 @@ from distamp.initialize.wrappers import Wrapping, norms_cast_along
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 
-__all__ = ["check_comm_hook", "check_model", "check_optimizers"]
+__all__ = ["check"]
 
 _HALF = {torch.float16, torch.bfloat16}
 # What FSDP calls its own mixed precision.
@@ -23,12 +23,30 @@ _SETTINGS = {
 _SPLITTING = {"ZeroRedundancyOptimizer", "OSS"}
 
 
-def check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
-    """Refuse a model that cannot be trained at this level as it is.
+def check(
+    models: tuple[nn.Module, ...],
+    wrappings: tuple[Wrapping, ...],
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    precision: Precision,
+    comm_hook: str | None,
+    replicas: object,
+) -> str:
+    """Refuse what cannot be trained at this level as it is; return the models' device type.
 
     Raises:
-        SettingError: See the text.
+        SettingError: See the texts.
     """
+    device = next((p.device.type for each in models for p in each.parameters()), None)
+    if device is None:
+        raise SettingError("initialize needs a model with parameters: there is nothing to train")
+    _check_optimizers(models, optimizers, precision)
+    for model, wrapping in zip(models, wrappings, strict=True):
+        _check_model(model, wrapping, precision)
+    _check_comm_hook(wrappings, comm_hook, replicas)
+    return device
+
+
+def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
     half = _HALF & {parameter.dtype for parameter in model.parameters()}
     if wrapping.policies:
         _check_policies(model, wrapping, precision, half)
@@ -90,7 +108,7 @@ def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
         )
 
 
-def check_optimizers(
+def _check_optimizers(
     models: tuple[nn.Module, ...],
     optimizers: tuple[torch.optim.Optimizer, ...],
     precision: Precision,
@@ -99,9 +117,6 @@ def check_optimizers(
 
     Also those that would need masters of parameters which other ranks step, and those whose state
     would be float16 and whose ``eps`` float16 rounds to zero: Adam divides zero by zero then.
-
-    Raises:
-        SettingError: See the text.
     """
     trained = [p for model in models for p in model.parameters()]
     known = set(map(id, trained))
@@ -134,15 +149,10 @@ def check_optimizers(
             )
 
 
-def check_comm_hook(
-    wrappings: tuple[Wrapping, ...], comm_hook: str | None, replicas: object = None
+def _check_comm_hook(
+    wrappings: tuple[Wrapping, ...], comm_hook: str | None, replicas: object
 ) -> None:
-    """Refuse a communication hook where nothing communicates, and replicas without a hook.
-
-    Raises:
-        SettingError: A model has no wrapper that reduces gradients, or it has replicas between
-            which nothing would.
-    """
+    """Refuse a communication hook where nothing communicates, and replicas without a hook."""
     if comm_hook is None and replicas is not None:
         raise SettingError(
             "replicas= needs a communication hook to average them; comm_hook is None: pass "

@@ -15,8 +15,8 @@ from distamp.comm_hooks import register
 from distamp.errors import SettingError
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import cast_as, cast_model
-from distamp.initialize.checks import check_comm_hook, check_model, check_optimizers
-from distamp.initialize.wrappers import recognise
+from distamp.initialize.checks import check
+from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.scaler import (
@@ -98,51 +98,51 @@ def initialize(
     stepped: tuple[torch.optim.Optimizer, ...] = _several(
         "optimizers", optimizers, torch.optim.Optimizer
     )
-    device = next((p.device.type for each in models for p in each.parameters()), None)
-    if device is None:
-        raise SettingError("initialize needs a model with parameters: there is nothing to train")
     wrappings = tuple(map(recognise, models))
-    check_optimizers(models, stepped, precision)
-    for each, wrapping in zip(models, wrappings, strict=True):
-        check_model(each, wrapping, precision)
-    check_comm_hook(wrappings, comm_hook, replicas)
-
-    unscaling: Any = "inplace" if precision.casts_model else "error"
-
-    def scaler(enabled: bool, schedule: Schedule, init_scale: float) -> DistGradScaler:
-        made = DistGradScaler(
-            device,
-            init_scale=init_scale,
-            schedule=schedule,
-            enabled=enabled,
-            process_group=process_group,
-            fp16_grads="master" if precision.master_weights else unscaling,
-            max_consecutive_skips=max_consecutive_skips,
-            named_parameters=[pair for each in models for pair in each.named_parameters()],
-        )
-        made.add_optimizer(*stepped)
-        return made
-
-    main = scaler(precision.scales, *_schedule(precision, schedule, init_scale))
-    measuring = main if main.is_enabled() else scaler(True, StaticSchedule(), 1.0)
+    device = check(models, wrappings, stepped, precision, comm_hook, replicas)
+    fp16_grads = "inplace" if precision.casts_model else "error"
+    settings: dict[str, Any] = {
+        "fp16_grads": "master" if precision.master_weights else fp16_grads,
+        "process_group": process_group,
+        "max_consecutive_skips": max_consecutive_skips,
+        "named_parameters": [pair for each in models for pair in each.named_parameters()],
+    }
+    moving, first = _schedule(precision, schedule, init_scale)
+    scaler = measuring = DistGradScaler(
+        device, first, schedule=moving, enabled=precision.scales, **settings
+    )
+    if not scaler.is_enabled():
+        measuring = DistGradScaler(device, 1.0, schedule=StaticSchedule(), **settings)
+    for each in (scaler, measuring):
+        each.add_optimizer(*stepped)
     dtype = precision.compute if precision.autocasts else None
     region = autocast(device, dtype, precision.autocasts, cache_enabled, ops=ops)
-    for each, wrapping in zip(models, wrappings, strict=True):
-        if precision.casts_model and not wrapping.policies and cast_as(wrapping.inner) is None:
-            cast_model(wrapping.inner, precision)
-        if precision.autocasts and type(each) is nn.DataParallel:
-            # torch's replicas know whether autocast is on, and not in which dtype.
-            each.__class__ = DataParallel
+    _cast(models, wrappings, stepped, precision)
     hooks = tuple(
         register(each, comm_hook, replicas=replicas) for each in models if comm_hook is not None
     )
-    for state in hooks if main.is_enabled() else ():
-        main.attach(state)
-    for optimizer in stepped if precision.master_weights else ():
+    for state in hooks if scaler.is_enabled() else ():
+        scaler.attach(state)
+    return Amp(models, wrappings, stepped, precision, scaler, measuring, region, hooks)
+
+
+def _cast(
+    models: tuple[nn.Module, ...],
+    wrappings: tuple[Wrapping, ...],
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    precision: Precision,
+) -> None:
+    """Cast models that no wrapper has laid out; make masters of what is then half."""
+    for model, wrapping in zip(models, wrappings, strict=True):
+        if precision.casts_model and not wrapping.policies and cast_as(wrapping.inner) is None:
+            cast_model(wrapping.inner, precision)
+        if precision.autocasts and type(model) is nn.DataParallel:
+            # torch's replicas know whether autocast is on, and not in which dtype.
+            model.__class__ = DataParallel
+    for optimizer in optimizers if precision.master_weights else ():
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters_of(optimizer))
         if half and masters_of(optimizer) is None:
             MasterParameters(optimizer)
-    return Amp(models, wrappings, stepped, precision, main, measuring, region, hooks)
 
 
 def _schedule(

@@ -291,6 +291,34 @@ def test_a_comm_hook_carries_gradients_and_hears_of_skips(ranks2: RankPool):
         assert all(map(torch.equal, values, ranks[0][1]))
 
 
+def train_copies_of_shards() -> tuple[list[float], list[Tensor]]:
+    """As `train` at O1, sharded over two ranks, and a hook averages two such copies."""
+    world, model = mesh((2, 2), ("replicate", "shard")), net(batchnorm=False)
+    fully_shard(model.hidden, mesh=world["shard"])
+    fully_shard(model, mesh=world["shard"])
+    optimizer = torch.optim.Adam(model.parameters(), **Lr)
+    replicas = world["replicate"].get_group()
+    amp = initialize(
+        model, optimizer, "O1", init_scale=2.0**10, comm_hook="fp16", replicas=replicas
+    )
+    norms = []
+    for context, following in batches(STEPS):
+        amp.zero_grad()
+        with amp.autocast():
+            logits = amp.model(share(context, "FSDP2"))
+        amp.backward(loss_of(logits, share(following, "FSDP2")))
+        norms.append(amp.clip_grad_norm_(0.5).item())
+        assert amp.step()
+    return norms, whole(model)
+
+
+def test_copies_of_shards_count_once_in_the_norm(ranks4: RankPool):
+    norms, parameters = train("plain", "O1")
+    for found, trained in ranks4.run(train_copies_of_shards):
+        torch.testing.assert_close(found, norms, rtol=0.01, atol=0)
+        torch.testing.assert_close(trained, parameters, rtol=0, atol=0.01)
+
+
 def second_pass_through_ddp() -> str:
     amp = made("DDP", "O1")
     ((context, following),) = batches(1)

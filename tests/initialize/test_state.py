@@ -104,24 +104,6 @@ def test_a_state_of_another_version_is_refused():
         amp.load_state_dict({**amp.state_dict(), "version": 99})
 
 
-def test_a_copy_clips_several_optimizers_and_trains():
-    model = net()
-    parts = [list(model.embedding.parameters()), list(model.output.parameters())]
-    amp = initialize(model, [torch.optim.SGD(part, lr=0.1) for part in parts], "bf16", loss_scale=8)
-    for make in (lambda: amp, lambda: copy.deepcopy(amp)):
-        each = make()
-        before = values(each.model)[0]
-        ((context, following),) = batches(1)
-        each.zero_grad()
-        with each.autocast():
-            logits = each.model(context)
-        each.backward(loss_of(logits, following))
-        each.clip_grad_norm_(1.0)
-        assert each.step()
-        assert not torch.equal(before, values(each.model)[0])
-
-
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
-def test_a_copy_without_masters_is_refused(level):
+def test_a_copy_is_refused_for_its_optimizers_would_be_strangers():
     with pytest.raises(StageError, match="cannot be copied or pickled"):
-        copy.deepcopy(made(level))
+        copy.deepcopy(made("O1"))
