@@ -120,13 +120,13 @@ def install(**settings: Any) -> Installation:
     if _put:
         return Installation(_late(), first=False)
     DistGradScaler("cpu", **settings)  # refuses settings here, and not where a trainer uses them
-    at = {ours: place for place, ours in _OURS.items()}  # where torch's own is defined
-    made = {ours: _with_settings(ours, at[ours], settings) if settings else ours for ours in at}
+    made = {}
     for place, ours in _OURS.items():
-        module, _, name = place.rpartition(".")
-        theirs = getattr(importlib.import_module(module), name)
-        setattr(sys.modules[module], name, made[ours])
-        _put[place] = theirs, made[ours]
+        module, name = _found(place)
+        if ours not in made:  # found, and so pickled, by the first of its names
+            made[ours] = _with_settings(ours, place, settings) if settings else ours
+        _put[place] = getattr(module, name), made[ours]
+        setattr(module, name, made[ours])
     late = _late()
     if late:
         shown = ", ".join(late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
@@ -142,26 +142,18 @@ def install(**settings: Any) -> Installation:
 def uninstall() -> None:
     """Give torch's names back to torch's classes; scalers that were made keep being distamp's.
 
-    Does nothing if distamp is not installed.
-
-    Warns:
-        RuntimeWarning: Something else has replaced a name since; that name does not change.
+    Does nothing if distamp is not installed, and to a name where something else was put since.
     """
-    others = []
     for place, (theirs, ours) in _put.items():
-        module, _, name = place.rpartition(".")
-        if getattr(sys.modules[module], name, None) is ours:
-            setattr(sys.modules[module], name, theirs)
-        else:
-            others.append(place)
+        module, name = _found(place)
+        if getattr(module, name) is ours:
+            setattr(module, name, theirs)
     _put.clear()
-    if others:
-        warnings.warn(
-            f"distamp.uninstall() left {', '.join(others)} alone: something else was put there "
-            "after distamp.install(); undo that first",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+
+
+def _found(place: str) -> tuple[ModuleType, str]:
+    module, _, name = place.rpartition(".")
+    return importlib.import_module(module), name
 
 
 def _with_settings(ours: type[Any], place: str, settings: dict[str, Any]) -> type[Any]:

@@ -41,13 +41,8 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
     ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
     """
     attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
-    if _INSIDE.isdisjoint(attributes):
-        return None
-    for name in _INSIDE:
-        if name in attributes and isinstance(attributes[name], torch.optim.Optimizer):
-            inner: torch.optim.Optimizer = attributes[name]
-            return inner
-    return None
+    held = [attributes[name] for name in _HOLDING if name in attributes]
+    return next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -56,32 +51,27 @@ def unwrapped(optimizer: Any) -> Any:
     Lightning, Fabric and Accelerate hand out objects with ``.optimizer`` or ``._optimizer`` and
     the ``param_groups`` of the one inside. A wrapper with groups of its own is itself returned.
     """
-    for _ in range(8):
-        attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
-        if "optimizer" not in attributes and "_optimizer" not in attributes:
-            return optimizer
-        inner = _inside(optimizer, attributes)
+    for _ in range(8):  # wrappers may hold each other
+        inner = _inside(optimizer)
         if inner is None:
-            return optimizer
+            break
         optimizer = inner
     return optimizer
 
 
 _NOTHING: Mapping[str, Any] = {}
-_INSIDE = frozenset(("optim", "optimizer", "_optim", "_optimizer"))
+_HOLDING = ("optim", "optimizer", "_optim", "_optimizer")
+_INSIDE = frozenset(_HOLDING)
 
 
-def _inside(optimizer: Any, attributes: Mapping[str, Any]) -> Any:
-    for name in ("optimizer", "_optimizer"):
+def _inside(optimizer: Any) -> Any:
+    attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
+    for name in ("optimizer", "_optimizer") if not _INSIDE.isdisjoint(attributes) else ():
         inner = attributes.get(name)
-        if inner is None or inner is optimizer or not hasattr(inner, "step"):
-            continue
-        try:
+        if inner is not optimizer and hasattr(inner, "step"):
             groups = getattr(optimizer, "param_groups", None)
-        except Exception:
-            groups = None
-        if groups is None or groups is getattr(inner, "param_groups", None):
-            return inner
+            if groups is None or groups is getattr(inner, "param_groups", None):
+                return inner
     return None
 
 
@@ -90,9 +80,8 @@ def innermost(optimizer: Any) -> Any:
     if _INSIDE.isdisjoint(getattr(optimizer, "__dict__", _NOTHING)):
         return optimizer
     for _ in range(8):
-        inner = unwrapped(optimizer)
-        inner = inner_optimizer(inner) or inner
-        if inner is optimizer:
+        inner = _inside(optimizer) or inner_optimizer(optimizer)
+        if inner is None:
             break
         optimizer = inner
     return optimizer

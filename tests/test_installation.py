@@ -284,8 +284,7 @@ def test_what_another_put_over_a_name_stays():
     installed_now.__enter__()
     other = types.SimpleNamespace()
     torch.amp.GradScaler = other
-    with pytest.warns(RuntimeWarning, match=r"left torch\.amp\.GradScaler alone"):
-        distamp.uninstall()
+    distamp.uninstall()
     assert torch.amp.GradScaler is other
     assert theirs is torch.GradScaler
     torch.amp.GradScaler = theirs

@@ -19,21 +19,11 @@ custom_fwd = functools.partial(regions.custom_fwd, device_type="cpu")
 custom_bwd = functools.partial(regions.custom_bwd, device_type="cpu")
 
 
-class autocast(regions.autocast):  # noqa: N801
-    """:obj:`distamp.autocast` for ``"cpu"``, with the arguments of the old name."""
-
-    def __new__(
-        cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
-    ) -> Any:
-        """Make a region; in a compiled function, one of torch's."""
-        if torch.compiler.is_dynamo_compiling():  # which knows torch's own class by identity
-            return torch.autocast("cpu", dtype, enabled, cache_enabled)
-        return object.__new__(cls)
-
-    def __init__(
-        self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
-    ) -> None:
-        super().__init__("cpu", dtype, enabled, cache_enabled)
+def autocast(
+    enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
+) -> regions.autocast:
+    """Return an :obj:`distamp.autocast` for ``"cpu"``, by the arguments of the old name."""
+    return regions.autocast("cpu", dtype, enabled, cache_enabled)
 
 
 class GradScaler(DistGradScaler):

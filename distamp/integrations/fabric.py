@@ -45,31 +45,12 @@ class MixedPrecision(MixedMixin, _Scaled, _plugins.MixedPrecision):
     For one device, DDP and ModelParallelStrategy: ``Fabric(plugins=MixedPrecision("16-mixed",
     "cuda"))``, without ``precision=``. Unlike Fabric's it clips with fused optimizers.
 
-    Args:
-        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: The device type of the autocast region and of the loss scale.
-        scaler: A `DistGradScaler`; None makes one.
-        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
-
-    Raises:
-        ValueError: Another precision, or a scaler or its settings at ``"bf16-mixed"``.
-        TypeError: ``scaler`` is another scaler.
-
     Source: Lightning's documentation of precision plugins.
     """
 
 
 class FSDPPrecision(ShardedMixin, _Scaled, _plugins.FSDPPrecision):
     """Fabric's ``FSDPPrecision`` with a :class:`distamp.DistGradScaler`.
-
-    Args:
-        precision: What Fabric's takes: ``"16-mixed"``, ``"bf16-mixed"``, ``"32-true"``, ...
-        scaler: A `DistGradScaler`; None makes one at ``"16-mixed"``.
-        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
-
-    Raises:
-        ValueError: Another precision, or a scaler or its settings where none is used.
-        TypeError: ``scaler`` is another scaler.
 
     Source: Lightning's documentation of precision plugins.
     """

@@ -100,16 +100,6 @@ class MixedPrecision(MixedMixin, _Scaled, _plugins.MixedPrecision):
     "cuda"))``, without ``precision=``. Unlike Lightning's it clips with fused optimizers and
     computes in float16 on a CPU. Checkpoints are Lightning's: each loads the other's.
 
-    Args:
-        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: The device type of the autocast region and of the loss scale.
-        scaler: A `DistGradScaler`; None makes one.
-        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
-
-    Raises:
-        ValueError: Another precision, or a scaler or its settings at ``"bf16-mixed"``.
-        TypeError: ``scaler`` is another scaler.
-
     Source: Lightning's documentation of precision plugins.
     """
 
@@ -119,15 +109,6 @@ class FSDPPrecision(ShardedMixin, _Scaled, _plugins.FSDPPrecision):
 
     For FSDPStrategy: ``Trainer(strategy="fsdp", plugins=FSDPPrecision("16-mixed"))``. Unlike
     Lightning's it clips by the norm, takes a scaler, and steps fused optimizers.
-
-    Args:
-        precision: What Lightning's takes: ``"16-mixed"``, ``"bf16-mixed"``, ``"32-true"``, ...
-        scaler: A `DistGradScaler`; None makes one at ``"16-mixed"``.
-        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
-
-    Raises:
-        ValueError: Another precision, or a scaler or its settings where none is used.
-        TypeError: ``scaler`` is another scaler.
 
     Source: Lightning's documentation of precision plugins.
     """

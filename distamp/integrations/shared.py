@@ -95,22 +95,23 @@ def _scaler_for(
 
 
 class MixedMixin:
-    """Put before ``MixedPrecision`` of Lightning's Trainer or Fabric: its scaler is distamp's.
-
-    Args:
-        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: The device type of the autocast region and of the loss scale.
-        scaler: A `DistGradScaler`; None makes one.
-        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
-
-    Raises:
-        ValueError: Another precision, or a scaler or its settings at ``"bf16-mixed"``.
-        TypeError: ``scaler`` is another scaler.
-    """
+    """Put before ``MixedPrecision`` of Lightning's Trainer or Fabric: its scaler is distamp's."""
 
     def __init__(
         self, precision: str, device: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
+        """Make the plugin, and its scaler.
+
+        Args:
+            precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+            device: The device type of the autocast region and of the loss scale.
+            scaler: A `DistGradScaler`; None makes one.
+            settings: Keyword settings of the scaler that is made, such as ``init_scale``.
+
+        Raises:
+            ValueError: Another precision, or a scaler or its settings at ``"bf16-mixed"``.
+            TypeError: ``scaler`` is another scaler.
+        """
         given: tuple[Any, ...] = (
             precision,
             device,
@@ -120,21 +121,22 @@ class MixedMixin:
 
 
 class ShardedMixin:
-    """Put before ``FSDPPrecision`` of Lightning's Trainer or Fabric: its scaler is distamp's.
-
-    Args:
-        precision: What Lightning's takes: ``"16-mixed"``, ``"bf16-mixed"``, ``"32-true"``, ...
-        scaler: A `DistGradScaler`; None makes one at ``"16-mixed"``.
-        settings: Keyword settings of the scaler that is made, such as ``init_scale``.
-
-    Raises:
-        ValueError: Another precision, or a scaler or its settings where none is used.
-        TypeError: ``scaler`` is another scaler.
-    """
+    """Put before ``FSDPPrecision`` of Lightning's Trainer or Fabric: its scaler is distamp's."""
 
     def __init__(
         self, precision: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
+        """Make the plugin, and its scaler.
+
+        Args:
+            precision: What Lightning's takes: ``"16-mixed"``, ``"bf16-mixed"``, ``"32-true"``, ...
+            scaler: A `DistGradScaler`; None makes one at ``"16-mixed"``.
+            settings: Keyword settings of the scaler that is made, such as ``init_scale``.
+
+        Raises:
+            ValueError: Another precision, or a scaler or its settings where none is used.
+            TypeError: ``scaler`` is another scaler.
+        """
         theirs: Any = super()
         theirs.__init__(precision)
         # What FSDP reduced in float16 it gives to the optimizer in the parameters' float32.

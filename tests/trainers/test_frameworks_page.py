@@ -134,6 +134,20 @@ def given_torchtitan() -> dict[str, Any]:
     return {"debug_model": titan.config_for("runs", FAULT + 2)}
 
 
+def schedule_free(model: nn.Module) -> Any:
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree(model.parameters(), lr=0.01)
+    optimizer.train()
+    return optimizer
+
+
+def eight_bits(model: nn.Module) -> Any:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)
+
+
 GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "lightning": ("lightning", given_lightning),
     "fabric": ("lightning", given_unwrapped),
@@ -143,9 +157,13 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "install": ("timm", plain),
     "mmengine": ("mmengine", given_mmengine),
     "torchtitan": ("torchtitan", given_torchtitan),
-    "schedule_free": ("schedulefree", plain),
+    "loop": ("torch", plain),
     "muon": ("torch", plain),
-    "bitsandbytes": ("bitsandbytes", plain),
+}
+# The page's own loop, with another optimizer.
+OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+    "schedule_free": ("schedulefree", schedule_free),
+    "bitsandbytes": ("bitsandbytes", eight_bits),
 }
 GROUPS = {
     "lightning": "lightning",
@@ -180,13 +198,20 @@ def scaler_in(namespace: dict[str, Any]) -> Any:
 def run(name: str, torchs: bool = False) -> tuple[float, float, str]:
     """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
     quiet()
-    code = on_cpu(snippets()[name])
+    code = on_cpu(snippets()["loop" if name in OPTIMIZERS else name])
     if torchs:
         code = code.replace("from distamp import DistGradScaler", "").replace(
             "DistGradScaler(", "torch.amp.GradScaler("
         )
         code = code.replace("distamp.install()", "")
-    namespace = GIVEN[name][1]()
+        unscaled = (
+            "scaler.unscale_(optimizer); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+        )
+        code = code.replace("scaler.clip_grad_norm_(optimizer, 1.0)", unscaled)
+        code = code.replace("if scaler.stepped(optimizer):", "if True:")
+    namespace = (plain if name in OPTIMIZERS else GIVEN[name][1])()
+    if name in OPTIMIZERS:
+        namespace["optimizer"] = OPTIMIZERS[name][1](namespace["model"])
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -223,10 +248,13 @@ def test_every_piece_of_code_is_run():
 @pytest.mark.timeout(600)  # minutes go by on a busy machine while a package is imported
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.xdist_group(GROUPS.get(n, "beside"))) for n in GIVEN],
+    [
+        pytest.param(n, marks=pytest.mark.xdist_group(GROUPS.get(n, "beside")))
+        for n in (*GIVEN, *OPTIMIZERS)
+    ],
 )
 def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
-    needs(GIVEN[name][0])
+    needs({**GIVEN, **OPTIMIZERS}[name][0])
     if name == "torchtitan":  # makes its own process group
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         one, other = new_ranks(2, timeout=550).run(run_alone, name, store.port, group="none")
@@ -237,13 +265,13 @@ def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
     assert one[2].startswith("distamp.")
 
 
-PARTED = ["install", "mmengine", "schedule_free", "bitsandbytes"]
+PARTED = ["install", "mmengine", "loop", "schedule_free"]
 
 
 @pytest.mark.parametrize("name", PARTED)
 @pytest.mark.xdist_group("beside")
 def test_with_torchs_scaler_the_same_code_parts_them(ranks2, name):
-    needs(GIVEN[name][0])
+    needs({**GIVEN, **OPTIMIZERS}[name][0])
     one, other = ranks2.run(run, name, torchs=True)
     assert one != other
 
