@@ -91,9 +91,10 @@ class Amp:
         # The scaler itself, or one of scale 1 where the level has none: a norm is one of all ranks.
         self._measuring = measuring
         self._region = region
-        names = [wrapping.name for wrapping in wrappings]
-        self._keeps_buckets = SHARDED_DDP in names
-        self._passes = OnePassEach(m for m, name in zip(models, names, strict=True) if name == DDP)
+        self._keeps_buckets = any(w.name == SHARDED_DDP for w in wrappings)
+        self._passes = OnePassEach(
+            m for m, w in zip(models, wrappings, strict=True) if w.name == DDP
+        )
         self._syncs = True
         self._waiting = False
 

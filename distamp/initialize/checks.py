@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -19,14 +21,12 @@ _SETTINGS = {
     "fully_shard": "mp_policy=MixedPrecisionPolicy(param_dtype={})",
     "FullyShardedDataParallel": "mixed_precision=MixedPrecision(param_dtype={})",
 }
-# Optimizers that step a part of the parameters on each rank.
-_SPLITTING = {"ZeroRedundancyOptimizer", "OSS"}
 
 
 def check(
-    models: tuple[nn.Module, ...],
-    wrappings: tuple[Wrapping, ...],
-    optimizers: tuple[torch.optim.Optimizer, ...],
+    models: Sequence[nn.Module],
+    wrappings: Sequence[Wrapping],
+    optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
     comm_hook: str | None,
     replicas: object,
@@ -109,8 +109,8 @@ def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
 
 
 def _check_optimizers(
-    models: tuple[nn.Module, ...],
-    optimizers: tuple[torch.optim.Optimizer, ...],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
 ) -> None:
     """Refuse optimizers over parameters that no model has, as those made before a wrapper.
@@ -133,7 +133,7 @@ def _check_optimizers(
                 "not belong to the model; a wrapper that shards replaces parameters, so make the "
                 "optimizer after it, from model.parameters()"
             )
-        if precision.master_weights and kind in _SPLITTING:
+        if precision.master_weights and kind in ("ZeroRedundancyOptimizer", "OSS"):
             raise SettingError(
                 f"{kind} steps a part of the parameters on each rank, and {precision.level} would "
                 "need masters of that part; take O1, or in its place fully_shard with "
@@ -150,7 +150,7 @@ def _check_optimizers(
 
 
 def _check_comm_hook(
-    wrappings: tuple[Wrapping, ...], comm_hook: str | None, replicas: object
+    wrappings: Sequence[Wrapping], comm_hook: str | None, replicas: object
 ) -> None:
     """Refuse a communication hook where nothing communicates, and replicas without a hook."""
     if comm_hook is None and replicas is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from distamp.scaler import (
 )
 
 __all__ = ["initialize"]
+
+_T = TypeVar("_T")
 
 
 def initialize(
@@ -94,10 +96,8 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    models: tuple[nn.Module, ...] = _several("model", model, nn.Module)
-    stepped: tuple[torch.optim.Optimizer, ...] = _several(
-        "optimizers", optimizers, torch.optim.Optimizer
-    )
+    models = _several("model", model, nn.Module)
+    stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     wrappings = tuple(map(recognise, models))
     device = check(models, wrappings, stepped, precision, comm_hook, replicas)
     fp16_grads = "inplace" if precision.casts_model else "error"
@@ -127,9 +127,9 @@ def initialize(
 
 
 def _cast(
-    models: tuple[nn.Module, ...],
-    wrappings: tuple[Wrapping, ...],
-    optimizers: tuple[torch.optim.Optimizer, ...],
+    models: Sequence[nn.Module],
+    wrappings: Sequence[Wrapping],
+    optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
 ) -> None:
     """Cast models that no wrapper has laid out; make masters of what is then half."""
@@ -140,7 +140,7 @@ def _cast(
             # torch's replicas know whether autocast is on, and not in which dtype.
             model.__class__ = DataParallel
     for optimizer in optimizers if precision.master_weights else ():
-        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters_of(optimizer))
+        half = any(p.dtype.itemsize == 2 for p in parameters_of(optimizer))
         if half and masters_of(optimizer) is None:
             MasterParameters(optimizer)
 
@@ -159,7 +159,7 @@ def _schedule(
     return StaticSchedule(), precision.loss_scale
 
 
-def _several(name: str, given: Any, kind: type) -> Any:
+def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
     several = () if given is None else (given,) if isinstance(given, kind) else tuple(given)
     for each in several:
         if not isinstance(each, kind):
