@@ -103,7 +103,7 @@ def amp() -> Subject:
     return Subject(
         made.state_dict(),
         made.load_state_dict,
-        lambda: (made.state_dict(), model.state_dict()),
+        lambda: (made.state_dict()["masters"], model.state_dict()),  # the scale is loaded first
         step,
     )
 

@@ -348,7 +348,7 @@ class Amp:
 
         Raises:
             SettingError: It is no such state, has masters of another number of optimizers, or a
-                value out of range. What was loaded before that stays.
+                value out of range. What was loaded before it stays, as in torch's modules.
             ValueError: It has masters of other parameters.
         """
         if not isinstance(state, Mapping):
@@ -361,12 +361,12 @@ class Amp:
                 f"the state has the masters of {len(masters)} optimizers and {len(self.masters)} "
                 "have some here; initialize with the same optimizers"
             )
-        for mine, saved in zip(self.masters, masters, strict=False):
-            mine.load_state_dict(saved)
         if scale is not None and self.scaler.is_enabled():
             if state.get("schedule") is not None and state["schedule"] != {}:
                 self.scaler.load_schedule_state_dict(state["schedule"])
             self.scaler.load_state_dict(scale)
+        for mine, saved in zip(self.masters, masters, strict=False):
+            mine.load_state_dict(saved)
 
 
 def _cut_over(parameter: Tensor) -> DeviceMesh | None:
