@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from precision_report import GPT, ConvNet
+from precision_report import GPT
 
 from distamp import autocast, precision_report, preflight
 
@@ -81,6 +82,15 @@ def measure(name: str, model: torch.nn.Module, inputs: torch.Tensor, rounds: int
     print(f"  preflight of it, once             {time.perf_counter() - begin:.2f} s")
 
 
+def conv_net() -> nn.Module:
+    """Return three stages of convolution, batch norm and ReLU, and a classifier."""
+    stages: list[nn.Module] = []
+    for inner, outer in ((3, 16), (16, 32), (32, 64)):
+        stages += [nn.Conv2d(inner, outer, 3, 2, 1, bias=False), nn.BatchNorm2d(outer)]
+        stages.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
@@ -89,7 +99,7 @@ def main() -> None:
     ids = torch.randint(256, (1, 16))
     print("small enough that kernels hardly count:")
     measure("GPT, 4 blocks, 16 tokens", GPT(width=32, block=16), ids, rounds)
-    measure("conv net, 2 images of 8x8", ConvNet(), torch.randn(2, 3, 8, 8), rounds)
+    measure("conv net, 2 images of 8x8", conv_net(), torch.randn(2, 3, 8, 8), rounds)
     print("of a size that is trained:")
     ids = torch.randint(256, (8, 128))
     measure("GPT, 4 blocks, 8 x 128 tokens", GPT(width=256), ids, max(rounds // 4, 5))
