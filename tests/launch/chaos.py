@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--flags", default="--hook int8")
     given = parser.parse_args()
     chance = random.Random(given.seed)
@@ -36,7 +36,7 @@ def main() -> None:
         for kill in range(1, given.kills + 1):
             been = (0, len(jobs.records(run)))  # until it is under way again; then anywhere
             killed_after(
-                pool, run, args, lambda n, been=been: n not in been, chance.uniform(0, 0.5)
+                pool, run, args, lambda n, been=been: n not in been, chance.uniform(0, 1.0)
             )
             whole = {path.name for path in checkpoints_of(run)}
             torn += any(path.name > max(whole, default="") for path in run.glob("checkpoints/*"))
