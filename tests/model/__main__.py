@@ -1,0 +1,32 @@
+"""``python -m tests.model``: every model and every planted fault, as a table."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.model.check import MISSING, RUNS, check
+
+
+def main() -> int:
+    """Print the table; fail if something does not hold, or a fault is not found."""
+    if MISSING:
+        print(f"not found: {', '.join(MISSING)}")
+        return 1
+    wrong = 0
+    print("| model | defines | result | states | depth | seconds |")
+    print("|---|---|---|---|---|---|")
+    for run in RUNS:
+        outcome = check(run)
+        right = run.breaks in outcome.found if run.breaks else not outcome.found
+        wrong += not right
+        what = f"found: `{outcome.found.replace('|', chr(92) + '|')}`" if outcome.found else "holds"
+        print(
+            f"| {run.model} | {run.defines} | {what if right else '**WRONG**, ' + what} "
+            f"| {outcome.states:,} | {outcome.depth} | {outcome.seconds:.2f} |",
+            flush=True,
+        )
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Check the models of the protocol with SPIN, and that each planted fault is found."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MISSING", "RUNS", "Outcome", "Run", "check"]
+
+FOLDER = Path(__file__).parent
+MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
+# More than any run takes on a busy machine.
+TIMEOUT_S = 300.0
+STUCK = "invalid end state"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the model checker.
+
+    Args:
+        model: ``scaler`` or ``exchange``.
+        defines: What the model is told, without ``-D``.
+        breaks: A part of what SPIN says of a planted fault; empty where all must hold.
+        quick: Whether every test run has it.
+    """
+
+    model: str
+    defines: str
+    breaks: str = ""
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return f"{self.model} {self.defines}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What SPIN found: its message where something broke, else nothing."""
+
+    found: str
+    states: int
+    depth: int
+    seconds: float
+
+
+def _held(defines: str, model: str = "scaler", *, quick: bool = False) -> Run:
+    return Run(model, defines, quick=quick)
+
+
+_SCALE = "own[1].scale==own[0].scale"
+_TAKEN = "taken[1]==taken[0]"
+_ALIKE = "different||any_error"
+
+RUNS = [
+    _held("RANKS=2 CALLS=6"),
+    _held("RANKS=3 CALLS=5"),
+    _held("RANKS=2 CALLS=5 ERROR"),
+    _held("RANKS=2 CALLS=4 ERROR DIFFERS", quick=True),
+    _held("RANKS=2 CALLS=5 ERROR DIFFERS"),
+    _held("RANKS=3 CALLS=4 ERROR DIFFERS"),
+    _held("RANKS=2 CALLS=4 DEVICE ERROR DIFFERS", quick=True),
+    _held("RANKS=2 CALLS=5 DEVICE ERROR DIFFERS"),
+    _held("RANKS=3 CALLS=4 DEVICE ERROR DIFFERS"),
+    _held("RANKS=2 CALLS=5 DEVICE ERROR CATCHES"),
+    _held("RANKS=2 CALLS=4 DEVICE ERROR DIFFERS CATCHES"),
+    _held("RANKS=2 CALLS=3 GROUPS JOINS ERROR DIFFERS", quick=True),
+    _held("RANKS=2 CALLS=4 GROUPS JOINS ERROR DIFFERS"),
+    _held("RANKS=2 CALLS=4 DEVICE GROUPS JOINS ERROR DIFFERS"),
+    _held("RANKS=3 CALLS=4 JOINS"),
+    _held("JOBS=2", "exchange", quick=True),
+    _held("JOBS=3", "exchange"),
+    _held("JOBS=4", "exchange"),
+]
+for _model, _defines, _fault, _breaks in [
+    ("scaler", "CALLS=3", "OWN_FLAG", "verdict[0]"),
+    ("scaler", "CALLS=3 ERROR", "ERROR_RAISED_ALONE", "different"),
+    ("scaler", "CALLS=3 ERROR", "ONLY_THE_RANK_WITH_AN_ERROR_GATHERS", STUCK),
+    ("scaler", "CALLS=4 DIFFERS", "DIGEST_WITHOUT_ITERATION", _SCALE),
+    ("scaler", "CALLS=4 DIFFERS", "DIGEST_WITHOUT_SCALE", _SCALE),
+    ("scaler", "CALLS=4 DIFFERS", "DIGEST_WITHOUT_OPTIMIZERS", ""),
+    ("scaler", "CALLS=4 DIFFERS", "DIGEST_WITHOUT_CALLS", _TAKEN),
+    ("scaler", "RANKS=3 CALLS=3 ERROR DIFFERS", "LINEAR_DIGEST", STUCK),
+    ("scaler", "CALLS=4 DEVICE DIFFERS", "FLAGS_NOT_SET", "parted"),
+    ("scaler", "CALLS=4 DEVICE GROUPS DIFFERS", "REPLY_LEFT_AT_A_NEW_GROUP", STUCK),
+    ("scaler", "CALLS=5 GROUPS", "ITERATION_KEPT_IN_A_NEW_GROUP", _ALIKE),
+    ("scaler", "CALLS=4 DEVICE JOINS DIFFERS", "REPLY_LEFT_AT_JOIN", STUCK),
+    ("scaler", "CALLS=4 JOINS", "BEGUN_KEPT_AFTER_JOIN", _ALIKE),
+    ("scaler", "CALLS=4 JOINS", "NOTHING_TAKEN_OVER", _SCALE),
+    ("exchange", "JOBS=2", "LANES_SHARE_MEMORY", "writer"),
+    ("exchange", "JOBS=2", "LANES_SHARE_TAGS", "got=="),
+    ("exchange", "JOBS=2", "NO_TURNS", "in_turn"),
+    ("exchange", "JOBS=2", "TURNS_IN_ANOTHER_ORDER", STUCK),
+    ("exchange", "JOBS=2", "SWAP_DOES_NOT_WAIT", "readers"),
+]:
+    RUNS.append(Run(_model, f"{_defines} FAULT_{_fault}", _breaks or "assertion violated", True))
+
+
+def check(run: Run) -> Outcome:
+    """Run the model checker over all states; about a second, the largest some twenty."""
+    defines = [f"-D{each}" for each in run.defines.split()]
+    with tempfile.TemporaryDirectory() as folder:
+        model = FOLDER / f"{run.model}.pml"
+        _tool(["spin", "-a", *defines, str(model)], folder)
+        # Without optimization where a fault is found after a thousand states.
+        level = "-O0" if run.breaks else "-O1"
+        options = ["-DSAFETY", "-DCOLLAPSE", "-DNOFAIR", "-DMEMLIM=6000"]
+        _tool(["gcc", level, "-w", *options, "-o", "pan", "pan.c"], folder)
+        start = time.perf_counter()
+        said = _tool(["./pan", "-m1000000"], folder)
+        seconds = time.perf_counter() - start
+    found = re.search(r"pan:\d+: (.*) \(at depth", said)
+    if found is None and (
+        "errors: 0" not in said or "Search not completed" in said or "max search depth" in said
+    ):
+        raise RuntimeError(f"{run.name}: {said}")
+    states = re.search(r"(\d+) states, stored", said)
+    depth = re.search(r"depth reached (\d+)", said)
+    return Outcome(
+        "" if found is None else found[1],
+        0 if states is None else int(states[1]),
+        0 if depth is None else int(depth[1]),
+        seconds,
+    )
+
+
+def _tool(command: list[str], folder: str) -> str:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {said}")
+    return said

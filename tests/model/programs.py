@@ -1,0 +1,150 @@
+"""Programs for real ranks, drawn from the model's own runs, and what they do there.
+
+SPIN walks the model at random and prints what each rank calls, what it finds in its gradients, and
+what it steps; the same calls on a `DistGradScaler` must step and raise alike.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from distamp import DistGradScaler
+from distamp.errors import GradientError
+from tests.model.check import FOLDER
+
+__all__ = ["Call", "Program", "draw", "run"]
+
+# The model's scale is 0, 1 or 2: a power of two.
+SCALES = {0: 1.0, 1: 2.0, 2: 4.0}
+
+
+@dataclass
+class Call:
+    """What one rank calls, and what it finds where it looks."""
+
+    name: str
+    over: int
+    value: int
+    found: int = 0
+    error: bool = False
+
+
+@dataclass
+class Program:
+    """What one rank does: its calls, and of each step the optimizer, whether taken, the scale."""
+
+    calls: list[Call] = field(default_factory=list)
+    steps: list[tuple[int, bool, float]] = field(default_factory=list)
+    raises: bool = False
+
+
+def draw(ranks: int, count: int, defines: Sequence[str]) -> list[list[Program]]:
+    """Draw so many programs, one a rank, which all end by themselves."""
+    drawn: list[list[Program]] = []
+    seed = 0
+    while len(drawn) < count:
+        seed += 1
+        program = _walk(ranks, seed, defines)
+        # Where a rank waits for one that is gone, no rank of a pool may follow.
+        if program is not None and any(each.steps for each in program):
+            drawn.append(program)
+    return drawn
+
+
+def _walk(ranks: int, seed: int, defines: Sequence[str]) -> list[Program] | None:
+    command = ["spin", f"-n{seed}", "-T", "-DPROGRAMS", f"-DRANKS={ranks}", *(f"-D{each}" for each in defines)]
+    said = subprocess.run(
+        [*command, str(FOLDER / "scaler.pml")], capture_output=True, text=True, timeout=60
+    ).stdout
+    programs = [Program() for _ in range(ranks)]
+    for line in said.splitlines():
+        words = line.split()
+        if not re.match(r" *\d [A-Za-z]", line) or words[1] == "processes":
+            continue
+        program = programs[int(words[0])]
+        match words[1:]:
+            case ["lost"] | ["timeout"]:
+                return None
+            case ["raised"] | ["alone"]:
+                program.raises = True
+            case ["found", found, "error", error]:
+                call = program.calls[-1]
+                call.found, call.error = int(found), error == "1"
+            case ["stepped", optimizer, "taken", taken, "scale", scale]:
+                program.steps.append((int(optimizer), taken == "1", SCALES[int(scale)]))
+            case [name, over, "value", value]:
+                program.calls.append(Call(name, int(over), int(value)))
+    return programs
+
+
+class _Failing(DistGradScaler):
+    """Raises where it looks, when it is told to."""
+
+    fails = False
+
+    def _unscale_grads_(self, *args, **kwargs):
+        if self.fails:
+            raise GradientError("planted")
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+def run(programs: Sequence[Sequence[Program]]) -> list[tuple[list[tuple[int, bool, float]], bool]]:
+    """On one rank: do what each program says; return the steps, and whether it raised."""
+    done = []
+    for program in programs:
+        steps: list[tuple[int, bool, float]] = []
+        raised = False
+        try:
+            for step in _steps(program[dist.get_rank()].calls):
+                steps.append(step)
+        except RuntimeError:
+            raised = True
+        done.append((steps, raised))
+    return done
+
+
+def _steps(calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
+    scaler = _Failing(
+        "cpu", init_scale=SCALES[1], growth_interval=1, min_scale=SCALES[0], max_scale=SCALES[2]
+    )
+    scaler.add_optimizer(*optimizers)
+    for call in calls:
+        over = [index for index in range(2) if call.over >> index & 1]
+        for index in over:
+            if not scaler.is_unscaled(optimizers[index]):
+                value = math.inf if call.found >> index & 1 else 1.0
+                weights[index].grad = torch.full((3,), value)
+        scaler.fails = call.error
+        given = [optimizers[index] for index in over]
+        before = [weight.detach().clone() for weight in weights]
+        match call.name:
+            case "SCALE":
+                scaler.scale(torch.ones(()))
+            case "UNSCALE_":
+                scaler.unscale_(*given)
+            case "CLIP_GRAD_NORM_":
+                scaler.clip_grad_norm_(
+                    given[0] if len(given) == 1 else [weights[index] for index in over], 1.0
+                )
+            case "UPDATE":
+                scaler.update()
+            case "UPDATE_TO":
+                scaler.update(SCALES[call.value])
+            case "STEP":
+                scale = scaler.get_scale()
+                if len(given) == 1:
+                    scaler.step(given[0])
+                else:
+                    scaler.step_all(given)
+                for index in over:
+                    taken = not torch.equal(before[index], weights[index])
+                    yield index, taken, scale

@@ -1,0 +1,789 @@
+/* What ranks tell each other: DistGradScaler and Ranks, as distamp/scaler has them.
+ *
+ * RANKS ranks make up to CALLS calls, the same on all, in any order that the model checker can think
+ * of; optimizer 0 is plain, optimizer 1 fused. Any look at gradients may overflow on any rank.
+ * Names are those of the code; docs/architecture.md has the table.
+ *
+ *   -DRANKS=3 -DCALLS=4     how many
+ *   -DDEVICE                the reply is read one call late
+ *   -DERROR                 one look, on any rank, raises
+ *   -DDIFFERS               one call of rank 0 is left out, or is another, or is about another
+ *                           optimizer, or sets another scale
+ *   -DCATCHES               a user catches what all ranks raise, and goes on
+ *   -DGROUPS -DJOINS        with new groups; with Join([model, scaler])
+ *   -DPROGRAMS              for drawing programs, no calls that stages refuse
+ *   -DFAULT_...             a planted fault; each breaks an assertion, or makes ranks wait for ever
+ *
+ * Abstract here: a digest is equal only for equal calls (the code's is a hash of 31 bits); the scale
+ * is one of three and grows after each clean iteration; gradients are one bit, whether they overflow.
+ */
+
+#ifndef RANKS
+#define RANKS 2
+#endif
+#ifndef CALLS
+#define CALLS 5
+#endif
+
+#if RANKS == 2
+#define ALL(x) (x(0) && x(1))
+#define ANY(x) (x(0) || x(1))
+#else
+#define ALL(x) (x(0) && x(1) && x(2))
+#define ANY(x) (x(0) || x(1) || x(2))
+#endif
+#define LAST (RANKS - 1)
+
+#ifdef DEVICE
+#define ON_HOST 0
+#else
+#define ON_HOST 1
+#endif
+
+/* Calls, each with the optimizers it is about: 1 the plain one, 2 the fused one, 3 both. */
+#define PLAIN 0
+#define FUSED 1
+mtype = { SCALE, UNSCALE_, STEP, CLIP_GRAD_NORM_, UPDATE, UPDATE_TO, PROCESS_GROUP, JOIN };
+/* torch's stages of an optimizer. */
+mtype = { READY, UNSCALED, STEPPED };
+/* Collectives; what a rank is in. */
+mtype = { ALL_REDUCE, COMPARE, GATHER, GATHER_PAIRS, NEW_GROUP, POST_HOOK };
+mtype = { RUNNING, ENDED, RAISED };
+
+/* The program: each call is chosen by the rank that comes to it first. */
+mtype program[CALLS];
+byte over[CALLS];
+byte position[RANKS];
+
+/* What survives a call: _Own, Ranks, and torch's records. */
+typedef Scaler {
+    byte scale;
+    byte begun;
+    bit losses;
+    byte iteration;
+    bit scales;
+    bit arriving;           /* a reply that the host has not read */
+    bit reply_differs;
+    bit reply_error;
+    mtype stage[2];
+    bit checked[2];
+    bit found_inf[2];
+    bit carried[2];
+    byte calls;             /* of step and update(new_scale), modulo 4 */
+};
+Scaler own[RANKS];
+
+/* The message, and what ranks gather where digests differ. */
+short digest[RANKS];
+short alike[RANKS];
+bit error[RANKS];
+bit scaled[RANKS];
+byte words[RANKS];          /* a bit for each optimizer that overflowed on that rank */
+
+/* The reply, until the next: whether the digests sum up for that rank, and the counts. */
+bit differs[RANKS];
+byte counts;
+bit sent_error[RANKS];
+bit any_error;
+bit all_alike;
+bit any_scaled;
+
+mtype at[RANKS];            /* the collective that a rank waits in; 0 */
+bit done[RANKS];
+mtype status[RANKS];
+
+/* Join. */
+byte inputs[RANKS];
+byte most;
+byte joined_found;          /* how inputs overflow, on all ranks alike: gradients are averaged */
+bit joined_chosen;
+byte state_iteration;
+byte state_scale;
+byte state_calls;
+
+/* What only the assertions know. */
+byte taken[RANKS];          /* steps taken by the plain optimizer in bits 0 and 1, fused 2 and 3 */
+byte messages;
+byte by[2 * RANKS];         /* by which message a rank holds a flag */
+bit parted[2 * RANKS];      /* and whether ranks differed there */
+byte verdict_by[2];
+bit verdict[2];
+byte state_taken;
+bit had_error;
+bit different;
+bit clips_alone;            /* one rank's clip met another's step, on a device */
+
+/* -- collectives ------------------------------------------------------------------------------- */
+
+#define IS_AT(i) (at[i] == where)
+#define IS_GONE(i) (status[i] != RUNNING)
+#define IS_STUCK(i) (at[i] != 0 || status[i] != RUNNING)
+#define COMPARES(i) (at[i] == COMPARE)
+#define IS_IN_TORCH(i) (at[i] == NEW_GROUP || at[i] == POST_HOOK)
+#define MET_ANOTHER ((ANY(IS_IN_TORCH)) && !(ANY(COMPARES)))
+#define HAS_ERROR(i) (error[i])
+#define HAS_SCALED(i) (scaled[i])
+#define HAS_SAME_NAME(i) ((alike[i] & 1) == (alike[0] & 1))
+#define IS_ALIKE(i) (alike[i] == alike[0])
+#define SAME_DIGEST(i) (digest[i] == digest[0])
+#define SAME_SCALE(i) (own[i].scale == own[0].scale)
+#define SAME_STEPS_TAKEN(i) (taken[i] == taken[0])
+#define IS_PAST(i) (position[i] >= position[me])
+#define HAS_ENDED(i) (status[i] == ENDED)
+
+#ifdef FAULT_LINEAR_DIGEST
+#if RANKS == 2
+#define TOTAL (digest[0] + digest[1])
+#else
+#define TOTAL (digest[0] + digest[1] + digest[2])
+#endif
+#define AGREES(i) (TOTAL == RANKS * digest[i])
+#else
+#define AGREES(i) (ALL(SAME_DIGEST))
+#endif
+
+inline forget_taken() {
+    i = 0;
+    do
+    :: i < RANKS -> taken[i] = 0; i++
+    :: else -> break
+    od;
+    i = 0
+}
+
+/* The last to arrive does what the collective does. */
+inline arrived(collective) {
+    if
+    :: collective == ALL_REDUCE ->
+        counts = 0;
+        any_error = ANY(HAS_ERROR);
+        clips_alone = !ON_HOST && !(ALL(HAS_SAME_NAME));
+        all_alike = ALL(IS_ALIKE);
+        any_scaled = ANY(HAS_SCALED);
+        messages++;
+        if
+        :: ALL(SAME_DIGEST) && !any_error ->
+            /* Ranks that agree have the same scale, and have taken the same steps. */
+            assert(ALL(SAME_SCALE));
+            assert(ALL(SAME_STEPS_TAKEN));
+            forget_taken()
+        :: else
+        fi;
+        i = 0;
+        do
+        :: i < RANKS ->
+            counts = counts | words[i];
+            differs[i] = !(AGREES(i));
+            sent_error[i] = error[i];
+            i++
+        :: else -> break
+        od;
+        i = 0;
+        do
+        :: i < RANKS ->
+            digest[i] = 0; alike[i] = 0; error[i] = 0; scaled[i] = 0; words[i] = 0;
+            i++
+        :: else -> break
+        od
+    :: collective == POST_HOOK ->
+        most = 0;
+        i = 0;
+        do
+        :: i < RANKS -> most = (inputs[i] > most -> inputs[i] : most); i++
+        :: else -> break
+        od;
+        i = 0;
+        do
+        :: i < RANKS ->
+            if
+            :: inputs[i] == most ->
+                state_iteration = own[i].iteration;
+                state_scale = own[i].scale;
+                state_calls = own[i].calls;
+                state_taken = taken[i]
+            :: else
+            fi;
+            i++
+        :: else -> break
+        od;
+        joined_chosen = 0;
+        joined_found = 0
+    /* Counted anew: steps that differ since the last message are not seen over a new group. */
+    :: collective == NEW_GROUP && different -> forget_taken()
+    :: else
+    fi;
+    i = 0;
+    do
+    :: i < RANKS -> at[i] = 0; done[i] = 1; i++
+    :: else -> break
+    od;
+    i = 0
+}
+
+inline reach(collective) {
+    atomic {
+        where = collective;
+        at[me] = where;
+        if
+        :: ALL(IS_AT) -> d_step { arrived(where) }
+        :: else
+        fi
+    };
+    if
+    :: atomic { done[me] -> done[me] = 0 }
+    /* Only a process that is gone frees those that wait for it. */
+    :: atomic { !done[me] && (ANY(IS_GONE)) -> goto lost }
+#ifdef DIFFERS
+    /* What ends at the group's timeout: on a device, one rank clips and another steps; and a message
+       of ours that met a collective which is not ours. */
+    :: atomic { !done[me] && (ALL(IS_STUCK)) && (clips_alone || MET_ANOTHER) -> goto lost }
+#endif
+    fi
+}
+
+/* -- Ranks ------------------------------------------------------------------------------------- */
+
+inline compare() {
+    reach(COMPARE);
+    if
+    :: any_error || !all_alike || !any_scaled -> goto raised
+    :: else
+    fi
+}
+
+/* Read what is on its way, and raise what it demands. */
+inline settle() {
+    if
+    :: own[me].arriving ->
+        own[me].arriving = 0;
+        if
+        :: own[me].reply_differs || own[me].reply_error -> compare()
+        :: else
+        fi
+    :: else
+    fi
+}
+
+inline write_message(name) {
+    d_step {
+        if
+        :: own[me].iteration == 0 -> own[me].begun = own[me].scale
+        :: else
+        fi;
+        scaled[me] = own[me].losses;
+        alike[me] = name;
+#ifndef FAULT_DIGEST_WITHOUT_OPTIMIZERS
+        alike[me] = alike[me] + 2 * about;
+#endif
+#ifndef FAULT_DIGEST_WITHOUT_ITERATION
+        alike[me] = alike[me] + 8 * own[me].iteration;
+#endif
+#ifndef FAULT_DIGEST_WITHOUT_SCALE
+        alike[me] = alike[me] + 128 * own[me].begun;
+#endif
+#ifndef FAULT_DIGEST_WITHOUT_CALLS
+        alike[me] = alike[me] + 512 * own[me].calls;
+#endif
+        digest[me] = alike[me] + 2048 * (own[me].scales || own[me].losses);
+#ifdef FAULT_LINEAR_DIGEST
+        digest[me] = name + about + own[me].iteration + own[me].begun + own[me].calls + 1;
+        digest[me] = digest[me] + error[me]
+#else
+        digest[me] = digest[me] + 4096 * error[me]
+#endif
+    }
+}
+
+/* Send what this rank found; note what all agree on. */
+inline agree(name) {
+    closing = about;
+    settle();
+    write_message(name);
+#ifdef FAULT_OWN_FLAG
+    mine = words[me];
+#endif
+    reach(ALL_REDUCE);
+    if
+    :: !ON_HOST && own[me].scales ->
+        d_step {
+            own[me].arriving = 1;
+            own[me].reply_differs = differs[me];
+            own[me].reply_error = sent_error[me];
+#ifdef FAULT_FLAGS_NOT_SET
+            noted = counts
+#else
+            noted = (differs[me] -> 3 : counts)
+#endif
+        }
+    :: else ->
+        if
+#ifdef FAULT_ONLY_THE_RANK_WITH_AN_ERROR_GATHERS
+        :: sent_error[me] || !(own[me].scales || own[me].losses) -> compare()
+#else
+        :: differs[me] || sent_error[me] || !(own[me].scales || own[me].losses) -> compare()
+#endif
+        :: else
+        fi;
+        own[me].scales = 1;
+        noted = counts;
+        if
+        :: counts && ON_HOST -> reach(GATHER)
+        :: else
+        fi
+    fi;
+    closing = 0;
+    d_step {
+        o = 0;
+        do
+        :: o < 2 ->
+            if
+            :: about & (1 << o) ->
+                own[me].checked[o] = 1;
+#ifdef FAULT_OWN_FLAG
+                own[me].found_inf[o] = (mine >> o) & 1;
+#else
+                own[me].found_inf[o] = (noted >> o) & 1;
+#endif
+                own[me].carried[o] = 0;
+                by[2 * me + o] = messages;
+                parted[2 * me + o] = any_error || !all_alike
+            :: else
+            fi;
+            o++
+        :: else -> break
+        od;
+        noted = 0;
+        o = 0
+    }
+}
+
+/* -- DistGradScaler ---------------------------------------------------------------------------- */
+
+/* Look at gradients: any may overflow, and one look may raise. */
+inline look(name) {
+    atomic {
+        words[me] = 0;
+        error[me] = 0;
+        if
+        :: about & 1 -> if :: words[me] = 1 :: skip fi
+        :: else
+        fi;
+        if
+        :: about & 2 -> if :: words[me] = words[me] | 2 :: skip fi
+        :: else
+        fi;
+#ifdef ERROR
+        if
+        :: !had_error && FITS(position[me] > 4) -> had_error = 1; error[me] = 1; words[me] = 0
+        :: skip
+        fi;
+#endif
+        printf("%d found %d error %d\n", me, words[me], error[me])
+    };
+#ifdef FAULT_ERROR_RAISED_ALONE
+    if
+    :: error[me] -> goto alone
+    :: else
+    fi;
+#endif
+    agree(name)
+}
+
+/* All ranks compare what they did: whoever raises closes the optimizers of its call. */
+inline close() {
+    d_step {
+        o = 0;
+        do
+        :: o < 2 ->
+            if
+            :: closing & (1 << o) ->
+                own[me].stage[o] = STEPPED;
+                own[me].checked[o] = 1;
+                own[me].found_inf[o] = 1;
+                own[me].carried[o] = 0
+            :: else
+            fi;
+            o++
+        :: else -> break
+        od;
+        o = 0;
+        closing = 0
+    }
+}
+
+inline set_stage(mask, to) {
+    if :: mask & 1 -> own[me].stage[0] = to :: else fi;
+    if :: mask & 2 -> own[me].stage[1] = to :: else fi
+}
+
+/* Step by the flag, or skip. The counts are of the assertions. */
+inline apply(o) {
+    if
+    :: o == PLAIN -> settle()                       /* settle_with_others */
+    :: else
+    fi;
+    atomic {
+        /* What ranks differed in, or one could not look at, steps nothing. */
+        assert(own[me].found_inf[o] || !parted[2 * me + o]);
+        if
+        :: verdict_by[o] == by[2 * me + o] && by[2 * me + o] ->
+            /* No rank steps where another skips. */
+            assert(verdict[o] == own[me].found_inf[o])
+        :: else ->
+            verdict_by[o] = by[2 * me + o];
+            verdict[o] = own[me].found_inf[o]
+        fi;
+        if
+        :: !own[me].found_inf[o] -> count_taken(o)
+        :: else
+        fi;
+        printf("%d stepped %d taken %d scale %d\n", me, o, !own[me].found_inf[o], own[me].scale);
+        own[me].stage[o] = STEPPED;
+        own[me].carried[o] = 0;
+        own[me].calls = (own[me].calls + 1) % 4
+    }
+}
+
+inline count_taken(o) {
+    if
+    :: o == PLAIN -> taken[me] = (taken[me] & 12) | ((taken[me] + 1) & 3)
+    :: else -> taken[me] = (taken[me] + 4) & 15
+    fi
+}
+
+inline forget_carried() {
+    if :: own[me].carried[0] -> reset(0) :: else fi;
+    if :: own[me].carried[1] -> reset(1) :: else fi
+}
+
+inline reset(o) {
+    own[me].stage[o] = READY;
+    own[me].checked[o] = 0;
+    own[me].found_inf[o] = 0;
+    own[me].carried[o] = 0;
+    by[2 * me + o] = 0;
+    parted[2 * me + o] = 0
+}
+
+inline end_iteration() {
+    o = 0;
+    do
+    :: o < 2 ->
+        if
+        :: own[me].stage[o] == UNSCALED && own[me].losses -> own[me].carried[o] = 1
+        :: else -> reset(o)
+        fi;
+        o++
+    :: else -> break
+    od;
+    o = 0;
+    own[me].iteration++
+}
+
+#define COUNTED(o) (own[me].checked[o] && !own[me].carried[o])
+
+inline advance() {
+    if
+    :: (COUNTED(0) && own[me].found_inf[0]) || (COUNTED(1) && own[me].found_inf[1]) ->
+        own[me].scale = (own[me].scale > 0 -> own[me].scale - 1 : 0)
+    :: else ->
+        own[me].scale = (own[me].scale < 2 -> own[me].scale + 1 : 2)
+    fi
+}
+
+/* -- one rank ---------------------------------------------------------------------------------- */
+
+/* Programs for real ranks: calls that stages allow. The model checker tries the others, too. */
+#define IS(o, what) (own[me].stage[o] == what)
+#ifdef PROGRAMS
+#define FITS(condition) (condition)
+#else
+#define FITS(condition) true
+#endif
+
+inline choose(mine) {
+    if
+    :: program[mine] == 0 ->
+        if
+        :: FITS(!own[me].losses) -> program[mine] = SCALE
+        :: FITS(IS(0, READY)) -> program[mine] = UNSCALE_; over[mine] = 1
+        :: FITS(IS(1, READY)) -> program[mine] = UNSCALE_; over[mine] = 2
+        :: FITS(IS(0, READY) && IS(1, READY)) -> program[mine] = UNSCALE_; over[mine] = 3
+        :: FITS(!IS(0, STEPPED)) -> program[mine] = STEP; over[mine] = 1
+        :: FITS(!IS(1, STEPPED)) -> program[mine] = STEP; over[mine] = 2
+        /* step_all */
+        :: FITS(!IS(0, STEPPED) && !IS(1, STEPPED)) -> program[mine] = STEP; over[mine] = 3
+        :: FITS(!IS(0, STEPPED)) -> program[mine] = CLIP_GRAD_NORM_; over[mine] = 1
+        :: FITS(!IS(0, STEPPED) && !IS(1, STEPPED)) -> program[mine] = CLIP_GRAD_NORM_; over[mine] = 3
+        :: FITS(COUNTED(0) || COUNTED(1)) -> program[mine] = UPDATE
+        :: FITS(IS(0, STEPPED)) -> program[mine] = UPDATE_TO
+#ifdef GROUPS
+        :: program[mine] = PROCESS_GROUP
+#endif
+#ifdef JOINS
+        :: program[mine] = JOIN
+#endif
+        fi
+    :: else
+    fi;
+    call = program[mine];
+    about = over[mine];
+    value = 2
+}
+
+/* One rank does something else, once. */
+inline differ() {
+    if
+    :: me == 0 && !different && FITS(position[me] > 4) ->
+        if
+        :: skip
+        :: different = 1;
+            if
+            :: call = 0                                                  /* leaves it out */
+            :: about == 1 || about == 2 -> about = 3 - about             /* another optimizer */
+            :: call == STEP && about < 3 -> call = UNSCALE_              /* unscales alone */
+            :: call == UPDATE || call == UPDATE_TO -> call = UPDATE_TO; value = 0
+            fi
+        fi
+    :: else
+    fi
+}
+
+proctype Rank(byte me) {
+    byte about, closing, noted, value, i, o, left, input;
+#ifdef FAULT_OWN_FLAG
+    byte mine;
+#endif
+    mtype call, where;
+
+    /* What a rank does by itself is one step: others see of it what it sends. */
+    atomic {
+    skip;
+next:
+        closing = 0; noted = 0; call = 0; about = 0; value = 0; left = 0; where = 0; input = 0;
+        if
+        :: position[me] == CALLS -> goto ended
+        :: else
+        fi;
+        choose(position[me]);
+        position[me]++;
+        if
+        :: ALL(IS_PAST) -> program[position[me] - 1] = 0; over[position[me] - 1] = 0
+        :: else
+        fi;
+#ifdef DIFFERS
+        differ();
+#endif
+        if
+        :: call == 0 -> goto next
+        :: else
+        fi;
+        printf("%d %e %d value %d\n", me, call, about, value);
+    if
+    :: call == SCALE -> d_step { own[me].losses = 1; forget_carried() }
+
+    :: call == UNSCALE_ ->
+        if
+        :: (!(about & 1) || own[me].carried[0]) && (!(about & 2) || own[me].carried[1]) -> goto next
+        :: else
+        fi;
+        if
+        :: (about & 1) && own[me].stage[0] != READY -> goto alone
+        :: (about & 2) && own[me].stage[1] != READY -> goto alone
+        :: else
+        fi;
+        set_stage(about, UNSCALED);
+        look(0)
+
+    :: call == STEP ->
+        left = about;
+        if
+        :: (about & 1) && own[me].stage[0] == STEPPED -> goto alone
+        :: (about & 2) && own[me].stage[1] == STEPPED -> goto alone
+        :: else
+        fi;
+        if :: own[me].stage[0] != READY -> about = about & 2 :: else fi;
+        if :: own[me].stage[1] != READY -> about = about & 1 :: else fi;
+        if
+        :: about -> if :: about & 1 -> own[me].stage[0] = UNSCALED :: else fi; look(0)
+        :: else
+        fi;
+        if :: left & 1 -> apply(PLAIN) :: else fi;
+        if :: left & 2 -> apply(FUSED) :: else fi
+
+    :: call == CLIP_GRAD_NORM_ ->
+        if
+        :: (about & 1) && own[me].stage[0] == STEPPED -> error[me] = 1
+        :: (about & 2) && own[me].stage[1] == STEPPED -> error[me] = 1
+        :: else -> error[me] = 0
+        fi;
+        if
+        :: error[me] -> words[me] = 0; about = 0; agree(1)
+        :: else ->
+            if :: own[me].stage[0] != READY -> about = about & 2 :: else fi;
+            if :: own[me].stage[1] != READY -> about = about & 1 :: else fi;
+            set_stage(about, UNSCALED);
+            look(1)
+        fi;
+        reach(GATHER_PAIRS)
+
+    :: call == UPDATE ->
+        if
+        :: !COUNTED(0) && !COUNTED(1) -> goto alone
+        :: else
+        fi;
+        d_step { advance(); end_iteration() }
+
+    :: call == UPDATE_TO ->
+        d_step {
+            own[me].scale = value;
+            own[me].begun = value;
+            own[me].calls = (own[me].calls + 1) % 4;
+            end_iteration()
+        }
+
+    :: call == PROCESS_GROUP ->
+#ifndef FAULT_REPLY_LEFT_AT_A_NEW_GROUP
+        settle();
+#endif
+        reach(NEW_GROUP);
+        d_step {
+            own[me].arriving = 0;
+            own[me].scales = 0;
+#ifndef FAULT_ITERATION_KEPT_IN_A_NEW_GROUP
+            own[me].iteration = 0;
+#endif
+            own[me].calls = 0;
+            if
+            :: me == 0 -> own[me].iteration = 0     /* as a replaced rank that loaded the state */
+            :: else
+            fi
+        }
+
+    :: call == JOIN ->
+        if
+        :: own[me].stage[0] != READY || own[me].stage[1] != READY -> goto alone
+        :: else
+        fi;
+#ifndef FAULT_REPLY_LEFT_AT_JOIN
+        settle();                                   /* join_hook */
+#endif
+        if
+        :: own[me].losses -> left = 0           /* none at all: where it scaled one before */
+        :: left = 1
+        :: left = 2
+        fi;
+        inputs[me] = left;
+        do
+        :: left > 0 ->
+            atomic {
+                if
+                :: !joined_chosen ->
+                    joined_chosen = 1;
+                    if :: joined_found = 0 :: joined_found = 1 :: joined_found = 2 fi
+                :: else
+                fi;
+                own[me].losses = 1;
+                own[me].stage[0] = UNSCALED;
+                own[me].checked[0] = 1;
+                own[me].found_inf[0] = (joined_found >> input) & 1;
+                by[2 * me] = 0;
+                parted[2 * me] = 0
+            };
+            settle();                               /* settle_with_others */
+            d_step {
+                if
+                :: !own[me].found_inf[0] -> count_taken(PLAIN)
+                :: else
+                fi;
+                own[me].stage[0] = STEPPED;
+                own[me].calls = (own[me].calls + 1) % 4;
+                if
+                /* The second input sets the scale, if the first did not overflow. */
+                :: input == 1 && !(joined_found & 1) -> own[me].scale = 2; own[me].begun = 2;
+                    own[me].calls = (own[me].calls + 1) % 4
+                :: else -> advance()
+                fi;
+                end_iteration();
+                input++;
+                left--
+            }
+        :: else -> break
+        od;
+        reach(POST_HOOK);
+        d_step {
+            if
+#ifdef FAULT_NOTHING_TAKEN_OVER
+            :: 0
+#else
+            :: inputs[me] < most ->
+                own[me].iteration = state_iteration;
+                own[me].scale = state_scale;
+                own[me].calls = state_calls;
+                taken[me] = state_taken             /* DDP broadcasts the model */
+#endif
+            :: else
+            fi;
+#ifndef FAULT_BEGUN_KEPT_AFTER_JOIN
+            own[me].begun = own[me].scale;
+#endif
+            inputs[me] = 0
+        }
+    fi;
+    goto next;
+
+lost:
+    printf("%d lost\n", me);
+    /* A rank may lose its peers only where one of them did something else. */
+    assert(different);
+    at[me] = 0;
+    status[me] = RAISED;
+    goto end;
+
+alone:
+    printf("%d alone\n", me);
+    status[me] = RAISED;
+    goto end;
+
+raised:
+    printf("%d raised\n", me);
+    /* No rank raises where all do the same. */
+    assert(different || any_error || !any_scaled);
+#ifdef CATCHES
+    close();
+    goto next;
+#else
+    status[me] = RAISED;
+    goto end;
+#endif
+
+ended:
+    skip;
+    d_step {
+        status[me] = ENDED;
+        if
+        :: ALL(HAS_ENDED) && !different -> assert(ALL(SAME_SCALE)); assert(ALL(SAME_STEPS_TAKEN))
+        :: else
+        fi
+    };
+end:
+    skip
+    }
+}
+
+init {
+    byte rank;
+    atomic {
+        do
+        :: rank < RANKS ->
+            own[rank].scale = 1;
+            own[rank].begun = 1;
+            own[rank].stage[0] = READY;
+            own[rank].stage[1] = READY;
+            status[rank] = RUNNING;
+            run Rank(rank);
+            rank++
+        :: else -> break
+        od
+    }
+}
