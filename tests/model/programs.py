@@ -46,11 +46,11 @@ class Program:
 
 
 def draw(ranks: int, count: int, defines: Sequence[str]) -> list[list[Program]]:
-    """Draw so many programs, one a rank, which all end by themselves."""
+    """Draw at most so many programs, one a rank, which all end by themselves."""
     drawn: list[list[Program]] = []
-    seed = 0
-    while len(drawn) < count:
-        seed += 1
+    for seed in range(1, 20 * count):
+        if len(drawn) == count:
+            break
         program = _walk(ranks, seed, defines)
         # Where a rank waits for one that is gone, no rank of a pool may follow.
         if program is not None and any(each.steps for each in program):
@@ -59,7 +59,14 @@ def draw(ranks: int, count: int, defines: Sequence[str]) -> list[list[Program]]:
 
 
 def _walk(ranks: int, seed: int, defines: Sequence[str]) -> list[Program] | None:
-    command = ["spin", f"-n{seed}", "-T", "-DPROGRAMS", f"-DRANKS={ranks}", *(f"-D{each}" for each in defines)]
+    command = [
+        "spin",
+        f"-n{seed}",
+        "-T",
+        "-DPROGRAMS",
+        f"-DRANKS={ranks}",
+        *(f"-D{each}" for each in defines),
+    ]
     said = subprocess.run(
         [*command, str(FOLDER / "scaler.pml")], capture_output=True, text=True, timeout=60
     ).stdout

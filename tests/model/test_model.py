@@ -5,36 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
+from distamp import DistGradScaler
 from tests.model.check import MISSING, RUNS, Run, check
 from tests.model.programs import draw, run
 from tests.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")
+needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")
 
 HELD = [each for each in RUNS if not each.breaks]
 # Of faults that one assertion sees, every test run plants one; `python -m tests.model` all.
 FAULTS = ["OWN_FLAG", "WITHOUT_SCALE", "WITHOUT_CALLS", "GATHERS", "FLAGS_NOT_SET", "MEMORY"]
 
 
+@needs_spin
 @pytest.mark.parametrize("each", [r for r in HELD if r.quick], ids=lambda r: r.name)
 def test_a_model_holds(each: Run) -> None:
     assert check(each).found == ""
 
 
+@needs_spin
 @pytest.mark.parametrize(
-    "each", [r for r in RUNS if r.breaks and r.defines.endswith(tuple(FAULTS))], ids=lambda r: r.name
+    "each",
+    [r for r in RUNS if r.breaks and r.defines.endswith(tuple(FAULTS))],
+    ids=lambda r: r.name,
 )
 def test_a_planted_fault_is_found(each: Run) -> None:
     assert each.breaks in check(each).found
 
 
+@needs_spin
 @pytest.mark.slow
 @pytest.mark.parametrize("each", [r for r in RUNS if not r.quick], ids=lambda r: r.name)
 def test_a_large_model_holds(each: Run) -> None:
     assert check(each).found == ""
 
 
+@needs_spin
 @pytest.mark.parametrize(
     ("size", "defines"),
     [(2, ("CALLS=9",)), (2, ("CALLS=9", "ERROR")), (3, ("CALLS=9", "ERROR"))],
@@ -43,7 +54,35 @@ def test_real_ranks_do_what_the_model_does(
     ranks: Callable[[int], RankPool], size: int, defines: tuple[str, ...]
 ) -> None:
     programs = draw(size, 6, defines)
+    assert programs
     on_ranks = ranks(size).run(run, programs, timeout=30)
     for rank, results in enumerate(on_ranks):
         for program, (steps, raised) in zip(programs, results, strict=True):
             assert (steps, raised) == (program[rank].steps, program[rank].raises), program
+
+
+def _joined() -> list[float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = DistGradScaler("cpu", init_scale=8.0)
+    scales = []
+
+    def step(new_scale: float | None = None) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update(new_scale)
+        scales.append(scaler.get_scale())
+
+    step()
+    with Join([model, scaler]):
+        for index in range(1 + dist.get_rank()):
+            step(16.0 if index else None)
+    step()
+    return scales[-1:]
+
+
+def test_a_scale_set_where_others_had_no_inputs_left_is_no_difference(ranks2: RankPool) -> None:
+    """The model found it: BEGUN_KEPT_AFTER_JOIN."""
+    assert ranks2.run(_joined, timeout=30) == [[16.0], [16.0]]
