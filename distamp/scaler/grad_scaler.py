@@ -1020,6 +1020,9 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             rule = self._distamp.settings.schedule
             self._load(Saved(rule, scale, int(tracker), int(hysteresis)))
             self._distamp.ranks.iteration = int(iteration)
+        if self._enabled:
+            # update(new_scale) may have set it where others had no inputs left.
+            self._distamp.begun = (self._tensors()[0].item(), self._get_growth_tracker())
 
     # -- torch's private names ---------------------------------------------------------------------
 
