@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -67,9 +68,11 @@ def _walk(ranks: int, seed: int, defines: Sequence[str]) -> list[Program] | None
         f"-DRANKS={ranks}",
         *(f"-D{each}" for each in defines),
     ]
-    said = subprocess.run(
-        [*command, str(FOLDER / "scaler.pml")], capture_output=True, text=True, timeout=60
-    ).stdout
+    command.append(str(FOLDER / "scaler.pml"))
+    with tempfile.TemporaryDirectory() as folder:  # SPIN writes beside where it runs
+        said = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        ).stdout
     programs = [Program() for _ in range(ranks)]
     for line in said.splitlines():
         words = line.split()
