@@ -33,6 +33,7 @@ from launch.model import build, fill, is_empty, loss_of
 from launch.optim import Rates, make_optimizers
 from launch.parallel import (
     Layout,
+    cut_over,
     join,
     parallelize,
     pick_device,
@@ -190,7 +191,7 @@ def train(job: Job, asked: Callable[[], bool]) -> None:
         due = what_is_due(config, progress.step)
         # Where no record is due, nothing below waits for the device.
         scale = amp.scaler.get_scale() if due else 1.0
-        norm = amp.clip_grad_norm_(config.clip or math.inf)
+        norm = amp.clip_grad_norm_(config.clip or math.inf, sharded=cut_over)
         taken = amp.step().taken
         rates.count(taken)
         if config.ema and taken:

@@ -82,6 +82,7 @@ class Amp:
         measuring: DistGradScaler,
         region: autocast,
         comm_hooks: tuple[CommHookState, ...] = (),
+        has_copies: bool = False,
     ) -> None:
         self.models = models
         self.optimizers = optimizers
@@ -91,6 +92,8 @@ class Amp:
         # The scaler itself, or one of scale 1 where the level has none: a norm is one of all ranks.
         self._measuring = measuring
         self._region = region
+        # Whether a hook averages copies of shards, whose mesh says nothing of them.
+        self._has_copies = has_copies
         self._keeps_buckets = any(w.name == SHARDED_DDP for w in wrappings)
         self._passes = OnePassEach(
             m for m, w in zip(models, wrappings, strict=True) if w.name == DDP
@@ -263,16 +266,14 @@ class Amp:
             max_norm: The largest norm after clipping; > 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
             replicated: As in `DistGradScaler.clip_grad_norm_`.
-            sharded: As in `DistGradScaler.clip_grad_norm_`. By default the ranks outside a
-                DTensor's mesh have copies of it, such as those of data parallel or ``replicas=``.
-                Where they have other parts of the model, as stages of a pipeline, pass
-                ``sharded=lambda p: True``.
+            sharded: As in `DistGradScaler.clip_grad_norm_`. With ``replicas=``, the ranks outside
+                a DTensor's mesh have copies of it.
 
         Returns:
             The norm before clipping: 0-d float32, the same on every rank.
         """
         self._require_optimizers()
-        if sharded is None and replicated is None:
+        if self._has_copies and sharded is None and replicated is None:
             sharded = _cut_over
         given: Any = self.optimizers[0]
         if len(self.optimizers) > 1:

@@ -123,7 +123,8 @@ def initialize(
     )
     for state in hooks if scaler.is_enabled() else ():
         scaler.attach(state)
-    return Amp(models, wrappings, stepped, precision, scaler, measuring, region, hooks)
+    parts = (models, wrappings, stepped, precision, scaler, measuring, region, hooks)
+    return Amp(*parts, has_copies=replicas is not None)
 
 
 def _cast(

@@ -526,6 +526,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 flags = list(record["found_inf_per_device"].values())
         agreed: Agreed = record[OWN]
         state = agreed.state or self._state(optimizer)
+        own.ranks.steps += 1
         flag: Flag
         if fused := takes_flags(optimizer):
             flag = merged(flags, scale.device)
@@ -677,6 +678,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             value = own.settings.schedule.checked_scale(settings.one_number(new_scale), "new_scale")
             scale.fill_(value)
             own.begun = (value, own.begun[1])
+            own.ranks.steps += 1
         else:
             flags = [
                 flag
@@ -977,6 +979,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     @process_group.setter
     def process_group(self, process_group: GroupLike) -> None:
         check_group(process_group)
+        self._distamp.ranks.settle()  # what the ranks of the old group differ in is raised by all
         self._distamp.ranks = Ranks(process_group)
 
     def _group(self, device: torch.device) -> Group | None:
@@ -992,6 +995,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
 
         See ``torch.distributed.algorithms.Join``: ``with Join([model, scaler])``.
         """
+        self._distamp.ranks.settle()  # while no rank is in Join's own collectives yet
         return TakeOver(
             self.join_process_group, self.join_device, self._joined_state, self._take_over
         )
@@ -1009,17 +1013,19 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     def _joined_state(self) -> Tensor:
         scale, tracker = self._tensors()
         own = self._distamp
-        values = (own.ranks.iteration, scale.item(), tracker.item(), int(own.hysteresis))
+        counted = own.ranks.iteration, own.ranks.steps
+        values = (*counted, scale.item(), tracker.item(), int(own.hysteresis))
         return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def _take_over(self, state: Sequence[float] | None) -> None:
         """End ``Join``, and go on as a rank that had inputs to the last, where one did."""
         self._join_config = _JoinConfig.construct_disabled_join_config()
         if state is not None and self._enabled:
-            iteration, scale, tracker, hysteresis = state
+            iteration, steps, scale, tracker, hysteresis = state
             rule = self._distamp.settings.schedule
             self._load(Saved(rule, scale, int(tracker), int(hysteresis)))
             self._distamp.ranks.iteration = int(iteration)
+            self._distamp.ranks.steps = int(steps)
         if self._enabled:
             # update(new_scale) may have set it where others had no inputs left.
             self._distamp.begun = (self._tensors()[0].item(), self._get_growth_tracker())
@@ -1101,7 +1107,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(scale)
             self._growth_tracker.fill_(tracker)
-        own.ranks.iteration = 0
+        own.ranks.restart()
 
     def __getstate__(self) -> dict[str, Any]:
         own = self._distamp

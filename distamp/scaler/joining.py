@@ -22,7 +22,7 @@ class TakeOver(JoinHook):
     Args:
         group: The ranks that are joined; None where there is only this one.
         device: Where the group's messages lie.
-        read: Returns iteration, scale and what a schedule remembers as float64.
+        read: Returns what was counted, scale and what a schedule remembers as float64.
         write: Takes the same over, or None where there is nothing to take over.
     """
 

@@ -74,11 +74,12 @@ class Call(NamedTuple):
     begun: tuple[float, int]
     scaled: bool
 
-    def alike(self, iteration: int) -> dict[str, Any]:
+    def alike(self, iteration: int, steps: int) -> dict[str, Any]:
         """Return what must be the same on every rank."""
         return {
             "call": self.name,
             "iteration": iteration,
+            "steps": steps,
             "over": list(zip(self.kinds, self.places, strict=True)),
             "settings": self.settings,
             "scale": self.begun[0],
@@ -100,6 +101,9 @@ class Ranks:
         self.lost = lost
         # Counted from the first message over a group, so that a rank which joins can follow.
         self.iteration = 0
+        # Calls that change a rank and need no message, counted from there too: a step after
+        # unscale_, or a scale set to what it was set to before. One left out shows at the next.
+        self.steps = 0
         # Whether the ranks have told each other that one of them scales its loss.
         self._scales = False
         self._group: Group | None = None
@@ -149,12 +153,17 @@ class Ranks:
             return None
         group = self._group
         if group is None or group.process_group is not process_group:
-            self.iteration, self._scales = 0, False
+            self.restart()
+            self._scales = False
             self._arriving.clear()
         elif group.preferred == device:
             return group
         self._group = Group(process_group, device)
         return self._group
+
+    def restart(self) -> None:
+        """Count anew, as over a new group or with a loaded state."""
+        self.iteration = self.steps = 0
 
     # -- what the host learns later ----------------------------------------------------------------
 
@@ -219,7 +228,7 @@ class Ranks:
         scales = self._scales or call.scaled
         digest = self._digest(call, start, scales) + (error is not None) & 0x7FFFFFFF
         expected = digest * group.size & _HALF
-        iteration = self.iteration
+        counted = self.iteration, self.steps
         if group.on_host:
             word = digest << 32 | sum(map(bool, found))
             words = torch.tensor(word, dtype=torch.int64, device="cpu")
@@ -230,7 +239,7 @@ class Ranks:
 
             def read(values: list[float]) -> None:
                 if int(values[0]) & _HALF != expected or error is not None:
-                    self._compare(group, call, iteration, error)
+                    self._compare(group, call, counted, error)
 
             self.later(words[:1], read)
             flags = words[1:].ne(0).logical_or_(words[0].ne(_as_int32(expected)))
@@ -242,7 +251,7 @@ class Ranks:
         else:
             summed, *counts = words.tolist()
         if summed & _HALF != expected or error is not None or not scales:
-            self._compare(group, call, iteration, error)
+            self._compare(group, call, counted, error)
         self._scales = True
         if not any(counts):
             return [Found(False, ())] * len(found)
@@ -253,12 +262,15 @@ class Ranks:
 
     def _digest(self, call: Call, start: int, scales: bool) -> int:
         kinds = tuple(map(_checksum, call.kinds))
-        words = (_checksum(call.name), self.iteration, start, call.places, kinds, call.begun)
+        counted = self.iteration, self.steps, start
+        words = (_checksum(call.name), *counted, call.places, kinds, call.begun)
         return hash((*words, _checksum(call.settings), scales)) & 0x7FFFFFFF
 
-    def _compare(self, group: Group, call: Call, iteration: int, error: Exception | None) -> None:
+    def _compare(
+        self, group: Group, call: Call, counted: tuple[int, int], error: Exception | None
+    ) -> None:
         """Raise on every rank what any rank's message demands; collective."""
-        mine = _portable(error), call.alike(iteration), call.scaled
+        mine = _portable(error), call.alike(*counted), call.scaled
         everyone = self.gather(mine, group)
         for rank, (theirs, *_) in zip(group.global_ranks, everyone, strict=True):
             if theirs is not None:

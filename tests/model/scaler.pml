@@ -14,9 +14,7 @@
  *   -DPROGRAMS              for drawing programs, no calls that stages refuse
  *   -DFAULT_...             a planted fault; each breaks an assertion, or makes ranks wait for ever
  *
- * Three of the faults are the code as it is (docs/results/model.md): DIGEST_WITHOUT_CALLS,
- * REPLY_LEFT_AT_A_NEW_GROUP and REPLY_LEFT_AT_JOIN. Without them the model has
- * the rule that would mend each.
+ * Five of the faults were the code until the model found them (docs/results/model.md).
  *
  * Abstract here: a digest is equal only for equal calls (the code's is a hash of 31 bits); the scale
  * is one of three and grows after each clean iteration; gradients are one bit, whether they overflow.

@@ -69,6 +69,33 @@ def test_a_step_left_out_on_one_rank_is_named(ranks2: RankPool) -> None:
         assert "iteration=" in error[1]
 
 
+def _one_leaves_out(what: str) -> Any:
+    models, optimizers = _two(alike=True)
+    scaler = DistGradScaler("cpu", init_scale=16.0)
+
+    def iterate() -> None:
+        for iteration in range(3):
+            leaves_out = iteration == 1 and dist.get_rank() == 0
+            _ready(scaler)
+            _fill(models[0], 1.0)
+            scaler.unscale_(optimizers[0])
+            if not (leaves_out and what == "step"):
+                scaler.step(optimizers[0])
+            scaler.update(None if leaves_out and what == "new scale" else 16.0)
+
+    return _error_of(iterate)
+
+
+@pytest.mark.parametrize("what", ["step", "new scale"])
+def test_a_call_left_out_that_sends_no_message_is_named_at_the_next(
+    ranks2: RankPool, what: str
+) -> None:
+    for error in ranks2.run(_one_leaves_out, what):
+        assert error is not None
+        assert error[0] == "LockstepError"
+        assert "rank 0: steps=" in error[1]
+
+
 def _loaded(scaler: DistGradScaler) -> DistGradScaler:
     scaler.load_state_dict(scaler.state_dict())
     return scaler
