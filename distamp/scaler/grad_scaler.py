@@ -37,6 +37,7 @@ from distamp.scaler.optimizer_state import (
     is_carried,
     leaves_garbage,
     merged,
+    stepping,
     takes_flags,
     takes_scaler,
 )
@@ -539,7 +540,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 record["found_inf_per_device"] = {_HOST: flag_of(flag, _HOST)}
         if not fused:
             result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
-        elif takes_scaler(cast("Any", type(optimizer))):
+        elif takes_scaler(cast("Any", type(stepping(optimizer)))):
             result = self._step_with_scaler(optimizer, flag, args, kwargs)
         else:
             result = self._step_with_flags(optimizer, record, state, flag, args, kwargs)
@@ -583,6 +584,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step by torch's protocol: the kernel divides by the scale, or does nothing."""
+        optimizer = stepping(optimizer)
         scale, _ = self._check_scale_growth_tracker("step")
         if isinstance(flag, Tensor):
             # torch's fused optimizers copy flag and scale to where parameters are, and do not wait.

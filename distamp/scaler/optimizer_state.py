@@ -31,6 +31,7 @@ __all__ = [
     "is_carried",
     "leaves_garbage",
     "merged",
+    "stepping",
     "takes_flags",
     "takes_scaler",
 ]
@@ -183,12 +184,18 @@ def as_tensor(flag: Flag, device: torch.device | str) -> Tensor:
 # -- what an optimizer's own kernel takes ----------------------------------------------------------
 
 
+def stepping(given: Any) -> Any:
+    """Return whose own ``step`` runs: a wrapper that passes all names on has none."""
+    return given if hasattr(type(given), "step") else unwrapped(given)
+
+
 def takes_flags(optimizer: Any) -> bool:
     """Return whether the optimizer's own kernel unscales and skips, as torch asks it.
 
     One that a loaded state has made unfused does not: torch leaves its mark on the optimizer and
     fails in the step.
     """
+    optimizer = stepping(optimizer)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if not type(optimizer).step.__module__.startswith("torch.optim."):

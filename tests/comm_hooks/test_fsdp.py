@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -403,67 +402,36 @@ def errors1(model: FullyShardedDataParallel, reference: dict[str, Tensor]) -> li
     return relative(gradients, reference)
 
 
-def _fsdp1(hook: str, strategy: str, own_state: bool, micros: int) -> tuple[list[float], Any]:
+def _fsdp1(hook: str, strategy: str, micros: int) -> list[float]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy", FutureWarning)
         model = wrapped(net(), sharding_strategy=ShardingStrategy[strategy])
     hooks = {"fp16": fsdp_fp16_compress_hook, "bf16": fsdp_bf16_compress_hook}
-    if own_state:
-        state = LowPrecisionState(model.process_group)
-    else:
-        state = default_hooks.LowPrecisionState(model.process_group)
-    model.register_comm_hook(state, hooks[hook])
+    model.register_comm_hook(LowPrecisionState(model.process_group), hooks[hook])
     for micro in range(micros - 1):
         with model.no_sync():
             loss_of(model(batch(dist.get_rank(), micro))).backward()
     loss_of(model(batch(dist.get_rank(), micros - 1))).backward()
-    exchanges = state.stats().exchanges if own_state else None
-    return errors1(model, expected(dist.get_world_size(), micros)), exchanges
+    return errors1(model, expected(dist.get_world_size(), micros))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_fsdp1s_hooks_run_on_a_cpu(ranks, world, strategy, hook):
-    for found, exchanges in ranks(world).run(_fsdp1, hook, strategy, True, 1):
+    for found in ranks(world).run(_fsdp1, hook, strategy, 1):
         assert within(found, hook)
-        assert exchanges == 3
 
 
-def test_fsdp1s_hooks_take_torchs_state(ranks2):
-    for found, _ in ranks2.run(_fsdp1, "fp16", "FULL_SHARD", False, 1):
+def test_fsdp1_accumulates(ranks2):
+    for found in ranks2.run(_fsdp1, "fp16", "FULL_SHARD", 3):
         assert within(found, "fp16")
-
-
-def test_fsdp1_accumulates_without_exchanges(ranks2):
-    for found, exchanges in ranks2.run(_fsdp1, "fp16", "FULL_SHARD", True, 3):
-        assert within(found, "fp16")
-        assert exchanges == 3
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_fsdp1_without_shards_all_reduces(ranks, hook):
-    for found, _ in ranks(4).run(_fsdp1, hook, "NO_SHARD", True, 1):
+    for found in ranks(4).run(_fsdp1, hook, "NO_SHARD", 1):
         assert within(found, hook, roundings=2)
-
-
-def test_the_state_is_torchs_with_torchs_factors(ranks4):
-    mine, theirs = ranks4.run(_states)[0]
-    assert mine == theirs
-
-
-def _states() -> tuple[Any, Any]:
-    group = dist.group.WORLD
-    names = ("world_size", "gradient_predivide_factor", "gradient_postdivide_factor")
-    with pytest.raises(ValueError, match="explicit ProcessGroup"):
-        LowPrecisionState(None)
-    states = (
-        LowPrecisionState(group, torch.bfloat16),
-        default_hooks.LowPrecisionState(group, torch.bfloat16),
-    )
-    assert isinstance(states[0], default_hooks.LowPrecisionState)
-    mine, theirs = ([getattr(s, n) for n in (*names, "parameter_type")] for s in states)
-    return mine, theirs
 
 
 def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> list[tuple[Any, float]]:

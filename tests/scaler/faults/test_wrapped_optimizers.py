@@ -136,6 +136,29 @@ def test_a_wrapper_trains_as_under_torchs_class(name: str, fused: bool) -> None:
     assert results[0] == results[1] == (0.25, 512.0)
 
 
+class _Forwards:
+    """Passes every name on, ``step`` and torch's mark of fused optimizers too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_the_one_inside_a_wrapper_without_a_step_is_stepped(fused: bool) -> None:
+    """torch's class leaves scale and flag on the wrapper, and a fused step is of scaled ones."""
+    parameter, scaler = leaf(1.0), cpu_scaler()
+    inner = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    for value in (0.25, INF, 0.5):
+        inner.zero_grad()
+        backward(scaler, parameter, value)
+        scaler.step(_Forwards(inner))  # type: ignore[arg-type]
+        scaler.update()
+    assert (parameter.item(), scaler.get_scale()) == (0.25, 512.0)
+
+
 # -- never seen ------------------------------------------------------------------------------------
 
 
