@@ -123,8 +123,17 @@ def initialize(
     )
     for state in hooks if scaler.is_enabled() else ():
         scaler.attach(state)
-    parts = (models, wrappings, stepped, precision, scaler, measuring, region, hooks)
-    return Amp(*parts, has_copies=replicas is not None)
+    return Amp(
+        models,
+        wrappings,
+        stepped,
+        precision,
+        scaler,
+        measuring,
+        region,
+        hooks,
+        has_copies=replicas is not None,
+    )
 
 
 def _cast(

@@ -156,6 +156,8 @@ class World:
         self.scaler.update(
             torch.tensor(new_scale) if form == "tensor" and new_scale is not None else new_scale
         )
+        if self.unscaled:
+            self.scaler.scale(torch.ones(()))  # until then ours keeps what is unscaled as it is
         self.unscaled.clear()
         # What is left behind is divided by the scale it was made with here, by the new one there.
         for optimizer in self.optimizers:
