@@ -275,8 +275,11 @@ class Amp:
         self._require_optimizers()
         if self._has_copies and sharded is None and replicated is None:
             sharded = _cut_over
-        whole = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
-        given: Any = self.optimizers[0] if len(self.optimizers) == 1 else whole
+        given: Any = (
+            self.optimizers[0]
+            if len(self.optimizers) == 1
+            else [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+        )
         return self._measuring.clip_grad_norm_(
             given, max_norm, norm_type, replicated=replicated, sharded=sharded
         )
