@@ -41,6 +41,8 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
     ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
     """
     attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
+    if _INSIDE.isdisjoint(attributes):
+        return None
     held = [attributes[name] for name in _HOLDING if name in attributes]
     return next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
 

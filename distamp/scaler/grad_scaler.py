@@ -353,13 +353,16 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             then: What else is done on this rank before they agree.
         """
         group = self._group(scale.device)
+        states: list[OptimizerState] = []
         try:
+            # First, so that ranks count them alike where one of them cannot look.
+            states = [self._state(optimizer) for optimizer, _ in given]
             if error is not None:
                 raise error
             if len(given) > 1 and len({id(record) for _, record in given}) < len(given):
                 raise StageError("one optimizer was given twice; each is stepped once")
-            for (optimizer, record), only in zip(given, only_check, strict=True):
-                self._look_at(optimizer, record, scale, only)
+            for (optimizer, record), state, only in zip(given, states, only_check, strict=True):
+                self._look_at(optimizer, record, state, scale, only)
             if then is not None:
                 then()
         except Exception as raised:
@@ -367,11 +370,18 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 raise
             error = raised
         if group is not None:
-            self._agree(group, name, scale, given, error, arguments)
+            self._agree(group, name, scale, given, states, error, arguments)
 
-    def _look_at(self, given: Any, record: dict[str, Any], scale: Tensor, only_check: bool) -> None:
+    def _look_at(
+        self,
+        given: Any,
+        record: dict[str, Any],
+        state: OptimizerState,
+        scale: Tensor,
+        only_check: bool,
+    ) -> None:
         """Write down what torch's own name for it finds in one optimizer's gradients."""
-        own, state = self._distamp, self._state(given)
+        own = self._distamp
         state.used = own.losses or own.ranks.iteration
         found_inf = flag_of(False, scale.device)
         factor = flag_of(True, scale.device) if only_check else _inverse(scale)
@@ -403,6 +413,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         name: str,
         scale: Tensor,
         given: Sequence[_Given],
+        states: Sequence[OptimizerState],
         error: Exception | None = None,
         arguments: str = "",
     ) -> None:
@@ -410,19 +421,17 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         own, records = self._distamp, [record for _, record in given]
         try:
             flags: list[Flag] = [False] * len(given)
-            states: list[OptimizerState] = []
             if error is None:
                 flags = [
                     merged([*r["found_inf_per_device"].values()], scale.device) for r in records
                 ]
-                states = [self._state(optimizer) for optimizer, _ in given]
             if not own.ranks.iteration:
                 # Over a new group, or with a loaded state: the ranks compare how things stand.
                 own.begun = (scale.item(), self._get_growth_tracker())
             call = Call(
                 name,
                 [type(unwrapped(optimizer)).__name__ for optimizer, _ in given[: len(states)]],
-                tuple([state.place for state in states]),
+                tuple(map(own.ranks.place, states)),
                 own.settings.text + arguments,
                 own.begun,
                 own.losses > 0,
@@ -521,9 +530,9 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if not flags:
             raise StageError("No inf checks were recorded for this optimizer.")
         if OWN not in record:  # an override, or a framework itself, wrote the flags down
-            record[OWN] = Agreed(self._state(optimizer))
+            record[OWN] = Agreed(state := self._state(optimizer))
             if (group := self._group(scale.device)) is not None:
-                self._agree(group, "step", scale, [(optimizer, record)])
+                self._agree(group, "step", scale, [(optimizer, record)], [state])
                 flags = list(record["found_inf_per_device"].values())
         agreed: Agreed = record[OWN]
         state = agreed.state or self._state(optimizer)
@@ -676,37 +685,40 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         scale, tracker = self._check_scale_growth_tracker("update")
         on_host = scale.is_cpu
         before: float | Tensor = scale.item() if on_host else scale.clone()
-        if new_scale is not None:
+        if new_scale is None:
+            self._advance(scale, tracker, records.values())
+        else:
             value = own.settings.schedule.checked_scale(settings.one_number(new_scale), "new_scale")
             scale.fill_(value)
             own.begun = (value, own.begun[1])
             own.ranks.steps += 1
-        else:
-            flags = [
-                flag
-                for record in records.values()
-                if not is_carried(record)
-                for flag in record["found_inf_per_device"].values()
-            ]
-            if not flags:
-                raise StageError("No inf checks were recorded prior to update.")
-            found_inf = flags[0]
-            if len(flags) > 1 or found_inf.device != scale.device:
-                found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
-            if not isinstance(own.hysteresis, Tensor):
-                own.hysteresis = torch.full_like(tracker, own.hysteresis)
-            own.settings.schedule.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
         if not on_host or scale.item() != before:
             self._carry_over(scale, before)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if own.losses:  # else no loss will tell when unscaled gradients have been replaced
-            for key, record in records.items():
-                if record["stage"] is OptState.UNSCALED and OWN in record:
-                    record[OWN].carried = True
-                    self._per_optimizer_states[key] = record
+        for key, record in records.items():
+            # Where no loss is scaled, none will tell when unscaled gradients have been replaced.
+            if record["stage"] is OptState.UNSCALED and own.losses and OWN in record:
+                record[OWN].carried = True
+                self._per_optimizer_states[key] = record
         own.ranks.iteration += 1
         for hook in own.hooks:
             hook.iteration_ended()
+
+    def _advance(self, scale: Tensor, tracker: Tensor, records: Iterable[dict[str, Any]]) -> None:
+        """Move the scale by the flags of this iteration, each of which all ranks agree on."""
+        own = self._distamp
+        flags: list[Tensor] = []
+        for record in records:
+            if not is_carried(record):
+                flags += record["found_inf_per_device"].values()
+        if not flags:
+            raise StageError("No inf checks were recorded prior to update.")
+        found_inf = flags[0]
+        if len(flags) > 1 or found_inf.device != scale.device:
+            found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
+        if not isinstance(own.hysteresis, Tensor):
+            own.hysteresis = torch.full_like(tracker, own.hysteresis)
+        own.settings.schedule.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
         """Multiply gradients that wait for their step by what the scale was multiplied by."""
@@ -722,7 +734,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     # -- asking ----------------------------------------------------------------------------------
 
     def add_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Make optimizers known before their first ``step``, in the same order on all ranks.
+        """Make optimizers known before their first ``step``.
 
         Gradients of an optimizer that is known are carried over when the scale changes before its
         first step. `distamp.initialize` and the integrations do this.

@@ -54,17 +54,15 @@ class OptimizerState:
     Attributes:
         optimizer: Weakly, the first that was given, which holds its gradients: ZeRO's, not the one
             inside.
-        place: In the order in which optimizers were first seen; ranks compare it.
         used: The scaler's clock when its gradients were last looked at; they wait otherwise.
         counts: Steps that were taken, that were skipped, and skipped ones since the last taken.
         last_step: The flag of the last step, for `DistGradScaler.stepped`.
     """
 
-    __slots__ = ("counts", "last_step", "optimizer", "place", "used")
+    __slots__ = ("__weakref__", "counts", "last_step", "optimizer", "used")
 
-    def __init__(self, optimizer: Any, place: int) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.place = place
         self.used = -1
         self.counts = (0, 0, 0)
         self.last_step: Flag | None = None
@@ -76,7 +74,6 @@ class OptimizerStates:
     def __init__(self) -> None:
         # By what is inside all wrappers, so that a wrapper and what it wraps share one.
         self._states: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
-        self._seen = 0
 
     def find(self, given: Any) -> OptimizerState | None:
         """Return the state of an optimizer; None if it was never seen, or is none."""
@@ -102,8 +99,7 @@ class OptimizerStates:
                 if not isinstance(parameter, Tensor):
                     name = type(parameter).__name__
                     raise TypeError(f"expected param to be torch.Tensor, got {name}")
-        state = self._states[innermost(optimizer)] = OptimizerState(optimizer, self._seen)
-        self._seen += 1
+        state = self._states[innermost(optimizer)] = OptimizerState(optimizer)
         return state
 
     def live(self) -> Iterator[tuple[Any, OptimizerState]]:

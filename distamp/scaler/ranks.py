@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ class Call(NamedTuple):
     Args:
         name: ``unscale_``, ``step`` and ``step_all`` are one: they send the same message.
         kinds: Class names of its optimizers.
-        places: When each was first seen.
+        places: In which order they came first.
         settings: The scaler's, and the call's own, as text.
         begun: Scale and growth tracker as they were last set from outside.
         scaled: Whether this rank ever scaled a loss.
@@ -104,8 +105,11 @@ class Ranks:
         # Calls that change a rank and need no message, counted from there too: a step after
         # unscale_, or a scale set to what it was set to before. One left out shows at the next.
         self.steps = 0
+        self._next_place = 0
         # Whether the ranks have told each other that one of them scales its loss.
         self._scales = False
+        # In which order optimizers came first, since the first message over the group.
+        self._places: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._group: Group | None = None
         self._of_mesh: dist.ProcessGroup | None = None
         # Replies and outcomes of steps that are on their way from a device to the host.
@@ -156,6 +160,8 @@ class Ranks:
             self.restart()
             self._scales = False
             self._arriving.clear()
+            self._places.clear()
+            self._next_place = 0
         elif group.preferred == device:
             return group
         self._group = Group(process_group, device)
@@ -164,6 +170,14 @@ class Ranks:
     def restart(self) -> None:
         """Count anew, as over a new group or with a loaded state."""
         self.iteration = self.steps = 0
+
+    def place(self, optimizer: object) -> int:
+        """Return in which order an optimizer came first, of those that are stepped together."""
+        place = self._places.get(optimizer)
+        if place is None:
+            place = self._places[optimizer] = self._next_place
+            self._next_place += 1
+        return place
 
     # -- what the host learns later ----------------------------------------------------------------
 

@@ -271,15 +271,25 @@ def _made_anew(rank: int, world: int, path: str) -> Any:
         )
 
     models, optimizers = _two(alike=False)
+    other = nn.Linear(4, 4)
+    later = torch.optim.SGD(other.parameters(), lr=0.1)
     scaler = DistGradScaler("cpu")
-    answers = []
-    for name, bad in (("a", None), ("b", 1)):
+    answers: list[Any] = []
+    for name, bad, model, optimizer in (
+        ("a", None, models[0], optimizers[0]),
+        ("b", 1, models[0], optimizers[0]),
+        ("c", None, other, later),
+    ):
         join(name)
         _ready(scaler)
-        _fill(models[0], INF if bad == rank else 1.0)
-        scaler.step(optimizers[0])
+        _fill(model, INF if bad == rank else 1.0)
+        scaler.step(optimizer)
         scaler.update()
-        answers.append(scaler.stepped(optimizers[0]))
+        answers.append(scaler.stepped(optimizer))
+        if name == "b":  # one rank alone sees its second optimizer
+            _ready(scaler)
+            error = _error_of(lambda: scaler.step(optimizers[rank]))
+            answers.append(None if error is None else error[0])
         dist.destroy_process_group()
     return answers
 
@@ -294,7 +304,7 @@ def test_a_default_group_made_anew_is_picked_up(
     new_ranks: Callable[..., RankPool], tmp_path: Any
 ) -> None:
     results = new_ranks(2).run(_remake, str(tmp_path / "store"))
-    assert results == [[True, False]] * 2
+    assert results == [[True, False, "LockstepError", True]] * 2
 
 
 def _after_unpickling() -> Any:
