@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler
 
@@ -48,14 +49,6 @@ def iteration(
     return result
 
 
-def pairs(scaler: Any, *gradients: float) -> Iterator[tuple[nn.Parameter, torch.optim.Optimizer]]:
-    """For each gradient a parameter that has it, and an SGD over the parameter."""
-    for gradient in gradients:
-        parameter, optimizer = sgd(1.0)
-        backward(scaler, parameter, gradient)
-        yield parameter, optimizer
-
-
 def cpu_scaler(init_scale: float = 1024.0, **settings: Any) -> DistGradScaler:
     """The scaler under test."""
     return DistGradScaler("cpu", init_scale=init_scale, **settings)
@@ -64,3 +57,32 @@ def cpu_scaler(init_scale: float = 1024.0, **settings: Any) -> DistGradScaler:
 def torch_scaler(init_scale: float = 1024.0, **settings: Any) -> torch.amp.GradScaler:
     """The reference, and the peer whose faults are shown beside ours."""
     return torch.amp.GradScaler("cpu", init_scale=init_scale, **settings)
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str] | None:
+    """The name and the text of what ``function`` raised, to be sent to the test; None if nothing.
+
+    Every error counts, that of a collective that nobody answered as well: a test that wants an
+    error says which.
+    """
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+class RaiseAt(TorchDispatchMode):
+    """Raises as where memory runs out, in place of the first op whose name contains ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.raised = name, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.raised and self.name in func.name():
+            self.raised = True
+            raise torch.OutOfMemoryError("no memory is left on this device")
+        return func(*args, **(kwargs or {}))

@@ -1,155 +1,276 @@
-"""clip_grad_norm_ gives the norm of the unsharded model, whatever the layout."""
+"""clip_grad_norm_: the norm of the whole model, of which every rank may hold a part."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from distamp import DistGradScaler
 from distamp.errors import SettingError, StageError
-from tests.ranks import RankPool
+from tests.ranks import mesh, subgroup
 from tests.scaler.layouts import LAYOUTS
 from tests.scaler.reference import KINDS
+from tests.scaler.steps import INF, backward, cpu_scaler, error_of, leaf, sgd
 
-MAX_NORM = 0.5
+TYPES = (2.0, 1.0, math.inf, 3.0)
 IN_GROUPS = sorted(name for name, layout in LAYOUTS.items() if layout.group == "default")
 
 
-def _reference_norm(gradients: list[Tensor], norm_type: float) -> float:
-    flat = torch.cat([g.flatten() for g in gradients]).double()
-    return float(torch.linalg.vector_norm(flat, norm_type))
-
-
-def _clipped(name: str, norm_type: float, unscale_first: bool) -> dict[str, Any]:
-    layout = LAYOUTS[name]()
-    kind = KINDS["SGD for-loop"]
+def _norms(name: str) -> Any:
+    """Of each type the norm in this layout, and in float64 on the whole model; and once clipped."""
+    layout, kind = LAYOUTS[name](), KINDS["SGD for-loop"]
     optimizer = layout.optimizer(kind, [p for part in layout.parts() for p in part])
     layout.attach([optimizer])
-    scaler = DistGradScaler("cpu", process_group=layout.process_group())
+    scaler = cpu_scaler(process_group=layout.process_group())
     layout.backward(scaler, 0, 1, [1.0])
     reference = layout.reference(kind, 1)
     reference.backward(0, 1)
     gradients = [p.grad for p in reference.parameters.values() if p.grad is not None]
-    if unscale_first:
-        scaler.unscale_(optimizer)
-    norm = scaler.clip_grad_norm_(optimizer, MAX_NORM, norm_type, sharded=layout.sharded)
-    clipped = scaler.clip_grad_norm_(optimizer, 1e30, norm_type, sharded=layout.sharded)
-    return {
-        "norm": norm.item(),
-        "after": clipped.item(),
-        "expected": _reference_norm(gradients, norm_type),
-    }
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+
+    def clip(max_norm: float, norm_type: float) -> float:
+        norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type, sharded=layout.sharded)
+        return norm.item()
+
+    found = [clip(1e30, norm_type) for norm_type in TYPES]
+    clip(found[0] / 2, 2.0)
+    expected = [torch.linalg.vector_norm(flat, norm_type).item() for norm_type in TYPES]
+    return [*found, clip(1e30, 2.0)], [*expected, expected[0] / 2]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("name", IN_GROUPS)
-def test_the_norm_is_that_of_the_unsharded_model(
-    ranks4: RankPool, name: str, norm_type: float
-) -> None:
-    results = ranks4.run(_clipped, name, norm_type, False)
-    for result in results:
-        assert result["norm"] == pytest.approx(result["expected"], rel=1e-4)
-        assert result["norm"] == results[0]["norm"] or "two groups" in name
-        assert result["after"] == pytest.approx(min(MAX_NORM, result["expected"]), rel=1e-3)
+def test_the_norm_is_that_of_the_whole_model(ranks4, name):
+    results = ranks4.run(_norms, name)
+    for found, expected in results:
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert found == results[0][0] or "two groups" in name, "the same on all ranks"
 
 
-def _overflowed() -> dict[str, Any]:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = DistGradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 4.0)
-    if dist.get_rank() == 1:
-        model.bias.grad.fill_(math.inf)
-    norm = scaler.clip_grad_norm_(optimizer, 0.1)
-    kept = model.weight.grad.clone()
-    scaler.step(optimizer)
-    return {"norm": norm.item(), "kept": kept, "stepped": scaler.stepped(optimizer)}
+# -- one process, and a disabled scaler: as torch --------------------------------------------------
 
 
-def test_a_norm_that_is_not_finite_changes_nothing(ranks2: RankPool) -> None:
-    for result in ranks2.run(_overflowed):
-        assert not math.isfinite(result["norm"])
-        assert torch.equal(result["kept"], torch.ones(2, 2))
-        assert not result["stepped"]
-
-
-def _one_process() -> tuple[nn.Linear, torch.optim.Optimizer, DistGradScaler]:
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = DistGradScaler("cpu", init_scale=8.0)
-    scaler.scale(model(torch.randn(4, 3)).pow(2).sum()).backward()
-    return model, optimizer, scaler
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_it_clips_as_torch_does_on_one_process() -> None:
-    model, _, scaler = _one_process()
-    expected = [p.grad / 8.0 for p in model.parameters() if p.grad is not None]
-    copies = [nn.Parameter(torch.zeros_like(g)) for g in expected]
-    for copy, gradient in zip(copies, expected, strict=True):
-        copy.grad = gradient.clone()
-    norm = torch.nn.utils.clip_grad_norm_(copies, 0.25)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.testing.assert_close(scaler.clip_grad_norm_(optimizer, 0.25), norm)
-    for p, copy in zip(model.parameters(), copies, strict=True):
-        torch.testing.assert_close(p.grad, copy.grad)
+GIVEN: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "optimizer": lambda model, optimizer: optimizer,
+    "parameters": lambda model, optimizer: list(model.parameters()),
+    "generator": lambda model, optimizer: model.parameters(),
+    "tensor": lambda model, optimizer: next(model.parameters()),
+}
+NUMBERS = [(1e-3, 2.0), (1e3, 2.0), (1e-3, 1.0), ("1e-3", "inf"), (torch.tensor(0.1), 2)]
 
 
-def test_parameters_are_unscaled_first_where_the_scaler_knows_their_optimizer() -> None:
-    model, optimizer, scaler = _one_process()
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+@pytest.mark.parametrize("given", GIVEN)
+def test_in_one_process_it_clips_as_torch_does_and_reads_numbers_as_torch_does(given, enabled):
+    for max_norm, norm_type in NUMBERS:
+        results = []
+        for scaler in (None, cpu_scaler(enabled=enabled)):
+            model, optimizer = _model()
+            loss = model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
+            if scaler is None:
+                loss.backward()
+                what = GIVEN["parameters" if given == "optimizer" else given](model, None)
+                norm = nn.utils.clip_grad_norm_(what, max_norm, norm_type)
+            else:
+                scaler.scale(loss).backward()
+                scaler.add_optimizer(optimizer)
+                norm = scaler.clip_grad_norm_(GIVEN[given](model, optimizer), max_norm, norm_type)
+            results.append([norm, *(p.grad for p in model.parameters())])
+        torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_rows_of_a_sparse_gradient_that_come_twice_count_as_their_sum(dtype):
+    for norm_type, tokens in itertools.product(TYPES[:3], ([3, 1, 3, 3, 0], [0, 1, 2, 3, 4])):
+        ends = []
+        for sparse in (True, False):
+            torch.manual_seed(0)
+            table = nn.Embedding(8, 4, sparse=sparse, dtype=dtype)
+            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+            scaler = cpu_scaler(8.0, fp16_grads="inplace")
+            weights = torch.tensor([[1.0], [2.0], [-3.0], [2.5], [0.5]])
+            scaler.scale((table(torch.tensor(tokens)).float() * weights).sum()).backward()
+            norm = scaler.clip_grad_norm_(optimizer, 0.5, norm_type).item()
+            scaler.step(optimizer)
+            ends.append([norm, *table.weight.detach().flatten().tolist()])
+        assert ends[0] == pytest.approx(ends[1], rel=1e-3), (norm_type, tokens)
+
+
+def test_what_cannot_be_clipped_is_named():
+    (parameter, optimizer), model = sgd(1.0, 2.0), nn.Sequential(nn.Linear(1, 1))
+    scaler = cpu_scaler()
+    backward(scaler, parameter, [3.0, 4.0])
+    for bad in (0.0, -1.0, "much", None, math.nan):
+        for name, given in {"max_norm": (bad, 2.0), "norm_type": (1.0, bad)}.items():
+            with pytest.raises(SettingError, match=f"{name} must be > 0, not"):
+                scaler.clip_grad_norm_(optimizer, *given)
+    for given in (model.named_parameters(), model.children()):
+        with pytest.raises(TypeError, match=r"such as model\.parameters\(\), not (tuple|Linear)"):
+            scaler.clip_grad_norm_(given, 1.0)
     with pytest.raises(StageError, match="Give clip_grad_norm_ the optimizer"):
         scaler.clip_grad_norm_(model.parameters(), 1.0)
+    for declared in ("sharded", "replicated"):  # nothing to a process alone
+        norm = scaler.clip_grad_norm_(optimizer, 1e6, **{declared: lambda _: True})
+        assert norm.item() == 5.0
+
+
+# -- what counts as a part, and what as a copy -----------------------------------------------------
+
+
+def _clip(*gradients: float, marks: tuple[str, ...] = (), **declared: Any) -> float | str:
+    """The norm of parameters with these gradients on this rank, of 1, 2, ... elements."""
+    parameters = [leaf(*[1.0] * (place + 1)) for place in range(len(gradients))]
+    scaler = cpu_scaler(4.0)
+    scaler.scale(torch.ones(()))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient:  # else there is none
+            size = parameter.numel()
+            parameter.grad = torch.full((size,), 4.0 * gradient / math.sqrt(size))
+    for mark in marks:
+        setattr(parameters[0], mark, True)
+    try:
+        norm = scaler.clip_grad_norm_(torch.optim.SGD(parameters), 1e6, **declared).item()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return norm
+
+
+def _first(parameter: Tensor) -> bool:
+    return parameter.numel() == 1
+
+
+def _others(parameter: Tensor) -> bool:
+    return parameter.numel() > 1
+
+
+def _every(_: Tensor) -> bool:
+    return True
+
+
+PARTS: dict[str, Callable[[int], float | str]] = {
+    "replicas": lambda rank: _clip(3.0, 4.0),
+    "parts, not declared": lambda rank: _clip(3.0 + rank),
+    "a part by True": lambda rank: _clip(3.0 + rank, sharded=_every),
+    "a part over a group": lambda rank: _clip(3.0 + rank, sharded=lambda _: dist.group.WORLD),
+    "a part over a mesh": lambda rank: _clip(3.0 + rank, sharded=lambda _: mesh((2,), ("d",))),
+    "a replica whose last bits differ": lambda rank: _clip(
+        3.0 + 1e-4 * rank, 4.0, replicated=_every
+    ),
+    "a replica beside a part": lambda rank: _clip(
+        3.0, 0.0 if rank else 4.0, replicated=_first, sharded=_others
+    ),
+    "tensor_model_parallel": lambda rank: _clip(3.0 + rank, marks=("tensor_model_parallel",)),
+    "shared": lambda rank: _clip(5.0, marks=("shared",) * rank, sharded=_every),
+    "not finite": lambda rank: _clip(INF if rank else 1.0, 1.0),
+}
+FIVES = {"a replica whose last bits differ": 5.0, "not finite": math.inf}
+
+
+def _part(name: str) -> float | str:
+    return PARTS[name](dist.get_rank())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_parameter_is_counted_once(ranks2, name):
+    for found in ranks2.run(_part, name):
+        if name == "parts, not declared":
+            assert "GradientError" in found
+            assert "sharded=" in found
+        else:
+            assert found == pytest.approx(FIVES.get(name, 5.0), rel=1e-4)
+
+
+def _overflowed() -> Any:
+    parameter, optimizer = sgd(1.0, 1.0)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, [0.25, INF if dist.get_rank() else 0.25])
+    norm = scaler.clip_grad_norm_(optimizer, 0.1).item()
     scaler.step(optimizer)
+    return math.isfinite(norm), parameter.grad[0].item(), scaler.stepped(optimizer)
+
+
+def test_a_norm_that_is_not_finite_changes_nothing(ranks2):
+    assert ranks2.run(_overflowed) == [(False, 0.25, False)] * 2
+
+
+def _parts_that_come_later() -> Any:
+    """Replicas, of which one holds another gradient once a clip has agreed."""
+    scaler, (parameter, optimizer), told = cpu_scaler(), sgd(), []
+    for factor in (3.0, 3.0 + dist.get_rank()):
+        optimizer.zero_grad()
+        backward(scaler, parameter, factor)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.clip_grad_norm_(optimizer, 1e6)
+        told.append(["sharded=" in str(each.message) for each in caught])
+        scaler.step(optimizer)
+        scaler.update()
+    return told
+
+
+def test_once_a_clip_has_agreed_replicas_that_differ_are_told_by_a_warning(ranks2):
+    assert ranks2.run(_parts_that_come_later) == [[[], [True]]] * 2
+
+
+def _over_two_groups() -> Any:
+    """Over rows of a mesh, whose ranks hold parts, and then over columns, which hold replicas."""
+    rank, scaler = dist.get_rank(), cpu_scaler()
+    parameter, optimizer = sgd(3.0 + rank % 2, lr=0.0)
+    norms = []
+    for pairs, sharded in ([((0, 1), (2, 3)), _every], [((0, 2), (1, 3)), None]):
+        groups = {pair: subgroup(pair) for pair in pairs}
+        scaler.process_group = next(group for pair, group in groups.items() if rank in pair)
+        optimizer.zero_grad()
+        scaler.scale(parameter.square().sum() / 2).backward()
+        norms.append(scaler.clip_grad_norm_(optimizer, 100.0, sharded=sharded).item())
+        scaler.step(optimizer)
+        scaler.update()
+    return norms
+
+
+def test_the_norm_over_another_group_is_that_of_its_ranks(ranks4):
+    assert ranks4.run(_over_two_groups) == [[5.0, 3.0], [5.0, 4.0]] * 2
+
+
+def _hybrid_shards() -> Any:
+    """FSDP1's HYBRID_SHARD on two groups of two; the gradient of all 40 elements is 0.5."""
+    grid = mesh((2, 2), ("replicate", "shard"))
+    model = FullyShardedDataParallel(
+        nn.Linear(8, 5, bias=False),
+        device_mesh=grid,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = cpu_scaler()
+    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
+    refused = error_of(scaler.clip_grad_norm_, optimizer, 1.0)
     scaler.update()
     optimizer.zero_grad()
-    scaler.scale(model(torch.randn(4, 3)).pow(2).sum()).backward()
-    unscaled = [p.grad / scaler.get_scale() for p in model.parameters() if p.grad is not None]
-    norm = scaler.clip_grad_norm_(model.parameters(), 1e9)
-    assert norm.item() == pytest.approx(_reference_norm(unscaled, 2.0), rel=1e-5)
+    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: grid["shard"]).item()
+    left = [p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None]
+    return refused, norm, sum(left)
 
 
-def test_clipping_works_with_a_disabled_scaler() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = DistGradScaler("cpu", enabled=False)
-    model(torch.randn(4, 3)).pow(2).sum().backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    norm = scaler.clip_grad_norm_(optimizer, 1e-3)
-    assert norm.item() == pytest.approx(_reference_norm(gradients, 2.0), rel=1e-5)
-    clipped = [p.grad for p in model.parameters() if p.grad is not None]
-    assert _reference_norm(clipped, 2.0) == pytest.approx(1e-3, rel=1e-3)
-
-
-@pytest.mark.parametrize("bad", [{"max_norm": 0.0}, {"max_norm": -1.0}, {"norm_type": 0.0}])
-def test_impossible_arguments_are_refused(bad: dict[str, float]) -> None:
-    _, optimizer, scaler = _one_process()
-    with pytest.raises(SettingError, match="must be > 0"):
-        scaler.clip_grad_norm_(optimizer, **{"max_norm": 1.0, **bad})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_rows_of_a_sparse_gradient_that_come_twice_count_as_their_sum(
-    norm_type: float, dtype: torch.dtype
-) -> None:
-    tokens = torch.tensor([3, 1, 3, 3, 0])
-    norms = []
-    for sparse in (True, False):
-        torch.manual_seed(0)
-        table = nn.Embedding(8, 4, sparse=sparse, dtype=dtype)
-        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-        scaler = DistGradScaler("cpu", init_scale=8.0, fp16_grads="inplace")
-        weights = torch.tensor([[1.0], [2.0], [-3.0], [2.5], [0.5]])
-        scaler.scale((table(tokens).float() * weights).sum()).backward()
-        norms.append(float(scaler.clip_grad_norm_(optimizer, 0.5, norm_type)))
-        scaler.step(optimizer)
-        norms += table.weight.detach().flatten().tolist()
-    half = len(norms) // 2
-    assert norms[:half] == pytest.approx(norms[half:], rel=1e-3)
+def test_hybrid_shards_are_refused_until_they_are_declared_and_then_counted_once(ranks4):
+    results = ranks4.run(_hybrid_shards)
+    for refused, norm, _ in results:
+        assert refused[0] == "GradientError"
+        assert "sharded=" in refused[1]
+        assert norm == pytest.approx(math.sqrt(10.0), rel=1e-6)
+    # Each group of two holds the model once, clipped to 1.
+    assert sum(left for *_, left in results) == pytest.approx(2.0, rel=1e-4)

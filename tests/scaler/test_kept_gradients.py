@@ -1,111 +1,101 @@
-"""Random loops whose optimizers keep their gradients: each steps by the right ones.
+"""Gradients are divided by the scale that they were made with, whatever moved it since.
 
-Several optimizers, of which each steps in some iterations only; the scale changes at every update;
-gradients accumulate over changes, and are made and zeroed in every way that loops in the wild do
-it. The reference is a sum of numbers that float32 holds exactly, so what a step subtracts is right
-to the bit or wrong.
+Random loops of several optimizers, of which each steps in some iterations only, while the scale
+changes at every update, and gradients are made and zeroed in every way that loops in the wild do
+it; and the flows of trainers by name. The reference is a sum of numbers that float32 holds exactly,
+so what a step subtracts is right to the bit or wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
-from tests.scaler.steps import cpu_scaler, leaf
+from distamp.scaler import MasterParameters
+from tests.ranks import mesh
+from tests.scaler.steps import INF, backward, cpu_scaler, leaf, sgd, torch_scaler
 
-DRAWS, ALL_DRAWS = 300, 20_000
+DRAWS, ALL_DRAWS = 200, 20_000
 
 ZEROED = ["to None", "by hand", "in place", "zero_", "data", "numpy", "data = "]
 MADE = ["scaled", "scaled list", "grad, set", "grad, copy_", "grad, data.copy_", "grad, add_"]
 
 
-@dataclass
-class _Trained:
+class Trained:
     """An optimizer of two parameters, and what its gradients should be."""
 
-    optimizer: torch.optim.Optimizer
-    parameters: list[torch.nn.Parameter]
-    values: list[float]
-    # For each parameter what was added since it was zeroed.
-    sums: list[list[float]] = field(default_factory=lambda: [[], []])
-    used: bool = True
+    def __init__(self, fused: bool) -> None:
+        self.parameters = [leaf(0.0), leaf(0.0)]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0, fused=fused)
+        self.values = [0.0, 0.0]
+        # For each parameter the sum of what was added since it was zeroed.
+        self.sums = [0.0, 0.0]
+        self.used = True
 
-
-def _trained(fused: bool) -> _Trained:
-    parameters = [leaf(0.0), leaf(0.0)]
-    optimizer = torch.optim.SGD(parameters, lr=1.0, fused=fused)
-    return _Trained(optimizer, parameters, [0.0, 0.0])
-
-
-def _zero(each: _Trained, how: str) -> None:
-    each.sums, each.used = [[], []], False
-    if how == "to None":
-        each.optimizer.zero_grad()
-    elif how == "in place":
-        each.optimizer.zero_grad(set_to_none=False)
-    for p in each.parameters:
-        if p.grad is None or how in ("to None", "in place"):
-            continue
-        if how == "by hand":
-            p.grad = torch.zeros_like(p)
-        elif how == "zero_":
-            p.grad.zero_()
-        elif how == "data":
-            p.grad.data.zero_()
-        elif how == "numpy":
-            p.grad.numpy().fill(0.0)
-        else:
-            p.grad.data = torch.zeros_like(p)
-
-
-def _make(
-    scaler: DistGradScaler, each: _Trained, how: str, value: float, places: list[int]
-) -> None:
-    """Add ``value``, times the scale, to the gradients at these places."""
-    parameters = [each.parameters[i] for i in places]
-    for i in places:
-        each.sums[i] = [*([] if how == "grad, set" else each.sums[i]), value]
-    loss = sum((p * value).sum() for p in parameters)
-    assert isinstance(loss, Tensor)
-    if how == "scaled":
-        scaler.scale(loss).backward()
-    elif how == "scaled list":
-        torch.autograd.backward(scaler.scale([(p * value).sum() for p in parameters]))
-    else:
-        found = torch.autograd.grad(scaler.scale(loss), parameters)
-        for p, new in zip(parameters, found, strict=True):
-            if p.grad is None or how == "grad, set":
-                p.grad = new
-            elif how == "grad, copy_":
-                p.grad.copy_(p.grad + new)
-            elif how == "grad, data.copy_":
-                p.grad.data.copy_(p.grad + new)
+    def zero(self, how: str) -> None:
+        self.sums, self.used = [0.0, 0.0], False
+        if how in ("to None", "in place"):
+            self.optimizer.zero_grad(set_to_none=how == "to None")
+        for p in self.parameters:
+            if p.grad is None:
+                continue
+            if how == "by hand":
+                p.grad = torch.zeros_like(p)
+            elif how == "zero_":
+                p.grad.zero_()
+            elif how == "data":
+                p.grad.data.zero_()
+            elif how == "numpy":
+                p.grad.numpy().fill(0.0)
             else:
-                p.grad.add_(new)
+                p.grad.data = torch.zeros_like(p)
 
+    def make(self, scaler: DistGradScaler, how: str, value: float, places: list[int]) -> None:
+        """Add ``value``, times the scale, to the gradients at these places."""
+        parameters = [self.parameters[i] for i in places]
+        for i in places:
+            self.sums[i] = value + (0.0 if how == "grad, set" else self.sums[i])
+        losses = [(p * value).sum() for p in parameters]
+        if how == "scaled":
+            scaler.scale(sum(losses)).backward()
+        elif how == "scaled list":
+            torch.autograd.backward(scaler.scale(losses))
+        else:
+            found = torch.autograd.grad(scaler.scale(sum(losses)), parameters)
+            for p, new in zip(parameters, found, strict=True):
+                if p.grad is None or how == "grad, set":
+                    p.grad = new
+                elif how == "grad, copy_":
+                    p.grad.copy_(p.grad + new)
+                elif how == "grad, data.copy_":
+                    p.grad.data.copy_(p.grad + new)
+                else:
+                    p.grad.add_(new)
 
-def _step(scaler: DistGradScaler, each: _Trained, unscale: bool, history: list[str]) -> None:
-    if unscale:
-        scaler.unscale_(each.optimizer)
-    scaler.step(each.optimizer)
-    each.used = True
-    each.values = [
-        value - sum(numbers) for value, numbers in zip(each.values, each.sums, strict=True)
-    ]
-    found = [p.item() for p in each.parameters]
-    assert found == each.values, f"{found}, should be {each.values}: {'; '.join(history)}"
+    def step(self, scaler: DistGradScaler, unscale: bool, history: list[str]) -> None:
+        if unscale:
+            scaler.unscale_(self.optimizer)
+        scaler.step(self.optimizer)
+        self.used = True
+        self.values = [v - total for v, total in zip(self.values, self.sums, strict=True)]
+        found = [p.item() for p in self.parameters]
+        assert found == self.values, f"{found}, should be {self.values}: {'; '.join(history)}"
 
 
 def _run(seed: int) -> None:
     chance = random.Random(seed)
     scaler = cpu_scaler(growth_interval=1, init_scale=2.0 ** chance.randrange(4, 16))
     fused = chance.random() < 0.3
-    trained = [_trained(fused) for _ in range(chance.choice([1, 2, 3]))]
+    trained = [Trained(fused) for _ in range(chance.choice([1, 2, 3]))]
     scaler.add_optimizer(*(each.optimizer for each in trained))
     scaler.scale(torch.zeros(()))
     history = [f"seed {seed}"]
@@ -118,19 +108,19 @@ def _run(seed: int) -> None:
             if each.used or chance.random() < 0.4:
                 how = chance.choice(zeroing)
                 history.append(f"{number} zeroed {how}")
-                _zero(each, how)
+                each.zero(how)
             for _ in range(chance.choice([1, 1, 2])):
                 how = chance.choice(MADE)
                 places = chance.choice([[0, 1], [0, 1], [0], [1]])
                 history.append(f"{number} {places} made {how} at {scaler.get_scale():g}")
                 # None cancels another, and two are hardly ever the same scaled.
-                _make(scaler, each, how, chance.randrange(1, 2**10, 2) / 8, places)
+                each.make(scaler, how, chance.randrange(1, 2**10, 2) / 8, places)
         for number, each in enumerate(trained):
             if each.used or not any(each.sums) or chance.random() < 0.4:
                 continue
             unscale = chance.random() < 0.3
             history.append(f"{number} {'unscaled and ' if unscale else ''}stepped")
-            _step(scaler, each, unscale, history)
+            each.step(scaler, unscale, history)
             stepped += 1
         how = chance.choice(["grows", "stays", "by hand"]) if stepped else "by hand"
         history.append(f"the scale {how}")
@@ -141,8 +131,101 @@ def _run(seed: int) -> None:
             scaler.update()
 
 
-def test_gradients_are_kept_of_another_part_than_before():
-    """Of the two parts of one optimizer each is trained while the other one is frozen."""
+def test_random_loops_step_by_the_right_gradients() -> None:
+    for seed in range(DRAWS):
+        _run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_random_loops_step_by_the_right_gradients() -> None:
+    for seed in range(DRAWS, DRAWS + ALL_DRAWS):
+        _run(seed)
+
+
+# -- flows of trainers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", ["new", "known", "stepped before"])
+@pytest.mark.parametrize("second", ["plain", "fused", "masters"])
+def test_an_optimizer_stepped_after_anothers_update(known, second):
+    """Lightning's manual optimisation: both backward, then step and update of each in turn."""
+    ways = itertools.product(("step", "unscale", "clip"), (INF, 0.25, 16.0))
+    for how, first in ways:
+        masters = second == "masters"
+        p, q = leaf(1.0), leaf(1.0, dtype=torch.float16 if masters else torch.float32)
+        a = torch.optim.SGD([p], lr=1.0)
+        b = torch.optim.SGD([q], lr=1.0, fused=second == "fused")
+        kept = MasterParameters(b) if masters else None
+        scaler = cpu_scaler(growth_interval=1, fp16_grads="master" if masters else "error")
+        if known == "known":
+            scaler.add_optimizer(b)
+        for iteration in range(2 if known == "stepped before" else 1):
+            a.zero_grad()
+            b.zero_grad()
+            last = known != "stepped before" or iteration == 1
+            backward(scaler, p, first if last and first != 16.0 else 0.25)
+            backward(scaler, q, 0.25)
+            scaler.step(a)
+            if not last:
+                scaler.step(b)
+            scaler.update(first if last and first == 16.0 else None)
+        if how == "unscale":
+            scaler.unscale_(b)
+            gradient = q.grad if kept is None else kept.master_of(q).grad
+            assert gradient.item() == 0.25, (how, first)
+        elif how == "clip":
+            assert scaler.clip_grad_norm_(b, 100.0).item() == 0.25, (how, first)
+        scaler.step(b)
+        assert q.item() == (0.5 if known == "stepped before" else 0.75), (how, first)
+
+
+def test_gradients_made_after_a_step_and_before_update_keep_their_scale() -> None:
+    parameter, optimizer = sgd()
+    scaler = cpu_scaler(growth_interval=1)
+    for gradient in (0.25, 0.5):
+        backward(scaler, parameter, gradient)
+        if gradient == 0.5:
+            scaler.update()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    assert parameter.item() == 0.25
+
+
+def test_unscaled_gradients_stay_so_until_a_loss_is_scaled():
+    """As Accelerate clips: all are unscaled, then stepped and updated one by one."""
+    trained = [sgd() for _ in range(3)]
+    scaler = cpu_scaler(64.0, growth_interval=1)
+    for parameter, _ in trained:
+        backward(scaler, parameter, 0.25)
+    scaler.unscale_(*(optimizer for _, optimizer in trained))
+    for _, optimizer in trained:
+        assert scaler.is_unscaled(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert [parameter.item() for parameter, _ in trained] == [0.75] * 3
+    scaler.unscale_(trained[0][1])
+    scaler.update()
+    assert scaler.is_unscaled(trained[0][1])
+    scaler.scale(torch.zeros(()))
+    assert not scaler.is_unscaled(trained[0][1])
+
+
+def test_parameters_that_two_optimizers_share_are_carried_over_once():
+    shared, alone = leaf(1.0), leaf(1.0)
+    both = torch.optim.SGD([shared, alone], lr=1.0)
+    one, (other, driver) = torch.optim.SGD([shared], lr=1.0), sgd()
+    scaler = cpu_scaler(64.0)
+    scaler.add_optimizer(both, one, driver)
+    for parameter in (shared, alone, other):
+        backward(scaler, parameter, 0.25)
+    scaler.step(driver)
+    scaler.update(256.0)
+    scaler.step(both)
+    assert (shared.item(), alone.item()) == (0.75, 0.75)
+
+
+def test_of_an_optimizer_another_part_is_trained_than_before():
     first, second, third = leaf(0.0), leaf(0.0), leaf(0.0)
     both = torch.optim.SGD([first, second], lr=1.0)
     other = torch.optim.SGD([third], lr=1.0)
@@ -160,13 +243,62 @@ def test_gradients_are_kept_of_another_part_than_before():
     assert (first.item(), second.item()) == (-1.0, -3.0)
 
 
-def test_random_loops_step_by_the_right_gradients() -> None:
-    for seed in range(DRAWS):
-        _run(seed)
+# -- wrappers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_many_random_loops_step_by_the_right_gradients() -> None:
-    for seed in range(DRAWS, DRAWS + ALL_DRAWS):
-        _run(seed)
+def _wrapped(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4, bias=False)
+    if how == "FSDP2":
+        return fully_shard(layer, mesh=mesh((2,), ("shard",)))
+    if how == "TP":
+        return parallelize_module(layer, mesh((2,), ("shard",)), ColwiseParallel())
+    return DistributedDataParallel(layer, gradient_as_bucket_view=how == "bucket views")
+
+
+def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
+    """The scale is set by hand in an iteration without a step; kept gradients are stepped later."""
+    values = []
+    for scaler in (cpu_scaler(64.0), torch_scaler(64.0)):
+        model: Any = _wrapped(how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        left_out = zeroed == "kept" and isinstance(scaler, DistGradScaler)
+        for number in range(4):
+            if not (number == 2 and zeroed == "kept"):
+                optimizer.zero_grad(set_to_none=zeroed == "to None")
+            scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+            if number == 1:
+                if left_out or zeroed != "kept":
+                    scaler.update(256.0)
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+        weight: Any = next(model.parameters()).detach()
+        values.append(weight.full_tensor() if hasattr(weight, "full_tensor") else weight.clone())
+    return values
+
+
+@pytest.mark.parametrize("zeroed", ["to None", "in place", "kept"])
+@pytest.mark.parametrize("how", ["DDP", "bucket views", "FSDP2", "TP"])
+def test_a_step_is_left_out_under_a_wrapper(ranks2, how, zeroed):
+    for ours, theirs in ranks2.run(_leaves_out_a_step, how, zeroed):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def _accumulates_over_a_change() -> float:
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_as_bucket_view=True)
+    nn.init.ones_(model.module.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = cpu_scaler(64.0)
+    scaler.add_optimizer(optimizer)
+    inputs = torch.full((1, 1), 0.25)
+    with model.no_sync():
+        scaler.scale(model(inputs).sum()).backward()
+    scaler.update(256.0)
+    scaler.scale(model(inputs).sum()).backward()
+    scaler.step(optimizer)
+    return model.module.weight.item()
+
+
+def test_gradients_accumulate_over_a_change_of_the_scale_under_ddp(ranks2):
+    assert ranks2.run(_accumulates_over_a_change) == [0.5] * 2

@@ -1,4 +1,8 @@
-"""Ranks that part raise, on every rank; ranks that only differ in what they hold do not."""
+"""Ranks that part raise, every one of them; ranks that only differ in what they hold do not.
+
+Each case is run on two ranks, of which rank 1 is the odd one. Programs of such events, in every
+order, are `test_random_programs`.
+"""
 
 from __future__ import annotations
 
@@ -13,423 +17,566 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
-from distamp.errors import LockstepError, StageError
-from tests.ranks import RankPool, mesh, subgroup
+from distamp.scaler import MasterParameters
+from tests.collectives import count_collectives
+from tests.ranks import RankError, mesh, subgroup
+from tests.scaler.steps import INF, RaiseAt, backward, cpu_scaler, error_of, iteration, leaf, sgd
 
-INF = float("inf")
-
-
-def _fill(model: nn.Module, value: float) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, value)
+Error = tuple[str, str] | None
 
 
-def _ready(scaler: DistGradScaler) -> DistGradScaler:
-    scaler.scale(torch.ones(()))
-    return scaler
+class Job:
+    """Two optimizers under one scaler, after one whole iteration of the first."""
+
+    def __init__(self) -> None:
+        self.odd = dist.get_rank() == 1
+        (self.first, self.a), self.second = sgd(), leaf(1.0, 1.0)
+        self.b = torch.optim.Adam([self.second], lr=0.5)
+        self.scaler = cpu_scaler()
+        iteration(self.scaler, self.a, self.first, 0.25)
+
+    def backward(self) -> None:
+        for parameter in (self.first, self.second):
+            parameter.grad = None
+            backward(self.scaler, parameter, [0.25] * parameter.numel())
 
 
-def _error_of(function: Callable[[], Any]) -> tuple[str, str] | None:
-    try:
-        function()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
+# -- ranks that differ -----------------------------------------------------------------------------
 
 
-def _two(alike: bool) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    torch.manual_seed(0)
-    models: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4 if alike else 3)]
-    return models, [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+def leaves_out_a_step(job: Job) -> None:
+    for _ in range(2):
+        job.backward()
+        job.scaler.step(job.a)
+        if not job.odd:
+            job.scaler.step(job.b)
+        job.scaler.update()
 
 
-def _one_leaves_out_a_step() -> Any:
-    models, optimizers = _two(alike=False)
-    scaler = DistGradScaler("cpu")
-
-    def iterate() -> None:
-        for _ in range(2):
-            _ready(scaler)
-            for model in models:
-                _fill(model, 1.0)
-            scaler.step(optimizers[0])
-            if dist.get_rank() == 0:
-                scaler.step(optimizers[1])
-            scaler.update()
-
-    return _error_of(iterate)
+def leaves_out_a_step_that_sends_nothing(job: Job) -> None:
+    for _ in range(2):
+        job.backward()
+        job.scaler.unscale_(job.a)
+        if not job.odd:
+            job.scaler.step(job.a)
+        job.scaler.update()
 
 
-def test_a_step_left_out_on_one_rank_is_named(ranks2: RankPool) -> None:
-    for error in ranks2.run(_one_leaves_out_a_step):
-        assert error is not None
-        assert error[0] == "LockstepError"
-        assert "iteration=" in error[1]
+def sets_no_new_scale(job: Job) -> None:
+    for _ in range(2):
+        job.backward()
+        job.scaler.step(job.a)
+        job.scaler.update(None if job.odd else 1024.0)
 
 
-def _one_leaves_out(what: str) -> Any:
-    models, optimizers = _two(alike=True)
-    scaler = DistGradScaler("cpu", init_scale=16.0)
-
-    def iterate() -> None:
-        for iteration in range(3):
-            leaves_out = iteration == 1 and dist.get_rank() == 0
-            _ready(scaler)
-            _fill(models[0], 1.0)
-            scaler.unscale_(optimizers[0])
-            if not (leaves_out and what == "step"):
-                scaler.step(optimizers[0])
-            scaler.update(None if leaves_out and what == "new scale" else 16.0)
-
-    return _error_of(iterate)
+def makes_another_call(job: Job) -> None:
+    job.backward()
+    job.scaler.clip_grad_norm_(job.a, 1.0) if job.odd else job.scaler.step(job.a)
 
 
-@pytest.mark.parametrize("what", ["step", "new scale"])
-def test_a_call_left_out_that_sends_no_message_is_named_at_the_next(
-    ranks2: RankPool, what: str
-) -> None:
-    for error in ranks2.run(_one_leaves_out, what):
-        assert error is not None
-        assert error[0] == "LockstepError"
-        assert "rank 0: steps=" in error[1]
+def steps_in_another_order(job: Job) -> None:
+    job.backward()
+    for optimizer in (job.b, job.a) if job.odd else (job.a, job.b):
+        job.scaler.step(optimizer)
 
 
-def _loaded(scaler: DistGradScaler) -> DistGradScaler:
-    scaler.load_state_dict(scaler.state_dict())
-    return scaler
+def has_another_setting(job: Job) -> None:
+    if job.odd:
+        job.scaler.set_growth_interval(5)
+    leaves_out_nothing(job)
 
 
-_COUNT_FROM_0: dict[str, Callable[[DistGradScaler], DistGradScaler]] = {
-    "load_state_dict": _loaded,
-    "copy.deepcopy": copy.deepcopy,
-    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+def has_another_limit(job: Job) -> None:
+    job.scaler = cpu_scaler(max_consecutive_skips=1 if job.odd else None)
+    leaves_out_nothing(job, INF)
+
+
+def loads_another_scale(job: Job) -> None:
+    job.scaler.load_state_dict({**job.scaler.state_dict(), "scale": 64.0 if job.odd else 128.0})
+    leaves_out_nothing(job)
+
+
+def loads_another_tracker(job: Job) -> None:
+    job.scaler.load_state_dict({**job.scaler.state_dict(), "_growth_tracker": 7 * job.odd})
+    leaves_out_nothing(job)
+
+
+def leaves_out_nothing(job: Job, gradient: float = 0.25) -> None:
+    iteration(job.scaler, job.a, job.first, gradient)
+
+
+def loads(job: Job, both: bool = False) -> None:
+    if job.odd or both:
+        job.scaler.load_state_dict(job.scaler.state_dict())
+    leaves_out_nothing(job)
+
+
+def is_copied(job: Job, both: bool = False) -> None:
+    if job.odd or both:
+        job.scaler = copy.deepcopy(job.scaler)
+    leaves_out_nothing(job)
+
+
+def is_pickled(job: Job, both: bool = False) -> None:
+    if job.odd or both:
+        job.scaler = pickle.loads(pickle.dumps(job.scaler))
+    leaves_out_nothing(job)
+
+
+def is_made_anew(job: Job, both: bool = False) -> None:
+    if job.odd or both:
+        job.scaler = cpu_scaler()
+    leaves_out_nothing(job)
+
+
+def _clips(job: Job, max_norm: float = 1.0, norm_type: float = 2.0, **declared: Any) -> None:
+    job.backward()
+    job.scaler.unscale_(job.b)
+    for optimizer in (job.a, job.b):
+        job.scaler.clip_grad_norm_(optimizer, max_norm, norm_type, **declared)
+
+
+def clips_by_another_norm(job: Job) -> None:
+    _clips(job, 2.0 if job.odd else 1.0)
+
+
+def clips_by_another_type(job: Job) -> None:
+    _clips(job, 1.0, 1.0 if job.odd else 2.0)
+
+
+def declares_what_others_do_not(job: Job) -> None:
+    _clips(job, **({"sharded": lambda _: True} if job.odd else {}))
+
+
+AGAIN = ["rank 0: iteration=1", "rank 1: iteration=0", "left out an update()", "load_state_dict"]
+DIFFERS: dict[Callable[..., None], list[str]] = {
+    leaves_out_a_step: ["iteration="],
+    leaves_out_a_step_that_sends_nothing: ["rank 0: steps=", "rank 1: steps="],
+    sets_no_new_scale: ["rank 0: steps=", "rank 1: steps="],
+    makes_another_call: ["rank 0: call='step'", "rank 1: call='clip_grad_norm_'"],
+    steps_in_another_order: ["SGD", "Adam"],
+    has_another_setting: ["growth_interval=5"],
+    has_another_limit: ["max_consecutive_skips"],
+    loads_another_scale: ["rank 0: scale=128.0", "rank 1: scale=64.0"],
+    loads_another_tracker: ["7"],
+    **dict.fromkeys((loads, is_copied, is_pickled, is_made_anew), AGAIN),
+    clips_by_another_norm: ["max_norm"],
+    clips_by_another_type: ["norm_type"],
+    declares_what_others_do_not: ["declared"],
 }
 
 
-def _one_begins_to_count_again(how: str, ranks: tuple[int, ...]) -> Any:
-    models, (optimizer, _) = _two(alike=True)
-    scaler = DistGradScaler("cpu")
-
-    def iterate() -> None:
-        nonlocal scaler
-        for iteration in range(4):
-            if iteration == 2 and dist.get_rank() in ranks:
-                scaler = _COUNT_FROM_0[how](scaler)
-            _ready(scaler)
-            _fill(models[0], 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-
-    return _error_of(iterate)
+def _differ(what: Callable[..., None], *args: Any) -> Any:
+    job = Job()
+    return error_of(what, job, *args), job.first.item(), job.second.tolist()
 
 
-@pytest.mark.parametrize("how", _COUNT_FROM_0)
-def test_a_scaler_that_counts_from_0_on_one_rank_is_named_with_its_cause(
-    ranks2: RankPool, how: str
-) -> None:
-    for error in ranks2.run(_one_begins_to_count_again, how, (1,)):
+@pytest.mark.parametrize("what", DIFFERS, ids=lambda f: f.__name__)
+def test_ranks_that_differ_raise_on_every_rank_what_each_did(ranks2, what):
+    first, second = ranks2.run(_differ, what)
+    if what is not leaves_out_a_step_that_sends_nothing:
+        assert first[1:] == second[1:], "nothing is stepped on one rank alone"
+    for error, *_ in (first, second):
         assert error is not None
         assert error[0] == "LockstepError"
-        assert "rank 0: iteration=2" in error[1]
-        assert "rank 1: iteration=0" in error[1]
-        assert "left out an update()" in error[1]
-        assert how in error[1]
-    assert ranks2.run(_one_begins_to_count_again, how, (0, 1)) == [None, None]
+        assert [words for words in DIFFERS[what] if words not in error[1]] == [], error
 
 
-def _one_clips() -> Any:
-    models, optimizers = _two(alike=False)
-    scaler = _ready(DistGradScaler("cpu"))
-    _fill(models[0], 1.0)
-    if dist.get_rank() == 0:
-        return _error_of(lambda: scaler.clip_grad_norm_(optimizers[0], 1.0))
-    return _error_of(lambda: scaler.step(optimizers[0]))
+@pytest.mark.parametrize("what", [loads, is_copied, is_pickled, is_made_anew])
+def test_ranks_that_all_begin_to_count_again_go_on(ranks2, what):
+    assert ranks2.run(_differ, what, True) == [(None, 0.5, [1.0, 1.0])] * 2
 
 
-def test_different_calls_are_named(ranks2: RankPool) -> None:
-    for error in ranks2.run(_one_clips):
-        assert error is not None
-        assert error[0] == "LockstepError"
-        assert "rank 0: call='clip_grad_norm_'" in error[1]
-        assert "rank 1: call='step'" in error[1]
+def _nobody_scales() -> Error:
+    return error_of(cpu_scaler().step, sgd()[1])
 
 
-def _settings_differ(what: str) -> Any:
-    rank = dist.get_rank()
-    models, optimizers = _two(alike=False)
-    scaler = DistGradScaler("cpu")
-    if what == "loaded scale" and rank == 1:
-        scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0})
-    if what == "loaded tracker" and rank == 1:
-        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 7})
-    if what == "growth_interval" and rank == 1:
-        scaler.set_growth_interval(5)
-    _ready(scaler)
-    _fill(models[0], 1.0)
-    return _error_of(lambda: scaler.step(optimizers[0]))
-
-
-@pytest.mark.parametrize("what", ["loaded scale", "loaded tracker", "growth_interval"])
-def test_ranks_with_other_settings_are_told_at_the_first_message(
-    ranks2: RankPool, what: str
-) -> None:
-    for error in ranks2.run(_settings_differ, what):
-        assert error is not None
-        assert error[0] == "LockstepError"
-
-
-def _pipeline(same_shapes: bool) -> Any:
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
-    stage = nn.Linear(4, 4 if same_shapes else 3 + rank)
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-    scaler = DistGradScaler("cpu")
-    answers = []
-    for iteration in range(4):
-        if rank == dist.get_world_size() - 1:  # only the last stage holds the loss
-            _ready(scaler)
-        _fill(stage, INF if iteration == 1 and rank == 0 else 65536.0)
-        scaler.step(optimizer)
-        scaler.update()
-        answers.append(scaler.stepped(optimizer))
-    return answers, scaler.get_scale()
-
-
-@pytest.mark.parametrize("same_shapes", [True, False])
-def test_pipeline_stages_are_no_mismatch(ranks4: RankPool, same_shapes: bool) -> None:
-    expected = [True, False, True, True]
-    assert ranks4.run(_pipeline, same_shapes) == [(expected, 2.0**15)] * 4
-
-
-def _nobody_scales() -> Any:
-    models, optimizers = _two(alike=False)
-    _fill(models[0], 1.0)
-    return _error_of(lambda: DistGradScaler("cpu").step(optimizers[0]))
-
-
-def test_a_forgotten_scale_is_an_error_on_every_rank(ranks2: RankPool) -> None:
+def test_a_forgotten_scale_is_an_error_on_every_rank(ranks2):
     for error in ranks2.run(_nobody_scales):
-        assert error is not None
         assert error[0] == "StageError"
         assert "scaler.scale(loss or outputs)" in error[1]
 
 
-def _one_refuses() -> Any:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    if dist.get_rank() == 1:
-        model = model.half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    _fill(model, 1.0)
-    return _error_of(lambda: _ready(DistGradScaler("cpu")).step(optimizer))
+# -- an error on one rank --------------------------------------------------------------------------
+
+ERRORS: dict[str, Callable[[Job], Any]] = {
+    "FP16": lambda job: job.scaler.step(torch.optim.SGD([_filled(torch.float16, job)], lr=1.0)),
+    "FP16 gradients": lambda job: job.scaler.unscale_(_both(job)),
+    "master": lambda job: job.scaler.step(_with_masters(job)),
+    "Partial gradient is one summand": lambda job: job.scaler.step(_partial(job)),
+    "not object": lambda job: job.scaler.step(object() if job.odd else job.a),
+    "given twice": lambda job: job.scaler.step_all([job.a] * (1 + job.odd)),
+    "losure": lambda job: job.scaler.step(job.a, *([lambda: 1.0] if job.odd else [])),
+    "max_norm must be > 0": lambda job: job.scaler.clip_grad_norm_(job.a, 1.0 - 2.0 * job.odd),
+    "no optimizer this scaler has": lambda job: job.scaler.clip_grad_norm_(
+        [leaf(1.0) if job.odd else job.first], 1.0
+    ),
+    "no such layer": lambda job: job.scaler.clip_grad_norm_(job.a, 1.0, sharded=_raises(job)),
+    "declared both": lambda job: job.scaler.clip_grad_norm_(
+        job.a, 1.0, sharded=lambda _: job.odd, replicated=lambda _: True
+    ),
+    "no memory is left at step": lambda job: _out_of_memory(job, "unscale_", job.scaler.step),
+    "no memory is left at clip": lambda job: _out_of_memory(
+        job, "_foreach_norm", lambda optimizer: job.scaler.clip_grad_norm_(optimizer, 1.0)
+    ),
+}
 
 
-def test_an_error_on_one_rank_is_raised_on_all(ranks2: RankPool) -> None:
-    here, there = ranks2.run(_one_refuses)
-    assert there == ("ValueError", "Attempting to unscale FP16 gradients.")
-    assert here[0] == "ValueError"
-    assert "FP16" in here[1]
-    assert "rank 1" in here[1]
+def _filled(dtype: torch.dtype, job: Job) -> nn.Parameter:
+    parameter = leaf(1.0, dtype=dtype if job.odd else torch.float32)
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
 
 
-def _in_group(kind: str) -> Any:
-    """Overflow on rank 1 of 4; groups {0, 1} and {2, 3}, or everybody."""
-    models, optimizers = _two(alike=False)
-    group: Any = None
-    if kind == "subgroup":
-        pairs = [subgroup((0, 1)), subgroup((2, 3))]
-        group = pairs[dist.get_rank() // 2]
-    elif kind == "mesh":
-        group = mesh((2, 2), ("dp", "tp"))
-    elif kind == "mesh dimension":
-        group = mesh((2, 2), ("dp", "tp"))["tp"]
-    scaler = _ready(DistGradScaler("cpu", process_group=group))
-    _fill(models[0], INF if dist.get_rank() == 1 else 1.0)
-    scaler.step(optimizers[0])
-    return scaler.stepped(optimizers[0])
+def _both(job: Job) -> torch.optim.Optimizer:
+    job.a.add_param_group({"params": [_filled(torch.float16, job)]})
+    return job.a
 
 
-@pytest.mark.parametrize(
-    ("kind", "stepped"),
-    [
-        ("default", [False] * 4),
-        ("mesh", [False] * 4),
-        ("subgroup", [False, False, True, True]),
-        ("mesh dimension", [False, False, True, True]),
-    ],
-)
-def test_the_group_decides_who_agrees(ranks4: RankPool, kind: str, stepped: list[bool]) -> None:
-    assert ranks4.run(_in_group, kind) == stepped
+def _with_masters(job: Job) -> torch.optim.Optimizer:
+    parameter = leaf(1.0, dtype=torch.float16)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    if not job.odd:
+        MasterParameters(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    return optimizer
 
 
-def _made_anew(rank: int, world: int, path: str) -> Any:
-    def join(name: str) -> None:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{path}{name}", rank=rank, world_size=world
-        )
-
-    models, optimizers = _two(alike=False)
-    other = nn.Linear(4, 4)
-    later = torch.optim.SGD(other.parameters(), lr=0.1)
-    scaler = DistGradScaler("cpu")
-    answers: list[Any] = []
-    for name, bad, model, optimizer in (
-        ("a", None, models[0], optimizers[0]),
-        ("b", 1, models[0], optimizers[0]),
-        ("c", None, other, later),
-    ):
-        join(name)
-        _ready(scaler)
-        _fill(model, INF if bad == rank else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        answers.append(scaler.stepped(optimizer))
-        if name == "b":  # one rank alone sees its second optimizer
-            _ready(scaler)
-            error = _error_of(lambda: scaler.step(optimizers[rank]))
-            answers.append(None if error is None else error[0])
-        dist.destroy_process_group()
-    return answers
+def _partial(job: Job) -> torch.optim.Optimizer:
+    over = mesh((2,), ("ranks",))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), over))
+    weight.grad = DTensor.from_local(torch.ones(4), over, [Partial()] if job.odd else None)
+    return torch.optim.SGD([weight], lr=1.0)
 
 
-def _remake(path: str) -> Any:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    return _made_anew(rank, world, path)
+def _raises(job: Job) -> Callable[[Any], bool]:
+    def sharded(_: Any) -> bool:
+        if job.odd:
+            raise KeyError("no such layer")
+        return True
+
+    return sharded
 
 
-def test_a_default_group_made_anew_is_picked_up(
-    new_ranks: Callable[..., RankPool], tmp_path: Any
-) -> None:
-    results = new_ranks(2).run(_remake, str(tmp_path / "store"))
-    assert results == [[True, False, "LockstepError", True]] * 2
+def _out_of_memory(job: Job, op: str, call: Callable[[Any], Any]) -> None:
+    with RaiseAt(op if job.odd else "nothing of this name") as mode:
+        try:
+            call(job.a)
+        finally:
+            assert mode.raised is job.odd
 
 
-def _after_unpickling() -> Any:
-    import pickle
-
-    models, optimizers = _two(alike=False)
-    group = subgroup((0, 1))
-    scaler = DistGradScaler("cpu", process_group=group)
-    loaded: DistGradScaler = pickle.loads(pickle.dumps(scaler))
-    _fill(models[0], 1.0)
-    refused = _error_of(lambda: _ready(loaded).step(optimizers[0]))
-    loaded.process_group = group
-    _ready(loaded).step(optimizers[0])
-    return refused, loaded.stepped(optimizers[0])
-
-
-def test_a_group_of_its_own_must_be_set_again_after_unpickling(ranks2: RankPool) -> None:
-    for refused, stepped in ranks2.run(_after_unpickling):
-        assert refused[0] == StageError.__name__
-        assert "process_group" in refused[1]
-        assert stepped
+def _one_raises(words: str) -> Any:
+    job = Job()
+    job.backward()
+    call = ERRORS[words]
+    if words == "master":
+        job.scaler = cpu_scaler(fp16_grads="master")
+        job.scaler.scale(torch.ones(()))
+    first = error_of(call, job)
+    again = error_of(job.scaler.step, job.a) if words == "FP16 gradients" else None
+    before = job.first.item()
+    if words in ("max_norm must be > 0", "no optimizer this scaler has"):
+        return first, again, before, before - 0.25  # no rank goes on after such a mistake
+    job.scaler.update()
+    job.a.param_groups[1:] = []
+    leaves_out_nothing(job)
+    return first, again, before, job.first.item()
 
 
-def _one_dies() -> Any:
-    models, optimizers = _two(alike=False)
-    scaler = _ready(DistGradScaler("cpu"))
-    _fill(models[0], 1.0)
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    scaler.step(optimizers[0])
+@pytest.mark.parametrize("words", ERRORS)
+def test_an_error_where_a_message_is_due_is_raised_on_every_rank(ranks2, words):
+    said = words.split(" at ")[0]
+    for rank, (error, again, before, after) in enumerate(ranks2.run(_one_raises, words)):
+        assert error is not None
+        assert said in error[1]
+        assert (
+            rank == 1
+            or words in ("master", "Partial gradient is one summand")
+            or ("rank 1" in error[1])
+        ), error
+        assert (before, after) == (0.75, 0.5), "nothing is stepped, and all go on after update()"
+        assert again is None or again[0] == "StageError", "gradients would be unscaled twice"
 
 
-def test_a_rank_that_dies_leaves_the_others_with_a_clear_error(
-    new_ranks: Callable[..., RankPool],
-) -> None:
-    from tests.ranks import RankError
-
-    with pytest.raises(RankError) as caught:
-        new_ranks(2).run(_one_dies)
-    assert LockstepError.__name__ in str(caught.value)
-    assert "lost its peers" in str(caught.value)
-
-
-def _retried_after_an_error(call: str) -> Any:
-    """Rank 1 holds a float16 gradient; the user drops it and tries once more."""
-    model, odd = nn.Linear(2, 2), nn.Linear(2, 2).half()
-    optimizer = torch.optim.SGD([*model.parameters(), *odd.parameters()], lr=1.0, foreach=False)
-    scaler = _ready(DistGradScaler("cpu", init_scale=1024.0))
-    _fill(model, 1024.0)
-    if dist.get_rank() == 1:
-        _fill(odd, 1.0)
-    first = _error_of(lambda: getattr(scaler, call)(optimizer))
-    odd.zero_grad()
-    again = _error_of(lambda: getattr(scaler, call)(optimizer))
-    scaler.update()
-    _ready(scaler)
-    _fill(model, scaler.get_scale())
-    before = model.weight.detach().clone()
+def test_alone_an_error_leaves_the_other_optimizers_as_they_are():
+    (parameter, optimizer), odd = sgd(), leaf(1.0, dtype=torch.float16)
+    scaler = cpu_scaler()
+    for each in (parameter, odd):
+        backward(scaler, each, 0.25)
+    assert "FP16" in error_of(scaler.unscale_, optimizer, torch.optim.SGD([odd], lr=1.0))[1]
     scaler.step(optimizer)
-    return first, again, (before - model.weight.detach()).tolist()
+    assert parameter.item() == 0.75
 
 
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_an_error_closes_the_iteration_on_every_rank(ranks2: RankPool, call: str) -> None:
-    for first, again, moved in ranks2.run(_retried_after_an_error, call):
-        assert first[0] == "ValueError"
-        assert again[0] == "StageError"
-        torch.testing.assert_close(moved, [[1.0, 1.0], [1.0, 1.0]])
+def _one_dies() -> None:
+    job = Job()
+    if job.odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    leaves_out_nothing(job)
 
 
-def test_alone_an_error_leaves_the_other_optimizers_as_they_are() -> None:
-    good, odd = nn.Linear(2, 2), nn.Linear(2, 2).half()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (good, odd)]
-    scaler = _ready(DistGradScaler("cpu", init_scale=1024.0))
-    _fill(good, 1024.0)
-    _fill(odd, 1.0)
-    with pytest.raises(ValueError, match="FP16"):
-        scaler.unscale_(*optimizers)
-    before = good.weight.detach().clone()
-    scaler.step(optimizers[0])
-    torch.testing.assert_close(before - good.weight.detach(), torch.ones(2, 2))
+def test_a_rank_that_dies_leaves_the_others_with_a_clear_error(new_ranks):
+    with pytest.raises(RankError, match=r"LockstepError(.|\n)*lost its peers"):
+        new_ranks(2).run(_one_dies)
+
+
+def _one_is_disabled() -> Any:
+    scaler = cpu_scaler(enabled=dist.get_rank() == 0)
+    parameter, optimizer = sgd()
+    backward(scaler, parameter, 0.25)
+    return error_of(scaler.step, optimizer), parameter.item()
+
+
+def test_an_enabled_rank_among_disabled_ones_ends_at_the_timeout_and_says_why(new_ranks):
+    enabled, disabled = new_ranks(2, group_timeout=1.0).run(_one_is_disabled)
+    assert "enabled" in enabled[0][1]
+    assert "process_group=" in enabled[0][1]
+    assert (enabled[1], disabled) == (1.0, (None, 0.0 if disabled[1] == 0.0 else 0.75))
+
+
+# -- ranks that may differ -------------------------------------------------------------------------
+
+
+def logs_a_gradient(job: Job) -> None:
+    for bad in (False, True, False):
+        job.backward()
+        if bad and not job.odd:
+            job.first.grad.fill_(INF)
+        for optimizer in (job.a, job.b):
+            if job.odd:
+                job.scaler.unscale_(optimizer)
+                assert bad or optimizer is job.b or job.first.grad.item() == 0.25
+            job.scaler.step(optimizer)
+        job.scaler.update()
+
+
+def has_no_gradients(job: Job) -> None:
+    for gradient in (INF, 0.25):
+        job.first.grad = None
+        job.scaler.scale(torch.ones(()))
+        if not job.odd:
+            backward(job.scaler, job.first, gradient)
+        job.scaler.step(job.a)
+        job.scaler.update()
+    if job.odd:
+        job.first.data -= 0.25
+
+
+def has_a_probe(job: Job) -> None:
+    probe = torch.optim.SGD([leaf(5.0)], lr=1.0) if job.odd else None
+    for call in (job.scaler.step, lambda optimizer: job.scaler.step_all([optimizer])):
+        job.backward()
+        call(job.a)
+        job.scaler.update()
+    del probe
+
+
+def brings_an_optimizer_later(job: Job) -> None:
+    size = 3 if job.odd else 2
+    other = leaf(*[1.0] * size)
+    optimizer = torch.optim.SGD([other], lr=1.0)
+    for chosen in ([job.a], [job.a, optimizer], [optimizer], [job.a, optimizer]):
+        job.backward()
+        other.grad = None
+        backward(job.scaler, other, [0.25] * size)
+        job.scaler.step_all(chosen)
+        job.scaler.update()
+    assert other.tolist() == [0.25] * size
+
+
+def holds_no_loss(job: Job) -> None:
+    """A pipeline: the last stage scales, and the other is sent gradients."""
+    job.scaler, scale = cpu_scaler(growth_interval=1), 1024.0
+    for bad in (False, True, False):
+        if job.odd:
+            job.scaler.scale(torch.ones(()))
+        job.first.grad = torch.full((1,), INF if bad and not job.odd else 0.25 * scale)
+        job.scaler.step(job.a)
+        job.scaler.update()
+        assert job.scaler.stepped(job.a) is not bad
+        scale *= 0.5 if bad else 2.0
+        assert job.scaler.get_scale() == scale
+
+
+FINE = {
+    logs_a_gradient: 0.25,
+    has_no_gradients: 0.5,
+    has_a_probe: 0.25,
+    brings_an_optimizer_later: 0.0,
+    holds_no_loss: 0.25,
+}
+
+
+@pytest.mark.parametrize("what", FINE, ids=lambda f: f.__name__)
+def test_ranks_that_differ_in_what_they_hold_go_on(ranks2, what):
+    first, second = ranks2.run(_differ, what)
+    assert first == second
+    assert first[:2] == (None, FINE[what])
 
 
 def _many_optimizers(count: int) -> Any:
-    models = [nn.Linear(1, 1) for _ in range(count)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    scaler = DistGradScaler("cpu")
-    stepped = []
-    for _ in range(3):
-        _ready(scaler)
-        for index, model in enumerate(models):
-            bad = index == count - 1 and dist.get_rank() == 1
-            _fill(model, INF if bad else 1.0)
-        scaler.step_all(optimizers)
-        scaler.update()
-        stepped.append([scaler.stepped(o) for o in optimizers])
-    return stepped
+    trained, scaler = [sgd(fused=True) for _ in range(count)], cpu_scaler()
+    for number, (parameter, _) in enumerate(trained):
+        bad = number == count - 1 and dist.get_rank() == 1
+        backward(scaler, parameter, INF if bad else 0.25)
+    scaler.step_all([optimizer for _, optimizer in trained])
+    return [parameter.item() for parameter, _ in trained]
 
 
 @pytest.mark.parametrize("count", [3, 14, 40])
-def test_of_a_whole_set_each_is_stepped_by_its_own_flag(ranks4: RankPool, count: int) -> None:
-    for stepped in ranks4.run(_many_optimizers, count):
-        assert stepped == [[True] * (count - 1) + [False]] * 3
+def test_of_a_whole_set_each_is_stepped_by_its_own_flag(ranks4, count):
+    assert ranks4.run(_many_optimizers, count) == [[0.75] * (count - 1) + [1.0]] * 4
 
 
-def _a_scaler_made_anew_on_one_rank() -> Any:
-    """Ten messages in, rank 1 alone begins again with a new scaler."""
-    models, optimizers = _two(alike=False)
-    scaler = DistGradScaler("cpu")
+def _fused(kind: str, unscale: bool, bad: list[int]) -> Any:
+    """A fused step where these ranks overflow, and one without a scaler or an overflow."""
+    ends = []
+    for scaler in (cpu_scaler(), cpu_scaler(enabled=False)):
+        parameter, on = leaf(1.0), scaler.is_enabled()
+        optimizer = getattr(torch.optim, kind)([parameter], lr=0.5, fused=on)
+        value = INF if on and dist.get_rank() in bad else 0.25
+        iteration(scaler, optimizer, parameter, value, unscale=unscale)
+        ends.append(parameter.item())
+    return ends
 
-    def iterate() -> None:
-        _ready(scaler)
-        _fill(models[0], 1.0)
-        scaler.step(optimizers[0])
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_a_fused_step_is_taken_or_skipped_by_all(ranks2, kind):
+    """Where torch's sharded scaler separates the ranks, raises, or steps by -inf."""
+    for unscale, bad in ((u, b) for u in (False, True) for b in ([], [1], [0, 1])):
+        for value, reference in ranks2.run(_fused, kind, unscale, bad):
+            assert value == (1.0 if bad else pytest.approx(reference, rel=1e-6)), (unscale, bad)
+
+
+def _sends_of_a_disabled_scaler() -> Any:
+    scaler, (parameter, optimizer) = cpu_scaler(enabled=False), sgd(4.0)
+    with count_collectives() as counted:
+        parameter.square().sum().backward()
+        norm = scaler.clip_grad_norm_(optimizer, 1.0 + dist.get_rank()).item()
+        scaler.unscale_(optimizer)
+        iteration(scaler, optimizer, parameter, 1.0)
+    return counted.count, norm, parameter.item()
+
+
+def test_a_disabled_scaler_sends_nothing(ranks2):
+    assert ranks2.run(_sends_of_a_disabled_scaler) == [(0, 8.0, 3.0)] * 2
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def _in_group(kind: str) -> bool:
+    """Overflow on rank 1 of 4; groups {0, 1} and {2, 3}, or everybody."""
+    both = mesh((2, 2), ("dp", "tp"))
+    pairs = [subgroup((0, 1)), subgroup((2, 3))]
+    given = {"pair": pairs[dist.get_rank() // 2], "mesh": both, "dimension": both["tp"]}
+    scaler = cpu_scaler(process_group=given.get(kind.split()[0]))
+    if "copied" in kind:
+        scaler = copy.deepcopy(scaler)
+    if "pickled" in kind:
+        scaler, group = pickle.loads(pickle.dumps(scaler)), scaler.process_group
+        if kind == "pair pickled":
+            assert "process_group" in error_of(iteration, scaler, sgd()[1], leaf(1.0), 1.0)[1]
+            scaler.process_group = group
+    parameter, optimizer = sgd()
+    iteration(scaler, optimizer, parameter, INF if dist.get_rank() == 1 else 0.25)
+    return scaler.stepped(optimizer)
+
+
+KINDS = ["default", "default pickled", "mesh", "dimension", "pair", "pair copied", "pair pickled"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_group_decides_who_agrees(ranks4, kind):
+    everyone = kind.startswith(("default", "mesh"))
+    expected = [False] * 4 if everyone else [False, False, True, True]
+    assert ranks4.run(_in_group, kind) == expected
+
+
+def _outside() -> list[Error]:
+    givens = [dist.new_group([0]), DeviceMesh("cpu", [0])]
+    return [error_of(DistGradScaler, "cpu", process_group=given) for given in givens]
+
+
+def test_a_group_without_this_rank_is_refused_there(ranks2):
+    inside, outside = ranks2.run(_outside, group="fresh")
+    assert inside == [None, None]
+    assert all(error[0] == "SettingError" or "ValueError" in error[0] for error in outside)
+    assert all("does not contain" in error[1] for error in outside)
+
+
+def _destroyed_and_made_anew(path: str) -> Any:
+    """A group of the user's, and then the default one; rank 1 is a new process that loads."""
+    group, job = dist.new_group([0, 1]), Job()
+    job.scaler.process_group = group
+    leaves_out_nothing(job)
+    dist.destroy_process_group(group)
+    gone = error_of(leaves_out_nothing, job)
+    job.scaler.process_group = None
+    job.scaler.step(job.a)
+    job.scaler.update()
+    job.backward()
+    parted = error_of(job.scaler.step, job.a if job.odd else job.b)
+    job.scaler.update()
+    rank, state, value = dist.get_rank(), job.scaler.state_dict(), job.first.item()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    if job.odd:
+        job.first, job.a = sgd(value)
+        job.scaler = cpu_scaler()
+        job.scaler.load_state_dict(state)
+    iteration(job.scaler, job.b, job.second, [0.25, 0.25])  # which came second on rank 0 alone
+    leaves_out_nothing(job)
+    leaves_out_nothing(job, INF if job.odd else 0.25)
+    return (gone, parted), (job.first.item(), job.second.tolist()), job.scaler.state_dict()
+
+
+def test_groups_are_destroyed_and_made_anew_and_a_rank_is_replaced(new_ranks, tmp_path):
+    first, second = new_ranks(2).run(_destroyed_and_made_anew, str(tmp_path / "store"))
+    assert first[1:] == second[1:]
+    assert (first[1][0], first[2]["scale"]) == (0.0, 256.0)
+    for (gone, parted), *_ in (first, second):
+        assert "was destroyed; set scaler.process_group" in gone[1]
+        assert parted[0] == "LockstepError"
+
+
+# -- uneven inputs ---------------------------------------------------------------------------------
+
+
+def _uneven(batches: tuple[int, int], overflow_at: int | None) -> Any:
+    from torch.distributed.algorithms.join import Join
+
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.module.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler, norms = cpu_scaler(), []
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale((model(torch.ones(1, 1)) * factor).sum()).backward()
+        norms.append(scaler.clip_grad_norm_(optimizer, 100.0).item())
+        scaler.step(optimizer)
         scaler.update()
 
-    for _ in range(10):
-        iterate()
-    if dist.get_rank() == 1:
-        scaler = DistGradScaler("cpu")
-    return _error_of(iterate)
+    with Join([model, scaler]):
+        for number in range(batches[dist.get_rank()]):
+            step(INF if number == overflow_at else 0.25)
+    step(0.25)
+    return norms[-1], model.module.weight.item(), scaler.state_dict()
 
 
-def test_a_scaler_made_anew_on_one_rank_is_named(ranks2: RankPool) -> None:
-    for error in ranks2.run(_a_scaler_made_anew_on_one_rank):
-        assert error is not None
-        assert error[0] == "LockstepError"
-        assert "iteration=10" in error[1]
+@pytest.mark.parametrize("overflow_at", [None, 1])
+@pytest.mark.parametrize("batches", [(1, 3), (3, 1), (2, 2), (0, 2)])
+def test_join_of_model_and_scaler_trains_on_uneven_inputs(ranks2, batches, overflow_at):
+    first, second = ranks2.run(_uneven, batches, overflow_at)
+    assert first == second
+    # DDP divides by the ranks that there were at first: a batch of one rank moves by half.
+    moved = [0.25 if n < min(batches) else 0.125 for n in range(max(batches)) if n != overflow_at]
+    assert first[:2] == (0.25, 1.0 - sum(moved) - 0.25)
+    assert first[2]["scale"] == (1024.0 if overflow_at is None else 512.0)

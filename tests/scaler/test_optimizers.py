@@ -1,0 +1,295 @@
+"""Optimizers that take the flag themselves, wrappers of frameworks, and steps that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distamp.scaler import MasterParameters, StepCounts
+from tests.scaler.steps import (
+    INF,
+    backward,
+    cpu_scaler,
+    error_of,
+    iteration,
+    leaf,
+    sgd,
+    torch_scaler,
+)
+from tests.scaler.wrappers import Accelerated, Bare, Fabric, Lightning
+
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
+
+
+# -- torch's protocol of fused optimizers ----------------------------------------------------------
+
+
+class Own(torch.optim.Optimizer):
+    """A user's optimizer of the protocol: notes what it is handed, and steps by it."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.seen: list[Any] = []
+
+    def step(self, closure: Any = None) -> Any:
+        scale, flag = self.grad_scale, self.found_inf
+        self.seen.append((None if scale is None else scale.item(), flag.shape, flag.item()))
+        for p in self.param_groups[0]["params"]:
+            if not flag:
+                p.data -= p.grad / (1.0 if scale is None else scale)
+
+
+class OwnSGD(Own, torch.optim.SGD):
+    """The same, derived from an optimizer whose own groups say ``fused=None``."""
+
+    def __init__(self, parameters: Any) -> None:
+        torch.optim.SGD.__init__(self, parameters, lr=1.0)
+        self.seen = []
+
+
+@UNSCALE
+@pytest.mark.parametrize("kind", [Own, OwnSGD])
+def test_an_optimizer_of_the_protocol_is_handed_what_torch_hands_it(kind, unscale):
+    """Scale and flag, on an overflow too; 0-d, and gone afterwards."""
+    seen = []
+    for scaler in (cpu_scaler(), torch_scaler()):
+        parameter = leaf(1.0)
+        optimizer = kind([parameter])
+        for gradient in (0.25, INF, 0.25):
+            iteration(scaler, optimizer, parameter, gradient, unscale=unscale)
+            assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+        assert parameter.item() == 0.5
+        seen.append(optimizer.seen)
+    assert seen[0] == seen[1]
+
+
+@FUSED
+def test_a_flag_that_a_trainer_sums_over_ranks_is_one_overflow(fused):
+    """torch's fused kernels do not take 2.0 for an overflow."""
+    parameter, optimizer = sgd(fused=fused)
+    scaler = cpu_scaler()
+    for gradient in (0.25, INF, 0.25):
+        optimizer.zero_grad()
+        backward(scaler, parameter, gradient)
+        scaler.unscale_(optimizer)
+        for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            flag.mul_(2.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert parameter.item() == 0.5
+    assert scaler.step_counts(optimizer) == StepCounts(taken=2, skipped=1)
+
+
+def test_a_grad_scale_of_the_users_multiplies_as_in_torch():
+    for scaler in (cpu_scaler(), torch_scaler()):
+        parameter, optimizer = sgd(fused=True)
+        optimizer.grad_scale = torch.tensor(2.0)
+        backward(scaler, parameter, 0.5)
+        scaler.step(optimizer)
+        assert parameter.item() == 0.75
+
+
+@UNSCALE
+def test_a_fused_optimizer_that_a_loaded_state_made_unfused_still_steps(unscale):
+    parameter, optimizer = sgd(fused=True)
+    optimizer.load_state_dict(torch.optim.SGD([leaf(1.0)], lr=1.0).state_dict())
+    iteration(cpu_scaler(), optimizer, parameter, 0.25, unscale=unscale)
+    assert parameter.item() == 0.75
+
+
+# -- torch's older protocol: the scaler itself is an argument (Apex's fused LAMB) ------------------
+
+
+class AsksTheScaler(torch.optim.SGD):
+    """Unscales and skips by what it asks the scaler, in one of three ways."""
+
+    _step_supports_amp_scaling = True
+    how = "_check_inf_per_device"
+
+    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
+        (parameter,) = self.param_groups[0]["params"]
+        if self.how == "unscale_":
+            grad_scaler.unscale_(self)
+            found = grad_scaler._found_inf_per_device(self)
+        elif self.how == "get_scale":
+            found = {0: 1.0 - parameter.grad.isfinite().float()}
+        else:
+            found = grad_scaler._check_inf_per_device(self)
+        if sum(flag.item() for flag in found.values()):
+            return "skipped inside"
+        if self.how != "unscale_":
+            parameter.grad.div_(grad_scaler.get_scale())
+        super().step()
+        return "stepped"
+
+
+def _asked(how: str, make: Any, overflows: bool) -> Any:
+    parameter = leaf(1.0)
+    optimizer, scaler = AsksTheScaler([parameter], lr=1.0), make()
+    optimizer.how = how
+    returned = []
+    for gradient in (0.25, INF if overflows else 0.25, 0.25):
+        with pytest.warns(FutureWarning, match="stop passing itself"):
+            returned.append(iteration(scaler, optimizer, parameter, gradient))
+    return returned, parameter.item(), scaler.get_scale()
+
+
+def _asked_where_rank_0_overflows(how: str) -> Any:
+    return _asked(how, cpu_scaler, dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("how", ["_check_inf_per_device", "unscale_", "get_scale"])
+def test_an_optimizer_that_takes_the_scaler_is_given_it(ranks2, how):
+    expected = (["stepped", "skipped inside", "stepped"], 0.5, 512.0)
+    assert _asked(how, cpu_scaler, True) == expected
+    if how != "get_scale":  # it asks for no check, which torch's update refuses
+        assert _asked(how, torch_scaler, True) == expected
+    # Whatever it looks at, it is not called on several ranks where one of them overflowed.
+    expected = (["stepped", None, "stepped"], 0.5, 512.0)
+    assert ranks2.run(_asked_where_rank_0_overflows, how) == [expected] * 2
+
+
+# -- wrappers --------------------------------------------------------------------------------------
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "Lightning": Lightning,
+    "Fabric": Fabric,
+    "Accelerate": Accelerated,
+    "bare": Bare,
+    "twice": lambda optimizer: Lightning(Bare(optimizer)),
+}
+
+
+# A wrapper that forwards torch's mark of fused optimizers drops the flag, under torch's class too.
+@pytest.mark.parametrize(
+    ("through", "fused"), [("wrapper", False), ("inner", False), ("wrapper", True)]
+)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_and_what_it_wraps_are_one_optimizer(name, through, fused):
+    """Stepped through one, unscaled, clipped, refused and asked about through the other."""
+    parameter, inner = sgd(fused=fused)
+    both, scaler = [WRAPPERS[name](inner), inner], cpu_scaler()
+    first, second = both if through == "wrapper" else both[::-1]
+    for gradient in (0.25, INF, 0.5):
+        inner.zero_grad()
+        backward(scaler, parameter, gradient)
+        scaler.unscale_(first)
+        assert scaler.is_unscaled(second)
+        assert "already been called" in error_of(scaler.unscale_, second)[1]
+        scaler.step(second)
+        assert "already been called" in error_of(scaler.step, first)[1]
+        scaler.update()
+        told = [(scaler.stepped(o), scaler.found_inf(o).item()) for o in both]
+        assert told == [(gradient != INF, float(gradient == INF))] * 2
+    inner.zero_grad()
+    backward(scaler, parameter, 4.0)
+    assert scaler.clip_grad_norm_(first, 0.25).item() == 4.0
+    scaler.step(second)
+    assert parameter.item() == pytest.approx(0.0, abs=1e-5)
+    assert [scaler.step_counts(o) for o in both] == [StepCounts(taken=3, skipped=1)] * 2
+
+
+@pytest.mark.parametrize("name", ["Lightning", "Fabric", "Accelerate"])
+def test_a_wrapper_steps_as_what_it_wraps(name):
+    """Without unscale_, and with masters behind it."""
+    for dtype in (torch.float32, torch.float16):
+        parameter = leaf(1.0, dtype=dtype)
+        inner = torch.optim.SGD([parameter], lr=1.0)
+        masters = dtype is torch.float16 and MasterParameters(inner)
+        scaler = cpu_scaler(fp16_grads="master" if masters else "error")
+        for gradient in (0.25, INF, 0.5):
+            iteration(scaler, WRAPPERS[name](inner), parameter, gradient)
+            inner.zero_grad()
+        assert (parameter.item(), scaler.get_scale()) == (0.25, 512.0), dtype
+
+
+class Forwards:
+    """Passes every name on, ``step`` and torch's mark of fused optimizers too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
+class Clips:
+    """Clips in its own step, and does not say that it takes flags."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.5)
+        self.optimizer.step()
+
+
+@FUSED
+@pytest.mark.parametrize("wrapper", [Forwards, Clips])
+def test_gradients_are_unscaled_once_whatever_a_wrapper_around_a_fused_optimizer_does(
+    wrapper, fused
+):
+    parameter, inner = sgd(fused=fused)
+    scaler, optimizer = cpu_scaler(), wrapper(inner)
+    for gradient in (0.25, INF, 0.5):
+        inner.zero_grad()
+        backward(scaler, parameter, gradient)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (parameter.item(), scaler.get_scale()) == (pytest.approx(0.25, abs=1e-5), 512.0)
+
+
+# -- a step that fails -----------------------------------------------------------------------------
+
+
+class Breaks(torch.optim.SGD):
+    """Its first step fails, as where memory runs out."""
+
+    broken = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.broken:
+            self.broken = False
+            raise MemoryError("no memory left")
+        return super().step(closure)
+
+
+@FUSED
+@UNSCALE
+def test_an_exception_inside_a_step_leaves_nothing_behind_and_may_be_retried(fused, unscale):
+    parameter = leaf(1.0)
+    optimizer = Breaks([parameter], lr=1.0, fused=fused)
+    scaler = cpu_scaler()
+    backward(scaler, parameter, 0.25)
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+    scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.item(), scaler.step_counts(optimizer).taken) == (0.75, 1)
+
+
+def test_what_is_no_optimizer_is_named():
+    parameter, optimizer = sgd()
+    scaler = cpu_scaler()
+    scaler.scale(parameter.sum()).backward()
+    for call, wrong in (
+        (c, w) for c in ("unscale_", "step") for w in ([optimizer], parameter, None)
+    ):
+        with pytest.raises(TypeError, match=f"expected an optimizer, not {type(wrong).__name__}"):
+            getattr(scaler, call)(wrong)
+    with pytest.raises(TypeError, match="at least one optimizer"):
+        scaler.unscale_()
+    optimizer.param_groups[0]["params"] = [1.0]
+    with pytest.raises(TypeError, match=r"expected param to be torch.Tensor, got float"):
+        scaler.step(optimizer)

@@ -1,0 +1,465 @@
+"""What public code does to torch's scaler: loops, subclasses, patches, its inner names.
+
+Each program takes a class and runs on torch's and on ours, to the same values. Trainers of public
+packages are run in ``tests/trainers``, random calls in `test_oracle`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from distamp import DistGradScaler
+from tests.scaler.steps import INF, backward, iteration, leaf, sgd
+
+Class = Any
+CPU = torch.device("cpu")
+
+
+def _made(cls: Class, **settings: Any) -> Any:
+    return cls("cpu", **{"init_scale": 1024.0, **settings})
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def gradient_penalty(cls: Class) -> Any:
+    scaler, (p, optimizer) = _made(cls), sgd(2.0, lr=0.125)
+    squares = p * p
+    (gradient,) = torch.autograd.grad(scaler.scale(squares.sum()), [p], create_graph=True)
+    penalty = (gradient * (1.0 / scaler.get_scale())).pow(2).sum()
+    scaler.scale(squares.sum() + penalty).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    return p.item()
+
+
+def several_losses_over_several_optimizers(cls: Class) -> Any:
+    scaler, (p, first), (q, second) = _made(cls), sgd(1.0, lr=0.125), sgd(2.0, lr=0.125)
+    for _ in range(3):
+        first.zero_grad()
+        second.zero_grad()
+        scaler.scale((2 * p + 3 * q).sum()).backward(retain_graph=True)
+        scaler.scale((3 * p - 5 * q).sum()).backward()
+        scaler.unscale_(first)
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+    return p.item(), q.item()
+
+
+def a_group_is_added_and_another_is_empty(cls: Class) -> Any:
+    scaler, (p, optimizer), q = _made(cls), sgd(), leaf(1.0)
+    for number in range(3):
+        optimizer.zero_grad()
+        q.grad = None
+        if number:
+            optimizer.add_param_group({"params": [[], [q]][number - 1]})
+        scaler.scale((p * 0.25).sum() + (q * (INF if number == 2 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return p.item(), q.item(), scaler.get_scale()
+
+
+def backward_in_another_thread(cls: Class) -> Any:
+    scaler, (p, optimizer) = _made(cls), sgd()
+    thread = threading.Thread(target=backward, args=(scaler, p, 0.25))
+    thread.start()
+    thread.join()
+    scaler.step(optimizer)
+    scaler.update()
+    return p.item()
+
+
+def two_scalers_of_one_optimizer(cls: Class) -> Any:
+    p, optimizer = sgd()
+    for scaler in (_made(cls), _made(cls, init_scale=64.0)):
+        iteration(scaler, optimizer, p, 0.25)
+    return p.item()
+
+
+def two_optimizers_over_one_parameter(cls: Class) -> Any:
+    scaler, p, q = _made(cls), leaf(1.0), leaf(1.0)
+    for optimizer in (torch.optim.SGD([p, q], lr=1.0), torch.optim.SGD([q], lr=1.0)):
+        p.grad = q.grad = None
+        for each in (p, q):
+            backward(scaler, each, 0.25)
+        scaler.step(optimizer)
+    scaler.update()
+    return p.item(), q.item()
+
+
+def optimizers_and_parameters_are_made_anew(cls: Class) -> Any:
+    scaler, p = _made(cls, growth_interval=1), leaf(1.0)
+    for _ in range(3):
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        optimizer.zero_grad(set_to_none=False)
+        iteration(scaler, optimizer, p, 0.25)
+    optimizer.param_groups[0]["params"][0] = new = leaf(1.0)
+    iteration(scaler, optimizer, new, 0.25)
+    return p.item(), new.item(), scaler.get_scale()
+
+
+def gradients_by_hand(cls: Class) -> Any:
+    scaler, (p, optimizer), values = _made(cls), sgd(), []
+    scaler.scale(torch.ones(()))
+    for _ in range(2):
+        p.grad = torch.tensor([256.0])
+        scaler.unscale_(optimizer)
+        values.append(p.grad.item())
+        scaler.step(optimizer)
+        scaler.update(8.0)
+        p.grad = torch.tensor([2.0])
+        scaler.step(optimizer)
+        scaler.update(1024.0)
+        values.append(p.item())
+    return values
+
+
+def evaluation_in_between(cls: Class) -> Any:
+    """Losses are scaled for logging alone, with and without a graph, and input gradients taken."""
+    scaler, (p, optimizer) = _made(cls, growth_interval=1), sgd()
+    for _ in range(3):
+        with torch.no_grad():
+            scaler.scale((p * 0.25).sum())
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(scaler.scale((p.detach() * x).sum()), [x])
+        iteration(scaler, optimizer, p, 0.25, unscale=True)
+        scaler.scale((x * 3).sum()).backward()
+    return p.item(), x.grad.item(), scaler.get_scale()
+
+
+def inside_of_backward(cls: Class) -> Any:
+    """Optimizers that are stepped, or unscaled, as soon as a gradient is there."""
+    scaler, parameters = _made(cls), [leaf(1.0), leaf(2.0)]
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in parameters}
+
+    def step(parameter: Any) -> None:
+        if parameter is parameters[1]:
+            scaler.unscale_(optimizers[parameter])
+        scaler.step(optimizers[parameter])
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(step)
+    for gradient in (0.25, INF, 0.25):
+        scaler.scale(sum((p * gradient).sum() for p in parameters)).backward()
+        scaler.update()
+    return [p.item() for p in parameters], scaler.get_scale()
+
+
+def a_gradient_replaced_after_unscale(cls: Class) -> Any:
+    scaler, (p, optimizer) = _made(cls), sgd()
+    backward(scaler, p, 0.25)
+    scaler.unscale_(optimizer)
+    p.grad = p.grad * 2
+    scaler.step(optimizer)
+    return p.item()
+
+
+def one_graph_over_an_update(cls: Class) -> Any:
+    scaler, (p, optimizer) = _made(cls), sgd()
+    loss = (p * 0.25).sum()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward(retain_graph=True)
+        scaler.step(optimizer)
+        scaler.update(scaler.get_scale() * 2)
+    return p.item(), scaler.get_scale()
+
+
+# -- torch's inner names ---------------------------------------------------------------------------
+
+
+def a_record_set_back_to_step_again(cls: Class) -> Any:
+    """As SAM does, and trainers of RL that pop it."""
+    values = []
+    for again in ("stage", "pop", "clear"):
+        scaler, (p, optimizer) = _made(cls), sgd()
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(scaler, p, 0.25)
+            scaler.unscale_(optimizer)
+            if again == "stage":
+                scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+            elif again == "pop":
+                scaler._per_optimizer_states.pop(id(optimizer), None)
+            else:
+                scaler._per_optimizer_states.clear()
+        values.append(iteration(scaler, optimizer, p, 0.25) or p.item())
+    return values
+
+
+def records_that_are_read(cls: Class) -> Any:
+    scaler, (p, optimizer), seen = _made(cls), sgd(), []
+    for gradient in (0.25, INF):
+        optimizer.zero_grad()
+        backward(scaler, p, gradient)
+        record = scaler._per_optimizer_states[id(optimizer)]
+        seen += [record["stage"], scaler._check_inf_per_device(optimizer), p.grad.item()]
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        seen += [record["stage"], found, found is record["found_inf_per_device"]]
+        scaler.step(optimizer)
+        seen += [record["stage"]]
+        scaler.update()
+    return seen
+
+
+def records_that_a_framework_writes(cls: Class) -> Any:
+    scaler, (p, optimizer) = _made(cls), sgd()
+    backward(scaler, p, 0.25)
+    record = scaler._per_optimizer_states[id(optimizer)]
+    record["found_inf_per_device"] = {CPU: torch.ones(())}
+    record["stage"] = OptState.UNSCALED
+    scaler.step(optimizer)
+    scaler.update()
+    return p.item(), scaler.get_scale()
+
+
+def inner_settings(cls: Class) -> Any:
+    names = ("init_scale", "init_growth_tracker", "growth_factor", "backoff_factor")
+    names += ("growth_interval", "enabled", "device", "scale", "growth_tracker")
+    scaler, (p, optimizer), seen = _made(cls, growth_interval=2), sgd(), []
+    scaler._lazy_init_scale_growth_tracker(CPU)
+    scale, tracker = scaler._check_scale_growth_tracker("unscale_")
+    scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 4.0, 0.25, 1
+    for gradient in (0.0, 0.0, INF):
+        iteration(scaler, optimizer, p, gradient)
+        inner = [getattr(scaler, f"_{name}") for name in names]
+        seen += [(type(v), getattr(v, "dtype", None), v) for v in inner]
+        seen += [scaler.get_growth_factor(), scaler._get_scale_async() is scaler._scale]
+    scaler.update(4.0)
+    scaler.load_state_dict(scaler.state_dict())
+    seen += [scaler._scale is scale, scaler._growth_tracker is tracker]
+    scaler._scale = torch.tensor(8.0)  # which others may hold, too
+    p.grad = None
+    backward(scaler, p, 0.25)
+    return [*seen, p.grad.item()]
+
+
+def gradients_unscaled_by_the_inner_pass(cls: Class) -> Any:
+    scaler, first, second = _made(cls), leaf(1.0, 1.0), leaf(1.0)
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    backward(scaler, first, [0.5, 0.25])
+    backward(scaler, second, INF)
+    flags = scaler._unscale_grads_(optimizer, torch.tensor(1 / 1024), torch.zeros(()), False)
+    return flags, first.grad.tolist(), second.grad.item()
+
+
+LOOPS: list[Callable[[Class], Any]] = [
+    value
+    for name, value in list(globals().items())
+    if getattr(value, "__module__", "") == __name__ and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_goes_as_with_torchs_class(loop):
+    assert loop(DistGradScaler) == loop(torch.amp.GradScaler)
+
+
+# -- subclasses ------------------------------------------------------------------------------------
+
+
+def _plain(cls: Class) -> Class:
+    return cls
+
+
+def _logs(cls: Class) -> Class:
+    """Every override says when it is called, and when it returns."""
+
+    def override(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            log = self.__dict__.setdefault("log", [])
+            log.append(f"{name}(")
+            try:
+                return getattr(cls, name)(self, *args, **kwargs)
+            finally:
+                log.append(")")
+
+        return method
+
+    names = ("scale", "unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
+    names += ("step", "update", "get_scale", "state_dict")
+    return type("Logs", (cls,), {name: override(name) for name in names})
+
+
+def _takes_the_step(cls: Class) -> Class:
+    class Stepping(cls):
+        """As torch_xla's: the step is taken in another way, which returns something."""
+
+        def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            assert state["stage"] is OptState.UNSCALED
+            if sum(v.item() for v in state["found_inf_per_device"].values()):
+                return "skipped"
+            optimizer.step(*args, **kwargs)
+            return "stepped"
+
+    return Stepping
+
+
+def _sees_more(cls: Class) -> Class:
+    class Strict(cls):
+        """Takes float16, and a gradient above a bound for an overflow."""
+
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found: Any, _: bool) -> Any:
+            flags = super()._unscale_grads_(optimizer, inv_scale, found, True)
+            for p in optimizer.param_groups[0]["params"]:
+                if p.grad is not None and p.grad.abs().max() > 0.5:
+                    flags[p.grad.device] = torch.ones(())
+            return flags
+
+    return Strict
+
+
+def _unscales_by_itself(cls: Class) -> Class:
+    class Unscales(cls):
+        """Does the whole of ``unscale_``, as ShardedGradScaler does."""
+
+        def unscale_(self, optimizer: Any) -> None:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.UNSCALED:
+                raise RuntimeError("unscale_() has already been called")
+            inv_scale = self._scale.double().reciprocal().float()
+            found_inf = torch.full((), 0.0, device=self._scale.device)
+            flags = self._unscale_grads_(optimizer, inv_scale, found_inf, True)
+            state.update(found_inf_per_device=flags, stage=OptState.UNSCALED)
+
+    return Unscales
+
+
+def _updates_as_sharded(cls: Class) -> Class:
+    class Sharded(cls):
+        """Ends ``update`` as ShardedGradScaler's and torch's own do."""
+
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            records = self._per_optimizer_states.values()
+            found = [f for record in records for f in record["found_inf_per_device"].values()]
+            growth, backoff = self._growth_factor, self._backoff_factor
+            interval = self._growth_interval
+            torch._amp_update_scale_(scale, tracker, sum(found), growth, backoff, interval)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Sharded
+
+
+def _says_nothing(cls: Class) -> Class:
+    class Silent(cls):
+        """Counts in a name of its own, and returns flags of zero alone."""
+
+        _hysteresis_tracker = _ranks = _states = _settings = 0
+
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found: Any, _: bool) -> Any:
+            self._hysteresis_tracker += 1
+            super()._unscale_grads_(optimizer, inv_scale, torch.zeros(()), True)
+            return {} if isinstance(self, DistGradScaler) else {CPU: found}
+
+    return Silent
+
+
+SUBCLASSES = [
+    value
+    for name, value in list(globals().items())
+    if name in ("_plain", "_logs", "_takes_the_step", "_sees_more")
+    or name in ("_unscales_by_itself", "_updates_as_sharded", "_says_nothing")
+]
+GRADIENTS = ((0.25, 0.25), (0.75, 0.25), (INF, 0.25), (0.25, 0.125), (0.25, 0.125))
+
+
+def _history(scaler: Any, fused: bool, unscale: bool, overflows: bool = True) -> list[Any]:
+    trained = [sgd(fused=fused), sgd(2.0, fused=fused)]
+    history: list[Any] = []
+    for gradients in GRADIENTS:
+        for (parameter, optimizer), gradient in zip(trained, gradients, strict=True):
+            optimizer.zero_grad()
+            backward(scaler, parameter, gradient if overflows else min(gradient, 0.25))
+            if unscale:
+                scaler.unscale_(optimizer)
+            history.append(scaler.step(optimizer))
+        scaler.update()
+        history += [parameter.item() for parameter, _ in trained]
+    return [*history, scaler.state_dict(), scaler.__dict__.get("log")]
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("subclass", SUBCLASSES, ids=lambda each: each.__name__)
+def test_a_subclass_trains_as_over_torchs_class(subclass, fused, unscale):
+    ours, theirs = (
+        _history(_made(subclass(cls), growth_interval=2), fused, unscale)
+        for cls in (DistGradScaler, torch.amp.GradScaler)
+    )
+    assert ours == theirs
+
+
+def _subclass_on_ranks(number: int, overflow_on: int) -> Any:
+    scaler = _made(SUBCLASSES[number](DistGradScaler), growth_interval=2)
+    return _history(scaler, False, number % 2 == 0, dist.get_rank() == overflow_on)[-2:]
+
+
+@pytest.mark.parametrize("number", range(len(SUBCLASSES) - 1))
+def test_ranks_agree_whatever_a_subclass_overrides_and_wherever_it_overflows(ranks2, number):
+    alone = _history(_made(SUBCLASSES[number](DistGradScaler), growth_interval=2), False, False)
+    for overflow_on in (0, 1):
+        for state, _ in ranks2.run(_subclass_on_ranks, number, overflow_on):
+            assert state == alone[-2], overflow_on
+
+
+PATCHED = ("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("where", ["class", "object"])
+def test_what_is_patched_in_is_called_where_torch_calls_it(where, fused):
+    logs = []
+    for cls in (torch.amp.GradScaler, DistGradScaler):
+        log: list[Any] = []
+        scaler, (parameter, optimizer) = _made(cls), sgd(fused=fused)
+
+        def noting(name: str, original: Any, log: list[Any] = log) -> Any:
+            return lambda *args: (log.append(name), original(*args))[1]
+
+        with contextlib.ExitStack() as stack:
+            target: Any = cls if where == "class" else scaler
+            for name in PATCHED:
+                patch = mock.patch.object(target, name, noting(name, getattr(target, name)))
+                stack.enter_context(patch)
+            for gradient in (0.25, INF, 0.25):
+                iteration(scaler, optimizer, parameter, gradient)
+        logs.append([*log, parameter.item(), scaler.get_scale()])
+    assert logs[0] == logs[1]
+    assert len(logs[1]) > 5
+
+
+def test_a_gradient_penalty_over_a_model_is_as_without_a_scaler():
+    steps = []
+    for enabled in (True, False):
+        scaler = DistGradScaler("cpu", enabled=enabled)
+        torch.manual_seed(0)
+        model, inputs = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(2, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            parameters = list(model.parameters())
+            scaled = torch.autograd.grad(scaler.scale(loss), parameters, create_graph=True)
+            penalty = sum((g / scaler.get_scale()).square().sum() for g in scaled) ** 0.5
+            scaler.scale(loss + penalty).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(steps[0], steps[1])

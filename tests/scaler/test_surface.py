@@ -1,0 +1,277 @@
+"""torch's surface: names, signatures, settings, the order of calls, what may be scaled."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import types
+import warnings
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distamp
+from distamp import DistGradScaler
+from distamp.errors import SettingError, StageError
+from distamp.scaler import DynamicSchedule, HysteresisSchedule, StaticSchedule
+from tests.scaler.steps import INF, NAN, cpu_scaler, iteration, sgd, torch_scaler
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_the_class_is_torchs_with_its_names_and_positions():
+    ours, theirs = cpu_scaler(), torch_scaler()
+    for scaler in (ours, theirs):
+        scaler.scale(torch.ones(()))
+    assert {name for name in dir(theirs) if not hasattr(ours, name)} == set()
+    assert distamp.GradScaler is DistGradScaler
+    assert isinstance(ours, torch.amp.GradScaler)
+    mine, torchs = (
+        list(inspect.signature(cls).parameters.values())
+        for cls in (DistGradScaler, torch.amp.GradScaler)
+    )
+    same, more = mine[: len(torchs)], mine[len(torchs) :]
+    assert [p.name for p in same] == [p.name for p in torchs]
+    assert [p.default for p in same[1:]] == [p.default for p in torchs[1:]]
+    assert all(p.kind is p.KEYWORD_ONLY for p in more)
+    assert issubclass(StageError, (RuntimeError, AssertionError))
+    assert issubclass(SettingError, ValueError)
+    assert issubclass(SettingError, AssertionError)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+NOT_NUMBERS = ["2", None, True, [2.0], NAN, INF, -INF]
+NOT_COUNTS = [0, -1, 1.5, True, "2"]
+BAD: dict[str, list[Any]] = {
+    "init_scale": [0.0, -1.0, 2.0**-25, 2.0**128, *NOT_NUMBERS],
+    "growth_factor": [1.0, 0.5, -2.0, *NOT_NUMBERS],
+    "backoff_factor": [1.0, 2.0, 0.0, -0.5, *NOT_NUMBERS],
+    "growth_interval": [2.0, None, *NOT_COUNTS],
+    "min_scale": [0.0, -1.0, 2.0**20, *NOT_NUMBERS],
+    "max_scale": [1.0, 1e300, *NOT_NUMBERS],
+    "fp16_grads": ["eror", "", None, True],
+    "max_consecutive_skips": NOT_COUNTS,
+    "hysteresis": [None, *NOT_COUNTS],
+}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_a_bad_setting_is_refused_by_name_and_value_wherever_it_is_given(setting):
+    def make(value: Any) -> Any:
+        schedule = setting == "hysteresis" and HysteresisSchedule(hysteresis=value)
+        return schedule or DistGradScaler("cpu", **{setting: value})
+
+    scaler = cpu_scaler()
+    setter = getattr(scaler, f"set_{setting}", None)
+    for value in BAD[setting]:
+        with pytest.raises(SettingError) as caught:
+            make(value)
+        said = str(caught.value)
+        assert setting in said.replace(" factor", "_factor"), value
+        assert repr(value) in said or repr(float(value)) in said
+        for give in (setter, lambda v: setattr(scaler, f"_{setting}", v)) if setter else ():
+            with pytest.raises(SettingError):
+                give(value)
+            assert getattr(scaler, f"get_{setting}")() == getattr(cpu_scaler(), f"get_{setting}")()
+
+
+def test_a_schedule_has_the_scales_settings_to_itself():
+    for setting, value in {"growth_factor": 3.0, "growth_interval": 5, "min_scale": 1.0}.items():
+        with pytest.raises(SettingError, match=r"belong to the schedule"):
+            DistGradScaler("cpu", schedule=StaticSchedule(), **{setting: value})
+    with pytest.raises(SettingError, match=r"init_scale must be between .*min_scale=1.0"):
+        DistGradScaler("cpu", init_scale=0.5, schedule=DynamicSchedule(min_scale=1.0))
+    for wrong in ("static", StaticSchedule):
+        with pytest.raises(TypeError, match=r"schedule must be a Schedule, not"):
+            DistGradScaler("cpu", schedule=wrong)
+    for given in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), 3):
+        with pytest.raises(TypeError, match=r"pairs of name and parameter"):
+            DistGradScaler("cpu", named_parameters=given)
+    for given in (0, "gloo", [0, 1]):
+        with pytest.raises(TypeError, match=r"must be a ProcessGroup, a DeviceMesh or None"):
+            DistGradScaler("cpu", process_group=given)
+
+
+def test_a_device_is_a_type_a_torch_device_or_refused():
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
+        assert DistGradScaler(device).scale(torch.tensor(1.0)).item() == 65536.0
+    for scale in (65536.0, 65536):
+        with pytest.raises(TypeError, match=rf"init_scale={scale!r}"):
+            DistGradScaler(scale)
+    with pytest.raises(ValueError, match=r"'cdua' is not a device"):
+        DistGradScaler("cdua")
+    with pytest.raises(TypeError, match=r"device must be a device type"):
+        DistGradScaler(["cpu"])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_without_an_accelerator_none_is_cpu_and_cuda_warns_and_disables_as_torchs_does():
+    assert DistGradScaler().is_enabled()
+    for kind in (torch.amp.GradScaler, DistGradScaler):
+        with pytest.warns(UserWarning, match=r"GradScaler is enabled, but .* not available") as w:
+            assert not kind("cuda").is_enabled()
+        assert w[0].filename == __file__, "the warning points at the caller"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not DistGradScaler("cuda", enabled=False).is_enabled()
+
+
+# -- update(new_scale) -----------------------------------------------------------------------------
+
+
+def test_update_takes_one_number_in_any_form_and_keeps_the_tracker():
+    forms = [torch.tensor(4.0, dtype=torch.float64), torch.tensor(4), torch.tensor([[4.0]])]
+    for new_scale in (4.0, 4, torch.tensor(4.0), *forms):
+        traces = []
+        for scaler in (cpu_scaler(growth_interval=3), torch_scaler(growth_interval=3)):
+            parameter, optimizer = sgd()
+            iteration(scaler, optimizer, parameter, 0.0)
+            if isinstance(scaler, DistGradScaler):
+                scaler.update(new_scale)
+                if isinstance(new_scale, Tensor):
+                    new_scale.fill_(7)  # it is copied
+            else:
+                scaler.update(4.0)
+            trace = [scaler.get_scale(), scaler._get_growth_tracker()]
+            for _ in range(2):
+                iteration(scaler, optimizer, parameter, 0.0)
+                trace.append(scaler.get_scale())
+            traces.append(trace)
+        assert traces[0] == traces[1] == [4.0, 1, 4.0, 8.0], new_scale
+
+
+def test_update_refuses_what_is_no_scale_and_changes_nothing():
+    bad = [0.0, -1.0, 2.0**-25, 2.0**128, "2", True, [2.0], NAN, INF, torch.tensor(0.0)]
+    tensors = [torch.tensor([4.0, 4.0]), torch.tensor([]), torch.tensor(4.0, requires_grad=True)]
+    scaler = cpu_scaler()
+    with pytest.raises(AssertionError, match=r"Attempted update but _scale is None"):
+        scaler.update(4.0)
+    scaler.scale(torch.tensor(1.0))
+    for new_scale in (*bad, *tensors):
+        with pytest.raises(SettingError, match=r"new_scale|float or a 1-element"):
+            scaler.update(new_scale)
+    assert scaler.get_scale() == 1024.0
+
+
+# -- the order of calls ----------------------------------------------------------------------------
+
+
+def _outcomes(scaler: torch.amp.GradScaler, calls: tuple[str, ...]) -> list[str]:
+    """What each call raised, or how scale and parameter stand after it."""
+    parameter, optimizer = sgd()
+    parameter.grad = torch.ones_like(parameter)
+    seen = []
+    for call in calls:
+        given = {"scale": [torch.tensor(1.0)], "update": []}.get(call, [optimizer])
+        try:
+            getattr(scaler, call)(*given)
+        except (RuntimeError, AssertionError) as error:
+            seen.append(str(error).replace("step()", "step"))
+        else:
+            seen.append(f"{scaler.get_scale()} {parameter.item()}")
+    return seen
+
+
+def _waits_over_an_update(calls: tuple[str, ...]) -> bool:
+    """Whether gradients that were unscaled are used after an update, before another loss."""
+    found = re.search(
+        r"^scale .*unscale_ (?:unscale_ )*update (?:update )*(?:unscale_|step)", " ".join(calls)
+    )
+    return found is not None
+
+
+def test_every_order_of_four_calls_ends_as_torchs_and_with_its_words():
+    for calls in itertools.product(("scale", "unscale_", "step", "update"), repeat=4):
+        ours, theirs = (_outcomes(make(4.0), calls) for make in (cpu_scaler, torch_scaler))
+        if not _waits_over_an_update(calls):
+            assert ours == theirs, calls
+        elif "step" in calls[-1]:  # unscaled gradients stay so until a loss is scaled
+            assert ours[-1] == "4.0 0.75", calls
+
+
+def test_scale_may_first_be_called_in_inference_mode():
+    scaler = cpu_scaler()
+    with torch.inference_mode():
+        scaler.scale(torch.ones(()))
+    parameter, optimizer = sgd()
+    iteration(scaler, optimizer, parameter, 0.25)
+    assert parameter.item() == 0.75
+
+
+# -- what may be scaled ----------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["loss", "extra"])
+
+
+def one(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones((), dtype=dtype)
+
+
+def shown(structure: Any) -> Any:
+    """Types, keys and values of a structure."""
+    if isinstance(structure, Tensor):
+        return structure.dtype, structure.tolist()
+    if isinstance(structure, dict):
+        return type(structure).__name__, [(k, shown(v)) for k, v in structure.items()]
+    kind = "iterator" if isinstance(structure, Iterator) else type(structure).__name__
+    return kind, [shown(each) for each in structure]
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64)
+AS_TORCHS = {
+    "list": lambda: [one(), one()],
+    "tuple": lambda: (one(), (one(), [one()])),
+    "empty": lambda: ([], ()),
+    "generator": lambda: (one() for _ in range(2)),
+    "dtypes": lambda: [torch.ones(shape, dtype=d) for d in DTYPES for shape in ((), (2,))],
+}
+KEPT = {
+    "namedtuple": Pair(one(), [one()]),
+    "dict": {"b": one(), "a": (one(),)},
+    "OrderedDict": OrderedDict({"b": one(), "a": [one()]}),
+    "defaultdict": defaultdict(list, {"b": one()}),
+}
+
+
+@pytest.mark.parametrize("name", AS_TORCHS)
+def test_structures_that_torch_knows_come_back_as_torch_gives_them(name):
+    ours, theirs = (make().scale(AS_TORCHS[name]()) for make in (cpu_scaler, torch_scaler))
+    assert shown(ours) == shown(theirs)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_mappings_and_namedtuples_keep_their_type_and_are_left_as_they_were(name):
+    before = shown(KEPT[name])
+    scaled = cpu_scaler(2.0).scale(KEPT[name])
+    assert repr(shown(scaled)) == repr(before).replace("1.0", "2.0")
+    assert shown(KEPT[name]) == before
+    assert type(scaled) is type(KEPT[name])
+
+
+def test_other_iterables_are_taken_and_gradients_flow_through_every_leaf():
+    leaves = [torch.ones((), requires_grad=True) for _ in range(4)]
+    given = {"a": leaves[0], "b": [leaves[1], Pair(leaves[2], one())]}
+    scaled = cpu_scaler().scale(types.MappingProxyType(given))
+    (only,) = cpu_scaler().scale({leaves[3]})
+    (scaled["a"] + 2 * scaled["b"][0] + 3 * scaled["b"][1].loss + 4 * only).backward()
+    assert [leaf.grad.item() for leaf in leaves] == [1024.0, 2048.0, 3072.0, 4096.0]
+
+
+def test_float16_comes_back_as_float32_without_overflow():
+    for shape in ((), (1,), (2, 2), (0,)):
+        outputs = torch.full(shape, 2.0, dtype=torch.float16)
+        for scaled in (cpu_scaler(2.0**16).scale(outputs), *cpu_scaler(2.0**16).scale([outputs])):
+            assert scaled.dtype is torch.float32
+            assert torch.equal(scaled, torch.full(shape, 131072.0))
+
+
+@pytest.mark.parametrize("bad", [1.5, None, "loss", [1.5], [one(), None], {"a": 2}], ids=str)
+def test_what_is_no_tensor_is_refused_with_torchs_words(bad):
+    with pytest.raises(ValueError, match=r"outputs must be a Tensor or an iterable of Tensors"):
+        cpu_scaler().scale(bad)
