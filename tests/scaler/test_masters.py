@@ -1,0 +1,664 @@
+"""fp32 masters: the loop by hand to the bit, whatever the optimizer, the loop and the gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import DistGradScaler
+from distamp.errors import SettingError, StageError
+from distamp.scaler import MasterParameters, master_params, masters_of
+from tests.ranks import mesh
+from tests.scaler.layouts import LAYOUTS
+from tests.scaler.masters import ByHand, half_mlp, master_scaler
+from tests.scaler.reference import KINDS
+from tests.scaler.steps import INF, RaiseAt, cpu_scaler, error_of
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+SCALE = 1024.0
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "SGD momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    "SGD fused": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, fused=True),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+}
+adamw = OPTIMIZERS["AdamW"]
+ZERO_GRADS: dict[str, Callable[[Any, nn.Module, MasterParameters], None]] = {
+    "optimizer": lambda o, m, ms: o.zero_grad(),
+    "optimizer in place": lambda o, m, ms: o.zero_grad(set_to_none=False),
+    "model": lambda o, m, ms: m.zero_grad(),
+    "model in place": lambda o, m, ms: m.zero_grad(set_to_none=False),
+    "masters": lambda o, m, ms: ms.zero_grad(),
+}
+
+
+def loss_of(model: nn.Module, batch: int, factor: float = 1.0) -> Tensor:
+    """The loss of one seeded batch."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
+    dtype = next(model.parameters()).dtype
+    return (model(x.to(dtype)).float() - 1.0).square().mean() * factor
+
+
+def equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    """Whether tensors are the same to the bit."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def one_master(value: float = 0.0, dtype: torch.dtype = F16) -> Any:
+    """One parameter of low precision whose master an SGD steps by the gradient."""
+    parameter = nn.Parameter(torch.tensor([value], dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    return parameter, optimizer, MasterParameters(optimizer)
+
+
+def backward(scaler: Any, parameter: Tensor, gradient: float = 1.0) -> None:
+    loss = parameter.float().sum() * gradient
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+# -- as by hand ------------------------------------------------------------------------------------
+
+
+def _grouped(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    first, *rest = parameters
+    groups = [{"params": [first], "lr": 0.1}, {"params": rest, "weight_decay": 0.5}]
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def _tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Tanh())
+    model[1].weight = model[0].weight
+    return model.half()
+
+
+def _rows(model: nn.Module, batch: int, factor: float = 1.0) -> Tensor:
+    return model(torch.tensor([[1, 1, 3], [0, 5, 5]][batch % 2])).float().square().sum() * factor
+
+
+def _table() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Embedding(6, 4, sparse=True).half()
+
+
+def _sparse_sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _sparse_adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(list(parameters), lr=0.1)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+    **{name: (half_mlp, make, loss_of) for name, make in OPTIMIZERS.items()},
+    "bfloat16": (lambda: half_mlp(dtype=BF16), adamw, loss_of),
+    "groups": (half_mlp, _grouped, loss_of),
+    "tied": (_tied, adamw, loss_of),
+    "sparse": (_table, _sparse_sgd, _rows),
+    "SparseAdam": (_table, _sparse_adam, _rows),
+}
+CLIPPED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "optimizer": lambda model, optimizer: optimizer,
+    "model.parameters()": lambda model, optimizer: model.parameters(),
+    "master_params": lambda model, optimizer: master_params(optimizer),
+}
+CASES = [(name, how) for name in MODELS for how in ("step", "unscale_", "no scaler", "disabled")]
+CASES += [(name, how) for name in ("AdamW", "SGD fused", "groups") for how in CLIPPED]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_training_is_that_of_the_loop_by_hand_to_the_bit(name, how):
+    """Two microbatches a step, a schedule, and an overflow in the third step."""
+    make_model, make, loss = MODELS[name]
+    plain = how in ("no scaler", "disabled")
+    model, other = make_model(), make_model()
+    optimizer, hand = make(model.parameters()), ByHand(other.parameters(), make)
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, hand.optimizer)
+    ]
+    masters, scaler = MasterParameters(optimizer), master_scaler(enabled=not plain)
+    for step in range(6):
+        optimizer.zero_grad()
+        hand.zero_grad()
+        scale = scaler.get_scale()
+        for micro in range(1 if loss is _rows else 2):  # torch adds no sparse float16
+            factor = INF if step == 2 and not plain else 1.0
+            scaler.scale(loss(model, 2 * step + micro, factor)).backward()
+            (loss(other, 2 * step + micro, factor) * scale).backward()
+        if how == "unscale_" or (how in CLIPPED and step < 2):
+            scaler.unscale_(optimizer)
+            assert all(p.grad is None for p in model.parameters()), "freed as they are taken"
+        finite = hand.unscale(scale)
+        if how in CLIPPED:
+            norm = scaler.clip_grad_norm_(CLIPPED[how](model, optimizer), 0.1)
+            exact = torch.stack([c.grad.double().square().sum() for c in hand.copies]).sum().sqrt()
+            assert not finite or norm.item() == pytest.approx(exact.item(), rel=1e-6)
+            for c in hand.copies:
+                c.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1.0))
+        optimizer.step() if how == "no scaler" else scaler.step(optimizer)
+        scaler.update()
+        if finite:
+            hand.step()
+        for schedule in schedules:
+            schedule.step()
+        assert plain or scaler.stepped(optimizer) is (step != 2)
+    assert equal(master_params(optimizer), hand.copies)
+    assert equal(model.parameters(), other.parameters())
+    assert {p.dtype for p in model.parameters()} == {BF16 if name == "bfloat16" else F16}
+    assert masters.nbytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_fp32_parameters_stay_as_they_are_and_are_stepped_beside_masters():
+    model = nn.Sequential(nn.Linear(8, 8).half(), nn.BatchNorm1d(8))
+    norm = list(model[1].parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    masters, scaler = MasterParameters(optimizer), master_scaler()
+    before = [p.detach().clone() for p in norm]
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    scaler.scale((model[1](model[0](x.half()).float()) * x).sum()).backward()
+    expected = [v - 0.5 * p.grad / SCALE for v, p in zip(before, norm, strict=True)]
+    scaler.step(optimizer)
+    assert equal(norm, expected)
+    assert [p is q for p, q in zip(list(master_params(optimizer))[2:], norm, strict=True)] == [
+        True
+    ] * 2
+    assert masters.nbytes == 4 * (64 + 8)
+
+
+def test_small_gradients_do_not_underflow_and_steps_below_fp16s_rounding_add_up():
+    """1e-3 / 65536 is below float16's smallest, 6e-8."""
+    parameter = nn.Parameter(torch.ones(1, dtype=F16))
+    optimizer = torch.optim.SGD([parameter], lr=1000.0)
+    MasterParameters(optimizer)
+    scaler = DistGradScaler("cpu", init_scale=2.0**16, fp16_grads="master")
+    for _ in range(300):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.tensor([1e-3], dtype=F16)
+        scaler.step(optimizer)
+        scaler.update()
+    expected = 1.0 - 300 * 1000.0 * torch.tensor(1e-3, dtype=F16).item() / 2.0**16
+    assert next(master_params(optimizer)).item() == pytest.approx(expected, abs=2e-5)
+    assert parameter.item() == torch.tensor(expected).half().item() < 0.996
+
+
+# -- zero_grad -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fp16", "bf16 without a scaler"])
+@pytest.mark.parametrize("zero_grad", ZERO_GRADS)
+def test_gradients_that_were_zeroed_are_gone_whoever_zeroes_them(zero_grad, how):
+    """Each step after a pass that was thrown away, by the loop or by a wrapper that warms up."""
+    dtype, scaler = (F16, master_scaler()) if how == "fp16" else (BF16, None)
+    (used, optimizer, masters), unused = (
+        one_master(0.0, dtype),
+        nn.Parameter(torch.ones(1).to(dtype)),
+    )
+    optimizer.add_param_group({"params": [unused]})
+    zero = functools.partial(
+        ZERO_GRADS[zero_grad], optimizer, nn.ParameterList([used, unused]), masters
+    )
+    for step, thrown in enumerate((scaler, None, scaler)):
+        zero()
+        backward(thrown, used, 100.0)
+        zero()
+        for _ in range(2):
+            backward(scaler, used, 2.0**step)
+        if step == 0:  # a later loss leaves it out, and it is not stepped again
+            backward(scaler, unused)
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+    assert (used.item(), unused.item()) == (-14.0, 0.0)
+    if zero_grad in ("optimizer", "masters"):
+        backward(scaler, used, 100.0)
+        zero()
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        assert used.item() == -14.0
+
+
+def test_zero_grad_is_the_optimizers_own_in_a_copy_and_calls_what_was_put_on_it():
+    calls: list[str] = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append("own")
+            super().zero_grad(set_to_none)
+
+    parameter = nn.Parameter(torch.ones(1, dtype=F16))
+    optimizer = Own([parameter], lr=1.0)
+    inner = optimizer.zero_grad
+    optimizer.zero_grad = lambda *args: (calls.append("put on it"), inner(*args))
+    MasterParameters(optimizer)
+    parameter.grad = torch.ones(1, dtype=F16)
+    optimizer.zero_grad()
+    assert (calls, parameter.grad) == (["put on it", "own"], None)
+    parameter, optimizer, _ = one_master(1.0)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert masters_of(twin) is None
+        kept = twin.param_groups[0]["params"][0]
+        kept.grad, parameter.grad = torch.ones(1), torch.ones(1, dtype=F16)
+        twin.zero_grad()
+        assert kept.grad is None
+        assert parameter.grad is not None
+
+
+# -- what a gradient can be ------------------------------------------------------------------------
+
+
+def test_every_size_is_converted_whole_and_an_overflow_anywhere_in_it_skips():
+    """Large gradients are taken in pieces on the host; rows of sparse ones are added in fp32."""
+    for size, bad in itertools.product((0, 1, 65536, 65537, 200_000), (None, 0, 65535, 65536, -1)):
+        if bad is not None and bad >= size - (bad < 0):
+            continue
+        parameter = nn.Parameter(torch.zeros(size, dtype=F16))
+        optimizer = torch.optim.SGD([parameter, nn.Parameter(torch.zeros(1, dtype=F16))], lr=1.0)
+        MasterParameters(optimizer)
+        scaler = master_scaler(2.0**16)
+        scaler.scale(torch.ones(()))
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(0)).half()
+        parameter.grad = gradient.clone()
+        if bad is not None:
+            parameter.grad[bad] = float("nan")
+        scaler.step(optimizer)
+        expected = -(gradient.float() / 2.0**16) if bad is None else torch.zeros(size)
+        assert torch.equal(next(master_params(optimizer)), expected), (size, bad)
+    for rows, expected in (([40000.0, 40000.0], -78.125), ([INF, 1.0], 0.0)):
+        table = nn.Parameter(torch.zeros(3, dtype=F16))
+        optimizer = torch.optim.SGD([table], lr=1.0)
+        MasterParameters(optimizer)
+        scaler = master_scaler()
+        scaler.scale(torch.ones(()))
+        values = torch.tensor(rows, dtype=F16)
+        table.grad = torch.sparse_coo_tensor([[1, 1]], values, (3,), check_invariants=True)
+        scaler.step(optimizer)
+        assert table.tolist() == [0.0, expected, 0.0]
+
+
+def test_a_transposed_gradient_keeps_its_order():
+    parameter = nn.Parameter(torch.zeros(300, 400, dtype=F16).t())
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    MasterParameters(optimizer)
+    scaler = master_scaler(1.0)
+    gradient = torch.arange(120_000.0).reshape(400, 300).remainder(97.0)
+    scaler.scale((parameter.float() * gradient).sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(parameter, -gradient.half())
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_groups_added_later_and_parameters_that_thaw_get_masters(clip):
+    (first, optimizer, masters), second = one_master(), nn.Parameter(torch.zeros(1, dtype=F16))
+    third, scaler = nn.Parameter(torch.zeros(1, dtype=F16), requires_grad=False), master_scaler()
+    optimizer.add_param_group({"params": [third]})
+    for step in range(2):
+        if step:
+            optimizer.add_param_group({"params": [second], "lr": 0.5})
+            third.requires_grad_(True)
+        assert masters.master_of(third) is None or step
+        optimizer.zero_grad()
+        scaler.scale((first.float() + second.float() + third.float()).sum()).backward()
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 100.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (first.item(), second.item(), third.item()) == (-2.0, -0.5, -1.0)
+    assert masters.nbytes == 12
+    assert optimizer.param_groups[2]["params"][0] is masters.master_of(second)
+
+
+# -- beside other optimizers, and what is refused --------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["step", "step_all", "unscale_ of all", "unscale_ of each"])
+def test_each_of_several_optimizers_goes_by_its_own_flag(call):
+    """As GANs do, too: the other side's backward pass lies between unscale_ and step."""
+    plain, sets = nn.Parameter(torch.zeros(1)), [one_master(), one_master()]
+    parameters, scaler = [*(each[0] for each in sets), plain], master_scaler()
+    optimizers = [*(each[1] for each in sets), torch.optim.SGD([plain], lr=1.0)]
+    for number, gradient in enumerate((1.0, INF, 3.0)):
+        backward(scaler, parameters[number], gradient)
+        if call == "unscale_ of each":
+            scaler.unscale_(optimizers[number])
+    if call == "unscale_ of all":
+        scaler.unscale_(*optimizers)
+    if call == "step_all":
+        scaler.step_all(optimizers)
+    else:
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    assert [p.item() for p in parameters] == [-1.0, 0.0, -3.0]
+    assert [scaler.stepped(o) for o in optimizers] == [True, False, True]
+
+
+def test_a_scaler_of_another_model_leaves_a_run_without_one_alone():
+    parameter, optimizer, _ = one_master(dtype=BF16)
+    (other, stepped, _), scaler = one_master(), master_scaler()
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(None, parameter)
+        stepped.zero_grad()
+        backward(scaler, other)
+        scaler.step(stepped)
+        scaler.update()
+        optimizer.step()
+    assert (parameter.item(), other.item()) == (-2.0, -2.0)
+
+
+def test_masters_that_cannot_be_are_refused_with_what_to_do():
+    parameter, optimizer, _ = one_master(1.0)
+    fp32 = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    meta = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=F16, device="meta"))], lr=1.0)
+    refused: dict[str, Any] = {"cast the model": fp32, "Optimizer, not list": [fp32]}
+    refused |= {"to_empty": meta, "has master parameters already": optimizer}
+    for words, given in refused.items():
+        with pytest.raises((ValueError, TypeError), match=words):
+            MasterParameters(given)
+    assert masters_of(fp32) is None
+    with pytest.raises(StageError, match="closure"):
+        optimizer.step(lambda: parameter.float().sum())
+    optimizer.add_param_group({"params": [parameter]})
+    with pytest.raises(ValueError, match="has a master"):
+        optimizer.step()
+    with pytest.raises(StageError, match="is gone"):
+        one_master()[2].stepped()
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step", "clip_grad_norm_"])
+def test_a_scaler_and_an_optimizer_must_both_know_of_masters(call):
+    arguments = [1.0] if call == "clip_grad_norm_" else []
+    for setting in ("error", "inplace"):
+        parameter, optimizer, _ = one_master(1.0)
+        scaler = cpu_scaler(fp16_grads=setting)
+        backward(scaler, parameter)
+        with pytest.raises(SettingError, match=r"make it with fp16_grads='master'"):
+            getattr(scaler, call)(optimizer, *arguments)
+    parameter = nn.Parameter(torch.ones(1, dtype=F16))
+    scaler = master_scaler()
+    backward(scaler, parameter)
+    with pytest.raises(SettingError, match=r"MasterParameters\(optimizer\) before"):
+        getattr(scaler, call)(torch.optim.SGD([parameter], lr=1.0), *arguments)
+    assert parameter.item() == 1.0
+
+
+@pytest.mark.parametrize("op", ["_foreach_copy_", "_amp_foreach_non_finite_check_and_unscale_"])
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_after_an_error_in_the_pass_zero_grad_still_drops_the_models_gradients(op, call):
+    for set_to_none in (True, False):
+        (parameter, optimizer, _), scaler = one_master(1.0), master_scaler()
+        for number in range(3):
+            optimizer.zero_grad(set_to_none)
+            backward(scaler, parameter, 0.125)
+            if number == 1:
+                with RaiseAt(op):
+                    assert "no memory" in error_of(getattr(scaler, call), optimizer)[1]
+                scaler.update(SCALE)
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        assert parameter.item() == 0.75, set_to_none
+
+
+# -- checkpoints, and weights that something else writes -------------------------------------------
+
+
+class Job:
+    """A model, an optimizer, masters and a scaler, made anew as after a restart."""
+
+    def __init__(self, name: str = "AdamW", seed: int = 0) -> None:
+        self.model = half_mlp(seed)
+        self.optimizer = OPTIMIZERS[name](self.model.parameters())
+        self.masters = MasterParameters(self.optimizer)
+        self.scaler = master_scaler()
+        self.parts = {"model": self.model, "optimizer": self.optimizer, "masters": self.masters}
+
+    def train(self, *steps: int) -> Job:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss_of(self.model, step)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        """What a file holds, read back without unpickling anything but tensors."""
+        file = io.BytesIO()
+        torch.save({name: part.state_dict() for name, part in self.parts.items()}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def values(self) -> list[Tensor]:
+        state = self.optimizer.state_dict()["state"].values()
+        kept = [v for each in state for v in each.values() if isinstance(v, Tensor)]
+        tensors = [*self.model.parameters(), *master_params(self.optimizer), *kept]
+        return [tensor.detach().clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "AdamW fused"])
+def test_state_that_an_optimizer_has_already_goes_on_in_float32_and_fits_an_fp32_run(name):
+    model, scaler = half_mlp(), cpu_scaler(fp16_grads="inplace")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    fp32 = OPTIMIZERS[name]([p.detach().float() for p in model.parameters()])
+    fp32.load_state_dict(optimizer.state_dict())
+    MasterParameters(optimizer)
+    wide, expected = optimizer.state_dict()["state"], fp32.state_dict()["state"]
+    assert wide.keys() == expected.keys()
+    for number, kept in wide.items():
+        torch.testing.assert_close(kept, expected[number], rtol=0, atol=0)
+    assert set(optimizer.state) == set(master_params(optimizer))
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["model", "optimizer", "masters"])])
+def test_a_resumed_run_goes_on_to_the_bit_in_whatever_order_it_is_loaded(order):
+    whole, saved, resumed = Job().train(0, 1, 2, 3), Job().train(0, 1).saved(), Job(seed=1)
+    for part in order:
+        resumed.parts[part].load_state_dict(saved[part])
+    assert equal(resumed.train(2, 3).values(), whole.values())
+
+
+def test_a_part_of_a_checkpoint_alone_is_taken_over():
+    """The model's values are float16; masters bring the model with them."""
+    job = Job().train(0, 1)
+    saved, model, masters = job.saved(), Job(seed=1).train(5), Job(seed=1)
+    model.model.load_state_dict(saved["model"])
+    kept = model.masters.state_dict()["masters"].values()
+    assert equal(kept, [value.float() for value in saved["model"].values()])
+    masters.masters.load_state_dict(saved["masters"])
+    assert equal(masters.model.parameters(), job.model.parameters())
+    assert equal(master_params(masters.optimizer), master_params(job.optimizer))
+
+
+def test_a_state_has_the_optimizers_numbers_and_one_that_does_not_fit_changes_nothing():
+    (_, optimizer, masters), frozen = one_master(5.0), nn.Parameter(torch.ones(1, dtype=F16))
+    second = nn.Parameter(torch.full((1,), 6.0, dtype=F16))
+    optimizer.add_param_group({"params": [frozen.requires_grad_(False), second]})
+    state = masters.state_dict()["masters"]
+    assert {n: (v.item(), v.dtype) for n, v in state.items()} == {0: (5.0, F32), 2: (6.0, F32)}
+    bad: dict[str, Any] = {
+        "not a state of master": {},
+        r"masters of parameters \[0\]": {0: state[0]},
+    }
+    bad[r"parameter 2 is .*\(3,\), the one here is .*\(1,\)"] = {0: state[0], 2: torch.ones(3)}
+    for says, values in bad.items():
+        with pytest.raises(ValueError, match=says):
+            masters.load_state_dict({"version": 1, "masters": values} if values else {})
+    assert [m.item() for m in list(master_params(optimizer))[::2]] == [5.0, 6.0]
+
+
+def test_weights_that_are_swapped_out_and_back_keep_their_masters():
+    """As for an evaluation with averaged weights; an element that was written is taken over."""
+    swapped, straight = Job().train(0, 1, 2), Job().train(0, 1, 2)
+    with torch.no_grad():
+        for parameter in swapped.model.parameters():
+            kept = parameter.clone()
+            parameter.zero_()
+            parameter.copy_(kept)
+    assert equal(swapped.train(3).values(), straight.train(3).values())
+    parameter = nn.Parameter(torch.zeros(2, dtype=F16))
+    optimizer = torch.optim.SGD([parameter], lr=1e-5)
+    masters, scaler = MasterParameters(optimizer), master_scaler()
+    with torch.no_grad():
+        masters.master_of(parameter).fill_(1.0 + 2e-5)
+        masters.write_back()
+        parameter[0] = 7.0
+    backward(scaler, parameter)
+    scaler.step(optimizer)
+    expected = torch.tensor([7.0, 1.0 + 2e-5]) - 1e-5
+    torch.testing.assert_close(masters.master_of(parameter).detach(), expected, rtol=0, atol=1e-7)
+    parameter.data.fill_(4.0)  # leaves no trace
+    masters.refresh()
+    assert masters.master_of(parameter).tolist() == [4.0, 4.0]
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def trained_under(name: str, kind: str, clip: float | None) -> dict[str, Any]:
+    """Four steps of two microbatches under a layout, of which the second overflows on one rank."""
+    layout = half_layout(name)
+    optimizer = layout.optimizer(KINDS[kind], [p for part in layout.parts() for p in part])
+    layout.attach([optimizer])
+    masters = MasterParameters(optimizer)
+    scaler = master_scaler(process_group=layout.process_group())
+    steps = []
+    for step in range(4):
+        layout.zero_grad([optimizer])
+        layout.backward(scaler, step, 2, (1.0, 1.0))
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if step == 1 and layout.rank == max(ranks - 2, 0):
+            masters.parameters()[0].grad.view(-1)[0] = INF
+        if clip is not None:
+            scaler.clip_grad_norm_(optimizer, clip)
+        scaler.step(optimizer)
+        steps.append(scaler.stepped(optimizer))
+        scaler.update()
+    return {"values": layout.full_parameters(), "scale": scaler.get_scale(), "steps": steps}
+
+
+def half_layout(name: str) -> Any:
+    """The layout of this name over a model that was cast to float16 first."""
+    base: Any = LAYOUTS[name]
+
+    class Half(base):
+        def make_net(self) -> nn.Module:
+            net = super().make_net()
+            for layer in net.children():
+                layer.register_forward_pre_hook(lambda _, inputs: tuple(x.half() for x in inputs))
+                layer.register_forward_hook(lambda _, inputs, output: output.float())
+            return net.half()
+
+    return Half()
+
+
+class _Scales:
+    """Scales a loss as a scaler does, by one scale after another."""
+
+    def __init__(self, *scales: float) -> None:
+        self.scales = list(scales)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.scales[0]
+
+
+def _beside_the_loop_by_hand(kind: str) -> Any:
+    ours, layout = trained_under("DDP", kind, None), half_layout("DDP")
+    hand = ByHand([p for part in layout.parts() for p in part], KINDS[kind].make)
+    scales = _Scales(1024.0, 1024.0, 512.0, 512.0)
+    for step in range(4):
+        hand.zero_grad()
+        layout.backward(scales, step, 2, (1.0, 1.0))
+        hand.unscale(scales.scales.pop(0))
+        if step != 1:
+            hand.step()
+        scales.scales.append(0.0)
+    same = [torch.equal(v, ours["values"][n]) for n, v in layout.full_parameters().items()]
+    return all(same), ours["scale"], ours["steps"]
+
+
+@pytest.mark.parametrize("kind", ["AdamW for-loop", "AdamW fused", "SGD foreach"])
+def test_under_ddp_it_trains_as_by_hand_to_the_bit(ranks4, kind):
+    expected = (True, 512.0, [True, False, True, True])
+    assert ranks4.run(_beside_the_loop_by_hand, kind) == [expected] * 4
+
+
+def _refused(name: str) -> tuple[str, bool]:
+    layout = half_layout(name)
+    parameters = [p for part in layout.parts() for p in part]
+    optimizer = layout.optimizer(KINDS["SGD for-loop"], parameters)
+    before = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    with pytest.raises(ValueError) as error:
+        MasterParameters(optimizer)
+    after = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    return str(error.value), before == after and "zero_grad" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("name", ["FSDP1", "FSDP1 orig params", "FSDP2 x TP", "ZeRO", "OSS"])
+def test_shards_are_refused_with_what_to_do(ranks4, name):
+    for text, untouched in ranks4.run(_refused, name):
+        assert untouched
+        assert "float32" in text
+        assert "fully_shard" in text
+        assert ("O1" in text) is (name in ("ZeRO", "OSS"))
+
+
+def _by_policy() -> list[float]:
+    """What the refusal says to do instead: FSDP2's own float32 parameters are the masters."""
+    model = nn.Linear(8, 1, bias=False)
+    nn.init.ones_(model.weight)
+    policy = MixedPrecisionPolicy(param_dtype=F16, reduce_dtype=F32)
+    fully_shard(model, mesh=mesh((2,), ("shard",)), mp_policy=policy)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-4), master_scaler()
+    for _ in range(10):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 8)).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model.weight.full_tensor().flatten().tolist()
+
+
+def test_fsdps_own_float32_parameters_add_up_small_steps(ranks2):
+    for values in ranks2.run(_by_policy):
+        assert values == pytest.approx([1.0 - 1e-3] * 8, rel=1e-6)
+
+
+def _views() -> list[bool]:
+    """DDP whose gradients are views of its buckets, zeroed in every way."""
+    same = []
+    for zero in ZERO_GRADS.values():
+        ends = []
+        for view in (True, False):
+            model = DistributedDataParallel(half_mlp(), gradient_as_bucket_view=view)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            masters, scaler = MasterParameters(optimizer), master_scaler()
+            for step in range(3):
+                zero(optimizer, model, masters)
+                x = torch.full((2, 8), 1.0 + step + dist.get_rank(), dtype=F16)
+                scaler.scale(model(x).float().square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            ends.append([p.detach().clone() for p in model.parameters()])
+        same.append(equal(*ends))
+    return same
+
+
+def test_gradients_that_are_views_of_buckets(ranks2):
+    assert ranks2.run(_views) == [[True] * len(ZERO_GRADS)] * 2
