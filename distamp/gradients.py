@@ -141,8 +141,9 @@ def unscale(
         One 0-d flag for each device that holds gradients, ``found_inf`` itself on its own device.
     """
     groups = _grouped(gradients)
-    if not allow_fp16:
-        refuse_fp16([dtype for _, dtype in groups])
+    for _, dtype in groups:
+        if dtype is torch.float16 and not allow_fp16:
+            refuse_fp16([dtype])
     flags: dict[torch.device, Tensor] = {}
     scales: dict[torch.device, Tensor] = {}
     for (device, _), ((group,), _) in groups.items():

@@ -53,6 +53,8 @@ def unwrapped(optimizer: Any) -> Any:
     Lightning, Fabric and Accelerate hand out objects with ``.optimizer`` or ``._optimizer`` and
     the ``param_groups`` of the one inside. A wrapper with groups of its own is itself returned.
     """
+    if _INSIDE.isdisjoint(getattr(optimizer, "__dict__", _NOTHING)):
+        return optimizer
     for _ in range(8):  # wrappers may hold each other
         inner = _inside(optimizer)
         if inner is None:

@@ -299,10 +299,11 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if not optimizers:
             raise TypeError("unscale_() needs at least one optimizer")
         records = [self._record(optimizer) for optimizer in optimizers]
-        if all(map(is_carried, records)):
-            return  # unscaled before the last update, and no loss was scaled since
         for record in records:
-            check_unscale(record)
+            if record["stage"] is not OptState.READY:
+                if all(map(is_carried, records)):
+                    return  # unscaled before the last update, and no loss was scaled since
+                check_unscale(record)
         pairs = list(zip(optimizers, records, strict=True))
         self._look("step", scale, pairs, [False] * len(pairs))
 
@@ -686,7 +687,18 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         on_host = scale.is_cpu
         before: float | Tensor = scale.item() if on_host else scale.clone()
         if new_scale is None:
-            self._advance(scale, tracker, records.values())
+            flags: list[Tensor] = []
+            for record in records.values():
+                if record["stage"] is not OptState.UNSCALED or not is_carried(record):
+                    flags += record["found_inf_per_device"].values()
+            if not flags:
+                raise StageError("No inf checks were recorded prior to update.")
+            found_inf = flags[0]
+            if len(flags) > 1 or found_inf.device != scale.device:
+                found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
+            if not isinstance(own.hysteresis, Tensor):
+                own.hysteresis = torch.full_like(tracker, own.hysteresis)
+            own.settings.schedule.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
         else:
             value = own.settings.schedule.checked_scale(settings.one_number(new_scale), "new_scale")
             scale.fill_(value)
@@ -703,22 +715,6 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         own.ranks.iteration += 1
         for hook in own.hooks:
             hook.iteration_ended()
-
-    def _advance(self, scale: Tensor, tracker: Tensor, records: Iterable[dict[str, Any]]) -> None:
-        """Move the scale by the flags of this iteration, each of which all ranks agree on."""
-        own = self._distamp
-        flags: list[Tensor] = []
-        for record in records:
-            if not is_carried(record):
-                flags += record["found_inf_per_device"].values()
-        if not flags:
-            raise StageError("No inf checks were recorded prior to update.")
-        found_inf = flags[0]
-        if len(flags) > 1 or found_inf.device != scale.device:
-            found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
-        if not isinstance(own.hysteresis, Tensor):
-            own.hysteresis = torch.full_like(tracker, own.hysteresis)
-        own.settings.schedule.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
         """Multiply gradients that wait for their step by what the scale was multiplied by."""

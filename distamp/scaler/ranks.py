@@ -140,11 +140,12 @@ class Ranks:
         """
         if self.lost is not None:
             raise StageError(self.lost)
-        if not isinstance(self.given, DeviceMesh):
-            return resolve(self.given)
-        if self._of_mesh is None:
-            self._of_mesh = resolve(self.given)
-        return resolve(self._of_mesh)
+        given = self.given
+        if given is not None and isinstance(given, DeviceMesh):
+            if self._of_mesh is None:
+                self._of_mesh = resolve(given)
+            given = self._of_mesh
+        return resolve(given)
 
     def group(self, device: torch.device) -> Group | None:
         """Return the ranks to agree with, for a loss scale on ``device``; None if there are none.

@@ -36,7 +36,8 @@ OPTIMIZERS = {
 COEFFICIENTS = [1.0, -0.5, 0.0, 1e-30, 3e38, float("inf"), float("-inf"), float("nan")]
 
 INDEX = st.sampled_from([0, 0, 0, 1])
-SCALE = st.sampled_from([2.0**k for k in (-24, -14, -3, 0, 7, 16, 100, 126, 127)] + [3.7, 31622.7])
+# Gradients cannot be carried over a change of 2^128 or more.
+SCALE = st.sampled_from([2.0**k for k in (-24, -14, -3, 0, 7, 16, 100, 103)] + [3.7, 31622.7])
 CALLS = st.one_of(
     st.tuples(
         st.just("backward"),
