@@ -1,7 +1,9 @@
-"""Who overflowed: the report after a skip, and the end of a run that skips for ever."""
+"""Who overflowed: the log of a skip, the report after it, the end of a run that skips for ever."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distamp.errors import LossScaleCollapse, StageError
-from tests.scaler.steps import INF, NAN, cpu_scaler, iteration, leaf, sgd
+from distamp.scaler import MasterParameters
+from tests.scaler.steps import INF, NAN, cpu_scaler, error_of, iteration, leaf, sgd
+
+WEIGHT = torch.tensor([[INF, 2048.0], [-INF, NAN], [0.0, -4096.0]])
+BIAS = torch.full((1,), NAN)
 
 
 class Net(nn.Module):
@@ -18,24 +24,24 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(2, 3)
-        self.second = nn.Linear(3, 1)
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 1)
 
 
-def overflowing(scaler: Any, **gradients: Tensor) -> tuple[Net, torch.optim.Optimizer]:
-    """A skipped step of a model with these gradients, by name with ``_`` for ``.``; others 0."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+def overflowing(
+    scaler: Any,
+    gradients: dict[str, Tensor],
+    make: Callable[[Any], Any] = lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+    model: nn.Module | None = None,
+) -> tuple[nn.Module, Any]:
+    """A step of a model with these gradients by name, and others of 0."""
+    model = model or Net()
+    optimizer = make(model)
     scaler.scale(torch.ones(()))
     for name, parameter in model.named_parameters():
-        given = gradients.get(name.replace(".", "_"))
-        parameter.grad = torch.zeros_like(parameter) if given is None else given.clone()
+        given = gradients.get(name, torch.zeros_like(parameter))
+        parameter.grad = given.clone().to(parameter.dtype)
     scaler.step(optimizer)
     return model, optimizer
-
-
-WEIGHT = torch.tensor([[INF, 2048.0], [-INF, NAN], [0.0, -4096.0]])
-BIAS = torch.full((1,), NAN)
 
 
 def rows(report: Any) -> list[tuple[Any, ...]]:
@@ -44,197 +50,162 @@ def rows(report: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_a_report_counts_infs_and_nans_and_names_the_largest_finite_value():
+def test_a_report_counts_and_names_and_is_a_table_for_people():
     scaler = cpu_scaler()
-    model, _ = overflowing(scaler, first_weight=WEIGHT, second_bias=BIAS)
+    model, _ = overflowing(scaler, {"first.weight": WEIGHT, "second.bias": BIAS})
     report = scaler.overflow_report(model)
     # The step unscaled the gradients: 4096 / 1024.
     assert rows(report) == [("first.weight", 0, 2, 1, 6, 4.0), ("second.bias", 0, 0, 1, 1, 0.0)]
-    assert report.scale == 1024.0
-
-
-def test_a_report_is_a_table_for_people():
-    scaler = cpu_scaler()
-    model, _ = overflowing(scaler, first_weight=WEIGHT, second_bias=BIAS)
-    lines = str(scaler.overflow_report(model)).splitlines()
-    assert lines[0] == "overflow at loss scale 1024"
-    assert lines[1].split("  ")[0] == "parameter"
+    lines = str(report).splitlines()
+    assert (report.scale, "1024" in lines[0]) == (1024.0, True)
     assert [line.split() for line in lines[2:]] == [
         ["first.weight", "0", "2", "1", "6", "4"],
         ["second.bias", "0", "0", "1", "1", "0"],
     ]
-    assert len({len(line) for line in lines[1:]}) == 1, "the columns stand under each other"
 
 
-def names_of(scaler: Any, optimizer: torch.optim.Optimizer) -> list[str]:
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    return [o.name for o in scaler.overflow_report().overflows]
+NAMED: dict[str, Callable[[Any], Any]] = {
+    "report": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+    "scaler": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+    "optimizer": lambda model: torch.optim.SGD(model.named_parameters(), lr=1.0),
+    "nothing": lambda model: torch.optim.SGD(
+        [{"params": [*part.parameters()]} for part in (model.first, model.second)], lr=1.0
+    ),
+}
 
 
-def filled(model: nn.Module, name: str) -> nn.Module:
-    for each, parameter in model.named_parameters():
-        parameter.grad = torch.full_like(parameter, INF if each == name else 0.0)
-    return model
+@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
+@pytest.mark.parametrize("by", NAMED)
+def test_names_come_from_the_model_the_scaler_or_the_optimizer(by, masters):
+    model, kept = Net().half() if masters else Net(), []
+    named = model.named_parameters() if by == "scaler" else None
+    scaler = cpu_scaler(named_parameters=named, fp16_grads="master" if masters else "error")
+
+    def make(model: Any) -> Any:
+        optimizer = NAMED[by](model)
+        if masters:
+            kept.append(MasterParameters(optimizer))
+        return optimizer
+
+    bad = {"second.weight": torch.full((1, 3), INF)}
+    model, _optimizer = overflowing(scaler, bad, make, model)
+    report = scaler.overflow_report(model if by == "report" else None)
+    expected = "group 1, parameter 0" if by == "nothing" else "second.weight"
+    assert [row[0] for row in rows(report)] == [expected]
 
 
-def test_names_come_from_named_parameters_where_there_is_no_model():
-    model = filled(Net(), "second.weight")
-    scaler = cpu_scaler(named_parameters=model.named_parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert names_of(scaler, optimizer) == ["second.weight"]
-
-
-def test_names_come_from_the_optimizer_where_it_has_them():
-    model = filled(Net(), "second.weight")
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
-    assert names_of(cpu_scaler(), optimizer) == ["second.weight"]
-
-
-def test_without_names_group_and_index_stand_in():
-    model = filled(Net(), "second.weight")
-    groups = [{"params": [*part.parameters()]} for part in (model.first, model.second)]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    assert names_of(cpu_scaler(), optimizer) == ["group 1, parameter 0"]
-
-
-def test_a_report_covers_every_optimizer_seen():
-    models = [filled(Net(), "first.bias"), filled(Net(), "second.bias")]
-    scaler = cpu_scaler()
-    scaler.scale(torch.ones(()))
-    optimizers = [torch.optim.SGD(m.named_parameters(), lr=1.0) for m in models]
-    scaler.step_all(optimizers)
-    assert len(scaler.overflow_report().overflows) == 2
-
-
-def test_a_sparse_and_an_fp16_gradient_are_reported_too():
-    table, narrow = leaf(1.0, 1.0), leaf(1.0, dtype=torch.float16)
+def test_a_report_covers_every_optimizer_and_kind_of_gradient():
+    table, narrow, fused = leaf(1.0, 1.0), leaf(1.0, dtype=torch.float16), leaf(1.0, 1.0)
     table.grad = torch.sparse_coo_tensor([[1]], [INF], (2,), check_invariants=True)
     narrow.grad = torch.tensor([NAN], dtype=torch.float16)
+    fused.grad = torch.tensor([INF, 256.0])
     scaler = cpu_scaler(fp16_grads="inplace")
     scaler.scale(torch.ones(()))
-    optimizer = torch.optim.SGD([table, narrow], lr=1.0)
-    scaler.step(optimizer)
-    assert [row[2:5] for row in rows(scaler.overflow_report())] == [(1, 0, 1), (0, 1, 1)]
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_report_of_a_fused_step_says_what_lies_in_the_gradient(unscale):
-    parameter = leaf(1.0, 1.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    scaler = cpu_scaler()
-    iteration(scaler, optimizer, parameter, [INF, 0.25], unscale=unscale)
-    (overflow,) = scaler.overflow_report().overflows
-    assert overflow.largest_finite == (0.25 if unscale else 256.0)
-
-
-def test_a_report_where_nothing_overflowed_is_an_error_that_says_when_to_call():
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler()
-    iteration(scaler, optimizer, parameter, 0.25)
-    with pytest.raises(StageError, match=r"after a skipped step and before zero_grad\(\)"):
-        scaler.overflow_report()
+    optimizers = [torch.optim.SGD([table, narrow], lr=1.0)]
+    optimizers.append(torch.optim.SGD([fused], lr=1.0, fused=True))
+    scaler.step_all(optimizers)
+    # A fused step leaves the gradient scaled.
+    assert [row[2:] for row in rows(scaler.overflow_report())] == [
+        (1, 0, 1, 0.0),
+        (0, 1, 1, 0.0),
+        (1, 0, 2, 256.0),
+    ]
 
 
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def reported_on_ranks(bad: list[int]) -> tuple[list[tuple[Any, ...]], str]:
+def _reported(bad: list[int]) -> Any:
     scaler = cpu_scaler()
-    weight = WEIGHT if dist.get_rank() in bad else torch.zeros(3, 2)
-    model, _ = overflowing(scaler, first_weight=weight)
-    report = scaler.overflow_report(model)
-    return rows(report), str(report)
+    _kept = overflowing(scaler, {"first.weight": WEIGHT} if dist.get_rank() in bad else {})
+    error = error_of(scaler.overflow_report)
+    return error, None if error else (rows(scaler.overflow_report()), str(scaler.overflow_report()))
 
 
-@pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
-def test_every_rank_gets_the_report_of_all_ranks(ranks2, bad):
-    first, second = ranks2.run(reported_on_ranks, bad)
-    assert first == second
-    assert first[0] == [("first.weight", rank, 2, 1, 6, 4.0) for rank in bad]
+def test_every_rank_gets_the_report_of_all_ranks_or_an_error_that_says_when_to_call(ranks2):
+    for bad in ([1], [0, 1]):
+        first, second = ranks2.run(_reported, bad)
+        assert first == second
+        assert first[1][0] == [("group 0, parameter 0", rank, 2, 1, 6, 4.0) for rank in bad]
+    for error, _ in ranks2.run(_reported, []):
+        assert error[0] == "StageError"
+        assert "no inf or NaN in any gradient of any rank" in error[1]
+        assert "after a skipped step and before zero_grad()" in error[1]
 
 
-def no_overflow_on_ranks() -> str:
-    scaler = cpu_scaler()
-    overflowing(scaler)
-    try:
-        scaler.overflow_report()
-    except StageError as error:
-        return str(error)
-    return "a report"
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
 
 
-def test_a_report_without_an_overflow_is_an_error_on_every_rank(ranks2):
-    for message in ranks2.run(no_overflow_on_ranks):
-        assert "no inf or NaN in any gradient of any rank" in message
+def _logged(how: str) -> list[tuple[str, str]]:
+    handler, logger = _Records(), logging.getLogger("distamp.scaler")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model, scaler = nn.Linear(2, 1), cpu_scaler()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    for number in range(4):
+        optimizer.zero_grad()
+        factor = INF if number == 2 and dist.get_rank() == 1 else 0.25
+        scaler.scale(model.bias.sum() * 0.25 + model.weight.sum() * factor).backward()
+        if how == "unscale":
+            scaler.unscale_(optimizer)
+        elif how == "clip":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step_all([optimizer]) if how == "step_all" else scaler.step(optimizer)
+        scaler.update()
+    logger.removeHandler(handler)
+    return handler.lines
+
+
+@pytest.mark.parametrize("how", ["step", "unscale", "clip", "step_all"])
+def test_a_skipped_step_is_explained_on_rank_0(ranks2, how):
+    ((level, line),), second = ranks2.run(_logged, how)
+    assert (level, second) == ("INFO", [])
+    assert [part for part in ("AdamW", "1024", "rank 1", "3") if part not in line] == []
+
+
+def test_nothing_is_printed_where_nobody_listens(capsys):
+    (parameter, optimizer), scaler = sgd(), cpu_scaler()
+    for gradient in (0.25, INF, 0.25):
+        iteration(scaler, optimizer, parameter, gradient)
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
 
 
 # -- LossScaleCollapse -----------------------------------------------------------------------------
 
 
-def test_the_skip_that_reaches_the_limit_raises_with_its_report():
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler(max_consecutive_skips=3)
-    for _ in range(2):
-        iteration(scaler, optimizer, parameter, INF)
+def test_the_skip_in_a_row_that_reaches_the_limit_raises_and_the_user_may_go_on():
+    (parameter, optimizer), scaler = sgd(), cpu_scaler(max_consecutive_skips=3)
+    for gradient in (INF, INF, 0.25, INF, INF):
+        iteration(scaler, optimizer, parameter, gradient)
     with pytest.raises(LossScaleCollapse, match=r"3 steps in a row were skipped") as caught:
         iteration(scaler, optimizer, parameter, NAN)
     assert rows(caught.value.report) == [("group 0, parameter 0", 0, 0, 1, 1, 0.0)]
     assert "group 0, parameter 0" in str(caught.value)
-    assert "256" in str(caught.value)
-    assert parameter.item() == 1.0
-
-
-def test_a_step_taken_starts_the_count_of_skips_anew():
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler(max_consecutive_skips=2)
-    for gradient in (INF, 0.25, INF, 0.25, INF):
-        iteration(scaler, optimizer, parameter, gradient)
-    with pytest.raises(LossScaleCollapse):
-        iteration(scaler, optimizer, parameter, INF)
-    assert parameter.item() == 0.5
-
-
-def test_after_a_collapse_the_user_may_go_on():
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler(max_consecutive_skips=1)
-    with pytest.raises(LossScaleCollapse):
-        iteration(scaler, optimizer, parameter, INF)
+    assert "64" in str(caught.value)
     scaler.update(64.0)
     iteration(scaler, optimizer, parameter, 0.25)
-    assert (parameter.item(), scaler.get_scale()) == (0.75, 64.0)
-    assert scaler.step_counts(optimizer).skipped == 1
+    assert (parameter.item(), scaler.step_counts(optimizer).skipped) == (0.5, 5)
 
 
-def collapse_on_ranks(bad: int) -> tuple[str, Any, float]:
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler(max_consecutive_skips=2)
+def _collapse() -> Any:
+    (parameter, optimizer), scaler = sgd(), cpu_scaler(max_consecutive_skips=2)
+    gradient = INF if dist.get_rank() == 1 else 0.25
+    iteration(scaler, optimizer, parameter, gradient)
     try:
-        for _ in range(2):
-            iteration(scaler, optimizer, parameter, INF if dist.get_rank() == bad else 0.25)
+        iteration(scaler, optimizer, parameter, gradient)
     except LossScaleCollapse as error:
         return str(error), rows(error.report), parameter.item()
-    return "nothing was raised", None, parameter.item()
+    raise StageError("nothing was raised")
 
 
 def test_a_collapse_is_raised_on_every_rank_and_names_the_rank(ranks2):
-    first, second = ranks2.run(collapse_on_ranks, 1)
+    first, second = ranks2.run(_collapse)
     assert first == second
-    message, report, value = first
-    assert message.startswith("2 steps in a row were skipped")
-    assert report == [("group 0, parameter 0", 1, 1, 0, 1, 0.0)]
-    assert value == 1.0
-
-
-def limits_that_differ() -> str:
-    parameter, optimizer = sgd(1.0)
-    scaler = cpu_scaler(max_consecutive_skips=1 if dist.get_rank() else None)
-    try:
-        iteration(scaler, optimizer, parameter, INF)
-    except RuntimeError as error:
-        return type(error).__name__
-    return "nothing was raised"
-
-
-def test_limits_that_differ_between_ranks_are_told_before_one_reports_alone(ranks2):
-    assert ranks2.run(limits_that_differ) == ["LockstepError"] * 2
+    assert first[1:] == ([("group 0, parameter 0", 1, 1, 0, 1, 0.0)], 1.0)

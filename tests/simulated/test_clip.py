@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler
-from tests.scaler.faults.tools import error_of
+from tests.scaler.steps import error_of
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
 

@@ -1,0 +1,341 @@
+"""The scaler beside everything else in a process: threads, memory, torch.compile, defaults."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distamp import DistGradScaler
+from distamp.scaler import HysteresisSchedule, MasterParameters, StepCounts
+from tests.scaler.masters import half_mlp
+from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A float16 model with fp32 masters and a scaler of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = half_mlp(seed)
+        self.inputs = torch.randn(16, 4, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.masters = MasterParameters(self.optimizer)
+        self.scaler = cpu_scaler(256.0, fp16_grads="master")
+
+    def run(self, *iterations: int) -> list[Tensor]:
+        for number in iterations:
+            self.optimizer.zero_grad()
+            for micro in (0, 1):
+                output = self.model(self.inputs[(number + micro) % 16].half()).float()
+                self.scaler.scale(output.square().mean()).backward()
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+class _InTheMiddle(TorchDispatchMode):
+    """Runs ``what`` to its end in another thread just before the ``number``-th op of this one."""
+
+    def __init__(self, number: int, what: Callable[[], Any]) -> None:
+        super().__init__()
+        self.number, self.what, self.ops = number, what, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.ops == self.number:
+            thread = threading.Thread(target=self.what)
+            thread.start()
+            thread.join()
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _interrupted(number: int) -> tuple[list[Tensor], int]:
+    """What one trainer learns if another has a whole iteration before its ``number``-th op."""
+    trainer, other = Trainer(0), Trainer(1)
+    for each in (trainer, other):
+        each.run(0)
+    with _InTheMiddle(number, lambda: other.run(1)) as middle:
+        trainer.run(1)
+    return trainer.run(2), middle.ops
+
+
+def test_an_iteration_of_another_trainer_in_another_thread_changes_nothing_here() -> None:
+    alone, ops = _interrupted(-1)
+    assert ops > 20
+    found = {number: _interrupted(number)[0] for number in range(0, ops, 2)}
+    assert [n for n, values in found.items() if not all(map(torch.equal, values, alone))] == []
+
+
+def test_trainers_in_threads_learn_what_each_learns_alone() -> None:
+    alone = [Trainer(seed).run(*range(24)) for seed in range(3)]
+    results: dict[int, list[Tensor]] = {}
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(2):
+            trainers = dict(enumerate(map(Trainer, range(3))))  # which set the seed of the process
+
+            def train(seed: int, trainers: dict[int, Trainer] = trainers) -> None:
+                results[seed] = trainers[seed].run(*range(24))
+
+            threads = [threading.Thread(target=train, args=(seed,)) for seed in trainers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            same = [all(map(torch.equal, results.pop(s), alone[s])) for s in trainers]
+            assert same == [True] * 3
+    finally:
+        sys.setswitchinterval(before)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", ["optimizer", "parameters", "none"])
+@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
+def test_what_is_gone_is_gone_and_leaves_nothing_in_a_scaler(clip: str, masters: bool) -> None:
+    scaler = cpu_scaler(fp16_grads="master" if masters else "error")
+    gone: list[weakref.ref[Any]] = []
+
+    def train_one(note: bool = False) -> None:
+        parameter = leaf(1.0, dtype=torch.float16 if masters else torch.float32)
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        if masters:
+            MasterParameters(optimizer)
+        backward(scaler, parameter, 0.25)
+        scaler.unscale_(optimizer)
+        if clip != "none":
+            scaler.clip_grad_norm_(optimizer if clip == "optimizer" else [parameter], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if note:
+            gone.extend(map(weakref.ref, (parameter, optimizer)))
+
+    def blocks() -> int:
+        gc.collect()
+        # Of names that C code looks up by a new string each time, CPython keeps up to 4,096, by
+        # their addresses: the more memory a process has used, the longer until it is full.
+        sys._clear_type_cache()
+        return sys.getallocatedblocks()
+
+    for _ in range(200):
+        train_one()
+    before = blocks()
+    for _ in range(200):
+        train_one()
+    assert blocks() - before < 40, "a block for every fifth would be a leak already"
+    train_one(note=True)
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+
+
+def _clip_and_step(scaler: Any, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 0.5, norm_type=1.0)
+    scaler.step(optimizer)
+
+
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "unscale_": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.step(optimizer)),
+    "clip_grad_norm_": _clip_and_step,
+    "step_all": lambda scaler, optimizer: scaler.step_all([optimizer]),
+}
+
+
+def _trained(way: str, how: str) -> Any:
+    """Three steps, in which the second overflows on the last rank, and a second optimizer waits."""
+    (parameter, optimizer), (other, late) = sgd(1.0, 2.0), sgd()
+    scaler, last = cpu_scaler(growth_interval=1), not dist.is_initialized() or dist.get_rank() == 1
+    scaler.add_optimizer(optimizer, late)
+
+    def scaled(gradient: Tensor) -> Tensor:
+        return scaler.scale((parameter * gradient).sum() + (other * 0.25).sum())
+
+    def train(gradient: Tensor) -> None:
+        optimizer.zero_grad()
+        scaled(gradient).backward()
+        WAYS[way](scaler, optimizer)
+        scaler.update()
+
+    if how == "loss":
+        scaled = torch.compile(scaled, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = torch.compile(train, backend="eager") if how == "all" else train
+        for step in range(3):
+            run(torch.tensor([0.25, INF if step == 1 and last else 0.5]))
+        scaler.step(late)
+    torch._dynamo.reset()
+    counts = scaler.step_counts(optimizer)
+    return parameter.tolist(), other.item(), scaler.get_scale(), counts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_step_or_loss_trains_as_without(ranks2: Any, way: str) -> None:
+    eager = _trained(way, "none")
+    assert eager[1:] == (0.25, 2048.0, StepCounts(taken=2, skipped=1))
+    for how in ("all", "loss"):
+        assert _trained(way, how) == eager, how
+    if way == "clip_grad_norm_":
+        assert ranks2.run(_trained, way, "all") == [eager] * 2
+
+
+def test_an_optimizer_that_is_compiled_itself_still_is() -> None:
+    (parameter, optimizer), scaler, graphs = sgd(1.0, 2.0), cpu_scaler(), []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    optimizer.step = torch.compile(optimizer.step, backend=backend)  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backward(scaler, parameter, [0.25, 0.25])
+        torch.compile(lambda: scaler.step(optimizer), backend="eager")()
+    torch._dynamo.reset()
+    assert parameter.tolist() == [0.75, 1.75]
+    assert graphs
+
+
+# -- torch's defaults for a whole process, and what an import loads --------------------------------
+
+
+@contextlib.contextmanager
+def _default(name: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        if name == "meta":
+            stack.enter_context(torch.device("meta"))
+        else:
+            torch.set_default_dtype(getattr(torch, name))
+            stack.callback(torch.set_default_dtype, before)
+        yield
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dynamic": {"growth_interval": 1},
+    "hysteresis": {"schedule": HysteresisSchedule(hysteresis=2)},
+    "masters": {"fp16_grads": "master"},
+}
+
+
+def _train(how: str, fused: bool, settings: str) -> list[Any]:
+    masters = settings == "masters"
+    ones = torch.ones(2, dtype=torch.float16 if masters else torch.float32, device="cpu")
+    parameter = nn.Parameter(ones)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=fused)
+    kept = masters and MasterParameters(optimizer)
+    scaler = cpu_scaler(**SETTINGS[settings])
+    seen: list[Any] = [kept and kept.nbytes]
+    for gradient in (0.25, INF, 0.25):
+        optimizer.zero_grad()
+        weights = torch.full((2,), gradient, dtype=torch.float32, device="cpu")
+        scaler.scale((parameter.float() * weights).sum()).backward()
+        if how == "unscale":
+            scaler.unscale_(optimizer)
+        elif how == "clip":
+            seen.append(scaler.clip_grad_norm_(optimizer, 100.0).item())
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [parameter.tolist(), scaler.get_scale(), scaler.stepped(optimizer)]
+        flag = scaler.found_inf(optimizer)
+        seen += [flag.item(), flag.dtype]
+    return [str(each) for each in seen]
+
+
+CASES = list(itertools.product(("step", "unscale", "clip"), (False, True), SETTINGS))
+
+
+def _under(name: str) -> list[list[Any]]:
+    with _default(name):
+        return [_train(*case) for case in CASES]
+
+
+@pytest.mark.parametrize("name", ["float64", "bfloat16", "meta"])
+def test_torchs_defaults_reach_no_tensor_of_ours(ranks2: Any, name: str) -> None:
+    assert _under(name) == _under("float32")
+    assert ranks2.run(_under, name) == ranks2.run(_under, "float32")
+
+
+# Costly, and of no use to who trains plain tensors in one process. torch's own optimizers load
+# torch._dynamo, and sympy with it, when one is made.
+PROGRAM = """
+import sys, torch
+if {trains}:
+    torch.optim.SGD([torch.ones(1)], lr=1.0)
+before = set(sys.modules)
+import distamp
+if {trains}:
+    p = torch.nn.Parameter(torch.ones(1)); o = torch.optim.SGD([p], lr=1.0)
+    s = distamp.DistGradScaler("cpu")
+    s.scale((p * 0.25).sum()).backward(); s.clip_grad_norm_(o, 1.0); s.step(o); s.update()
+heavy = ("sympy", "mpmath", "torch._dynamo", "torch._inductor", "torch.fx.experimental")
+heavy += tuple("torch.distributed." + name for name in ("tensor", "fsdp", "checkpoint"))
+new = sorted(set(sys.modules) - before)
+print(*[name for name in new if name.startswith(heavy)])
+"""
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["import", "train"])
+def test_plain_training_loads_nothing_heavy(trains: bool, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(trains=trains)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr[-2000:]
+
+
+# -- a disabled scaler -----------------------------------------------------------------------------
+
+
+def _without_cuda() -> DistGradScaler:
+    """What a laptop gets from the loop that is written for a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    with pytest.warns(UserWarning, match="(?i)cuda"):
+        return DistGradScaler("cuda")
+
+
+@pytest.mark.parametrize("how", ["enabled=False", "no such device"])
+def test_a_disabled_scaler_answers_everything_and_does_nothing(how: str) -> None:
+    scaler = cpu_scaler(enabled=False) if how == "enabled=False" else _without_cuda()
+    parameter, optimizer = sgd()
+    for outputs in (parameter, [parameter], 3, None):
+        assert scaler.scale(outputs) is outputs
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.schedule_state_dict()) == (1.0, {}, {})
+    scaler.load_state_dict({})
+    scaler.load_schedule_state_dict({})
+    scaler.add_optimizer(optimizer)
+    iteration(scaler, optimizer, parameter, 0.25, unscale=True)
+    scaler.unscale_(optimizer)
+    assert not scaler.is_unscaled(optimizer)
+    assert scaler.step_all([optimizer]) == [None]
+    assert scaler.step(optimizer, closure=lambda: torch.tensor(3.0)) == 3.0
+    scaler.update(2.0)
+    assert (scaler.stepped(optimizer), scaler.found_inf(optimizer).item()) == (True, 0.0)
+    assert (parameter.item(), scaler.get_scale()) == (0.25, 1.0)
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.scale(parameter) is parameter
