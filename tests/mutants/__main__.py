@@ -25,7 +25,7 @@ from typing import NamedTuple
 from tests.mutants.planted import ROOT, Fault, planted, record, recorded
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-# Of one fault and all of its tests; a test that hangs has a limit of its own, which finds the fault.
+# Of one fault and its tests; a test that hangs has a limit of its own, which finds the fault.
 _LIMIT = 1200
 
 
@@ -93,12 +93,7 @@ def tries_of(fault: Fault, known: dict[str, str]) -> list[list[str]]:
     file = last.partition("::")[0]
     there = file and (ROOT / file).exists()
     counted = Counter(test.partition("::")[0] for test in known.values())
-    files = {
-        str(path.relative_to(ROOT))
-        for name in fault.tests
-        for path in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("test_*.py"))
-        if path.exists()
-    }
+    files = {str(path.relative_to(ROOT)) for name in fault.tests for path in ROOT.glob(name)}
     rest = sorted(files - {file}, key=lambda name: (-counted[name], name))
     first = [[last], [file]] if last != file else [[file]]
     return [*(first if there else []), rest]

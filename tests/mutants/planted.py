@@ -1,4 +1,4 @@
-"""Planted faults as data: each an exact replacement in one file, and the tests that must find it."""
+"""Planted faults as data: an exact replacement in one file, and the tests that must find it."""
 
 from __future__ import annotations
 
