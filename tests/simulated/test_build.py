@@ -20,23 +20,17 @@ def built() -> Path:
     return build.library()
 
 
-def test_nothing_is_compiled_where_nothing_changed(built, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(build, "_build", refuse)
-    assert build.library() == built
-
-
-def test_a_changed_source_is_another_library(built, monkeypatch, tmp_path):
+def test_it_is_compiled_anew_only_where_a_source_has_changed(built, monkeypatch, tmp_path):
     for path in build.SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    monkeypatch.setattr(build, "_build", lambda *_: None)
-    assert build.library() == built
+    made: list[object] = []
+    monkeypatch.setattr(build, "_build", lambda *given: made.append(given))
+    assert (build.library(), made) == (built, [])
     with (tmp_path / "sim.h").open("a") as header:
         header.write("// changed\n")
     assert build.library() != built
+    assert made
 
 
 def test_another_torch_is_refused_with_the_reason(monkeypatch):

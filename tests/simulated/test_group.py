@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,63 +10,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ranks import RankError, mesh
+from tests.ranks import RankError
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("eager", 0), ("random", 1)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
 
 
-def _values(n: int, dtype: torch.dtype, device: str) -> Tensor:
-    return (torch.arange(n) + 3 * dist.get_rank()).to(device, dtype)
-
-
 def _collectives(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    other = 1 - rank
-    new = lambda n: torch.zeros(n, dtype=dtype, device=device)  # noqa: E731
-    found: dict[str, Any] = {}
-    for op in ("SUM", "MAX", "MIN", "PRODUCT"):
-        found[op] = _values(4, dtype, device)
-        dist.all_reduce(found[op], op=getattr(dist.ReduceOp, op))
-    found["broadcast"] = _values(4, dtype, device)
-    dist.broadcast(found["broadcast"], 1)
-    found["reduce"] = _values(4, dtype, device)
-    dist.reduce(found["reduce"], 1)
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+
+    def values(n: int) -> Tensor:
+        return (torch.arange(n) + 3 * rank).to(device, dtype)
+
+    def new(n: int) -> Tensor:
+        return torch.zeros(n, dtype=dtype, device=device)
+
+    # What is written to, and the call that does; lists are of a part from, or for, each rank.
+    ops = {op: getattr(dist.ReduceOp, op) for op in ("SUM", "MAX", "MIN", "PRODUCT")}
+    uneven = ([1, 1], [1, 2]) if rank == 0 else ([2, 2], [1, 2])
+    parts = [values(2), values(2) + 1]
+    calls: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        **{n: (values(4), lambda t, op=op: dist.all_reduce(t, op=op)) for n, op in ops.items()},
+        "broadcast": (values(4), lambda t: dist.broadcast(t, 1)),
+        "reduce": (values(4), lambda t: dist.reduce(t, 1)),
+        "gathered": ([new(3), new(3)], lambda t: dist.all_gather(t, values(3))),
+        "gathered in one": (new(6), lambda t: dist.all_gather_into_tensor(t, values(3))),
+        "scattered in one": (new(2), lambda t: dist.reduce_scatter_tensor(t, values(4))),
+        "scattered": (new(2), lambda t: dist.reduce_scatter(t, parts)),
+        "all to all": (new(4), lambda t: dist.all_to_all_single(t, values(4))),
+        "uneven": (
+            new(2 if rank == 0 else 4),
+            lambda t: dist.all_to_all_single(t, values(3), *uneven),
+        ),
+        "gather": ([new(2), new(2)], lambda t: dist.gather(values(2), None if rank else t, 0)),
+        "scatter": (new(2), lambda t: dist.scatter(t, parts if rank else None, 1)),
+        "sent": (new(4), lambda t: _sent(t, values(4), other)),
+        "sent in a batch": (new(4), lambda t: _sent_in_a_batch(t, values(4), other)),
+    }
+    for into, call in calls.values():
+        call(into)
+    found = {name: into for name, (into, _) in calls.items()}
     if rank == 0:  # what is left on the others is nobody's business
         del found["reduce"]
-    found["all_gather"] = [new(3), new(3)]
-    dist.all_gather(found["all_gather"], _values(3, dtype, device))
-    found["all_gather_into_tensor"] = new(6)
-    dist.all_gather_into_tensor(found["all_gather_into_tensor"], _values(3, dtype, device))
-    found["reduce_scatter_tensor"] = new(2)
-    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], _values(4, dtype, device))
-    found["reduce_scatter"] = new(2)
-    dist.reduce_scatter(found["reduce_scatter"], [_values(2, dtype, device) + i for i in range(2)])
-    found["all_to_all_single"] = new(4)
-    dist.all_to_all_single(found["all_to_all_single"], _values(4, dtype, device))
-    found["uneven"] = new(2 if rank == 0 else 4)
-    splits = ([1, 1], [1, 2]) if rank == 0 else ([2, 2], [1, 2])
-    dist.all_to_all_single(found["uneven"], _values(3, dtype, device), *splits)
-    found["gather"] = [new(2) for _ in range(world)] if rank == 0 else None
-    dist.gather(_values(2, dtype, device), found["gather"], 0)
-    found["scatter"] = new(2)
-    parts = [_values(2, dtype, device) + i for i in range(world)] if rank == 1 else None
-    dist.scatter(found["scatter"], parts, 1)
-    found["send and recv"] = new(4)
-    calls = [
-        lambda: dist.send(_values(4, dtype, device), other),
-        lambda: dist.recv(found["send and recv"], other),
-    ]
-    for call in calls if rank == 0 else reversed(calls):
+    return found
+
+
+def _sent(into: Tensor, values: Tensor, other: int) -> None:
+    calls = [lambda: dist.send(values, other), lambda: dist.recv(into, other)]
+    for call in calls if other else reversed(calls):
         call()
-    found["batch"] = new(4)
-    ops = [
-        dist.P2POp(dist.isend, _values(4, dtype, device), other),
-        dist.P2POp(dist.irecv, found["batch"], other),
-    ]
+
+
+def _sent_in_a_batch(into: Tensor, values: Tensor, other: int) -> None:
+    ops = [dist.P2POp(dist.isend, values, other), dist.P2POp(dist.irecv, into, other)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,18 +86,6 @@ def _average() -> Any:
 
 def test_an_average_divides_before_it_sums_as_nccl_s_does(sim2):
     assert sim2.run(_average) == [([60000.0, 1.0], [0.5, 1.5]), ([60000.0, 1.0], [2.5, 3.5])]
-
-
-def _lists() -> Any:
-    rank = dist.get_rank()
-    inputs = [torch.full((i + 1,), 10.0 * rank + i, device="sim") for i in range(2)]
-    outputs = [torch.empty(rank + 1, device="sim") for _ in range(2)]
-    dist.all_to_all(outputs, inputs)
-    return [t.tolist() for t in outputs]
-
-
-def test_all_to_all_of_lists(sim2):
-    assert sim2.run(_lists) == [[[0.0], [10.0]], [[1.0, 1.0], [11.0, 11.0]]]
 
 
 def _dropped() -> list[float]:
@@ -171,18 +158,8 @@ def _short() -> None:
     dist.all_reduce(torch.ones(2, dtype=torch.int16, device="sim"))
 
 
-def test_dtypes_that_nccl_refuses_are_refused(sim2):
-    with pytest.raises(RankError, match="not supported for NCCL process group: Short"):
-        sim2.run(_short)
-
-
 def _bits() -> None:
     dist.all_reduce(torch.ones(2, dtype=torch.int64, device="sim"), op=dist.ReduceOp.BOR)
-
-
-def test_bitwise_reductions_are_refused(sim2):
-    with pytest.raises(RankError, match="NCCL has no such reduction"):
-        sim2.run(_bits)
 
 
 def _sparse() -> None:
@@ -192,9 +169,22 @@ def _sparse() -> None:
     dist.all_reduce(embedding.weight.grad)
 
 
-def test_sparse_tensors_are_refused(sim2):
-    with pytest.raises(RankError, match="no sparse tensor in c10d::allreduce_"):
-        sim2.run(_sparse)
+def _different_shapes() -> None:
+    dist.all_reduce(torch.ones(2 + dist.get_rank(), device="sim"))
+
+
+REFUSED = {
+    _short: "not supported for NCCL process group: Short",
+    _bits: "NCCL has no such reduction",
+    _sparse: "no sparse tensor in c10d::allreduce_",
+    _different_shapes: r"Float\[2\]\) on rank 0 and all_reduce\(SUM, Float\[3\]",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED, ids=lambda f: f.__name__)
+def test_what_nccl_refuses_is_refused(sim2, what):
+    with pytest.raises(RankError, match=REFUSED[what]):
+        sim2.run(what)
 
 
 def _barrier() -> Any:
@@ -208,52 +198,3 @@ def _barrier() -> Any:
 
 def test_a_barrier_is_a_host_sync(sim2):
     assert sim2.run(_barrier) == [{"stream": 1}] * 2
-
-
-def _different_shapes() -> None:
-    dist.all_reduce(torch.ones(2 + dist.get_rank(), device="sim"))
-
-
-def test_one_collective_of_different_shapes_is_an_error_too(sim2):
-    with pytest.raises(RankError, match=r"Float\[2\]\) on rank 0 and all_reduce\(SUM, Float\[3\]"):
-        sim2.run(_different_shapes)
-
-
-# -- torch's wrappers run on it -------------------------------------------------------------------
-
-
-def _wrapped(device: str, how: str) -> list[Tensor]:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-    rank = dist.get_rank()
-    where = f"{device}:{rank}" if device == "sim" else device
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).to(where)
-    if how == "DDP":
-        model: nn.Module = nn.parallel.DistributedDataParallel(net)
-    elif how == "FSDP1":
-        model = FullyShardedDataParallel(net, device_id=torch.device(where), use_orig_params=True)
-    else:
-        shape = {"FSDP2": ((2,), ("shard",)), "HSDP": ((2, 1), ("replicate", "shard"))}[how]
-        model = fully_shard(net, mesh=mesh(*shape, device=device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        model(torch.randn(4, 8, generator=generator).to(where)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if how == "FSDP1":
-        with FullyShardedDataParallel.summon_full_params(model):
-            return [p.detach().cpu().clone() for p in model.parameters()]
-    return [
-        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
-        for p in model.parameters()
-    ]
-
-
-@pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2", "HSDP"])
-def test_a_wrapped_model_trains_as_on_the_cpu_to_the_bit(sim2, ranks2, how):
-    expected = ranks2.run(_wrapped, "cpu", how)
-    for schedule, seed in SCHEDULES:
-        found = sim2.run(_wrapped, "sim", how, schedule=schedule, seed=seed)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -1,7 +1,11 @@
-"""What torch's wrappers do besides a plain step: accumulate, save shards and load them."""
+"""Two ranks on simulated devices, beside two on the CPU: wrappers, hooks, stages, late replies."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,27 +13,31 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
 from distamp.comm_hooks import register
+from distamp.precision import LEVELS
+from distamp.scaler import MasterParameters
 from tests.place import device_type, here
 from tests.ranks import mesh
+from tests.scaler.masters import half_mlp
+from tests.scaler.steps import INF
+from tests.simulated.pools import SimPool
+from tests.simulated.test_scaler import trained_at
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 29)]
 
 
-def _net() -> nn.Sequential:
+def _wrapped(how: str, net: nn.Module | None = None) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
-
-
-def _wrapped(how: str) -> nn.Module:
-    net = _net().to(here())
+    net = net or nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+    net = net.to(here())
     if how == "DDP":
-        return DistributedDataParallel(net)
+        return DistributedDataParallel(net, bucket_cap_mb=0.002)
     if how == "FSDP1":
         return FullyShardedDataParallel(net, device_id=here(), use_orig_params=True)
     return fully_shard(net, mesh=mesh((2,), ("shard",), device=device_type()))
@@ -39,29 +47,16 @@ def _full(model: nn.Module) -> list[Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
             return [p.detach().cpu().clone() for p in model.parameters()]
-    return [
-        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
-        for p in model.parameters()
-    ]
+    every: list[Any] = list(model.parameters())
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu() for p in every]
 
 
-def _backward(how: str, model: Any, scaler: Any, step: int, bad: bool) -> None:
-    """Two backward passes, of which the first is not exchanged."""
-    for micro in range(2):
-        last = micro == 1
-        if how == "FSDP2":
-            model.set_requires_gradient_sync(last)
-        x = torch.full((2, 8), 1.0 + dist.get_rank() + micro + step).to(here())
-        # The overflow lies in what only one rank has seen when it accumulates.
-        factor = float("inf") if bad and not last else 1.0
-        if last or how == "FSDP2":
-            scaler.scale(model(x).square().mean() * factor).backward()
-        else:
-            with model.no_sync():
-                scaler.scale(model(x).square().mean() * factor).backward()
+def _input(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((2, 8), 1.0 + dist.get_rank() + step).to(here(), dtype)
 
 
-def _accumulated(how: str, hook: bool) -> Any:
+def accumulates(how: str, hook: bool) -> Any:
+    """Two backward passes, of which the first is not exchanged and overflows on one rank."""
     model = _wrapped(how)
     scaler = DistGradScaler(device_type(), init_scale=64.0)
     if hook:
@@ -69,76 +64,237 @@ def _accumulated(how: str, hook: bool) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     taken = []
     for step in range(4):
-        _backward(how, model, scaler, step, bad=step == 1 and dist.get_rank() == 1)
+        for last in (False, True):
+            if how == "FSDP2":
+                model.set_requires_gradient_sync(last)
+            syncs = last or how == "FSDP2"
+            bad = step == 1 and dist.get_rank() == 1 and not last
+            with contextlib.nullcontext() if syncs else model.no_sync():
+                loss = model(_input(step + last)).square().mean()
+                scaler.scale(loss * (INF if bad else 1.0)).backward()
         scaler.step(optimizer)
         taken.append(scaler.stepped(optimizer))
         scaler.update()
         optimizer.zero_grad()
-    return _full(model), taken, scaler.get_scale()
+    assert (taken, scaler.get_scale()) == ([True, False, True, True], 32.0)
+    return _full(model)
 
 
-@pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2"])
-def test_gradients_add_up_as_on_the_cpu(sim2, ranks2, how, hook):
-    expected = ranks2.run(_accumulated, how, hook)
-    assert expected[0][1:] == ([True, False, True, True], 32.0)
-    for schedule, seed in SCHEDULES:
-        found = sim2.run(_accumulated, how, hook, schedule=schedule, seed=seed)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def _saved(folder: str) -> None:
-    parts = _parts()
-    _train(*parts, range(3))
-    model, optimizer, scaler = parts
-    states = get_state_dict(model, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-    if dist.get_rank() == 0:
-        torch.save(scaler.state_dict(), f"{folder}/scaler.pt")
-    dist.barrier()
-
-
-def _loaded(folder: str) -> Any:
-    model, optimizer, scaler = _parts()
-    names = ("model", "optimizer")
-    states = dict(zip(names, get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=states["model"],
-        optim_state_dict=states["optimizer"],
-    )
-    scaler.load_state_dict(torch.load(f"{folder}/scaler.pt"))
-    _train(model, optimizer, scaler, range(3, 6))
+def uneven_inputs(wire: str, attached: bool) -> Any:
+    """Two epochs with a hook, in the second of which rank 1 overflows once."""
+    rank, model = dist.get_rank(), _wrapped("DDP")
+    hook, scaler = register(model, wire), DistGradScaler(device_type(), init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    if attached:
+        scaler.attach(hook)
+    for epoch in range(2):
+        with Join([model, scaler]):
+            for number in range((2, 5)[rank]):
+                loss = model(_input(number)).square().mean()
+                bad = (epoch, number, rank) == (1, 1, 1)
+                scaler.scale(loss * (INF if bad else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
     return _full(model), scaler.get_scale()
 
 
-def _straight() -> Any:
-    parts = _parts()
-    _train(*parts, range(6))
-    return _full(parts[0]), parts[2].get_scale()
+def masters_under_ddp(clip: bool) -> Any:
+    model = _wrapped("DDP", half_mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    masters = MasterParameters(optimizer)
+    scaler = DistGradScaler(device_type(), init_scale=64.0, fp16_grads="master")
+    for step in range(4):
+        optimizer.zero_grad()
+        bad = step == 1 and dist.get_rank() == 1
+        loss = model(_input(step, torch.float16)).float().square().mean()
+        scaler.scale(loss * (INF if bad else 1.0)).backward()
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 0.01)
+        scaler.step(optimizer)
+        assert scaler.stepped(optimizer) is (step != 1)
+        scaler.update()
+    return [master.detach().cpu() for _, master in masters.pairs()], scaler.get_scale()
 
 
-def _parts() -> Any:
+def two_scalers(accumulate: int, late: bool) -> Any:
+    """A scaler each for two models, of which the first is fused and its replies are read late."""
+    rank, parts, found = dist.get_rank(), [], []
+    for fused in (True, not late):
+        model = _wrapped("DDP")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused, foreach=not fused)
+        parts.append((model, optimizer, DistGradScaler(device_type(), init_scale=256.0)))
+    for step in range(8):
+        for number, (model, optimizer, scaler) in enumerate(parts):
+            for micro in range(accumulate):
+                bad = rank == 1 and step == 2 + 3 * number and micro == accumulate - 1
+                loss = model(_input(micro)).square().mean() * (INF if bad else 1.0)
+                scaler.scale(loss).backward()
+            if late and (step + number) % 3:
+                found.append(scaler.clip_grad_norm_(optimizer, 0.5).nan_to_num().cpu())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for model, optimizer, scaler in parts:
+        assert (scaler.get_scale(), scaler.step_counts(optimizer).skipped) == (128.0, 1)
+        found += _full(model)
+    return found
+
+
+def stages_that_add_parameters() -> Any:
+    """Two stages of a pipeline, of which one scales a loss; each adds parameters between clips."""
+    rank, found = dist.get_rank(), []
+    sizes = [3 + rank, 5 + rank, 5 + rank]
+    parameters = [nn.Parameter(torch.ones(size, device=here())) for size in sizes]
+    optimizer = torch.optim.SGD(parameters[:1], lr=1.0)
+    scaler = DistGradScaler(device_type(), init_scale=64.0, growth_interval=2)
+    for step in range(9):
+        if step in (3, 6):
+            optimizer.add_param_group({"params": [parameters[step // 3]]})
+        bad, scale = step == 4, scaler.get_scale() if step else 64.0
+        if rank:
+            scaler.scale(torch.ones((), device=here()))
+        for parameter in parameters[: 1 + step // 3]:
+            parameter.grad = torch.full_like(parameter, INF if bad and not rank else scale)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, sharded=lambda _: True).item()
+        scaler.step(optimizer)
+        assert scaler.stepped(optimizer) is not bad
+        scaler.update()
+        expected = INF if bad else math.sqrt(7 + 11 * (step // 3))
+        found.append((norm == pytest.approx(expected, rel=1e-6), scaler.get_scale()))
+    assert all(right for right, _ in found), found
+    return found, [p[0].item() for p in parameters]
+
+
+def level(name: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 4))
+    wrap = nn.parallel.DistributedDataParallel
+    return trained_at(name, net, str(here()), wrap, bad=dist.get_rank() == 1)
+
+
+JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
+    accumulates: [(how, hook) for how in ("DDP", "FSDP1", "FSDP2") for hook in (False, True)],
+    uneven_inputs: [("fp16", True), ("int8", False)],
+    masters_under_ddp: [(False,), (True,)],
+    two_scalers: [(2, False), (1, True)],
+    stages_that_add_parameters: [()],
+    level: [(name,) for name in LEVELS],
+}
+CASES = [(job, arguments) for job, every in JOBS.items() for arguments in every]
+TOLERANCE = {level: (3e-2, 3e-3), masters_under_ddp: (1e-3, 1e-6)}
+
+
+@pytest.mark.parametrize(("job", "arguments"), CASES, ids=lambda e: getattr(e, "__name__", str(e)))
+def test_two_ranks_do_a_job_as_on_the_cpu(sim2, ranks2, job, arguments):
+    expected = ranks2.run(job, *arguments)
+    relative, absolute = TOLERANCE.get(job, (1e-5, 1e-6))
+    for schedule, seed in SCHEDULES:
+        found = sim2.run(job, *arguments, schedule=schedule, seed=seed)
+        torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+
+
+class _Spread(nn.Module):
+    """A layer on one device and one on another."""
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(23, 50).to(first), nn.Linear(50, 6).to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)).to(self.b.weight.device))
+
+
+def _hooked_over_two_devices(wire: str) -> Any:
+    """DDP over a module on two devices of each rank, a hook, and a scaler joined with it."""
+    rank = dist.get_rank()
+    first, second = torch.device("sim", 2 * rank), torch.device("sim", 2 * rank + 1)
+    torch.accelerator.set_device_index(first.index)
+    model = DistributedDataParallel(_Spread(first, second), bucket_cap_mb=0.002)
+    scaler = DistGradScaler("sim", init_scale=2.0**8, growth_interval=2)
+    scaler.attach(register(model, wire))
+    optimizer, taken = torch.optim.SGD(model.parameters(), lr=0.1), []
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        x = torch.randn(4, 23, generator=generator).to(first)
+        loss = model(x).square().mean() * (INF if step == 2 and rank else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        taken.append(scaler.stepped(optimizer))
+        scaler.update()
+        optimizer.zero_grad()
+    return [p.detach().cpu() for p in model.parameters()], taken, scaler.get_scale()
+
+
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
+def test_a_joined_hook_over_devices_of_one_process(sim2, wire):
+    expected = sim2.run(_hooked_over_two_devices, wire, schedule="eager")
+    assert expected[0][1:] == ([True, True, False, True, True, True], 512.0)
+    torch.testing.assert_close(expected[0], expected[1], rtol=0, atol=0)
+    for schedule, seed in SCHEDULES:
+        found = sim2.run(_hooked_over_two_devices, wire, schedule=schedule, seed=seed)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _shards(folder: str, first: int, last: int) -> Any:
+    """These steps of FSDP2's shards, from a checkpoint and into one."""
     model = _wrapped("FSDP2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    return model, optimizer, DistGradScaler(device_type(), init_scale=64.0, growth_interval=2)
-
-
-def _train(model: Any, optimizer: Any, scaler: Any, steps: range) -> None:
-    for step in steps:
-        x = torch.full((2, 8), 1.0 + dist.get_rank() + step).to(here())
-        scaler.scale(model(x).square().mean()).backward()
+    scaler = DistGradScaler(device_type(), init_scale=64.0, growth_interval=2)
+    names = ("model", "optimizer")
+    if first:
+        states = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=folder)
+        loaded = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
+        set_state_dict(model, optimizer, **loaded)
+        scaler.load_state_dict(torch.load(f"{folder}/scaler.pt"))
+    for step in range(first, last):
+        scaler.scale(model(_input(step)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+    if last == 3:
+        states = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+        dcp.save(states, checkpoint_id=folder)
+        if dist.get_rank() == 0:
+            torch.save(scaler.state_dict(), f"{folder}/scaler.pt")
+        dist.barrier()
+    return _full(model), scaler.get_scale()
 
 
 @pytest.mark.parametrize("saved_on", ["sim", "cpu"])
 def test_shards_go_on_on_another_device(sim2, ranks2, tmp_path, saved_on):
     before, after = (sim2, ranks2) if saved_on == "sim" else (ranks2, sim2)
-    before.run(_saved, str(tmp_path / "checkpoint"))
-    expected = ranks2.run(_straight)
-    found = after.run(_loaded, str(tmp_path / "checkpoint"))
+    expected = ranks2.run(_shards, "", 0, 6)
+    before.run(_shards, str(tmp_path / "saved"), 0, 3)
+    found = after.run(_shards, str(tmp_path / "saved"), 3, 6)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def _clips_of_parameters_that_stop_being_replicas() -> int:
+    """For three steps the gradients of two ranks agree, then no longer: how often is it told?"""
+    rank, seen = dist.get_rank(), 0
+    weight = nn.Parameter(torch.ones(4, device=here()))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = DistGradScaler("sim", init_scale=4.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (1.0 if step < 3 else 3.0 + rank)).backward()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            scaler.clip_grad_norm_(optimizer, 1e6)
+            scaler.step(optimizer)
+        seen += sum("sharded=lambda" in str(each.message) for each in told)
+        scaler.update()
+    return seen
+
+
+@pytest.mark.usefixtures("sim2")
+def test_a_group_of_the_device_alone():
+    """As after init_process_group("nccl"): no gloo, so what ranks compare goes by the device."""
+    with contextlib.closing(SimPool(2, backend="sim:simccl")) as pool:
+        scales = pool.run(stages_that_add_parameters)
+        assert [scale for _, scale in scales[0][0]][-1] == 512.0
+        assert scales[0] == scales[1]
+        assert pool.run(_clips_of_parameters_that_stop_being_replicas) == [3, 3]
