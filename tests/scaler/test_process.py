@@ -87,29 +87,6 @@ def test_an_iteration_of_another_trainer_in_another_thread_changes_nothing_here(
     assert [n for n, values in found.items() if not all(map(torch.equal, values, alone))] == []
 
 
-def test_trainers_in_threads_learn_what_each_learns_alone() -> None:
-    alone = [Trainer(seed).run(*range(24)) for seed in range(3)]
-    results: dict[int, list[Tensor]] = {}
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(2):
-            trainers = dict(enumerate(map(Trainer, range(3))))  # which set the seed of the process
-
-            def train(seed: int, trainers: dict[int, Trainer] = trainers) -> None:
-                results[seed] = trainers[seed].run(*range(24))
-
-            threads = [threading.Thread(target=train, args=(seed,)) for seed in trainers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            same = [all(map(torch.equal, results.pop(s), alone[s])) for s in trainers]
-            assert same == [True] * 3
-    finally:
-        sys.setswitchinterval(before)
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 

@@ -275,17 +275,6 @@ def test_questions_before_their_time_are_named():
         scaler.add_optimizer([never])
 
 
-def test_a_schedule_that_asks_stepped_does_not_advance_on_a_skipped_step():
-    parameter, optimizer = sgd()
-    scaler = cpu_scaler()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
-    for gradient in (0.0, INF, INF, 0.0):
-        iteration(scaler, optimizer, parameter, gradient)
-        if scaler.stepped(optimizer):
-            schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 1 / 3
-
-
 @pytest.mark.parametrize("how", ["position", "name", "after unscale_"])
 def test_a_closure_is_refused_before_anything_changes(how):
     scaler, calls = cpu_scaler(), []
