@@ -2,60 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla")
+X = torch.ones(2, 2)
+
+
+def product() -> torch.dtype:
+    """The dtype in which this thread computes a matrix product."""
+    return torch.mm(X, X).dtype
+
+
+def in_thread(fn: Callable[[], Any]) -> Any:
+    """What ``fn`` returns in a new thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
 
 
 def thread_state() -> list[object]:
-    """All of torch's autocast state in this thread, read setting by setting, nesting included."""
+    """All of torch's autocast state in this thread, read setting by setting, nesting last."""
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return [
         *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICE_TYPES),
         torch.is_autocast_cache_enabled(),
         nesting,
-        torch._C._is_torch_function_mode_enabled(),
     ]
 
 
-NEW_THREAD = thread_state()
-
-
-def reset() -> None:
-    """Put this thread's autocast state back to that of a new thread."""
-    for device_type, enabled, dtype in NEW_THREAD[: len(DEVICE_TYPES)]:  # type: ignore[misc]
+def reset(state: list[Any]) -> None:
+    """Put this thread's settings back, for the tests that follow."""
+    for device_type, enabled, dtype in state[: len(DEVICE_TYPES)]:
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(True)
+    torch.set_autocast_cache_enabled(state[-2])
     torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:
+    while torch.autocast_decrement_nesting() > state[-1]:
         pass
     torch.clear_autocast_cache()
 
 
-@pytest.fixture
-def leaks() -> Iterator[None]:
-    """For tests that make torch's own class leak: put the state right afterwards."""
-    yield
-    reset()
-
-
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """The same random inputs and weights in every run, whatever ran before."""
+def _nothing_leaks() -> Iterator[None]:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = thread_state()
     yield
-    if "leaks" not in request.fixturenames:
-        after = thread_state()
-        if after != before:
-            reset()
-        assert after == before, "the test left autocast's state changed"
+    after = thread_state()
+    if after != before:
+        reset(before)
+    assert after == before, "the test left autocast's state changed"
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -2,261 +2,129 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+# By all the names that configurations have for them.
+WIDTHS = ("hidden_size", "d_model", "n_embd")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+HEADS += ("encoder_attention_heads", "decoder_attention_heads")
+INNER = ("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
+VOCABULARY = ("vocab_size", "max_position_embeddings", "n_positions")
+TINY = dict.fromkeys(WIDTHS, 32) | dict.fromkeys(LAYERS, 2) | dict.fromkeys(HEADS, 4)
+TINY |= dict.fromkeys((*INNER, *VOCABULARY), 64) | {"d_kv": 8, "layerdrop": 0.0}
+TINY |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+WHISPER = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16}
+EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+SOUND = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2)}
+SOUND |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"}
 
-def _tokens(rows, columns):
-    return torch.randint(3, 64, (rows, columns), generator=torch.Generator().manual_seed(0))
 
-
-def _text(length=12):
+def text() -> dict[str, Tensor]:
     """Two sentences, the second one padded."""
-    mask = torch.ones(2, length, dtype=torch.int64)
+    mask = torch.ones(2, 12, dtype=torch.int64)
     mask[1, -3:] = 0
-    return {
-        "input_ids": _tokens(2, length),
-        "attention_mask": mask,
-        "labels": _tokens(2, length),
-    }
+    tokens = torch.randint(3, 64, (2, 12))
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def _images(size):
+def spoken() -> dict[str, Tensor]:
+    return {"input_features": torch.randn(2, 8, 40), "labels": torch.randint(3, 64, (2, 8))}
+
+
+def sound() -> dict[str, Tensor]:
+    mask = torch.ones(2, 400, dtype=torch.int64)
+    mask[1, 300:] = 0
+    labels = torch.tensor([[3, 4, 5], [3, 5, -100]])
+    return {"input_values": torch.randn(2, 400), "attention_mask": mask, "labels": labels}
+
+
+def image(size: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([0, 1])}
 
 
-def _transformers():
-    return pytest.importorskip("transformers")
+def of_transformers(kind: str, task: str, inputs: Callable[[], Any], **settings: Any) -> Any:
+    """What makes a model of this type for this task, and its inputs."""
+
+    def make() -> tuple[nn.Module, dict[str, Tensor]]:
+        transformers = pytest.importorskip("transformers")
+        # What it thinks of a configuration this small.
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        config.apply_spec_augment = False  # Would leave parts out at random.
+        return getattr(transformers, f"AutoModelFor{task}").from_config(config), inputs()
+
+    return make
 
 
-def bert():
-    tf = _transformers()
-    config = tf.BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=32,
-    )
-    return tf.BertForMaskedLM(config), _text()
-
-
-def gpt2():
-    tf = _transformers()
-    config = tf.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, eos_token_id=2
-    )
-    return tf.GPT2LMHeadModel(config), _text()
-
-
-def t5():
-    tf = _transformers()
-    config = tf.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    )
-    return tf.T5ForConditionalGeneration(config), _text()
-
-
-_LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-
-def llama():
-    tf = _transformers()
-    tokens = _tokens(2, 12)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**_LLAMA)), {"input_ids": tokens, "labels": tokens}
-
-
-def _mixtral(**options):
-    tf = _transformers()
-    config = tf.MixtralConfig(
-        **_LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, **options
-    )
-    return tf.MixtralForCausalLM(config), _text()
-
-
-def mixtral():
-    return _mixtral()
-
-
-def mixtral_loop():
-    """Experts called one by one, those alone that a token was sent to."""
-    return _mixtral(experts_implementation="eager")
-
-
-def whisper():
-    tf = _transformers()
-    config = tf.WhisperConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=8,
-        max_source_positions=20,
-        max_target_positions=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    inputs = {"input_features": torch.randn(2, 8, 40), "labels": _tokens(2, 8)}
-    return tf.WhisperForConditionalGeneration(config), inputs
-
-
-def wav2vec2():
-    tf = _transformers()
-    config = tf.Wav2Vec2Config(
-        vocab_size=32,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        conv_dim=(16, 16),
-        conv_kernel=(10, 3),
-        conv_stride=(5, 2),
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=4,
-        mask_time_length=2,
-    )
-    mask = torch.ones(2, 400, dtype=torch.int64)
-    mask[1, 300:] = 0
-    inputs = {
-        "input_values": torch.randn(2, 400),
-        "attention_mask": mask,
-        "labels": torch.tensor([[3, 4, 5], [3, 5, -100]]),
-    }
-    return tf.Wav2Vec2ForCTC(config), inputs
-
-
-def vit():
-    tf = _transformers()
-    config = tf.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=4,
-    )
-    return tf.ViTForImageClassification(config), _images(16)
-
-
-def swin():
-    tf = _transformers()
-    config = tf.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
-    )
-    return tf.SwinForImageClassification(config), _images(32)
-
-
-def resnet():
-    tf = _transformers()
-    config = tf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"
-    )
-    return tf.ResNetForImageClassification(config), _images(32)
-
-
-def unet():
-    """A diffusion model in small: residual blocks with a time embedding, cross-attention, skips."""
-    inputs = {
-        "sample": torch.randn(2, 4, 8, 8),
-        "timestep": torch.tensor([3, 500]),
-        "text": torch.randn(2, 5, 16),
-    }
-    return _UNet(), inputs
-
-
-class _Residual(nn.Module):
-    def __init__(self, inner, outer, time):
+class Residual(nn.Module):
+    def __init__(self, inner: int, outer: int, time: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(4, inner), nn.GroupNorm(4, outer)
         self.conv1 = nn.Conv2d(inner, outer, 3, padding=1)
         self.conv2 = nn.Conv2d(outer, outer, 3, padding=1)
-        self.time_emb_proj = nn.Linear(time, outer)
-        self.skip = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
+        self.time, self.skip = nn.Linear(time, outer), nn.Conv2d(inner, outer, 1)
 
-    def forward(self, x, time):
-        hidden = self.conv1(F.silu(self.norm1(x)))
-        hidden = hidden + self.time_emb_proj(F.silu(time))[:, :, None, None]
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        hidden = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
         return self.skip(x) + self.conv2(F.silu(self.norm2(hidden)))
 
 
-class _CrossAttention(nn.Module):
-    def __init__(self, width, text, heads=2):
+class UNet(nn.Module):
+    """A diffusion model in small: residual blocks with a time embedding, cross-attention, skips."""
+
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.heads, self.norm = heads, nn.GroupNorm(4, width)
-        self.to_q, self.to_out = nn.Linear(width, width), nn.Linear(width, width)
-        self.to_k, self.to_v = nn.Linear(text, width), nn.Linear(text, width)
-
-    def forward(self, x, text):
-        b, c, h, w = x.shape
-        hidden = self.norm(x).flatten(2).transpose(1, 2)
-        q, k, v = (
-            part.view(b, -1, self.heads, c // self.heads).transpose(1, 2)
-            for part in (self.to_q(hidden), self.to_k(text), self.to_v(text))
-        )
-        hidden = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, h * w, c)
-        return x + self.to_out(hidden).transpose(1, 2).reshape(b, c, h, w)
-
-
-class _UNet(nn.Module):
-    def __init__(self, width=16, time=32, text=16):
-        super().__init__()
-        self.time_embedding = nn.Sequential(
-            nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time)
-        )
-        self.conv_in = nn.Conv2d(4, width, 3, padding=1)
-        self.down = _Residual(width, width, time)
-        self.down_attention = _CrossAttention(width, text)
+        self.time, self.conv_in = nn.Linear(width, 32), nn.Conv2d(4, width, 3, padding=1)
+        self.down, self.mid = Residual(width, width, 32), Residual(width, width, 32)
         self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=1)
-        self.mid = _Residual(width, 2 * width, time)
-        self.up_attention = _CrossAttention(2 * width, text)
-        self.up = _Residual(3 * width, width, time)
-        self.norm_out, self.conv_out = nn.GroupNorm(4, width), nn.Conv2d(width, 4, 3, padding=1)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.up, self.conv_out = Residual(2 * width, width, 32), nn.Conv2d(width, 4, 3, padding=1)
 
-    def forward(self, sample, timestep, text):
-        frequencies = torch.exp(-torch.arange(8, device=sample.device))
-        angles = timestep[:, None] * frequencies
-        time = self.time_embedding(torch.cat([angles.sin(), angles.cos()], -1))
-        skip = self.down_attention(self.down(self.conv_in(sample), time), text)
-        hidden = self.up_attention(self.mid(self.downsample(skip), time), text)
+    def forward(self, sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        angles = timestep[:, None] * torch.exp(-torch.arange(8))
+        time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
+        skip = self.down(self.conv_in(sample), time)
+        hidden = self.mid(self.downsample(skip), time)
+        rows = hidden.flatten(2).transpose(1, 2)
+        rows = rows + self.attention(rows, text, text, need_weights=False)[0]
+        hidden = rows.transpose(1, 2).reshape(hidden.shape)
         hidden = F.interpolate(hidden, scale_factor=2.0, mode="nearest")
-        hidden = self.up(torch.cat([hidden, skip], 1), time)
-        return self.conv_out(F.silu(self.norm_out(hidden)))
+        return self.conv_out(F.silu(self.up(torch.cat([hidden, skip], 1), time)))
 
 
-MODELS = [
-    bert,
-    gpt2,
-    t5,
-    llama,
-    mixtral,
-    mixtral_loop,
-    whisper,
-    wav2vec2,
-    vit,
-    swin,
-    resnet,
-    unet,
-]
+def unet() -> tuple[nn.Module, dict[str, Tensor]]:
+    inputs = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3, 500])}
+    return UNet(), inputs | {"text": torch.randn(2, 5, 16)}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
+    "bert": of_transformers("bert", "MaskedLM", text, **TINY),
+    "gpt2": of_transformers("gpt2", "CausalLM", text, **TINY),
+    "t5": of_transformers("t5", "Seq2SeqLM", text, **TINY),
+    "llama": of_transformers("llama", "CausalLM", text, **TINY),
+    "mixtral": of_transformers("mixtral", "CausalLM", text, **TINY | EXPERTS),
+    # Experts called one by one, those alone that a token was sent to.
+    "mixtral, eager": of_transformers(
+        "mixtral", "CausalLM", text, **TINY | EXPERTS, experts_implementation="eager"
+    ),
+    "whisper": of_transformers("whisper", "SpeechSeq2Seq", spoken, **TINY | WHISPER),
+    "wav2vec2": of_transformers("wav2vec2", "CTC", sound, **TINY | SOUND),
+    "vit": of_transformers(
+        "vit", "ImageClassification", lambda: image(16), **TINY, image_size=16, patch_size=4
+    ),
+    "swin": of_transformers(
+        "swin", "ImageClassification", lambda: image(32), **SWIN, window_size=4
+    ),
+    "resnet": of_transformers("resnet", "ImageClassification", lambda: image(32), **RESNET),
+    "unet": unet,
+}

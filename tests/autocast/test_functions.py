@@ -1,138 +1,205 @@
-"""custom_fwd and custom_bwd: backward computes as forward did, in whatever thread it runs."""
+"""Backward passes in forward's state: custom_fwd and custom_bwd, activation checkpointing."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint as torchs
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from distamp import autocast, custom_bwd, custom_fwd
-from distamp.autocast import OpLists
+from distamp import OpLists, autocast, checkpoint, checkpoint_contexts, custom_bwd, custom_fwd
+from tests.ranks import RankPool
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OURS, TORCHS = (custom_fwd, custom_bwd), (torch.amp.custom_fwd, torch.amp.custom_bwd)
 
 
-def _note() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+def matmul(decorators: Any, seen: list[Any], cast: Any = None, device: str = "cpu") -> Any:
+    """A product that notes in what it computes; its device type's autocast state with it."""
+    fwd, bwd = decorators
 
-
-def _function(fwd: Any, bwd: Any, cast: torch.dtype | None) -> tuple[Any, list[Any]]:
-    seen: list[Any] = []
+    def noted(a: Tensor, b: Tensor) -> Tensor:
+        state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        seen.append((*state, a.dtype, a.mm(b).dtype))
+        return a.mm(b)
 
     class Matmul(torch.autograd.Function):
         @staticmethod
-        @fwd(device_type="cpu", cast_inputs=cast)
-        def forward(ctx, a, b):
+        @fwd(device_type=device, cast_inputs=cast)
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            """Multiply."""
             ctx.save_for_backward(a, b)
-            out = a.mm(b)
-            seen.append((*_note(), a.dtype, out.dtype))
-            return out
+            return noted(a, b)
 
         @staticmethod
-        @bwd(device_type="cpu")
-        def backward(ctx, grad):
+        @bwd(device_type=device)
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
             a, b = ctx.saved_tensors
-            seen.append((*_note(), grad.dtype, grad.mm(b.t()).dtype))
-            return grad.mm(b.t()), a.t().mm(grad)
+            return noted(grad, b.t()), a.t().mm(grad)
 
-    return Matmul, seen
+    return Matmul
 
 
-@pytest.mark.parametrize("cast", [None, torch.float32, torch.float16])
-@pytest.mark.parametrize("region", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("around_backward", [None, torch.bfloat16])
-def test_the_same_as_torchs_in_every_combination(cast, region, around_backward):
-    results = []
-    for fwd, bwd in ((custom_fwd, custom_bwd), (torch.amp.custom_fwd, torch.amp.custom_bwd)):
-        function, seen = _function(fwd, bwd, cast)
-        torch.manual_seed(0)
-        a, b = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-        with autocast("cpu", region, enabled=region is not None):
-            loss = function.apply(a, b).float().sum()
-        with autocast("cpu", around_backward, enabled=around_backward is not None):
-            loss.backward()
-        results.append((seen, a.grad, b.grad))
-    ours, theirs = results
-    assert ours[0] == theirs[0]
-    assert torch.equal(ours[1], theirs[1])
-    assert torch.equal(ours[2], theirs[2])
+def test_custom_functions_are_as_torchs_in_every_combination():
+    """Inputs cast or not, in a region of each dtype or none, backward in another one or none."""
+    for cast, region, around in itertools.product((None, FP32, FP16), (None, FP16, BF16), (0, 1)):
+        found = []
+        for decorators in (OURS, TORCHS):
+            torch.manual_seed(0)
+            seen: list[Any] = []
+            a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+            with autocast("cpu", region, enabled=region is not None):
+                loss = matmul(decorators, seen, cast).apply(a, b).float().sum()
+            with autocast("cpu", BF16, enabled=bool(around)):
+                loss.backward()
+            found.append((seen, a.grad.tolist(), b.grad.tolist()))
+        assert found[0] == found[1], (cast, region, around)
+
+
+def test_backward_follows_the_op_lists_of_forward():
+    seen: list[Any] = []
+    a = torch.randn(4, 4, requires_grad=True)
+    with autocast("cpu", ops=OpLists(fp32={"mm"})):
+        loss = matmul(OURS, seen).apply(a, a).sum()
+    loss.backward()
+    assert [each[3] for each in seen] == [FP32] * 2
 
 
 def test_backward_sees_forwards_state_in_autograds_own_threads():
     """Reentrant backward nested deeper than autograd allows moves to a thread of its pool."""
-    threads: set[int] = set()
-    low = torch.float16
 
     class Nested(torch.autograd.Function):
         @staticmethod
         @custom_fwd(device_type="cpu")
-        def forward(ctx, x, depth):
+        def forward(ctx: Any, x: Tensor, depth: int) -> Tensor:
             ctx.depth = depth
             return x.clone()
 
         @staticmethod
         @custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            threads.add(threading.get_ident())
-            states.add(_note())
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            seen.add((threading.get_ident(), torch.mm(grad, grad).dtype))
             if ctx.depth:
-                with torch.enable_grad(), autocast("cpu", low):
+                with torch.enable_grad(), autocast("cpu", FP16):
                     x = torch.ones(2, 2, requires_grad=True)
                     Nested.apply(x, ctx.depth - 1).sum().backward()
             return grad, None
 
-    states: set[tuple[bool, torch.dtype]] = set()
-    with autocast("cpu", low):
+    seen: set[Any] = set()
+    with autocast("cpu", FP16):
         out = Nested.apply(torch.ones(2, 2, requires_grad=True), 70).sum()
     out.backward()
-    assert len(threads) > 1
-    assert states == {(True, low)}
+    assert len(seen) > 1
+    assert {dtype for _, dtype in seen} == {FP16}
 
 
-def test_backward_follows_the_op_lists_of_forward():
-    function, seen = _function(custom_fwd, custom_bwd, None)
-    a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", ops=OpLists(fp32={"mm"})):
-        loss = function.apply(a, a).sum()
-    loss.backward()
-    assert [each[3] for each in seen] == [torch.float32] * 2
-
-
-@pytest.mark.parametrize("decorate", [custom_fwd, custom_bwd])
-def test_a_device_type_that_is_no_string_is_refused(decorate):
+@pytest.mark.parametrize("decorate", OURS)
+def test_decorators_keep_names_and_refuse_a_device_that_is_no_string(decorate):
     with pytest.raises(ValueError, match="device_type"):
         decorate(device_type=torch.device("cpu"))
-
-
-def test_the_decorated_function_keeps_its_name():
-    @custom_fwd(device_type="cpu")
-    def forward(ctx, x):
-        """Take x."""
-
-    assert (forward.__name__, forward.__doc__) == ("forward", "Take x.")
+    forward = matmul(OURS, []).forward
+    assert (forward.__name__, forward.__doc__) == ("forward", "Multiply.")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_backward_on_the_devices_own_thread_sees_forwards_dtype():
     """autograd runs CUDA's backward in a thread of its own, in the default dtype."""
-    seen: list[torch.dtype] = []
-
-    class Matmul(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(device_type="cuda")
-        def forward(ctx, a):
-            ctx.save_for_backward(a)
-            return a.mm(a)
-
-        @staticmethod
-        @custom_bwd(device_type="cuda")
-        def backward(ctx, grad):
-            (a,) = ctx.saved_tensors
-            seen.append(a.mm(a).dtype)
-            return a
-
+    seen: list[Any] = []
     a = torch.ones(2, 2, device="cuda", requires_grad=True)
-    with autocast("cuda", torch.bfloat16):
-        Matmul.apply(a).float().sum().backward()
-    assert seen == [torch.bfloat16]
+    with autocast("cuda", BF16):
+        loss = matmul(OURS, seen, device="cuda").apply(a, a).float().sum()
+    loss.backward()
+    assert [each[3] for each in seen] == [BF16] * 2
+
+
+LISTS = OpLists(fp32={"linear"}, lower_precision={"softmax"})
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def block() -> nn.Sequential:
+    torch.manual_seed(0)
+    # A sum saves nothing: were it recomputed in another dtype, torch's check would not see it.
+    return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8), nn.Tanh())
+
+
+def plain(model: Any, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def nested(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: checkpoint(model, x, use_reentrant=False), x, use_reentrant=False)
+
+
+def torchs_with_our_contexts(model: Any, x: Tensor) -> Tensor:
+    return torchs.checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts)
+
+
+def region_inside(model: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
+        with autocast("cpu", ops=LISTS):
+            return model(x)
+
+    with autocast("cpu", enabled=False):
+        return torchs.checkpoint(forward, x, use_reentrant=False)
+
+
+def with_options(model: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor, *, scale: float) -> Tensor:
+        return model(x) * scale
+
+    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False, scale=1.0)
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
+    "not reentrant": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "nested": nested,
+    "torch's with our contexts": torchs_with_our_contexts,
+    "a region inside": region_inside,
+    "torch's options": with_options,
+}
+
+
+def gradients(run: Callable[[Any, Tensor], Tensor]) -> list[Any]:
+    model, x = block(), X.clone().requires_grad_()
+    with autocast("cpu", ops=LISTS):
+        out = run(model, x)
+    out.float().square().sum().backward()
+    return [x.grad, *(each.grad for each in model.parameters())]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_bit_for_bit_those_without_checkpointing(way):
+    assert all(map(torch.equal, gradients(WAYS[way]), gradients(plain)))
+
+
+def _weights(ways: tuple[str, ...]) -> list[float]:
+    sums = []
+    for way in ways:
+        torch.manual_seed(0)
+        model = nn.Sequential(block(), block())
+        for each in (*model, model):
+            fully_shard(each)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            out = X.clone().requires_grad_()
+            with autocast("cpu", ops=LISTS):
+                for each in model:
+                    out = WAYS[way](each, out) if way else each(out)
+            out.float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sums.append(sum(p.full_tensor().double().sum().item() for p in model.parameters()))  # type: ignore[attr-defined]
+    return sums
+
+
+def test_checkpointed_blocks_of_fsdp2_train_to_the_same_weights(ranks2: RankPool):
+    for plain, *checkpointed in ranks2.run(_weights, ("", "reentrant", "not reentrant")):
+        assert checkpointed == [plain, plain]

@@ -1,90 +1,125 @@
-"""Today's model families under regions, lists, reports and preflight."""
+"""Today's model families and torch's op database in regions, with lists, reports and preflight."""
 
 from __future__ import annotations
 
-import logging
+import functools
+import itertools
+import random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from distamp import OpLists, autocast, precision_report, preflight
+from tests.autocast.counting import BF16, FP16, Independent
 from tests.autocast.models import MODELS
-from tests.autocast.test_report import BF16, FP16, Independent, kernels
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 LISTS = OpLists(fp32={"linear"}, lower_precision={"gelu", "silu", "relu"})
+SAMPLE = ("bert", "mixtral, eager", "wav2vec2", "unet")
 
 
-@pytest.fixture(params=MODELS, ids=lambda make: make.__name__)
-def built(request):
-    # What transformers thinks of a configuration this small.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    model, inputs = request.param()
-    if hasattr(model, "config"):
-        # Real steps would leave layers out at random.
-        model.config.layerdrop = 0.0
-        model.config.apply_spec_augment = False
-    return request.param.__name__, model, inputs
+@pytest.fixture(
+    params=[
+        name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+    ]
+)
+def built(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Tensor]]:
+    return MODELS[request.param]()
 
 
-def loss_of(output):
-    return next(iter(output.values())) if isinstance(output, dict) else output.mean()
-
-
-def step(model, inputs, region):
+def step(model: nn.Module, inputs: dict[str, Tensor], region: Any) -> list[Any]:
+    """The loss and all gradients."""
     torch.manual_seed(0)
     model.zero_grad()
     with region:
-        loss = loss_of(model(**inputs))
+        output = model(**inputs)
+        loss = next(iter(output.values())) if isinstance(output, dict) else output.mean()
     loss.backward(torch.ones_like(loss))
-    return loss.detach(), [each.grad for each in model.parameters() if each.grad is not None]
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_region_is_torchs_and_lists_and_reports_hold(built):
-    _, model, inputs = built
-    ours = step(model, inputs, autocast("cpu", BF16))
-    theirs = step(model, inputs, torch.autocast("cpu", BF16))
-    assert torch.equal(ours[0], theirs[0])
-    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
-    with Independent() as count, precision_report(model) as report:
-        step(model, inputs, autocast("cpu", BF16, ops=LISTS))
-    assert kernels(report) == count.kernels
-    assert report.totals.casts == count.casts
-    products = [row for row in report.rows if row.function == "linear" and row.op == "addmm"]
-    products = [row for row in products if row.phase == "forward"]
-    assert all(row.outputs == ("float32",) for row in products)
-    assert any("backward" in row.phase and row.module != "(outside)" for row in report.rows)
+    ours = step(*built, autocast("cpu", BF16))
+    assert all(map(torch.equal, ours, step(*built, torch.autocast("cpu", BF16))))
+    with Independent() as count, precision_report(built[0]) as report:
+        step(*built, autocast("cpu", BF16, ops=LISTS))
+    assert count.agrees(report)
+    products = [row for row in report.rows if (row.function, row.op) == ("linear", "addmm")]
+    assert {row.outputs for row in products if row.phase == "forward"} <= {("float32",)}
+    assert any(row.phase == "backward" and row.module != "(outside)" for row in report.rows)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_preflight_comes_to_the_end_and_leaves_the_model_alone(built):
-    _, model, inputs = built
-    before = {key: (it, it.clone()) for key, it in model.state_dict(keep_vars=True).items()}
-    result = preflight(model, inputs, "cuda", FP16)
-    assert not result.errors
-    half = {row.op for row in result.report.rows if "float16" in row.outputs}
-    assert half & {"mm", "addmm", "bmm", "convolution"}
-    after = model.state_dict(keep_vars=True)
-    assert after.keys() == before.keys()
-    for key, (tensor, value) in before.items():
-        assert after[key] is tensor
-        assert torch.equal(tensor, value)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_preflight_of_a_cpu_is_a_real_forward_pass(built):
-    _, model, inputs = built
-    result = preflight(model, inputs, "cpu", BF16)
-    with precision_report(model) as report, torch.autocast("cpu", BF16):
-        model(**inputs)
-    assert computed(result.report.rows) == computed(report.rows)
-
-
-def computed(rows):
+def computed(rows: Any) -> set[Any]:
     """Every kernel that computes with floating point numbers, by module and dtypes."""
     return {
         (row.module, row.op, row.inputs, row.outputs[:1], row.cause)
         for row in rows
         if any("float" in dtype for dtype in row.inputs) and not row.view
     }
+
+
+def test_a_preflight_comes_to_the_end_and_a_cpus_is_a_real_forward_pass(built):
+    model, inputs = built
+    before = {
+        key: (it, it.detach().clone()) for key, it in model.state_dict(keep_vars=True).items()
+    }
+    result = preflight(model, inputs, "cuda", FP16)
+    assert not result.errors
+    half = {row.op for row in result.report.rows if "float16" in row.outputs}
+    assert half & {"mm", "addmm", "bmm", "convolution"}
+    result = preflight(model, inputs, "cpu", BF16)
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys()
+    assert all(after[key] is it and torch.equal(it, was) for key, (it, was) in before.items())
+    with precision_report(model) as report, torch.autocast("cpu", BF16):
+        model(**inputs)
+    assert computed(result.report.rows) == computed(report.rows)
+
+
+def dtypes(op: Any, sample: Any, region: Any) -> Any:
+    """The dtypes of one call's results, or the error it raises."""
+    torch.manual_seed(0)
+    try:
+        with region:
+            out = op(sample.input, *sample.args, **sample.kwargs)
+    except Exception as error:
+        return type(error)
+    return [getattr(it, "dtype", None) for it in (out if isinstance(out, tuple | list) else (out,))]
+
+
+# In-place random ones, what has a dtype or statistics of its own, what torch makes of other ops.
+NOT_CHANGED = {"cauchy", "exponential", "geometric", "log_normal", "normal", "uniform", "rand_like"}
+NOT_CHANGED |= {"nn.functional.interpolate", "nn.functional.normalize", "__rdiv__"}
+NOT_CHANGED |= {"nn.functional.batch_norm", "nn.functional.instance_norm"}
+
+
+def to(dtype: torch.dtype, given: torch.dtype, value: Any) -> Any:
+    """What a list makes of an argument."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype is given else value
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(None, marks=pytest.mark.slow)])
+def test_ops_are_in_the_dtype_of_torchs_region_and_of_lists_of_ours(count):
+    database = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    differ, listed = set(), set()
+    for op in random.Random(0).sample(database, count or len(database)):
+        for given in {torch.float32, BF16, FP16} & op.supported_dtypes("cpu"):
+            wanted = BF16 if given is torch.float32 else torch.float32
+            for sample in itertools.islice(op.sample_inputs("cpu", given), 2):
+                if dtypes(op, sample, autocast("cpu")) != dtypes(op, sample, torch.autocast("cpu")):
+                    differ.add(op.name)
+                try:
+                    name = {op.name.replace("nn.functional.", "")}
+                    lists = (
+                        OpLists(fp32=name) if wanted is not BF16 else OpLists(lower_precision=name)
+                    )
+                except ValueError:
+                    continue
+                cast = sample.transform(functools.partial(to, wanted, given))
+                by_hand = dtypes(op, cast, autocast("cpu", enabled=False))
+                if dtypes(op, sample, autocast("cpu", ops=lists)) != by_hand:
+                    listed.add(op.name)
+    assert differ == set()
+    assert listed - NOT_CHANGED == set()

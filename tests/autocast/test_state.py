@@ -1,11 +1,12 @@
-"""A thread's state as a value: captured, applied, and carried by functions and executors."""
+"""A thread's state as a value, and what carries or leaves it: threads, generators, coroutines."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import pickle
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -14,19 +15,10 @@ import torch
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists, propagate
 from distamp.errors import RegionError
-from tests.autocast.conftest import DEVICE_TYPES, thread_state
+from tests.autocast.conftest import DEVICE_TYPES, X, in_thread, product, reset, thread_state
 
-X = torch.ones(2, 2)
-
-
-def product() -> torch.dtype:
-    return torch.mm(X, X).dtype
-
-
-def in_thread(fn: Callable[[], Any]) -> Any:
-    """What ``fn`` returns in a new thread."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(fn).result()
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LISTS = OpLists(fp32={"mm"})
 
 
 @pytest.fixture
@@ -35,13 +27,24 @@ def unusual() -> Iterator[list[object]]:
     found = thread_state()
     for number, device_type in enumerate(DEVICE_TYPES):
         torch.set_autocast_enabled(device_type, number % 2 == 0)
-        torch.set_autocast_dtype(device_type, (torch.float16, torch.bfloat16)[number % 3 == 0])
+        torch.set_autocast_dtype(device_type, (FP16, BF16)[number % 3 == 0])
     torch.set_autocast_cache_enabled(False)
     yield thread_state()
-    for device_type, enabled, dtype in found[: len(DEVICE_TYPES)]:  # type: ignore[misc]
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(True)
+    reset(found)
+
+
+def test_an_applied_state_gives_a_new_thread_all_settings_and_then_its_own_back(unusual):
+    state = AutocastState.capture()
+
+    def work() -> tuple[list[object], list[object], list[object]]:
+        before = thread_state()
+        with state.apply():
+            inside = thread_state()
+        return before, inside, thread_state()
+
+    before, inside, after = in_thread(work)
+    assert inside[:-1] == unusual[:-1] != before[:-1]
+    assert after == before
 
 
 def test_the_device_types_are_all_that_torch_has_autocast_for():
@@ -50,135 +53,150 @@ def test_the_device_types_are_all_that_torch_has_autocast_for():
     assert names == {each for each in everything if torch.amp.is_autocast_available(each)}
 
 
-def test_a_new_thread_starts_with_nothing_and_an_applied_state_gives_all(unusual):
-    state = AutocastState.capture()
-    settings = slice(0, len(DEVICE_TYPES) + 1)
-
-    def work() -> list[object]:
-        before = thread_state()
-        with state.apply():
-            inside = thread_state()
-        assert thread_state() == before
-        assert before[settings] != inside[settings]
-        return inside
-
-    inside = in_thread(work)
-    assert inside[settings] == unusual[settings]
-    assert set(state.devices) >= set(unusual[:9])
-
-
-def test_capture_is_a_value():
-    with autocast("cpu", dtype=torch.float16):
+@pytest.mark.parametrize("ops", [None, LISTS])
+def test_a_state_is_a_value(ops):
+    with autocast("cpu", FP16, ops=ops):
         one, two = AutocastState.capture(), AutocastState.capture()
-    assert one == two
-    assert hash(one) == hash(two)
-    assert one != AutocastState.capture()
-    assert pickle.loads(pickle.dumps(one)) == one
-
-
-def test_capture_sees_the_op_lists():
-    with autocast("cpu", ops=OpLists(fp32={"mm"})):
-        state = AutocastState.capture()
-    assert state != AutocastState.capture()
-    for each in (state, pickle.loads(pickle.dumps(state))):
-        assert each == state
-        with each.apply():
-            assert product() is torch.float32
-            assert torch.bmm(X[None], X[None]).dtype is torch.float32  # mm's family
-            assert torch.nn.functional.conv1d(X[None], X[None]).dtype is torch.bfloat16
+        wanted = product()
+    for state in (two, pickle.loads(pickle.dumps(one))):
+        assert (state, hash(state)) == (one, hash(one)) != AutocastState.capture()
+        with state.apply():
+            assert product() is wanted
+            assert torch.nn.functional.conv1d(X[None], X[None]).dtype is FP16
             assert AutocastState.capture() == state
-        assert torch.is_autocast_enabled("cpu") is False
-
-
-def test_a_state_without_op_lists_is_applied_inside_a_region_with_them():
-    plain = AutocastState.capture()
-    before = thread_state()
-    with autocast("cpu", ops=OpLists(fp32={"mm"})):
-        within = thread_state()
-        with plain.apply():
-            assert thread_state()[:-2] == before[:-2]
-        assert thread_state() == within
-        assert product() is torch.float32
 
 
 def test_applying_puts_back_what_the_block_changed_or_left_open():
-    with autocast("cpu", dtype=torch.float16):
+    with autocast("cpu", FP16):
         state = AutocastState.capture()
-    before = thread_state()
-    with state.apply():
-        autocast("cpu", dtype=torch.bfloat16, ops=OpLists(fp32={"mm"})).__enter__()
-        torch.autocast("cpu", enabled=False).__enter__()
-        torch.set_autocast_enabled("xpu", True)
-        torch.set_autocast_cache_enabled(False)
-    assert thread_state() == before
+    with autocast("cpu", BF16, ops=LISTS):
+        before = AutocastState.capture(), thread_state()
+        with contextlib.suppress(ZeroDivisionError), state.apply():
+            autocast("cpu", ops=OpLists(fp32={"softmax"})).__enter__()
+            torch.autocast("cpu", enabled=False).__enter__()
+            torch.set_autocast_enabled("xpu", True)
+            torch.set_autocast_cache_enabled(False)
+            _ = 1 / 0
+        assert (AutocastState.capture(), thread_state()) == before
+        assert product() is FP32
 
 
 def test_an_applied_state_nests_in_regions_and_with_itself():
-    with autocast("cpu", dtype=torch.float16):
+    with autocast("cpu", FP16):
         state = AutocastState.capture()
     weight = torch.ones(2, 2, requires_grad=True)
-    with autocast("cpu", dtype=torch.bfloat16) as region:
-        assert torch.mm(X, weight).dtype is torch.bfloat16
+    found = []
+    with autocast("cpu", BF16) as region:
+        found.append(torch.mm(X, weight).dtype)
         with state.apply():
-            assert torch.mm(X, weight).dtype is torch.float16
+            found.append(torch.mm(X, weight).dtype)
             with state.apply(), region:
-                assert torch.mm(X, weight).dtype is torch.bfloat16
-        assert torch.mm(X, weight).dtype is torch.bfloat16
+                found.append(torch.mm(X, weight).dtype)
+            with pytest.raises(RegionError):
+                region.__exit__(None, None, None)
+        found.append(torch.mm(X, weight).dtype)
+    assert found == [BF16, FP16, BF16, BF16]
 
 
-def test_a_region_cannot_end_under_a_state_applied_within_it():
-    region = autocast("cpu")
-    with region:
-        with AutocastState.capture().apply(), pytest.raises(RegionError):
-            region.__exit__(None, None, None)
-        assert product() is torch.bfloat16
-
-
-def test_an_error_under_an_applied_state_restores_and_comes_through():
-    with autocast("cpu"):
-        state = AutocastState.capture()
-    before = thread_state()
-    with pytest.raises(ZeroDivisionError), state.apply():
-        _ = 1 / 0
-    assert thread_state() == before
-
-
-CARRIERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
-    "a thread of a pool": in_thread,
-    "asyncio.to_thread": lambda fn: asyncio.run(asyncio.to_thread(fn)),
-}
-
-
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_propagated_function_computes_as_its_maker(carrier):
-    with autocast("cpu", dtype=torch.float16, ops=OpLists(fp32={"mm"})):
-        bound = propagate(lambda: (product(), torch.conv1d(X[None], X[None]).dtype))
-    assert CARRIERS[carrier](bound) == (torch.float32, torch.float16)
-    assert CARRIERS[carrier](product) is torch.float32
-
-
-@autocast("cpu", dtype=torch.float16)
-def made_under_float16() -> Callable[[], torch.dtype]:
+@autocast("cpu", FP16, ops=LISTS)
+def made_in_a_region() -> Any:
     return propagate(product)
 
 
-def test_a_propagated_function_keeps_its_name_and_pickles():
-    bound = made_under_float16()
-    assert bound.__name__ == "product"
-    assert pickle.loads(pickle.dumps(bound))() is torch.float16
-
-
-def test_a_propagated_generator_has_the_state_only_while_it_runs():
+@pytest.mark.parametrize("run", [in_thread, lambda fn: asyncio.run(asyncio.to_thread(fn))])
+def test_a_propagated_function_computes_as_its_maker(run):
+    with autocast("cpu", FP16, ops=LISTS):
+        bound = propagate(lambda: (product(), torch.conv1d(X[None], X[None]).dtype))
+    assert run(bound) == (FP32, FP16)
     with autocast("cpu"):
-
-        @propagate
-        def generate() -> Iterator[torch.dtype]:
-            yield product()
-
-    for dtype in generate():
-        assert (dtype, product()) == (torch.bfloat16, torch.float32)
-
-
-def test_propagating_what_cannot_be_called_is_refused():
+        assert run(product) is FP32
+        assert pickle.loads(pickle.dumps(made_in_a_region()))() is FP32
+        assert run(propagate(product, AutocastState.capture())) is BF16
+    assert made_in_a_region().__name__ == "product"
     with pytest.raises(TypeError, match="callable"):
-        propagate(3)
+        propagate(3)  # type: ignore[arg-type]
+
+
+def under_a_state(fn: Any) -> Any:
+    with autocast("cpu", FP16):
+        return propagate(fn)
+
+
+@pytest.mark.parametrize("bind", [autocast("cpu", FP16), under_a_state])
+@pytest.mark.parametrize("end", ["next", "throw", "close"])
+def test_a_generator_is_in_the_region_between_suspensions_alone(bind, end):
+    @bind
+    def generate() -> Iterator[torch.dtype]:
+        """Echo what is sent."""
+        try:
+            log.append((yield product()))
+            yield product()
+        except KeyError:
+            yield product()
+        finally:
+            log.append(product())
+        return "done"
+
+    log: list[Any] = []
+    generator = generate()
+    assert (next(generator), product()) == (FP16, FP32)
+    if end == "throw":
+        assert (generator.throw(KeyError()), product()) == (FP16, FP32)
+    elif end == "next":
+        assert (generator.send("x"), product()) == (FP16, FP32)
+        with pytest.raises(StopIteration) as stop:
+            next(generator)
+        assert stop.value.value == "done"
+    generator.close()
+    assert log == (["x", FP16] if end == "next" else [FP16])
+    assert inspect.isgeneratorfunction(generate)
+    assert (generate.__name__, generate.__doc__) == ("generate", "Echo what is sent.")
+
+
+def test_a_method_that_suspends_leaves_its_lists_too():
+    class Model:
+        @autocast("cpu", ops=LISTS)
+        def rows(self, count: int) -> Iterator[torch.dtype]:
+            for _ in range(count):
+                yield product()
+
+    with autocast("cpu"):
+        assert [(dtype, product()) for dtype in Model().rows(2)] == [(FP32, BF16)] * 2
+
+
+def test_coroutines_of_one_loop_do_not_meet_each_others_region():
+    async def task(own: asyncio.Event, other: asyncio.Event) -> list[torch.dtype]:
+        seen = [product()]
+        own.set()
+        await other.wait()
+        return [*seen, product()]
+
+    async def main() -> list[list[torch.dtype]]:
+        one, two = asyncio.Event(), asyncio.Event()
+        return list(await asyncio.gather(autocast("cpu", FP16)(task)(one, two), task(two, one)))
+
+    assert asyncio.run(main()) == [[FP16] * 2, [FP32] * 2]
+
+
+def test_an_asynchronous_generator_is_outside_at_each_yield_and_await():
+    @autocast("cpu", FP16)
+    async def rows() -> AsyncIterator[torch.dtype]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                with contextlib.suppress(KeyError):
+                    seen.append((yield product()))
+        finally:
+            seen.append(product())
+
+    async def main() -> None:
+        source: Any = rows()
+        seen.append((await anext(source), product()))
+        seen.append((await source.asend("x"), product()))
+        seen.append((await source.athrow(KeyError()), product()))
+        await source.aclose()
+
+    seen: list[Any] = []
+    asyncio.run(main())
+    pair = (FP16, FP32)
+    assert seen == [pair, "x", pair, pair, FP16]

@@ -1,0 +1,85 @@
+"""The reference of a report: twenty lines that count kernels and casts; models to count in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distamp.autocast import PrecisionReport
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Independent(TorchDispatchMode):
+    """Kernels by name and dtypes, and casts with their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[Any] = Counter()
+        self.casts = self.read = self.written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split(".")[0]
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        got = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        dtypes = (frozenset(str(t.dtype)[6:] for t in tensors) for tensors in (given, got))
+        self.kernels[(name.removeprefix("aten::"), *dtypes)] += 1
+        pairs: Any = []
+        if name in ("aten::_to_copy", "aten::to"):
+            pairs = [(given[0], got[0])]
+        elif name == "aten::copy_":
+            pairs = [(given[1], given[0])]
+        elif name == "aten::_foreach_copy_":
+            pairs = zip(args[1], args[0], strict=True)
+        for source, result in pairs:
+            if source.dtype != result.dtype:
+                self.casts += 1
+                self.read += source.nbytes
+                self.written += result.nbytes
+        return out
+
+    def agrees(self, report: PrecisionReport) -> bool:
+        """Whether the report has the same kernels, and the same casts with the same bytes."""
+        kernels: Counter[Any] = Counter()
+        for row in report.rows:
+            kernels[row.op, frozenset(row.inputs), frozenset(row.outputs)] += row.calls
+        totals = report.totals
+        casts = (totals.casts, totals.bytes_read, totals.bytes_written)
+        return kernels == self.kernels and casts == (self.casts, self.read, self.written)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 8))
+
+
+def transformer() -> nn.Sequential:
+    return nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(2)))
+
+
+def conv() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (4, 8)),
+    "transformer": (transformer, (2, 5, 8)),
+    "conv": (conv, (2, 1, 8, 8)),
+}
+
+
+class Calls(nn.Module):
+    """A module of one function."""
+
+    def __init__(self, what: Callable[..., Any]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, *args: Any) -> Any:
+        return self.what(*args)
