@@ -84,90 +84,51 @@ def steps_in_another_order(job: Job) -> None:
         job.scaler.step(optimizer)
 
 
-def has_another_setting(job: Job) -> None:
-    if job.odd:
-        job.scaler.set_growth_interval(5)
-    leaves_out_nothing(job)
-
-
-def has_another_limit(job: Job) -> None:
-    job.scaler = cpu_scaler(max_consecutive_skips=1 if job.odd else None)
-    leaves_out_nothing(job, INF)
-
-
-def loads_another_scale(job: Job) -> None:
-    job.scaler.load_state_dict({**job.scaler.state_dict(), "scale": 64.0 if job.odd else 128.0})
-    leaves_out_nothing(job)
-
-
-def loads_another_tracker(job: Job) -> None:
-    job.scaler.load_state_dict({**job.scaler.state_dict(), "_growth_tracker": 7 * job.odd})
-    leaves_out_nothing(job)
-
-
 def leaves_out_nothing(job: Job, gradient: float = 0.25) -> None:
     iteration(job.scaler, job.a, job.first, gradient)
 
 
-def loads(job: Job, both: bool = False) -> None:
+def _load(job: Job, **changed: Any) -> None:
+    job.scaler.load_state_dict({**job.scaler.state_dict(), **changed})
+
+
+def is_changed(job: Job, how: str, both: bool = False) -> None:
     if job.odd or both:
-        job.scaler.load_state_dict(job.scaler.state_dict())
-    leaves_out_nothing(job)
+        job.scaler = CHANGES[how](job) or job.scaler
+    leaves_out_nothing(job, INF)
 
 
-def is_copied(job: Job, both: bool = False) -> None:
-    if job.odd or both:
-        job.scaler = copy.deepcopy(job.scaler)
-    leaves_out_nothing(job)
+CHANGES: dict[str, Callable[[Job], Any]] = {
+    "growth_interval": lambda job: job.scaler.set_growth_interval(5),
+    "load_state_dict": _load,
+    "deepcopy": lambda job: copy.deepcopy(job.scaler),
+    "pickle": lambda job: pickle.loads(pickle.dumps(job.scaler)),
+    "made anew": lambda job: cpu_scaler(),
+}
 
 
-def is_pickled(job: Job, both: bool = False) -> None:
-    if job.odd or both:
-        job.scaler = pickle.loads(pickle.dumps(job.scaler))
-    leaves_out_nothing(job)
-
-
-def is_made_anew(job: Job, both: bool = False) -> None:
-    if job.odd or both:
-        job.scaler = cpu_scaler()
-    leaves_out_nothing(job)
-
-
-def _clips(job: Job, max_norm: float = 1.0, norm_type: float = 2.0, **declared: Any) -> None:
+def clips_otherwise(job: Job, what: str) -> None:
+    other = {"max_norm": 2.0, "norm_type": 1.0, "sharded": lambda _: True}
     job.backward()
     job.scaler.unscale_(job.b)
     for optimizer in (job.a, job.b):
-        job.scaler.clip_grad_norm_(optimizer, max_norm, norm_type, **declared)
-
-
-def clips_by_another_norm(job: Job) -> None:
-    _clips(job, 2.0 if job.odd else 1.0)
-
-
-def clips_by_another_type(job: Job) -> None:
-    _clips(job, 1.0, 1.0 if job.odd else 2.0)
-
-
-def declares_what_others_do_not(job: Job) -> None:
-    _clips(job, **({"sharded": lambda _: True} if job.odd else {}))
+        odd = {what: other[what]} if job.odd else {}
+        job.scaler.clip_grad_norm_(optimizer, **{"max_norm": 1.0, **odd})
 
 
 AGAIN = ["rank 0: iteration=1", "rank 1: iteration=0", "left out an update()", "load_state_dict"]
-DIFFERS: dict[Callable[..., None], list[str]] = {
-    leaves_out_a_step: ["iteration="],
-    leaves_out_a_step_that_sends_nothing: ["rank 0: steps=", "rank 1: steps="],
-    sets_no_new_scale: ["rank 0: steps=", "rank 1: steps="],
-    makes_another_call: ["rank 0: call='step'", "rank 1: call='clip_grad_norm_'"],
-    steps_in_another_order: ["SGD", "Adam"],
-    has_another_setting: ["growth_interval=5"],
-    has_another_limit: ["max_consecutive_skips"],
-    loads_another_scale: ["rank 0: scale=128.0", "rank 1: scale=64.0"],
-    loads_another_tracker: ["7"],
-    **dict.fromkeys((loads, is_copied, is_pickled, is_made_anew), AGAIN),
-    clips_by_another_norm: ["max_norm"],
-    clips_by_another_type: ["norm_type"],
-    declares_what_others_do_not: ["declared"],
-}
+DIFFERS: list[tuple[Callable[..., None], list[str], list[str]]] = [
+    (leaves_out_a_step, [], ["iteration="]),
+    (leaves_out_a_step_that_sends_nothing, [], ["rank 0: steps=", "rank 1: steps="]),
+    (sets_no_new_scale, [], ["rank 0: steps=", "rank 1: steps="]),
+    (makes_another_call, [], ["rank 0: call='step'", "rank 1: call='clip_grad_norm_'"]),
+    (steps_in_another_order, [], ["SGD", "Adam"]),
+    (clips_otherwise, ["max_norm"], ["max_norm"]),
+    (clips_otherwise, ["norm_type"], ["norm_type"]),
+    (clips_otherwise, ["sharded"], ["declared"]),
+    (is_changed, ["growth_interval"], ["growth_interval=5"]),
+    *((is_changed, [how], AGAIN) for how in list(CHANGES)[1:]),
+]
 
 
 def _differ(what: Callable[..., None], *args: Any) -> Any:
@@ -175,20 +136,35 @@ def _differ(what: Callable[..., None], *args: Any) -> Any:
     return error_of(what, job, *args), job.first.item(), job.second.tolist()
 
 
-@pytest.mark.parametrize("what", DIFFERS, ids=lambda f: f.__name__)
-def test_ranks_that_differ_raise_on_every_rank_what_each_did(ranks2, what):
-    first, second = ranks2.run(_differ, what)
+@pytest.mark.parametrize(("what", "arguments", "said"), DIFFERS)
+def test_ranks_that_differ_raise_on_every_rank_what_each_did(ranks2, what, arguments, said):
+    first, second = ranks2.run(_differ, what, *arguments)
     if what is not leaves_out_a_step_that_sends_nothing:
         assert first[1:] == second[1:], "nothing is stepped on one rank alone"
     for error, *_ in (first, second):
         assert error is not None
         assert error[0] == "LockstepError"
-        assert [words for words in DIFFERS[what] if words not in error[1]] == [], error
+        assert [words for words in said if words not in error[1]] == [], error
 
 
-@pytest.mark.parametrize("what", [loads, is_copied, is_pickled, is_made_anew])
-def test_ranks_that_all_begin_to_count_again_go_on(ranks2, what):
-    assert ranks2.run(_differ, what, True) == [(None, 0.5, [1.0, 1.0])] * 2
+@pytest.mark.parametrize("how", CHANGES)
+def test_ranks_that_all_change_alike_go_on(ranks2, how):
+    assert ranks2.run(_differ, is_changed, how, True) == [(None, 0.75, [1.0, 1.0])] * 2
+
+
+def _begins_otherwise(what: str) -> Error:
+    job = Job()
+    limit, factor = (1 + job.odd * (what == each) for each in ("max_consecutive_skips", "scale"))
+    job.scaler = cpu_scaler(1024.0 * factor, max_consecutive_skips=limit)
+    _load(job, _growth_tracker=7 * job.odd * (what == "growth_tracker"))
+    return error_of(leaves_out_nothing, job)
+
+
+@pytest.mark.parametrize("what", ["max_consecutive_skips", "scale", "growth_tracker"])
+def test_ranks_that_begin_otherwise_are_told_at_the_first_message(ranks2, what):
+    for error in ranks2.run(_begins_otherwise, what):
+        assert error is not None
+        assert (error[0], f"{what}=" in error[1]) == ("LockstepError", True), error
 
 
 def _nobody_scales() -> Error:
@@ -419,38 +395,24 @@ def test_ranks_that_differ_in_what_they_hold_go_on(ranks2, what):
     assert first[:2] == (None, FINE[what])
 
 
-def _many_optimizers(count: int) -> Any:
+def _many_optimizers(count: int, unscale: bool) -> Any:
+    """Fused, of which the last overflows on two ranks: a sum of flags that torch's do not take."""
     trained, scaler = [sgd(fused=True) for _ in range(count)], cpu_scaler()
     for number, (parameter, _) in enumerate(trained):
-        bad = number == count - 1 and dist.get_rank() == 1
+        bad = number == count - 1 and dist.get_rank() in (1, 2)
         backward(scaler, parameter, INF if bad else 0.25)
-    scaler.step_all([optimizer for _, optimizer in trained])
+    optimizers = [optimizer for _, optimizer in trained]
+    if unscale:
+        scaler.unscale_(*optimizers)
+    scaler.step_all(optimizers)
     return [parameter.item() for parameter, _ in trained]
 
 
-@pytest.mark.parametrize("count", [3, 14, 40])
-def test_of_a_whole_set_each_is_stepped_by_its_own_flag(ranks4, count):
-    assert ranks4.run(_many_optimizers, count) == [[0.75] * (count - 1) + [1.0]] * 4
-
-
-def _fused(kind: str, unscale: bool, bad: list[int]) -> Any:
-    """A fused step where these ranks overflow, and one without a scaler or an overflow."""
-    ends = []
-    for scaler in (cpu_scaler(), cpu_scaler(enabled=False)):
-        parameter, on = leaf(1.0), scaler.is_enabled()
-        optimizer = getattr(torch.optim, kind)([parameter], lr=0.5, fused=on)
-        value = INF if on and dist.get_rank() in bad else 0.25
-        iteration(scaler, optimizer, parameter, value, unscale=unscale)
-        ends.append(parameter.item())
-    return ends
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_a_fused_step_is_taken_or_skipped_by_all(ranks2, kind):
-    """Where torch's sharded scaler separates the ranks, raises, or steps by -inf."""
-    for unscale, bad in ((u, b) for u in (False, True) for b in ([], [1], [0, 1])):
-        for value, reference in ranks2.run(_fused, kind, unscale, bad):
-            assert value == (1.0 if bad else pytest.approx(reference, rel=1e-6)), (unscale, bad)
+@pytest.mark.parametrize("unscale", [False, True], ids=["step_all", "unscale_"])
+@pytest.mark.parametrize("count", [1, 3, 14, 40])
+def test_of_a_whole_set_each_is_stepped_by_its_own_flag(ranks4, count, unscale):
+    expected = [0.75] * (count - 1) + [1.0]
+    assert ranks4.run(_many_optimizers, count, unscale) == [expected] * 4
 
 
 def _one_trains_disabled() -> Any:
