@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
 from tests.ranks import mesh
-from tests.scaler.steps import INF, backward, cpu_scaler, leaf, sgd, torch_scaler
+from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
 DRAWS, ALL_DRAWS = 200, 20_000
 
@@ -159,6 +159,8 @@ def test_an_optimizer_stepped_after_anothers_update(second):
         kept = MasterParameters(b) if masters else None
         scaler = cpu_scaler(growth_interval=1, fp16_grads="master" if masters else "error")
         scaler.add_optimizer(*([b] if known else []))
+        iteration(scaler, a, p, 0.25)  # the scale has moved before
+        a.zero_grad()
         backward(scaler, p, INF if moved == "backs off" else 0.25)
         backward(scaler, q, 0.25)
         scaler.step(a)
