@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from tests.scaler.asymmetric_programs import (
     ENDING,
@@ -26,9 +25,6 @@ def _setting(draw: random.Random) -> Setting:
         kind=draw.choice(["SGD", "SGD foreach", "SGD fused"]),
         wrapper=draw.choice([None] * 6 + ["Lightning", "Accelerate"]),
         masters=draw.random() < 0.4,
-        scaler=draw.choice(["ours"] * 9 + ["logged", "own update", "no flags"]),
-        # Compiling takes as long as a dozen programs.
-        compiled=draw.random() < 0.06,
         growth_interval=draw.choice([1, 2, 2000]),
         bounded=draw.random() < 0.3,
     )
@@ -48,8 +44,6 @@ def _program(draw: random.Random) -> Program:
     setting = _setting(draw)
     going_on = [what for what in EVENTS if what not in ENDING and allowed(setting, Event(what))]
     events = [_event(draw, draw.choice(going_on)) for _ in range(draw.randint(1, 4))]
-    if setting.scaler == "logged":  # compared where torch has a word alone
-        events.insert(0, replace(_event(draw, "plain"), how=draw.choice(HOWS[:2])))
     if draw.random() < 0.4:
         events.append(_event(draw, draw.choice(ENDING)))
     return Program(setting, tuple(events))

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import pickle
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler
@@ -24,9 +16,7 @@ from distamp.scaler import MasterParameters
 from tests.place import here
 from tests.ranks import subgroup
 from tests.scaler.asymmetric_programs import WORLD, Event
-from tests.scaler.asymmetric_reference import INIT_SCALE, gradient_of
-from tests.scaler.asymmetric_scalers import SCALERS, TORCH_SCALERS
-from tests.scaler.wrappers import TakesScaler
+from tests.scaler.asymmetric_reference import gradient_of
 
 if TYPE_CHECKING:
     from tests.scaler.asymmetric_runner import Runner
@@ -221,23 +211,6 @@ def _born(runner: Runner, event: Event) -> None:
     _beside(runner, event, optimizer, parameter)
 
 
-def _takes_scaler(runner: Runner, event: Event) -> None:
-    parameter = nn.Parameter(torch.ones(1, device=here()))
-    optimizer = TakesScaler([parameter])
-    for index in runner.every():
-        runner.backward(index)
-    runner.backward_of(parameter, 0.25)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        runner.scaler.step(optimizer)
-    if FutureWarning not in [warning.category for warning in caught]:
-        runner.seen.wrong.append("no FutureWarning for an optimizer that takes the scaler")
-    if not (len(optimizer.given) == 1 and optimizer.given[0] is runner.scaler):
-        runner.seen.wrong.append(f"an optimizer that takes the scaler got {optimizer.given}")
-    runner.step(runner.every(), event)
-    runner.scaler.update()
-
-
 def _overlap(runner: Runner, event: Event) -> None:
     index = _chosen(runner, event)
     slot = runner.slots[index]
@@ -339,32 +312,7 @@ def _thread(runner: Runner, event: Event) -> None:
         )
 
 
-# -- groups, states, copies ------------------------------------------------------------------------
-
-
-def _alone(runner: Runner, event: Event) -> None:
-    """A scaler of each rank by itself, of some class, beside torch's of the same."""
-    names = [name for name in SCALERS if name != "ours"]
-    name = names[event.flavour % len(names)]
-    group = [subgroup([rank]) for rank in range(WORLD)][runner.rank]
-    fused = bool(event.flavour // 3 % 2)
-    gradients = (0.25, 0.25) if name == "no flags" else (0.25, INF, 0.25)
-    results = []
-    for kind, settings in ((SCALERS[name], {"process_group": group}), (TORCH_SCALERS[name], {})):
-        scaler = kind("cpu", init_scale=INIT_SCALE, **settings)
-        parameter = nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
-        for gradient in gradients:
-            optimizer.zero_grad()
-            scaler.scale((parameter * gradient).sum()).backward()
-            if event.flavour // 6 % 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        results.append((parameter.item(), scaler.get_scale(), getattr(scaler, "calls", None)))
-    if results[0] != results[1]:
-        runner.seen.wrong.append(f"{name} by itself: {results[0]}, over torch's {results[1]}")
-    runner.plain(event)
+# -- groups ----------------------------------------------------------------------
 
 
 def _regroup(runner: Runner, event: Event) -> None:
@@ -377,71 +325,9 @@ def _regroup(runner: Runner, event: Event) -> None:
         runner.slots = [
             runner.new_slot(index, runner.in_order(slot)) for index, slot in enumerate(runner.slots)
         ]
-        runner.compiled = None  # it scales by the scaler of the rank that is gone
         runner.seen.restarted = True
     else:
         runner.scaler.process_group = runner.group
-    runner.plain(event)
-
-
-def _reload(runner: Runner, event: Event) -> None:
-    runner.plain(event)
-    scaler = runner.scaler
-    kind = event.flavour % 4
-    state = scaler.state_dict()
-    if kind == 1:
-        state = json.loads(json.dumps(state))
-    if kind >= 2:
-        theirs = torch.amp.GradScaler("cpu")
-        theirs.load_state_dict(state)
-        state = theirs.state_dict()
-    if kind == 3:
-        with tempfile.TemporaryDirectory() as folder:
-            dcp.save({"scaler": state}, checkpoint_id=folder, no_dist=True)
-            loaded = {"scaler": scaler.state_dict()}
-            dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-        state = loaded["scaler"]
-    scaler.load_state_dict(state)
-
-
-def _copy(runner: Runner, event: Event) -> None:
-    runner.plain(event)
-    if event.flavour % 2:
-        runner.scaler = pickle.loads(pickle.dumps(runner.scaler))
-        runner.scaler.process_group = runner.group
-    else:
-        runner.scaler = copy.deepcopy(runner.scaler)
-    runner.compiled = None
-    runner.seen.restarted = True
-
-
-# -- uneven inputs ---------------------------------------------------------------------------------
-
-
-class _Line(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
-
-
-def _join(runner: Runner, event: Event) -> None:
-    model = DistributedDataParallel(_Line(), process_group=runner.group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = DistGradScaler("cpu", init_scale=INIT_SCALE, process_group=runner.group)
-    batches = 1 if runner.rank == event.rank else 2 + event.flavour % 2
-    with Join([model, scaler]):
-        for _ in range(batches):
-            optimizer.zero_grad()
-            scaler.scale((model(torch.ones(1)) * 0.25).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    # DDP divides by the ranks that there were at first.
-    expected = 1.0 - 0.25 - 0.125 * (1 + event.flavour % 2)
-    if model.module.weight.item() != expected:
-        runner.seen.wrong.append(f"uneven inputs end at {model.module.weight.item()}")
     runner.plain(event)
 
 
@@ -458,14 +344,9 @@ _EVENTS: dict[str, Callable[[Runner, Event], None]] = {
     "optimizer raises": _optimizer_raises,
     "replace": _replace,
     "born": _born,
-    "takes scaler": _takes_scaler,
     "overlap": _overlap,
     "probe": _probe,
     "thread": _thread,
     "regroup": _regroup,
     "restart": _regroup,
-    "reload": _reload,
-    "copy": _copy,
-    "join": _join,
-    "alone": _alone,
 }

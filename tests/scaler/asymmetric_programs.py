@@ -24,7 +24,6 @@ EVENTS = (
     "optimizer raises",  # after the message, on every rank
     "replace",  # a parameter makes way for another, whose address a third one gets
     "born",  # an optimizer that lives for this iteration
-    "takes scaler",  # one whose step takes the scaler
     "overlap",  # one over some parameters of another, on fresh gradients
     "probe",  # one rank makes an optimizer, or trains by itself with a disabled scaler
     "some",  # step_all of some optimizers
@@ -33,10 +32,6 @@ EVENTS = (
     "restart",  # and one rank is replaced
     "between",  # update() between the steps of two optimizers
     "thrown away",  # gradients that are zeroed without a step
-    "reload",
-    "copy",
-    "join",  # uneven inputs
-    "alone",  # a scaler of a subclass for each rank by itself
     # These end a program: every rank raises.
     "mistake",
     "late everywhere",  # gradients after unscale_
@@ -75,8 +70,6 @@ class Setting:
         wrapper: What the scaler is asked about, and through which it is stepped: None for the
             optimizer itself, ``"Lightning"`` or ``"Accelerate"``.
         masters: float16 parameters with fp32 masters.
-        scaler: ``"ours"``, or a subclass: ``"logged"``, ``"own update"``, ``"no flags"``.
-        compiled: The scaled loss is computed inside ``torch.compile``.
         growth_interval: Of the scaler.
         bounded: Whether the scaler has a ``max_scale`` of its own.
     """
@@ -86,8 +79,6 @@ class Setting:
     kind: str = "SGD"
     wrapper: str | None = None
     masters: bool = False
-    scaler: str = "ours"
-    compiled: bool = False
     growth_interval: int = 2000
     bounded: bool = False
 
@@ -109,7 +100,6 @@ class Seen:
         norms: Every norm that was returned.
         answers: For each optimizer that was stepped: whether it was, and how often it was and was
             not so far; a text if the question raised.
-        calls: Which overrides were called, for a logged scaler.
         error: The error of this iteration.
         wrong: What the event itself found wrong.
         restarted: Whether this rank has a new scaler, which counts anew.
@@ -120,7 +110,6 @@ class Seen:
     tracker: int = 0
     norms: list[float] = field(default_factory=list)
     answers: list[Any] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
     error: tuple[str, str] | None = None
     wrong: list[str] = field(default_factory=list)
     restarted: bool = False
@@ -128,11 +117,6 @@ class Seen:
 
 def allowed(setting: Setting, event: Event) -> bool:
     """Whether the event means something under this setting."""
-    if setting.masters and event.what in ("replace", "overlap", "takes scaler"):
+    if setting.masters and event.what in ("replace", "overlap"):
         return False  # a second master is refused, and so are masters behind slots
-    if event.what in ("between", "some") and setting.optimizers < 2:
-        return False
-    if setting.scaler == "own update" and event.what == "between":
-        return False  # it moves the scale by itself, and so no gradients that wait for their step
-    # What returns no flags never skips.
-    return not (setting.scaler == "no flags" and event.what in ("inf", "between"))
+    return event.what not in ("between", "some") or setting.optimizers > 1

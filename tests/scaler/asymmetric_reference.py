@@ -114,21 +114,3 @@ class Expected:
         else:
             elements += sum(size_of(self.setting, optimizer, r) for r in range(WORLD))
         return math.sqrt(elements) * gradient_of(number, optimizer)
-
-    def calls(self, event: Event) -> list[str] | None:
-        """Which overrides torch's class calls in this iteration; None where torch has no word."""
-        if event.what not in ("plain", "inf") or event.how not in ("step", "unscale"):
-            return None
-        if self.setting.masters:
-            return None
-        fused = self.setting.kind == "SGD fused"
-        calls: list[str] = []
-        for _ in self.values:
-            if event.how == "unscale":
-                calls += ["unscale_", "_unscale_grads_"]
-            elif fused:
-                calls += ["_check_inf_per_device", "_unscale_grads_"]
-            else:
-                calls += ["unscale_", "_unscale_grads_"]
-            calls += [] if fused else ["_maybe_opt_step"]
-        return [*calls, "update"]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
 from tests.place import device_type, here
 from tests.scaler import asymmetric_events as events
@@ -26,7 +27,6 @@ from tests.scaler.asymmetric_reference import (
     initial_values,
     size_of,
 )
-from tests.scaler.asymmetric_scalers import SCALERS
 from tests.scaler.wrappers import Accelerated, Lightning
 
 __all__ = ["Runner", "Slot", "run_on_rank"]
@@ -75,7 +75,6 @@ class Runner:
             self.new_slot(index, initial_values(self.setting, index))
             for index in range(self.setting.optimizers)
         ]
-        self.compiled: Any = None
         self.seen = Seen()
 
     # -- what a program is made of -----------------------------------------------------------------
@@ -84,7 +83,7 @@ class Runner:
         return dist.new_group(list(range(WORLD)), timeout=GROUP_TIMEOUT)
 
     def new_scaler(self) -> Any:
-        return SCALERS[self.setting.scaler](
+        return DistGradScaler(
             device_type(),
             init_scale=INIT_SCALE,
             growth_interval=self.setting.growth_interval,
@@ -120,14 +119,8 @@ class Runner:
             self.backward_of(parameter, gradient)
 
     def backward_of(self, parameter: Tensor, gradient: float) -> None:
-        self.scaled(parameter, torch.tensor(gradient).to(here())).backward()
-
-    def scaled(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        if not self.setting.compiled:
-            return _scaled_loss(self.scaler)(parameter, gradient)
-        if self.compiled is None:
-            self.compiled = torch.compile(_scaled_loss(self.scaler), backend="eager")
-        return self.compiled(parameter, gradient)
+        weight = torch.tensor(gradient).to(here())
+        self.scaler.scale((parameter.float() * weight).sum()).backward()
 
     def through(self, index: int, event: Event) -> Any:
         """What the scaler is given for an optimizer: itself or its wrapper."""
@@ -198,8 +191,6 @@ class Runner:
 
     def iterate(self, event: Event, ending: bool = False) -> Seen:
         self.seen = Seen()
-        if hasattr(self.scaler, "calls"):
-            self.scaler.calls.clear()
         self.zero_grad()
         try:
             events.run(self, event)
@@ -221,7 +212,6 @@ class Runner:
         seen.values = [self.in_order(slot) for slot in self.slots]
         seen.scale = self.scaler.get_scale()
         seen.tracker = self.scaler.state_dict()["_growth_tracker"]
-        seen.calls = list(getattr(self.scaler, "calls", ()))
         if seen.error is not None or ending:
             return
         # Ranks that parted within a collective show here, on another group.
@@ -248,18 +238,9 @@ class Runner:
         return values[::-1] if len(values) > 1 and self.rank == 1 else values
 
     def close(self) -> None:
-        if self.compiled is not None:
-            torch._dynamo.reset()
         self.slots.clear()
         self.kept.clear()
         gc.collect(0)
-
-
-def _scaled_loss(scaler: Any) -> Any:
-    def scaled_loss(parameter: Tensor, gradient: Tensor) -> Tensor:
-        return scaler.scale((parameter.float() * gradient).sum())
-
-    return scaled_loss
 
 
 def run_on_rank(programs: Sequence[Program]) -> list[list[Seen]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-__all__ = ["Accelerated", "Bare", "Fabric", "Lightning", "TakesScaler"]
+__all__ = ["Accelerated", "Bare", "Fabric", "Lightning"]
 
 
 class Lightning:
@@ -78,15 +77,3 @@ class Bare:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         return self.optimizer.step(*args, **kwargs)
-
-
-class TakesScaler(torch.optim.SGD):
-    """An optimizer of the older protocol: its ``step`` is given the scaler, and does nothing."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, lr=1.0)
-        self._step_supports_amp_scaling = True
-        self.given: list[Any] = []
-
-    def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:  # type: ignore[override]
-        self.given.append(grad_scaler)

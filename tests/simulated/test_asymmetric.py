@@ -12,7 +12,7 @@ from tests.scaler.asymmetric_programs import ENDING, Event, Program, Setting
 # that was replaced gathered what the other did not.
 FOUND = {
     "no memory for a clip": Program(
-        Setting(optimizers=2, kind="SGD", scaler="no flags", growth_interval=2),
+        Setting(optimizers=2, kind="SGD", growth_interval=2),
         (Event("plain", how="clip"), Event("out of memory", rank=1, how="clip"), Event()),
     ),
     "a rank is replaced and clips": Program(
@@ -46,7 +46,7 @@ def drawn(draws: int, seed: int) -> list[Program]:
     programs = []
     for program in draw_programs(draws, seed):
         events = tuple(event for event in program.events if event.what not in ENDING)
-        if events and not program.setting.compiled:
+        if events:
             programs.append(Program(program.setting, events))
     return programs
 
