@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -100,26 +101,31 @@ def to(dtype: torch.dtype, given: torch.dtype, value: Any) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.dtype is given else value
 
 
+def samples(ops: list[Any]) -> Iterator[tuple[Any, torch.dtype, Any]]:
+    """An op, the dtype of its inputs, and two calls of it."""
+    for op in ops:
+        for given in {torch.float32, BF16, FP16} & op.supported_dtypes("cpu"):
+            for sample in itertools.islice(op.sample_inputs("cpu", given), 2):
+                yield op, given, sample
+
+
 @pytest.mark.parametrize("count", [10, pytest.param(None, marks=pytest.mark.slow)])
 def test_ops_are_in_the_dtype_of_torchs_region_and_of_lists_of_ours(count):
     database = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
-    differ, listed = set(), set()
-    for op in random.Random(0).sample(database, count or len(database)):
-        for given in {torch.float32, BF16, FP16} & op.supported_dtypes("cpu"):
-            wanted = BF16 if given is torch.float32 else torch.float32
-            for sample in itertools.islice(op.sample_inputs("cpu", given), 2):
-                if dtypes(op, sample, autocast("cpu")) != dtypes(op, sample, torch.autocast("cpu")):
-                    differ.add(op.name)
-                try:
-                    name = {op.name.replace("nn.functional.", "")}
-                    lists = (
-                        OpLists(fp32=name) if wanted is not BF16 else OpLists(lower_precision=name)
-                    )
-                except ValueError:
-                    continue
-                cast = sample.transform(functools.partial(to, wanted, given))
-                by_hand = dtypes(op, cast, autocast("cpu", enabled=False))
-                if dtypes(op, sample, autocast("cpu", ops=lists)) != by_hand:
-                    listed.add(op.name)
+    ops, differ = random.Random(0).sample(database, count or len(database)), set()
+    for op, _, sample in samples(ops):
+        if dtypes(op, sample, autocast("cpu")) != dtypes(op, sample, torch.autocast("cpu")):
+            differ.add(op.name)
     assert differ == set()
-    assert listed - NOT_CHANGED == set()
+    for op, given, sample in samples(ops):
+        wanted = BF16 if given is torch.float32 else torch.float32
+        name = {op.name.replace("nn.functional.", "")}
+        try:
+            lists = OpLists(lower_precision=name) if wanted is BF16 else OpLists(fp32=name)
+        except ValueError:
+            continue
+        cast = sample.transform(functools.partial(to, wanted, given))
+        by_hand = dtypes(op, cast, autocast("cpu", enabled=False))
+        if dtypes(op, sample, autocast("cpu", ops=lists)) != by_hand:
+            differ.add(op.name)
+    assert differ - NOT_CHANGED == set()

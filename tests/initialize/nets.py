@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from distamp.initialize import Amp
+
 CONTEXT = 4
 
 
@@ -49,3 +51,16 @@ def loss_of(logits: Tensor, following: Tensor) -> Tensor:
 
 def values(module: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters()]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def backward(amp: Amp, batch: tuple[Tensor, Tensor], factor: float = 1.0, **options: bool) -> float:
+    """Forward and backward as a user writes them; the loss."""
+    with amp.autocast():
+        logits = amp.model(batch[0])
+    loss = loss_of(logits, batch[1]) * factor
+    amp.backward(loss, **options)
+    return loss.item()

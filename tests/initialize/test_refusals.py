@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,43 +23,79 @@ from distamp.errors import SettingError
 from tests.initialize.nets import net, values
 from tests.ranks import RankPool, mesh
 
+CPU = torch.device("cpu")
+HALF = torch.float16
+
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("level", "overrides", "reason"),
-    [
-        ("O4", {}, "must be one of"),
-        ("O1", {"keep_batchnorm_fp32": True}, "contradicts O1"),
-        ("O1", {"master_weights": True}, "are float32 already"),
-        ("O2", {"loss_scale": -1.0}, "must be 'dynamic' or a number > 0"),
-        ("O2", {"loss_scale": 128.0, "init_scale": 4.0}, "the constant 128"),
-        ("O0", {"init_scale": 4.0}, "loss_scale='dynamic'"),
-    ],
-)
-def test_settings_that_contradict_each_other(level, overrides, reason):
-    model = net()
-    before = values(model)
-    with pytest.raises(SettingError, match=reason) as raised:
-        initialize(model, sgd(model), level, **overrides)
-    assert "\n" not in str(raised.value)
-    assert all(map(torch.equal, before, values(model))), "nothing was cast"
+def refused(model: nn.Module, level: str, optimizer: Any = None, **overrides: Any) -> str:
+    """In what words, where nothing is cast and no second line follows."""
+    before, said = values(model), "not refused"
+    try:
+        initialize(model, optimizer or sgd(model), level, **overrides)
+    except SettingError as error:
+        said = str(error)
+        assert all(map(torch.equal, before, values(model)))
+    assert "\n" not in said
+    return said
+
+
+ALONE: dict[str, tuple[Callable[[], str], str]] = {
+    "unknown level": (lambda: refused(net(), "O4"), "must be one of"),
+    "batch norms at O1": (
+        lambda: refused(net(), "O1", keep_batchnorm_fp32=True),
+        "contradicts O1",
+    ),
+    "masters at O1": (lambda: refused(net(), "O1", master_weights=True), "float32 already"),
+    "negative scale": (lambda: refused(net(), "O2", loss_scale=-1.0), "a number > 0"),
+    "two scales": (
+        lambda: refused(net(), "O2", loss_scale=128.0, init_scale=4.0),
+        "the constant 128",
+    ),
+    "a scale at O0": (lambda: refused(net(), "O0", init_scale=4.0), "loss_scale='dynamic'"),
+    "half at O0": (lambda: refused(net().half(), "O0"), "model.half"),
+    "half at O1": (lambda: refused(net().half(), "O1"), "model.half"),
+    "bfloat16 at bf16": (lambda: refused(net().bfloat16(), "bf16"), "leave out model."),
+    "another's optimizer": (lambda: refused(net(), "O1", sgd(net())), "do not belong"),
+    "cast for O2": (lambda: refused(cast_model(net(), "O2"), "O3"), "give both the same"),
+    "a hook alone": (lambda: refused(net(), "O1", comm_hook="fp16"), "needs a wrapper"),
+    "replicas alone": (
+        lambda: refused(net(), "O1", replicas=dist.ProcessGroup(0, 1)),
+        "communication hook",
+    ),
+    "no parameters": (lambda: refused(nn.ReLU(), "O1", sgd(net())), "nothing to train"),
+    "eps at O3": (
+        lambda: refused(model := net(), "O3", torch.optim.Adam(model.parameters())),
+        "eps=1e-08",
+    ),
+    "eps at O2": (
+        lambda: refused(model := net(), "O2", torch.optim.Adam(model.parameters())),
+        "not refused",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_setting_that_cannot_work(case):
+    make, reason = ALONE[case]
+    assert reason in make()
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("cast_model_type", "choose it by the level"),
-        ("patch_torch_functions", "nothing is patched"),
+        ("cast_model_type", "level"),
+        ("patch_torch_functions", "patched"),
         ("cast_model_outputs", "replaced"),
         ("enabled", "opt_level='O0'"),
-        ("hard_override", "cannot be overridden"),
-        ("verbosity", "nothing is printed"),
+        ("hard_override", "overridden"),
+        ("verbosity", "printed"),
         ("min_loss_scale", "min_scale"),
         ("max_loss_scale", "max_scale"),
-        ("lose_scale", "unexpected keyword argument 'lose_scale'"),
+        ("lose_scale", "'lose_scale'"),
     ],
 )
 def test_what_apex_took_and_this_does_not_names_its_replacement(name, hint):
@@ -64,206 +103,116 @@ def test_what_apex_took_and_this_does_not_names_its_replacement(name, hint):
         initialize(net(), None, "O1", **{name: 1})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("level", ["O0", "O1", "bf16"])
-def test_a_half_model_at_a_level_of_float32_weights(level, dtype):
-    model = net().to(dtype)
-    with pytest.raises(SettingError, match=r"leave out model\.half"):
-        initialize(model, sgd(model), level)
-
-
-def test_an_optimizer_over_another_models_parameters():
-    with pytest.raises(SettingError, match="do not belong to the model"):
-        initialize(net(), sgd(net()), "O1")
-
-
 def test_what_is_neither_model_nor_optimizer():
     model = net()
-    with pytest.raises(TypeError, match="optimizers must be a Optimizer"):
+    with pytest.raises(TypeError, match="Optimizer"):
         initialize(model, [model], "O1")
-    with pytest.raises(TypeError, match="model must be a Module"):
+    with pytest.raises(TypeError, match="Module"):
         initialize([sgd(model)], None, "O1")
 
 
-def test_a_model_that_was_cast_for_another_level():
-    model = cast_model(net(), "O2")
-    with pytest.raises(SettingError, match="give both the same"):
-        initialize(model, sgd(model), "O3")
+def shard() -> Any:
+    return mesh((dist.get_world_size(),), ("shard",))
 
 
-def test_a_comm_hook_where_nothing_communicates():
-    model = net()
-    with pytest.raises(SettingError, match="needs a wrapper that reduces gradients"):
-        initialize(model, sgd(model), "O1", comm_hook="fp16")
-
-
-def test_replicas_that_nothing_would_average():
-    model = net()
-    with pytest.raises(SettingError, match="needs a communication hook to average them"):
-        initialize(model, sgd(model), "O1", replicas=dist.ProcessGroup(0, 1))
-
-
-def test_a_model_without_parameters():
-    with pytest.raises(SettingError, match="nothing to train"):
-        initialize(nn.ReLU(), None, "O1")
-
-
-@pytest.mark.parametrize("level", ["O2", "bf16-O3", "O1"])
-def test_an_eps_that_float16_takes_for_zero_is_no_matter_where_state_is_wider(level):
-    model = net()
-    initialize(model, torch.optim.Adam(model.parameters()), level)
-
-
-def test_an_eps_that_float16_takes_for_zero():
-    model = net()
-    with pytest.raises(SettingError, match="eps=1e-08, which float16 rounds to zero"):
-        initialize(model, torch.optim.Adam(model.parameters()), "O3")
-
-
-# -- wrappers: on a real group ---------------------------------------------------------------------
-
-
-CPU = torch.device("cpu")
-PATIENCE_S = 240.0
-
-
-def _refused(model: nn.Module, level: str, **overrides: object) -> str:
-    try:
-        initialize(model, sgd(model), level, **overrides)
-    except SettingError as error:
-        return str(error)
-    return "not refused"
-
-
-def wrapped_before_the_cast() -> dict[str, str]:
-    shard = mesh((dist.get_world_size(),), ("shard",))
-    return {
-        "DDP": _refused(DistributedDataParallel(net()), "O2"),
-        "FSDP1": _refused(FullyShardedDataParallel(net(batchnorm=False), device_id=CPU), "O3"),
-        "FSDP2": _refused(fully_shard(net(batchnorm=False), mesh=shard), "O3"),
-        "a part": _refused(_partly_sharded(), "O3"),
-    }
-
-
-def _partly_sharded() -> nn.Module:
-    model = net(batchnorm=False)
-    fully_shard(model.hidden, mesh=mesh((dist.get_world_size(),), ("shard",)))
+def partly(model: nn.Module) -> nn.Module:
+    fully_shard(model.hidden, mesh=shard())  # type: ignore[arg-type]
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("DDP", "DistributedDataParallel"),
-        ("FSDP1", "FullyShardedDataParallel"),
-        ("FSDP2", "fully_shard"),
-        ("a part", "fully_shard"),
-    ],
-)
-def test_a_wrapper_around_a_model_that_is_still_to_be_cast(ranks2: RankPool, kind, name):
-    for shown in ranks2.run(wrapped_before_the_cast, timeout=PATIENCE_S):
-        level = "'O2'" if kind == "DDP" else "'O3'"
-        assert f"the order is cast_model(model, {level}), {name}, the optimizer" in shown[kind]
-        assert "\n" not in shown[kind]
+def casting(model: nn.Module) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=HALF)
+    return fully_shard(model, mesh=shard(), mp_policy=policy)  # type: ignore[return-value]
 
 
-def masters_elsewhere() -> dict[str, str]:
+def flat(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    policy = MixedPrecision(param_dtype=dtype)
+    return FullyShardedDataParallel(model, device_id=CPU, mixed_precision=policy)
+
+
+def zero() -> str:
+    model = DistributedDataParallel(half())
+    return refused(model, "O2", ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1))
+
+
+def oss() -> str:
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim.oss import OSS
 
-    shard = mesh((dist.get_world_size(),), ("shard",))
-
-    def wrapped_in(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = cast_model(net(batchnorm=False), "O2")
-        if kind == "FSDP1":
-            model = FullyShardedDataParallel(model, device_id=CPU)
-        elif kind == "FSDP2":
-            fully_shard(model, mesh=shard)
-        elif kind == "a part":
-            fully_shard(model.hidden, mesh=shard)
-        elif kind == "OSS":
-            optimizer = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
-            return ShardedDataParallel(model, optimizer), optimizer
-        else:
-            model = DistributedDataParallel(model)
-            return model, ZeroRedundancyOptimizer(
-                model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1
-            )
-        return model, sgd(model)
-
-    shown = {}
-    for kind in ELSEWHERE:
-        model, optimizer = wrapped_in(kind)
-        before = values(model)
-        with pytest.raises(SettingError) as raised:
-            initialize(model, optimizer, "O2")
-        assert all(map(torch.equal, before, values(model)))
-        shown[kind] = str(raised.value)
-    return shown
+    model = half()
+    optimizer = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
+    return refused(ShardedDataParallel(model, optimizer), "O2", optimizer)
 
 
-ELSEWHERE = {
-    "FSDP1": "mixed_precision=MixedPrecision(param_dtype=torch.float16)",
-    "FSDP2": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)",
-    "a part": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)",
-    "ZeRO": "take O1, or in its place fully_shard",
-    "OSS": "take O1, or in its place fully_shard",
+def early_optimizer() -> str:
+    model = net(batchnorm=False)
+    optimizer = sgd(model)
+    return refused(fully_shard(model, mesh=shard()), "O1", optimizer)  # type: ignore[arg-type]
+
+
+def late_cast() -> str:
+    with pytest.raises(SettingError) as raised:
+        cast_model(DistributedDataParallel(net()), "O2")
+    return str(raised.value)
+
+
+def plain() -> nn.Module:
+    return net(batchnorm=False)
+
+
+def half() -> nn.Module:
+    return cast_model(plain(), "O2")
+
+
+ORDER = "the order is cast_model(model, '{}'), {}, the optimizer"
+FSDP1 = "mixed_precision=MixedPrecision(param_dtype=torch.float16)"
+FSDP2 = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)"
+OTHERS = "take O1, or in its place fully_shard"
+ON_RANKS: dict[str, tuple[Callable[[], str], str]] = {
+    "DDP before the cast": (
+        lambda: refused(DistributedDataParallel(net()), "O2"),
+        ORDER.format("O2", "DistributedDataParallel"),
+    ),
+    "FSDP1 before the cast": (
+        lambda: refused(flat(plain()), "O3"),
+        ORDER.format("O3", "FullyShardedDataParallel"),
+    ),
+    "a part sharded before the cast": (
+        lambda: refused(partly(plain()), "O3"),
+        ORDER.format("O3", "fully_shard"),
+    ),
+    "cast_model after DDP": (late_cast, "cast_model(model, level), then the wrapper"),
+    "cast and wrapped for O2": (
+        lambda: refused(DistributedDataParallel(half()), "O3"),
+        "give both the same",
+    ),
+    "the optimizer before fully_shard": (early_optimizer, "make the optimizer after it"),
+    "masters in FSDP1": (lambda: refused(flat(half()), "O2"), FSDP1),
+    "masters in FSDP2": (
+        lambda: refused(fully_shard(half(), mesh=shard()), "O2"),  # type: ignore[arg-type]
+        FSDP2,
+    ),
+    "masters in a part": (lambda: refused(partly(half()), "O2"), FSDP2),
+    "masters in ZeRO": (zero, OTHERS),
+    "masters in OSS": (oss, OTHERS),
+    "a policy at O1": (lambda: refused(casting(plain()), "O1"), "or take O2"),
+    "a policy at O3": (lambda: refused(casting(plain()), "O3"), "keeps float32 parameters"),
+    "policy and cast": (lambda: refused(casting(half()), "O2"), "nothing would be stepped"),
+    "batch norm in a policy": (lambda: refused(casting(net()), "O2"), "'norm' to torch.float16"),
+    "batch norm in FSDP1": (
+        lambda: refused(flat(net(), HALF), "O2"),
+        "wrap each batch norm by itself first",
+    ),
 }
 
 
-def test_masters_where_a_rank_has_a_part_of_the_parameters(ranks2: RankPool):
+def said() -> dict[str, str]:
+    return {case: make() for case, (make, _) in ON_RANKS.items()}
+
+
+def test_an_order_or_mixture_of_wrappers_that_cannot_work(ranks2: RankPool):
     pytest.importorskip("fairscale")
-    for shown in ranks2.run(masters_elsewhere, timeout=PATIENCE_S):
-        for kind, hint in ELSEWHERE.items():
-            assert hint in shown[kind]
-            assert "\n" not in shown[kind]
-
-
-def other_orders() -> dict[str, str]:
-    shard = mesh((dist.get_world_size(),), ("shard",))
-    shown: dict[str, str] = {}
-    try:
-        cast_model(DistributedDataParallel(net()), "O2")
-    except SettingError as error:
-        shown["cast_model after DDP"] = str(error)
-    shown["two levels"] = _refused(DistributedDataParallel(cast_model(net(), "O2")), "O3")
-    model = net(batchnorm=False)
-    early = sgd(model)
-    fully_shard(model, mesh=shard)
-    try:
-        initialize(model, early, "O1")
-    except SettingError as error:
-        shown["optimizer before fully_shard"] = str(error)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-    casting = fully_shard(net(batchnorm=False), mesh=shard, mp_policy=policy)
-    shown["a policy at O1"] = _refused(casting, "O1")
-    shown["a policy at O3"] = _refused(casting, "O3")
-    both = cast_model(net(batchnorm=False), "O2")
-    shown["policy and cast"] = _refused(fully_shard(both, mesh=shard, mp_policy=policy), "O2")
-    shown["batch norm in a policy"] = _refused(
-        fully_shard(net(), mesh=shard, mp_policy=policy), "O2"
-    )
-    settings = MixedPrecision(param_dtype=torch.float16)
-    shown["batch norm in FSDP1"] = _refused(
-        FullyShardedDataParallel(net(), mixed_precision=settings, device_id=CPU), "O2"
-    )
-    return shown
-
-
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        ("cast_model after DDP", "cast_model(model, level), then the wrapper"),
-        ("two levels", "give both the same"),
-        ("optimizer before fully_shard", "make the optimizer after it"),
-        ("a policy at O1", "or take O2"),
-        ("a policy at O3", "keeps float32 parameters"),
-        ("policy and cast", "nothing would be stepped in float32"),
-        ("batch norm in a policy", "casts batch norm 'norm' to torch.float16"),
-        ("batch norm in FSDP1", "wrap each batch norm by itself first"),
-    ],
-)
-def test_an_order_or_mixture_that_cannot_work(ranks2: RankPool, case, reason):
-    for shown in ranks2.run(other_orders, timeout=PATIENCE_S):
-        assert reason in shown[case]
-        assert "\n" not in shown[case]
+    for shown in ranks2.run(said, timeout=240):
+        assert [
+            (case, shown[case]) for case, (_, hint) in ON_RANKS.items() if hint not in shown[case]
+        ] == []
