@@ -7,8 +7,6 @@ import io
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,17 +56,10 @@ def two(pool: Any, *args: str, **changed: str) -> list[tuple[int, str, str]]:
 
 
 def test_a_sound_machine_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    page = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert page["torch"] == torch.__version__
-    assert page["float32"].endswith("ms for a small step")
-    assert (page["ranks"], page["problems"]) == ("1", "none")
-
-
-def test_json_has_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["facts"]["distamp"] == distamp.__version__
+    versions = found["facts"]["distamp"], found["facts"]["torch"]
+    assert versions == (distamp.__version__, torch.__version__)
     assert set(found["precisions"]) == {"float32", "bfloat16", "float16"}
     assert all(took > 0 for took in found["precisions"].values())
     assert (found["problems"], found["ranks"]) == ([], 1)
@@ -89,19 +80,16 @@ def test_it_tells_nothing_of_who_and_where(monkeypatch: pytest.MonkeyPatch) -> N
         assert private not in text
 
 
-def test_two_ranks_that_are_alike_have_no_problem(ranks2: Any) -> None:
+def test_two_ranks_are_alike_or_both_are_told_what_differs(ranks2: Any) -> None:
     (first, out, _), (second, silent, _) = two(ranks2)
     assert (first, second, silent) == (0, 0, "")
     page = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert (page["ranks"], page["problems"]) == ("2", "none")
-
-
-def test_two_ranks_of_other_versions_are_both_told(ranks2: Any) -> None:
     (first, out, _), (second, silent, error) = two(ranks2, version="9.9")
     assert (first, second, silent) == (1, 1, "")
-    for said in (out, error):
-        (line,) = [line for line in said.splitlines() if "differs" in line]
-        assert f"distamp differs between ranks: {distamp.__version__} on [0], 9.9 on [1]" in line
+    wanted = f"distamp differs between ranks: {distamp.__version__} on [0], 9.9 on [1]"
+    assert wanted in out
+    assert wanted in error
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -114,12 +102,3 @@ def test_a_rank_without_its_peer_ends_with_a_reason(rank: int) -> None:
 def test_a_group_that_cannot_connect_is_a_problem_on_all_ranks(ranks2: Any) -> None:
     found = two(ranks2, "--timeout", "5", GLOO_SOCKET_IFNAME="no-such-interface")
     assert [code for code, _, _ in found] == [1, 1]
-
-
-def test_versions_import_nothing() -> None:
-    program = (
-        "import sys, distamp.doctor; before = set(sys.modules); distamp.doctor.diagnose(); "
-        "print({'lightning', 'transformers', 'rich'} & (set(sys.modules) - before))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, cwd=ROOT)
-    assert done.stdout.strip() == "set()", done.stderr

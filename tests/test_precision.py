@@ -35,17 +35,11 @@ def test_a_row_has_the_defaults_that_apex_documents(level):
     ) == APEX[level]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_float16_levels_run_a_scaler_whatever_the_scale(level):
-    assert Precision.of(level).scales
-    assert Precision.of(level, loss_scale=1.0).scales
-
-
-@pytest.mark.parametrize("level", ["O0", "bf16", "bf16-O2", "bf16-O3"])
-def test_levels_without_float16_run_no_scaler_unless_asked_for(level):
-    assert not Precision.of(level).scales
-    assert Precision.of(level, loss_scale="dynamic").scales
-    assert Precision.of(level, loss_scale=128.0).scales
+@pytest.mark.parametrize("level", LEVELS)
+def test_float16_levels_run_a_scaler_and_others_where_they_are_asked_to(level):
+    assert Precision.of(level).scales is (level in ("O1", "O2", "O3"))
+    for loss_scale in ("dynamic", 128.0):
+        assert Precision.of(level, loss_scale=loss_scale).scales
 
 
 @pytest.mark.parametrize(("half", "bf16"), [("O1", "bf16"), ("O2", "bf16-O2"), ("O3", "bf16-O3")])
@@ -111,12 +105,11 @@ def test_what_o0_says_of_itself_may_be_said():
     assert said == LEVELS["O0"].replaced(keep_batchnorm_fp32=True)
 
 
-def test_autocast_from_weights_that_are_half_already_cannot_be_made():
-    with pytest.raises(SettingError, match="autocast casts from float32"):
-        LEVELS["O2"].replaced(compute=BF16)
-
-
-@pytest.mark.parametrize("field", ["param", "compute", "reduce", "output"])
-def test_dtypes_are_those_that_training_knows(field):
-    with pytest.raises(SettingError, match=f"{field} must be torch.float32"):
-        LEVELS["O0"].replaced(**{field: torch.int8})
+@pytest.mark.parametrize(
+    ("level", "changed", "says"),
+    [("O2", {"compute": BF16}, "autocast casts from float32")]
+    + [("O0", {f: torch.int8}, f) for f in ("param", "compute", "reduce", "output")],
+)
+def test_rows_that_cannot_be_made(level, changed, says):
+    with pytest.raises(SettingError, match=says):
+        LEVELS[level].replaced(**changed)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 import distamp
@@ -46,25 +45,11 @@ def test_every_name_on_a_page_exists() -> None:
 
 
 def _is_imported_from(module: str, attribute: str) -> bool:
-    """Whether ``from module import attribute`` works, or would with the extra that it is for."""
-    try:
-        exec(f"from {module} import {attribute}", {})
-    except ImportError:
-        return _source(f"{module}.{attribute}") != "" or f'"{attribute}"' in _source(module)
-    return True
-
-
-def _source(module: str) -> str:
+    """Whether the module exports it, which may need an extra to be imported."""
     path = ROOT.joinpath(*module.split("."))
-    for each in (path.with_suffix(".py"), path / "__init__.py"):
-        if each.is_file():
-            return each.read_text()
-    return ""
-
-
-def test_the_pages_do_name_what_they_describe() -> None:
-    found = set().union(*map(names_on, PAGES))
-    assert {"distamp.autocast", "distamp.DataParallel", "distamp.pin_precision"} <= found
+    files = [path.with_suffix(".py"), path / "__init__.py", path / f"{attribute}.py"]
+    source = "".join(each.read_text() for each in files if each.is_file())
+    return (path / f"{attribute}.py").is_file() or f'"{attribute}"' in source
 
 
 # What pages call the objects that they make, and what those are.
@@ -94,72 +79,59 @@ def test_every_method_on_a_page_exists() -> None:
     assert missing == set()
 
 
-def test_methods_on_pages_are_found() -> None:
-    code = "`scaler.stepped(optimizer)` `amp.no_sync()` `scaler.no_such_thing`"
-    found = _ATTRIBUTE.findall(code)
-    assert ("scaler", "no_such_thing") in found
-    assert len(found) == 3
-
-
-STATEMENTS = [
-    "import distamp",
-    "import distamp.autocast",
-    "import distamp.autocast.region",
-    "from distamp.autocast import OpLists",
-    "from distamp.autocast.state import AutocastState",
-    "import distamp.initialize.entry",
-    "from distamp import initialize",
-    "import distamp.cuda.amp",
-]
-# Each order in a fork of an interpreter that has torch and nothing of ours.
+# Programs, each in a fork of one interpreter that has torch and nothing of ours: what an import
+# binds depends on what was imported before.
 FORKS = """
-import os, sys, torch
-for order in eval(sys.argv[1]):
+import os, sys, traceback, torch, torch.distributed.fsdp, torch.distributed.tensor
+for number, program in enumerate(eval(sys.stdin.read())):
     child = os.fork()
     if child == 0:
-        names = {}
-        for statement in order:
-            exec(statement, names)
-            import distamp
-            kind = distamp.autocast
-            right = isinstance(kind, type) and issubclass(kind, torch.autocast)
-            if not right or not callable(distamp.initialize):
-                os._exit(1)
+        try:
+            exec(program, {"before": set(sys.modules), "sys": sys, "torch": torch})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), order)
+    print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+SPELLINGS = [
+    "from distamp import autocast as cls",
+    "import distamp; cls = distamp.autocast",
+    "from distamp.autocast import autocast as cls",
+    "from distamp.autocast.region import autocast as cls",
+    "import distamp.autocast.region; cls = distamp.autocast",
+    "import distamp.autocast as cls",
+    "import distamp.autocast.state, distamp; cls = distamp.autocast",
+    "from distamp.autocast import AutocastState; from distamp import autocast as cls",
+    "import distamp.initialize.entry; from distamp import initialize, autocast as cls",
+    "import distamp.cuda.amp; cls = distamp.autocast",
+    "from distamp import *; cls = autocast",
+    "from distamp.autocast import *; cls = autocast",
+]
+IS_THE_CLASS = """
+import distamp
+assert issubclass(cls, torch.autocast) and cls is distamp.autocast and callable(distamp.initialize)
+with cls("cpu"):
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+"""
+HEAVY = {"torch._dynamo", "torch._inductor", "sympy", "lightning", "transformers", "tokenizers"}
+HEAVY |= {"rich", "matplotlib", "tyro", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"}
+HEAVY |= {"triton", "datasets", "accelerate"}
+PROGRAMS = [
+    *(f"{spelling}\n{IS_THE_CLASS}" for spelling in SPELLINGS),
+    # What only an extra installs, and what takes long.
+    f"import distamp; assert not {HEAVY} & (set(sys.modules) - before)",
+    "theirs = torch.amp.GradScaler; import distamp; "
+    "assert torch.amp.GradScaler is theirs; assert distamp.install().late == ()",
+    "import distamp.doctor; before = set(sys.modules); distamp.doctor.diagnose(); "
+    "assert not {'lightning', 'transformers', 'rich'} & (set(sys.modules) - before)",
+    "import " + ", ".join(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")),
+]
 
 
-def test_the_class_and_the_function_stay_what_they_are_in_every_order_of_imports() -> None:
-    """Each statement first, as that one loads the package, and then all the others after it."""
-    orders = [[*STATEMENTS[at:], *STATEMENTS[:at]] for at in range(len(STATEMENTS))]
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, repr(orders)], capture_output=True, text=True, check=True
-    )
-    results = done.stdout.splitlines()
-    assert len(results) == len(orders)
-    assert [line for line in results if not line.startswith("0 ")] == []
-
-
-HEAVY = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "sympy", "rich")
-
-
-@pytest.mark.parametrize("module", ["distamp.autocast.region", "distamp.autocast.report"])
-def test_importing_autocast_loads_little_that_torch_does_not(module: str) -> None:
-    """The package around it, distamp itself, is stubbed: other rooms are for others to count."""
-    program = (
-        "import sys, torch, types, json\n"
-        "before = set(sys.modules)\n"
-        "stub = types.ModuleType('distamp')\n"
-        f"stub.__path__ = [{str(ROOT / 'distamp')!r}]\n"
-        "sys.modules['distamp'] = stub\n"
-        f"import {module}\n"
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    loaded = set(eval(done.stdout))
-    others = {name for name in loaded if not name.startswith("distamp")}
-    assert {name for name in others if name.startswith(HEAVY)} == set()
-    assert len(others) <= 25, sorted(others)
+def test_imports_in_a_fresh_interpreter() -> None:
+    """Every spelling finds the class, nothing heavy is loaded, and nothing of torch's changes."""
+    command = [sys.executable, "-W", "error", "-c", FORKS]
+    done = subprocess.run(command, input=repr(PROGRAMS), capture_output=True, text=True, cwd=ROOT)
+    wanted = [f"{number} 0" for number in range(len(PROGRAMS))]
+    assert done.stdout.splitlines() == wanted, done.stderr

@@ -30,12 +30,10 @@ def _pid() -> int:
     return os.getpid()
 
 
-def test_ranks_are_kept_between_calls(ranks2):
-    assert ranks2.run(_pid) == ranks2.run(_pid)
-
-
-def test_ranks_are_processes_of_their_own(ranks2):
-    assert len({os.getpid(), *ranks2.run(_pid)}) == 3
+def test_ranks_are_processes_of_their_own_that_are_kept_between_calls(ranks2):
+    pids = ranks2.run(_pid)
+    assert ranks2.run(_pid) == pids
+    assert len({os.getpid(), *pids}) == 3
 
 
 def _raise_on(rank: int) -> None:
@@ -44,16 +42,11 @@ def _raise_on(rank: int) -> None:
     dist.barrier()
 
 
-def test_error_names_rank_and_carries_its_traceback(ranks2):
+def test_an_error_names_its_rank_and_leaves_the_next_call_alone(ranks2):
     with pytest.raises(RankError, match=r"failed on rank 1 of 2(.|\n)*the planted mistake") as e:
         ranks2.run(_raise_on, 1)
     assert e.value.rank == 1
     assert "in _raise_on" in str(e.value)
-
-
-def test_error_leaves_the_next_call_alone(ranks2):
-    with pytest.raises(RankError):
-        ranks2.run(_raise_on, 0)
     assert ranks2.run(_sum, 0.0) == [(0, 1.0), (1, 1.0)]
 
 
@@ -83,38 +76,24 @@ def _die_on(rank: int) -> str:
     return "no error"
 
 
-def test_killed_rank_is_reported_where_it_is_part_of_the_test(new_ranks):
-    assert new_ranks(2).run(_die_on, 1, may_die=[1]) == ["peer lost", Died(1, -signal.SIGKILL)]
-
-
-def test_killed_rank_is_an_error_where_it_is_not(new_ranks):
+def test_a_killed_rank_is_an_error_where_it_is_no_part_of_the_test(new_ranks):
+    pool = new_ranks(2)
+    assert pool.run(_die_on, 1, may_die=[1]) == ["peer lost", Died(1, -signal.SIGKILL)]
     with pytest.raises(RankError, match="rank 1 died with exit code -9"):
-        new_ranks(2).run(_die_on, 1)
+        pool.run(_die_on, 1)
 
 
-def _initialised() -> bool:
-    return dist.is_initialized()
+def _pid_and_group() -> tuple[int, bool]:
+    return os.getpid(), dist.is_initialized()
 
 
-def test_a_call_can_run_without_a_process_group(ranks2):
-    assert ranks2.run(_initialised, group="none") == [False, False]
-    assert ranks2.run(_initialised) == [True, True]
-
-
-def test_a_fresh_process_group_comes_with_fresh_processes(ranks2):
-    kept = ranks2.run(_pid)
-    fresh = ranks2.run(_pid, group="fresh")
+def test_a_group_may_be_none_or_fresh_and_comes_with_fresh_processes(ranks2):
+    kept = ranks2.run(_pid_and_group)
+    assert [group for _, group in ranks2.run(_pid_and_group, group="none")] == [False, False]
+    fresh = ranks2.run(_pid_and_group, group="fresh")
     assert not set(fresh) & set(kept)
-    assert ranks2.run(_sum, 0.0) == [(0, 1.0), (1, 1.0)]
-    assert ranks2.run(_pid) == fresh
-
-
-def _leave_without_group() -> None:
-    dist.destroy_process_group()
-
-
-def test_a_destroyed_group_is_made_anew(ranks2):
-    ranks2.run(_leave_without_group)
+    assert ranks2.run(_pid_and_group) == fresh
+    ranks2.run(dist.destroy_process_group)
     assert ranks2.run(_sum, 0.0) == [(0, 1.0), (1, 1.0)]
 
 
@@ -125,16 +104,8 @@ def _make_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def _count_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
-
-
 def test_groups_a_call_made_are_dropped_but_for_kept_meshes_and_subgroups(ranks2):
-    before = ranks2.run(_count_groups, group="fresh")
-    made = ranks2.run(_make_groups)
-    assert made > before
-    again = ranks2.run(_make_groups)
-    assert again == made
+    assert ranks2.run(_make_groups, group="fresh") == ranks2.run(_make_groups)
 
 
 def _skip() -> None:
@@ -169,18 +140,13 @@ def _collectives() -> list[tuple[list[tuple[str, int]], int]]:
 
 
 def test_collectives_are_counted_whichever_way_they_are_issued(ranks2):
+    """As many as the backend counts itself."""
     for cases in ranks2.run(_collectives):
+        assert [len(calls) for calls, _ in cases] == [issued for _, issued in cases]
         calls = [calls for calls, _ in cases]
         assert calls[:3] == [[("allreduce", 12)]] * 3
         assert [name for name, _ in calls[3]] == ["allgather"]
-        assert calls[4] == [("broadcast", 10)]
-        assert calls[5] == [("allreduce", 64)]
-        assert calls[6] == []
-
-
-def test_counted_collectives_equal_the_backend_s_own_sequence_number(ranks2):
-    for cases in ranks2.run(_collectives):
-        assert [len(calls) for calls, _ in cases] == [issued for _, issued in cases]
+        assert calls[4:] == [[("broadcast", 10)], [("allreduce", 64)], []]
 
 
 def _a_mesh_of_its_own() -> bool:
