@@ -175,36 +175,40 @@ def together(runs: list[Run]) -> bool:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_ranks_stay_together_where_torchs_scaler_parts_them(ranks2, when):
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_report_it_and_hold_the_schedule(ranks2, when, fused):
     assert not together(ranks2.run(train, None))
-    runs = ranks2.run(train, when)
+    runs = ranks2.run(train, when, settings={"fused": fused})
     assert together(runs)
     for run in runs:
         assert run.scale == SCALE / 2
         assert run.skipped == [step == FAULT for step in range(STEPS)]
+        # Accelerate moves a schedule once for each process.
+        assert run.rates == pytest.approx([0.01 / (2 * n + 1) for n in (1, 2, 2, 3, 4, 5)])
         assert run.dtypes == {torch.float16}
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_skip_is_reported_and_holds_the_schedule_for_any_optimizer(ranks2, fused):
-    (run, _) = ranks2.run(train, settings={"fused": fused})
-    assert run.skipped == [step == FAULT for step in range(STEPS)]
-    # Accelerate moves a schedule once for each process.
-    taken = [1, 2, 2, 3, 4, 5]
-    assert run.rates == pytest.approx([0.01 / (2 * n + 1) for n in taken])
+@pytest.mark.parametrize(
+    ("fsdp", "options"),
+    [(None, {"parts": 2, "clip": 0.1})]
+    + [(fsdp, options) for fsdp in (None, 1, 2) for options in ({}, {"clip": 0.1})],
+)
+def test_without_an_overflow_the_run_is_accelerates_to_the_bit(ranks2, fsdp, options):
+    ours, theirs = (
+        ranks2.run(train, each, fault=False, fsdp=fsdp, **options) for each in ("before", None)
+    )
+    assert [(run.weights, run.rates) for run in ours] == [
+        (run.weights, run.rates) for run in theirs
+    ]
 
 
-def test_accelerate_itself_does_not_see_a_fused_optimizer_skip(ranks2):
-    runs = ranks2.run(train, None, settings={"fused": True})
-    assert not any(any(run.skipped) for run in runs), "it does now: drop the wrapper for it"
-
-
-@pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"parts": 2, "clip": 0.1}])
-def test_without_an_overflow_the_run_is_accelerates_to_the_bit(ranks2, options):
-    ours = ranks2.run(train, fault=False, **options)
-    theirs = ranks2.run(train, None, fault=False, **options)
-    assert [run.weights for run in ours] == [run.weights for run in theirs]
-    assert [run.rates for run in ours] == [run.rates for run in theirs]
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_sharded_ranks_skip_with_a_fused_optimizer(ranks2, fsdp):
+    runs = ranks2.run(train, fsdp=fsdp, settings={"fused": True})
+    assert together(runs)
+    for run in runs:
+        assert run.skipped == [step == FAULT for step in range(STEPS)]
+        assert run.scale == SCALE / 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -215,34 +219,7 @@ def test_a_hook_compresses_and_brings_the_news(ranks2, when):
     assert runs[0].skipped == [step == FAULT for step in range(STEPS)]
 
 
-def test_two_optimizers_are_each_unscaled_by_their_own_scale(ranks2):
-    runs = ranks2.run(train, optimizers=2)
-    assert together(runs)
-
-
 # -- Accelerate's own FSDP -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fsdp", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"clip": 0.1}])
-def test_without_an_overflow_sharded_runs_are_accelerates_to_the_bit(ranks2, fsdp, options):
-    ours, *others = ranks2.run(train, fsdp=fsdp, fault=False, **options)
-    theirs, _ = ranks2.run(train, None, fsdp=fsdp, fault=False, **options)
-    assert ours == others[0] == theirs
-
-
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_sharded_ranks_skip_with_a_fused_optimizer_where_torchs_scaler_does_not_see_it(
-    ranks2, fsdp
-):
-    fused = {"fsdp": fsdp, "clip": None, "settings": {"fused": True}}
-    theirs = ranks2.run(train, None, **fused)
-    assert not any(any(run.skipped) for run in theirs)
-    runs = ranks2.run(train, **fused)
-    assert together(runs)
-    for run in runs:
-        assert run.skipped == [step == FAULT for step in range(STEPS)]
-        assert run.scale == SCALE / 2
 
 
 @pytest.mark.parametrize("first", [None, "before"])
@@ -271,71 +248,6 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(tmp_path: Path, first: Any,
 # -- what is refused, and kept ---------------------------------------------------------------------
 
 
-def test_settings_of_the_handler_and_the_scale_it_had_are_kept():
-    quiet()
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import GradScalerKwargs
-
-    from distamp.integrations.accelerate import prepare
-
-    AcceleratorState._reset_state(True)
-    kwargs = GradScalerKwargs(growth_interval=7)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[kwargs])
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
-    scaler = prepare(accelerator)
-    assert scaler.get_growth_interval() == 7
-    assert scaler.get_scale() == 32.0
-    assert accelerator.scaler is scaler
-
-
-def test_another_precision_needs_no_scaler_and_says_so():
-    from distamp.integrations.accelerate import prepare
-
-    with pytest.raises(ValueError, match="mixed_precision is 'bf16'"):
-        prepare(accelerator_with(None, precision="bf16"))
-    with pytest.raises(ValueError, match="so init_scale cannot be set"):
-        prepare(accelerator_with(None, precision="no"), init_scale=2.0)
-    assert prepare(accelerator_with(None, precision="bf16"), comm_hook="fp16") is None
-
-
-def test_torchs_scaler_is_refused():
-    from distamp.integrations.accelerate import prepare
-
-    with pytest.raises(TypeError, match=r"must be a distamp\.DistGradScaler"):
-        prepare(accelerator_with(None), scaler=torch.amp.GradScaler("cpu"))
-
-
-def test_no_step_was_skipped_before_the_first():
-    from distamp.integrations.accelerate import prepare
-
-    accelerator = accelerator_with(None)
-    prepare(accelerator)
-    accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-    assert accelerator.optimizer_step_was_skipped is False
-
-
-def test_a_scaler_that_install_made_is_taken_over():
-    from distamp.integrations.accelerate import prepare
-
-    accelerator = accelerator_with(None)
-    with distamp.install():
-        accelerator.scaler = torch.amp.GradScaler("cpu")
-    assert isinstance(accelerator.scaler, DistGradScaler)
-    assert prepare(accelerator) is accelerator.scaler
-
-
-def test_installed_accelerates_own_factories_make_our_scaler():
-    quiet()
-    from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
-    from accelerate.utils.modeling import DistributedType, get_grad_scaler
-
-    with distamp.install():
-        assert isinstance(get_fsdp2_grad_scaler(device="cpu"), DistGradScaler)
-        assert isinstance(get_grad_scaler(DistributedType.FSDP), DistGradScaler)
-        assert isinstance(get_grad_scaler(), DistGradScaler)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_unwrapped_model_computes_in_float32_again(when):
     from distamp.integrations.accelerate import prepare
@@ -351,33 +263,53 @@ def test_an_unwrapped_model_computes_in_float32_again(when):
     assert torch.equal(plain(torch.ones(1, 2)), nn.Linear.forward(plain, torch.ones(1, 2)))
 
 
-def test_on_a_cpu_the_scaler_comes_before_the_model():
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+
+def test_settings_of_the_handler_and_scalers_that_are_there_are_kept():
+    accelerator = accelerator_with(None)
+    from accelerate.utils import GradScalerKwargs
+    from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
+
     from distamp.integrations.accelerate import prepare
 
-    accelerator = accelerator_with("ours")
-    accelerator.prepare(nn.Linear(2, 1))
-    with pytest.raises(ValueError, match=r"before accelerator\.prepare"):
-        prepare(accelerator)
+    accelerator.scaler_handler = GradScalerKwargs(growth_interval=7)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    scaler = prepare(accelerator)
+    assert (scaler.get_growth_interval(), scaler.get_scale()) == (7, 32.0)
+    assert accelerator.scaler is scaler
+    with distamp.install():
+        assert isinstance(get_fsdp2_grad_scaler(device="cpu"), DistGradScaler)
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    assert prepare(accelerator) is accelerator.scaler
 
 
-def test_an_optimizer_that_was_prepared_can_be_pickled():
-    from distamp.integrations.accelerate import prepare
-
-    accelerator = accelerator_with("ours")
-    prepare(accelerator, init_scale=4.0)
-    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-    other = pickle.loads(pickle.dumps(optimizer))
-    assert type(other) is type(optimizer)
-    assert other.scaler.get_scale() == 4.0
-    assert other.step_was_skipped is False
-
-
-def test_the_last_prepare_counts():
+def test_the_last_prepare_counts_and_its_optimizers_can_be_pickled():
     from distamp.integrations.accelerate import prepare
 
     accelerator = accelerator_with("ours")
     first = prepare(accelerator, init_scale=4.0)
     assert prepare(accelerator) is first
     second = prepare(accelerator, init_scale=2.0)
-    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    optimizer = accelerator.prepare(sgd())
     assert optimizer.scaler is accelerator.scaler is second
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert (type(other), other.scaler.get_scale()) == (type(optimizer), 2.0)
+    assert other.step_was_skipped is accelerator.optimizer_step_was_skipped is False
+
+
+def test_what_cannot_be_is_refused():
+    from distamp.integrations.accelerate import prepare
+
+    with pytest.raises(ValueError, match="'bf16'"):
+        prepare(accelerator_with(None, precision="bf16"))
+    with pytest.raises(ValueError, match="init_scale"):
+        prepare(accelerator_with(None, precision="no"), init_scale=2.0)
+    assert prepare(accelerator_with(None, precision="bf16"), comm_hook="fp16") is None
+    with pytest.raises(TypeError, match=r"distamp\.DistGradScaler"):
+        prepare(accelerator_with(None), scaler=torch.amp.GradScaler("cpu"))
+    accelerator = accelerator_with("ours")
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=r"before accelerator\.prepare"):
+        prepare(accelerator)

@@ -238,24 +238,27 @@ def together(runs: list[Run]) -> bool:
 # -- ranks ------------------------------------------------------------------------------------
 
 
-def test_ranks_stay_together_where_lightnings_own_part(ranks2):
-    assert not together(ranks2.run(fit, ours=False))
-    runs = ranks2.run(fit)
+@pytest.mark.parametrize("module", ["Net", "Manual"])
+def test_all_ranks_skip_where_lightnings_own_part(ranks2, module):
+    assert not together(ranks2.run(fit, ours=False, module=module))
+    runs = ranks2.run(fit, module=module)
     assert together(runs)
-    assert runs[0].scale == SCALE / 2
-
-
-def test_without_an_overflow_the_run_is_lightnings_to_the_bit(ranks2):
-    ours = ranks2.run(fit, fault=False)
-    theirs = ranks2.run(fit, ours=False, fault=False)
-    assert [run.weights for run in ours] == [run.weights for run in theirs]
-    assert [run.rates for run in ours] == [run.rates for run in theirs]
-
-
-def test_schedules_and_global_step_stay_on_a_skipped_step(ranks2):
-    for run in ranks2.run(fit):
+    for run in runs if module == "Net" else ():
+        assert run.scale == run.logged["loss_scale"] == SCALE / 2
+        assert run.logged["skipped_steps"] == 1.0
         assert run.global_steps == [1, 2, 2, 3, 4, 5]
         assert run.rates == pytest.approx([0.01 / (n + 1) for n in run.global_steps])
+
+
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
+@pytest.mark.parametrize("trainer", [{}, BY_VALUE, {"accumulate_grad_batches": 2}])
+def test_without_an_overflow_the_run_is_lightnings_to_the_bit(ranks2, trainer):
+    ours, theirs = (ranks2.run(fit, ours=o, fault=False, trainer=trainer) for o in (True, False))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.weights, mine.rates) == (other.weights, other.rates)
+        assert mine.global_steps == other.global_steps
 
 
 def test_without_the_callback_they_move_as_lightnings_do(ranks2):
@@ -285,12 +288,6 @@ def test_model_parallel_keeps_ranks_together(ranks2):
     assert runs[0].weights == pytest.approx(plain[0].weights, rel=1e-3)
 
 
-def test_two_optimizers_by_hand_keep_ranks_together(ranks2):
-    assert not together(ranks2.run(fit, ours=False, module="Manual"))
-    runs = ranks2.run(fit, module="Manual")
-    assert together(runs)
-
-
 def test_a_hook_compresses_and_brings_the_news(ranks2):
     runs = ranks2.run(fit, wire="fp16", fault=False, in_loss=True)
     assert together(runs)
@@ -313,13 +310,6 @@ def test_a_fused_optimizer_is_clipped_as_one_that_is_not(ranks2):
     assert runs[0].weights == pytest.approx(plain[0].weights, rel=1e-5)
 
 
-def test_clipping_by_value_is_lightnings(ranks2):
-    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    ours = ranks2.run(fit, trainer=clip, fault=False)
-    theirs = ranks2.run(fit, ours=False, trainer=clip, fault=False)
-    assert ours[0].weights == theirs[0].weights
-
-
 def test_lbfgs_is_refused(ranks2):
     lbfgs = {"optimizer": "LBFGS", "settings": {"lr": 0.1, "max_iter": 4}}
     for refused in ranks2.run(refusal, fit, devices=1, **lbfgs):
@@ -336,21 +326,7 @@ def test_clipping_by_hand_clips_unscaled_gradients():
     assert abs(ours.weights - before) < 2 * STEPS * 0.01 * 0.01 * (8 * 16 + 33) ** 0.5
 
 
-@in_ranks
-def test_accumulating_is_the_whole_batch():
-    parts = fit(devices=1, fault=False, trainer={"accumulate_grad_batches": 2})
-    assert parts.global_steps == [0, 1, 1, 2, 2, 3]
-    theirs = fit(ours=False, devices=1, fault=False, trainer={"accumulate_grad_batches": 2})
-    assert parts.weights == theirs.weights
-
-
 # -- what is seen, and kept ------------------------------------------------------------------------
-
-
-def test_loss_scale_and_skips_are_in_the_progress_bar(ranks2):
-    for run in ranks2.run(fit):
-        assert run.logged["loss_scale"] == SCALE / 2
-        assert run.logged["skipped_steps"] == 1.0
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, False), (False, True), (True, True)])
@@ -390,71 +366,23 @@ def test_a_callback_may_copy_the_module_while_it_trains(ranks2):
 
 
 @in_ranks
-def test_the_module_is_as_it_was_after_training():
+def test_what_plugins_take_and_refuse():
     quiet()
-    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import MixedPrecision as Theirs
 
-    from distamp.integrations.lightning import SkippedSteps
-
-    net = classes()["Net"]({"fault": False})
-    runner = pl.Trainer(
-        accelerator="cpu",
-        plugins=plugin(True, "ddp"),
-        callbacks=[SkippedSteps()],
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    runner.fit(net, DataLoader(data(), batch_size=2))
-    assert "lr_scheduler_step" not in vars(net)
-
-
-@in_ranks
-def test_bf16_has_no_scaler_and_refuses_its_settings():
     from distamp.integrations.lightning import FSDPPrecision, MixedPrecision
 
     assert MixedPrecision("bf16-mixed", "cpu").scaler is None
     assert FSDPPrecision("bf16-true").scaler is None
-    for make in (lambda **kw: MixedPrecision("bf16-mixed", "cpu", **kw), FSDPPrecision):
-        settings: dict[str, Any] = {"init_scale": 2.0}
-        if make is FSDPPrecision:
-            settings["precision"] = "32-true"
-        with pytest.raises(ValueError, match="does not scale losses"):
-            make(**settings)
-
-
-@in_ranks
-def test_torchs_scaler_is_refused():
-    from distamp.integrations.lightning import MixedPrecision
-
-    with pytest.raises(TypeError, match=r"must be a distamp\.DistGradScaler"):
+    with pytest.raises(ValueError, match="does not scale losses"):
+        MixedPrecision("bf16-mixed", "cpu", init_scale=2.0)
+    with pytest.raises(ValueError, match="does not scale losses"):
+        FSDPPrecision("32-true", init_scale=2.0)
+    with pytest.raises(TypeError, match=r"distamp\.DistGradScaler"):
         MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-
-
-@in_ranks
-def test_the_callback_says_so_where_the_scaler_is_torchs():
-    with pytest.raises(ValueError, match="does not report skipped steps"):
+    with pytest.raises(ValueError, match="skipped steps"):
         fit(ours=False, devices=1, skipped_steps=True)
-
-
-@in_ranks
-def test_fsdps_plugin_takes_a_scaler():
-    from lightning.pytorch.plugins import FSDPPrecision as Theirs
-
-    from distamp.integrations.lightning import FSDPPrecision
-
     scaler = DistGradScaler("cpu")
-    with pytest.raises((AttributeError, ValueError)):
-        Theirs("16-mixed", scaler)
     assert FSDPPrecision("16-mixed", scaler).scaler is scaler
-
-
-@in_ranks
-def test_installed_lightnings_own_plugin_makes_our_scaler():
-    quiet()
-    from lightning.pytorch.plugins import MixedPrecision as Theirs
-
     with distamp.install():
         assert isinstance(Theirs("16-mixed", "cpu").scaler, DistGradScaler)

@@ -10,7 +10,6 @@ one overflows, both stay equal.
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -91,76 +90,33 @@ def nanogpt(job: Job) -> None:
 class NativeScaler:
     """facebookresearch/mae, util/misc.py: NativeScalerWithGradNormCount, which always unscales.
 
-    timm's, in timm/utils/cuda.py, unscales to clip alone; the package is run in the page's code.
+    timm's is run in the page's code.
     """
 
-    def __init__(self, always: bool) -> None:
+    def __init__(self) -> None:
         self.inner = scaler_of_torchs()
-        self.always = always
 
-    def __call__(
-        self,
-        loss: Tensor,
-        optimizer: Any,
-        parameters: Any,
-        clip_grad: float | None = None,
-        create_graph: bool = False,
-        update_grad: bool = True,
-    ) -> None:
-        self.inner.scale(loss).backward(create_graph=create_graph)
-        if not update_grad:
-            return
-        if clip_grad is not None or self.always:
-            self.inner.unscale_(optimizer)
-        if clip_grad is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_grad)
-        elif self.always:
-            torch.stack([p.grad.detach().norm() for p in parameters]).norm()
+    def __call__(self, loss: Tensor, optimizer: Any, parameters: Any) -> None:
+        self.inner.scale(loss).backward(create_graph=False)
+        self.inner.unscale_(optimizer)
+        torch.stack([p.grad.detach().norm() for p in parameters]).norm()
         self.inner.step(optimizer)
         self.inner.update()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
-
-
-def _native(job: Job, always: bool, clip: float | None) -> None:
-    scaler, optimizer = NativeScaler(always), adamw(job.model)
+def mae(job: Job) -> None:
+    """Its loop, with a run that is resumed; and fairseq's and coqui's question for the scale."""
+    scaler, optimizer = NativeScaler(), adamw(job.model)
     for number, (inputs, targets) in enumerate(job.batches):
         optimizer.zero_grad()
         loss = job.loss(inputs, targets)
-        scaler(loss, optimizer, job.model.parameters(), clip)
-        if number == FAULT + 1:  # a run that is resumed
-            state, scaler = scaler.state_dict(), NativeScaler(always)
-            scaler.load_state_dict(state)
+        before = scaler.inner.get_scale()
+        scaler(loss, optimizer, job.model.parameters())
+        assert scaler.inner.get_scale() in (before, before * scaler.inner.get_backoff_factor())
+        if number == FAULT + 1:
+            state, scaler = scaler.inner.state_dict(), NativeScaler()
+            scaler.inner.load_state_dict(state)
         job.note(loss, scaler.inner)
-
-
-def mae(job: Job) -> None:
-    _native(job, always=True, clip=None)
-
-
-def timm(job: Job) -> None:
-    _native(job, always=False, clip=0.5)
-
-
-def timm_without_clipping(job: Job) -> None:
-    _native(job, always=False, clip=None)
-
-
-def detectron2(job: Job) -> None:
-    """facebookresearch/detectron2, engine/train_loop.py: AMPTrainer sums a dict of losses."""
-    scaler, optimizer = scaler_of_torchs(), adamw(job.model)
-    for inputs, targets in job.batches:
-        loss = job.loss(inputs, targets)
-        losses = sum({"cls": loss, "box": 0.5 * loss}.values())
-        optimizer.zero_grad()
-        scaler.scale(losses).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        job.note(loss, scaler)
 
 
 def icefall(job: Job) -> None:
@@ -204,22 +160,6 @@ def sd_scripts(job: Job) -> None:
         job.note(loss, scaler)
 
 
-def torchvision(job: Job) -> None:
-    """pytorch/vision, references/classification/train.py: the reference loop."""
-    scaler, optimizer = scaler_of_torchs(), adamw(job.model)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    for inputs, targets in job.batches:
-        loss = job.loss(inputs, targets)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(job.model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        job.note(loss, scaler)
-    schedule.step()
-
-
 def dinov2(job: Job) -> None:
     """facebookresearch/dinov2, train/train.py: FSDP1's own clipping and ShardedGradScaler."""
     scaler = sharded.ShardedGradScaler("cpu", init_scale=SCALE)
@@ -234,26 +174,6 @@ def dinov2(job: Job) -> None:
         scaler.update()
         with FullyShardedDataParallel.summon_full_params(job.model):
             job.note(loss, scaler)
-
-
-def fairseq(job: Job) -> None:
-    """facebookresearch/fairseq, optim/amp_optimizer.py: reads the next scale after an overflow.
-
-    Its fp16_optimizer.py scales losses by a class of its own, which ``install`` does not touch.
-    """
-    scaler, optimizer = scaler_of_torchs(), adamw(job.model)
-    for inputs, targets in job.batches:
-        loss = job.loss(inputs, targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
-        if not torch.isfinite(norm).all():
-            following = scaler.get_scale() * scaler.get_backoff_factor()
-            assert following > 1e-4, "fairseq stops here"
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        job.note(loss, scaler)
 
 
 def own_fp16(job: Job) -> None:
@@ -356,24 +276,6 @@ def nemo(job: Job) -> None:
         job.note(loss, scaler)
 
 
-def coqui(job: Job) -> None:
-    """coqui-ai/Trainer, trainer.py: a schedule that moves where the scale did not shrink."""
-    scaler, optimizer = scaler_of_torchs(), adamw(job.model)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-    for inputs, targets in job.batches:
-        loss = job.loss(inputs, targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 5.0)
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if before <= scaler.get_scale():
-            schedule.step()
-        optimizer.zero_grad()
-        job.note(loss, scaler)
-
-
 def skrl(job: Job) -> None:
     """Toni-SM/skrl, agents/torch/ppo: reduce_parameters() averages by hand what is scaled."""
     net = job.model.module if isinstance(job.model, DistributedDataParallel) else job.model
@@ -445,61 +347,20 @@ def fastai(job: Job) -> None:
         job.note(loss, scaler)
 
 
-def ultralytics(job: Job) -> None:
-    """ultralytics/ultralytics, engine/trainer.py: optimizer_step, with an EMA."""
-    scaler, optimizer = scaler_of_torchs(enabled=True), adamw(job.model)
-    average = copy.deepcopy([p.detach() for p in job.model.parameters()])
-    for inputs, targets in job.batches:
-        loss = job.loss(inputs, targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(job.model.parameters(), max_norm=10.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        torch._foreach_lerp_(average, [p.detach() for p in job.model.parameters()], 0.1)
-        job.note(loss, scaler)
-
-
-def mmengine(job: Job) -> None:
-    """open-mmlab/mmengine, optim/optimizer/amp_optimizer_wrapper.py: loss_scale=a number.
-
-    The scale is set again at each update, so an overflow skips and shrinks nothing.
-    """
-    scaler, optimizer = scaler_of_torchs(init_scale=SCALE), adamw(job.model)
-    for inputs, targets in job.batches:
-        loss = job.loss(inputs, targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(job.model.parameters(), max_norm=1.0)
-        scaler.step(optimizer)
-        scaler.update(SCALE)
-        optimizer.zero_grad()
-        job.note(loss, scaler)
-
-
 PATTERNS: dict[str, Callable[[Job], None]] = {
     each.__name__: each
     for each in (
         nanogpt,
         mae,
-        timm,
-        timm_without_clipping,
-        detectron2,
         icefall,
         sd_scripts,
-        torchvision,
         dinov2,
-        fairseq,
         own_fp16,
         infinity,
         nemo,
-        coqui,
         skrl,
         speechbrain,
         fastai,
-        ultralytics,
-        mmengine,
     )
 }
 FULLY_SHARDED = {"dinov2"}
