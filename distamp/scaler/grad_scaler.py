@@ -553,7 +553,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         elif takes_scaler(cast("Any", type(stepping(optimizer)))):
             result = self._step_with_scaler(optimizer, flag, args, kwargs)
         else:
-            result = self._step_with_flags(optimizer, record, state, flag, args, kwargs)
+            result = self._step_with_flags(optimizer, record, flag, args, kwargs)
         record["stage"] = OptState.STEPPED
         state.last_step = flag
         if own.hooks:
@@ -588,7 +588,6 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         self,
         optimizer: Any,
         record: dict[str, Any],
-        state: OptimizerState,
         flag: Flag,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -600,8 +599,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             # torch's fused optimizers copy flag and scale to where parameters are, and do not wait.
             stepped = source_of(optimizer).stepped()
             on_host = any(host.is_host(tensor.device) for _, tensor in stepped)
-            taken = state.counts[0]
-            if on_host or (not taken and leaves_garbage(unwrapped(optimizer))):
+            if on_host or leaves_garbage(unwrapped(optimizer)):
                 self._distamp.ranks.settle()
                 flag = bool(flag)
             scale = host.moved(scale, _HOST) if on_host else scale

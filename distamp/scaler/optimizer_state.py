@@ -209,7 +209,8 @@ def leaves_garbage(optimizer: Any) -> bool:
     """Return whether a step skipped inside the kernel would spoil the optimizer's state.
 
     torch's fused SGD makes its momentum buffers uninitialised and fills them in the first step; if
-    the kernel skips that one, the next takes what lies there for momentum.
+    the kernel skips that one, the next takes what lies there for momentum. So does a parameter
+    that came later.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False
@@ -218,5 +219,5 @@ def leaves_garbage(optimizer: Any) -> bool:
         group["momentum"] == 0 or state.get(p, {}).get("momentum_buffer") is not None
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.requires_grad
+        if p.grad is not None
     )

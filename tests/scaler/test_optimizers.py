@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from distamp import DistGradScaler
 from distamp.scaler import MasterParameters, StepCounts
 from tests.scaler.steps import (
     INF,
@@ -102,6 +104,32 @@ def test_a_fused_optimizer_that_a_loaded_state_made_unfused_still_steps(unscale)
     optimizer.load_state_dict(torch.optim.SGD([leaf(1.0)], lr=1.0).state_dict())
     iteration(cpu_scaler(), optimizer, parameter, 0.25, unscale=unscale)
     assert parameter.item() == 0.75
+
+
+def momentum_after_skips(device: str) -> list[list[float]]:
+    """A fused SGD whose first step overflows, and that which follows a parameter that came later.
+
+    torch leaves a momentum buffer that was never written uninitialised.
+    """
+    parameters = [nn.Parameter(torch.ones(4, device=device)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5, fused=True)
+    scaler = DistGradScaler(device, init_scale=1024.0)
+    for number, gradient in enumerate((INF, 0.25, 0.25, INF, 0.25)):
+        if number == 3:
+            optimizer.add_param_group({"params": parameters[1:]})
+        optimizer.zero_grad()
+        for parameter in parameters:
+            scaler.scale((parameter * gradient).sum()).backward()
+        garbage = [torch.full((4,), 1e30, device=device) for _ in range(64)]
+        del garbage[:]  # what a new buffer finds
+        scaler.step(optimizer)
+        scaler.update()
+    return [parameter.tolist() for parameter in parameters]
+
+
+def test_a_skipped_step_leaves_no_momentum():
+    # 1 - 0.25 - (0.125 + 0.25) - (0.1875 + 0.25), and one step from the start.
+    assert momentum_after_skips("cpu") == [[-0.0625] * 4, [0.75] * 4]
 
 
 # -- torch's older protocol: the scaler itself is an argument (Apex's fused LAMB) ------------------

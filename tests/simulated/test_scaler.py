@@ -24,6 +24,7 @@ from distamp.scaler import MasterParameters
 from tests.ranks import RankError
 from tests.scaler.masters import half_mlp
 from tests.scaler.steps import INF
+from tests.scaler.test_optimizers import momentum_after_skips
 from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, Pair, program_of, sample
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
@@ -304,6 +305,7 @@ JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
     moved: list(itertools.product(("fused", "foreach"), (True, False))),
     stepped_on_the_host: [(True,), (False,)],
     clipped_of_several_kinds: [()],
+    momentum_after_skips: [()],
     masters_in_data_parallel: [(zero,) for zero in ZEROS],
     a_recorded_backward_pass: [("",), ("update",), ("load",)],
     level: [(name,) for name in LEVELS],
