@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PAGES", "Block", "blocks_of", "inline_code", "ranks_of", "run_page"]
+__all__ = ["PAGES", "Block", "blocks_of", "ranks_of", "run_page"]
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -73,11 +73,6 @@ def blocks_of(page: Path) -> list[Block]:
         line = text.count("\n", 0, match.start("language")) + 1
         found.append(Block(match["language"], code, line, match["how"] or ""))
     return found
-
-
-def inline_code(page: Path) -> list[str]:
-    """Return what stands between single backticks, outside of blocks."""
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text()))
 
 
 def ranks_of(page: Path) -> int:

@@ -35,21 +35,10 @@ def test_the_code_of_a_page_for_two_ranks_runs_on_two(ranks2: Any, page: Path) -
     assert ranks2.run(run_page, str(page)) == [[], []]
 
 
-def test_pages_with_a_test_of_their_own_have_it() -> None:
-    for page, test in OWN_TESTS.items():
-        assert page in (ROOT / test).read_text(), page
-
-
 def test_code_that_is_not_run_says_why() -> None:
     left_out = [b for page in HERE for b in blocks_of(page) if b.how.startswith("not run")]
     assert all(len(block.reason) > 10 for block in left_out)
     assert len(left_out) <= 12, "run it, or leave it out of the docs"
-
-
-def test_a_mistake_on_a_page_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
-    assert run_page(str(page)) == ["page.md:7: AssertionError: "]
 
 
 def commands() -> list[tuple[Path, str]]:
@@ -118,10 +107,3 @@ def _flags() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         tyro.cli(Config, args=["--help"])
     return shown.getvalue()
-
-
-def test_commands_are_found_and_wrong_flags_too() -> None:
-    assert len(commands()) > 80
-    assert _wrong_flags("torchrun launch/train.py --precisoin fp16") != []
-    assert _wrong_flags("python -m distamp doctor --jsonl") != []
-    assert _wrong_flags("torchrun --nproc-per-node 2 launch/train.py --precision fp16") == []

@@ -73,30 +73,21 @@ def test_what_preflight_finds_is_printed(capsys):
     assert out == f"{preflight(model, inputs)}\n"
 
 
-def test_an_error_is_exit_code_1(capsys):
+def test_options_are_followed_and_an_error_is_exit_code_1(capsys, tmp_path):
+    path = tmp_path / "preflight.json"
+    chosen = ("--device-type", "cpu", "--dtype", "bfloat16", "--json", str(path))
+    code, out, _ = run(capsys, "tests.test_main:with_loss", *chosen)
+    assert code == 0
+    assert "bfloat16" in out
+    assert "exp" in out
+    assert "findings" in json.loads(path.read_text())
     code, out, _ = run(capsys, "tests.test_main:fails")
     assert code == 1
     assert "binary_cross_entropy" in out
 
 
-def test_device_dtype_and_loss_are_chosen(capsys):
-    chosen = ("--device-type", "cpu", "--dtype", "bfloat16")
-    _, out, _ = run(capsys, "tests.test_main:with_loss", *chosen)
-    assert "bfloat16" in out
-    assert "exp" in out
-
-
-def test_json_is_written(capsys, tmp_path):
-    path = tmp_path / "preflight.json"
-    assert run(capsys, "tests.test_main:fine", "--json", str(path))[0] == 0
-    assert "findings" in json.loads(path.read_text())
-
-
-def test_weights_are_not_made(capsys):
+def test_weights_are_made_only_where_it_is_asked_for(capsys):
     assert run(capsys, "tests.test_main:on_meta")[0] == 0
-
-
-def test_a_factory_that_reads_values_is_allocated(capsys):
     assert run(capsys, "tests.test_main:reads_values")[0] == 2
     assert run(capsys, "tests.test_main:reads_values", "--allocate")[0] == 0
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 PAGE = Path(__file__).parents[1] / "docs" / "moving_from_apex.md"
 EPOCHS = 3
 LEVELS = ["O0", "O1", "O2"]
+HALVES = ("before", "after")
 
 
 def script(half: str) -> str:
@@ -108,31 +109,21 @@ def run(half: str, level: str, folder: str, **changed: Any) -> float:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_both_scripts_learn_the_same(tmp_path, level):
-    before = run("before", level, str(tmp_path))
-    after = run("after", level, str(tmp_path))
+def test_both_scripts_learn_the_same_and_go_on_from_each_others_checkpoints(tmp_path, level):
+    folder, resume = str(tmp_path), {half: str(tmp_path / f"{half}.pt") for half in HALVES}
+    before, after = (run(half, level, folder) for half in HALVES)
     assert before < 0.9, "it learns: chance is 1.39"
     assert after == pytest.approx(before, rel=0.05)
+    for half in HALVES:
+        run(half, level, folder, epochs=2)
+    assert run("after", level, folder, resume=resume["before"]) == pytest.approx(after, rel=0.05)
+    run("after", level, folder, epochs=2)
+    assert run("after", level, folder, resume=resume["after"]) == after
 
 
 def test_the_flags_of_apexs_examples_work(tmp_path):
     flags = {"keep_batchnorm_fp32": "True", "loss_scale": "128.0"}
     assert run("after", "O2", str(tmp_path), **flags) < 0.9
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, level):
-    whole = run("after", level, str(tmp_path))
-    run("after", level, str(tmp_path), epochs=2)
-    resumed = run("after", level, str(tmp_path), resume=str(tmp_path / "after.pt"))
-    assert resumed == whole
-
-
-def test_a_checkpoint_of_the_first_script_goes_on_in_the_second(tmp_path):
-    run("before", "O1", str(tmp_path), epochs=2)
-    whole = run("after", "O1", str(tmp_path))
-    resumed = run("after", "O1", str(tmp_path), resume=str(tmp_path / "before.pt"))
-    assert resumed == pytest.approx(whole, rel=0.05)
 
 
 def on_ranks(half: str, level: str, folder: str, port: int) -> float:
@@ -148,7 +139,7 @@ def on_ranks(half: str, level: str, folder: str, port: int) -> float:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("half", ["before", "after"])
+@pytest.mark.parametrize("half", HALVES)
 def test_each_script_trains_on_two_ranks(new_ranks, tmp_path, half):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = new_ranks(2, timeout=200)

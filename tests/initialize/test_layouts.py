@@ -135,6 +135,8 @@ def trained(layout: str) -> dict[str, Any]:
     for level in LAYOUTS[layout][1]:
         amp = made(layout, level)
         found[level] = *train(amp, layout), amp.scaler.get_scale()
+        for hook in amp.comm_hooks:
+            amp.scaler.detach(hook)  # raises where it was not attached
     return found
 
 
