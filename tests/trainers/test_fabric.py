@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.trainers.common import data, digest, in_ranks, model, needs, plant_inf, quiet, refusal
 
@@ -106,12 +105,11 @@ def test_without_an_overflow_the_run_is_fabrics_to_the_bit():
 
 
 def train_sharded(
-    ours: bool = True, fault: bool = True, clip: dict[str, Any] | None = None, fused: bool = False
+    clip: dict[str, Any] | None = None, fused: bool = False
 ) -> tuple[float, float, set[torch.dtype]]:
     """Weights, loss scale and the dtypes of the first layer after five steps of FSDP1 in Fabric."""
     quiet()
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import FSDPPrecision as Theirs
     from lightning.fabric.strategies import FSDPStrategy
 
     from distamp.integrations.fabric import FSDPPrecision
@@ -119,11 +117,7 @@ def train_sharded(
     class Fsdp(FSDPStrategy):
         """Fabric refuses the class itself without a GPU, and no subclass."""
 
-    if ours:
-        plugin = FSDPPrecision("16-mixed", init_scale=SCALE)
-    else:
-        plugin = Theirs("16-mixed")
-        plugin.scaler = ShardedGradScaler("cpu", init_scale=SCALE)
+    plugin = FSDPPrecision("16-mixed", init_scale=SCALE)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=Fsdp(), plugins=plugin)
     fabric.launch()
     net = model()
@@ -137,8 +131,7 @@ def train_sharded(
         inputs, targets = data()[start + 2 * fabric.global_rank :][:2]
         stepper.zero_grad()
         fabric.backward((net(inputs).float() - targets).square().mean())
-        if fault:
-            plant_inf(net.parameters(), step)
+        plant_inf(net.parameters(), step)
         if clip:
             fabric.clip_gradients(net, stepper, **clip, error_if_nonfinite=False)
         stepper.step()
@@ -146,21 +139,15 @@ def train_sharded(
         return digest(net.parameters()), plugin.scaler.get_scale(), dtypes
 
 
-@pytest.mark.parametrize("clip", [None, {"max_norm": 0.1}])
-def test_fsdp_trains_in_float16_and_as_on_the_whole_model(ranks2, clip):
-    one, other = ranks2.run(train_sharded, clip=clip)
+@pytest.mark.parametrize(
+    ("clip", "fused"), [(None, False), ({"max_norm": 0.1}, False), (None, True)]
+)
+def test_fsdp_trains_in_float16_and_as_on_the_whole_model(ranks2, clip, fused):
+    one, other = ranks2.run(train_sharded, clip=clip, fused=fused)
     assert one == other
     assert one[1:] == (SCALE / 2, {torch.float16})
     whole, _ = ranks2.run(train, clip=clip)
     assert one[0] == pytest.approx(whole[0], rel=1e-3)
-
-
-def test_fsdp_skips_with_a_fused_optimizer_where_torchs_scaler_parts_the_ranks(ranks2):
-    one, other = ranks2.run(train_sharded, ours=False, fused=True)
-    assert one[0] != other[0] or one[1] != SCALE / 2
-    one, other = ranks2.run(train_sharded, fused=True)
-    assert one == other
-    assert one[1] == SCALE / 2
 
 
 @in_ranks

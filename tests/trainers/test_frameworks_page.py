@@ -195,20 +195,10 @@ def scaler_in(namespace: dict[str, Any]) -> Any:
     raise AssertionError("the code left no scaler")
 
 
-def run(name: str, torchs: bool = False) -> tuple[float, float, str]:
+def run(name: str) -> tuple[float, float, str]:
     """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
     quiet()
     code = on_cpu(snippets()["loop" if name in OPTIMIZERS else name])
-    if torchs:
-        code = code.replace("from distamp import DistGradScaler", "").replace(
-            "DistGradScaler(", "torch.amp.GradScaler("
-        )
-        code = code.replace("distamp.install()", "")
-        unscaled = (
-            "scaler.unscale_(optimizer); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-        )
-        code = code.replace("scaler.clip_grad_norm_(optimizer, 1.0)", unscaled)
-        code = code.replace("if scaler.stepped(optimizer):", "if True:")
     namespace = (plain if name in OPTIMIZERS else GIVEN[name][1])()
     if name in OPTIMIZERS:
         namespace["optimizer"] = OPTIMIZERS[name][1](namespace["model"])
@@ -263,17 +253,6 @@ def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
     assert one == other
     assert one[1] == 0.5, "the overflow of one rank halves the scale of both, once"
     assert one[2].startswith("distamp.")
-
-
-PARTED = ["install", "mmengine", "loop", "schedule_free"]
-
-
-@pytest.mark.parametrize("name", PARTED)
-@pytest.mark.xdist_group("beside")
-def test_with_torchs_scaler_the_same_code_parts_them(ranks2, name):
-    needs({**GIVEN, **OPTIMIZERS}[name][0])
-    one, other = ranks2.run(run, name, torchs=True)
-    assert one != other
 
 
 def test_the_fault_is_one_ranks_own(ranks2):
