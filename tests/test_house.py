@@ -60,7 +60,6 @@ OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy", "triton"}
 TRAINERS = {"accelerate", "lightning", "transformers"}
 # Imported themselves in a function, where the extra is there.
 BEHIND_AN_EXTRA = {
-    "distamp.comm_hooks.kernel_code": "triton",
     "distamp.comm_hooks.kernels": "triton",
 }
 

@@ -1,20 +1,18 @@
 """Gradient communication in fewer bytes: fp16 on the wire, fp32 in the sum."""
 
-from distamp.comm_hooks.ddp import (
+from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat, wire_format
+from distamp.comm_hooks.registration import register
+from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.stats import HookStats
+from distamp.comm_hooks.torch_hooks import (
+    LowPrecisionState,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
-)
-from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat, wire_format
-from distamp.comm_hooks.fsdp1 import (
-    LowPrecisionState,
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
 )
-from distamp.comm_hooks.registration import register
-from distamp.comm_hooks.state import CommHookState
-from distamp.comm_hooks.stats import HookStats
 
 __all__ = [
     "WIRE_FORMATS",

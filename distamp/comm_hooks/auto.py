@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,17 +21,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.formats import WireFormat, wire_format
+from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
 from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import Choice
-from distamp.comm_hooks.wrapped import Sample, Wrapped
+from distamp.comm_hooks.wrapped import Wrapped
 
 __all__ = ["AUTO", "Tables", "as_it_is", "auto", "choose", "connect", "timed_choice"]
 
 # What `register` takes in the place of a format's name, and those it stands for.
 AUTO, FORMATS = "auto", ("fp16", "int8")
-FLAT = " in one level"
 # A way that is more exact wins unless another takes this much less: what is chosen is never 5 %
 # slower than the fastest, and no run changes its numbers for less than it can feel.
 MARGIN = 1.04
@@ -38,7 +38,8 @@ MARGIN = 1.04
 WARMUP, FEW = 2, 1 << 16
 ROUNDS, SECONDS = 9, 10.0
 
-Tables = Mapping[ProcessGroup, Hosts]
+Tables: TypeAlias = dict[ProcessGroup, Hosts]
+Trial: TypeAlias = Callable[[Tensor], object]
 
 _log = logging.getLogger("distamp.comm_hooks")
 
@@ -53,36 +54,35 @@ def auto(wrapped: Wrapped, tables: Tables) -> tuple[Choice, WireFormat, Tables]:
     Returns:
         The choice, its format, and the hosts as the ranks are to see them.
     """
-    sample, over = wrapped.sample, wrapped.over
+    dtype, device, over = wrapped.dtypes[0], wrapped.devices[0], wrapped.over
+    plain = as_it_is(dtype)
     flat = {group: hosts.flat() for group, hosts in tables.items()}
-    ways: dict[str, tuple[str, Tables]] = {}
+    ways = {plain.name: (plain, tables)}
     for name in FORMATS if any(group.size() > 1 for group in over) else ():
-        if name in wrapped.formats() and wire_format(name).payload.itemsize < sample.dtype.itemsize:
-            ways[name] = name, tables
+        wire = WIRE_FORMATS[name]
+        if name in wrapped.formats() and wire.payload.itemsize < dtype.itemsize:
+            ways[name] = wire, tables
             if any(len(tables[group].ranks) < group.size() for group in over):
-                ways[name + FLAT] = name, flat
-    anchor = [torch.empty(0, dtype=sample.dtype, device=sample.device)]
-    plain = as_it_is(sample.dtype)
-    trials: dict[str, Callable[[Tensor], object]] = {
-        plain.name: partial(_send, wrapped, None, anchor)
-    }
-    for way, (name, hosts) in ways.items():
-        state = CommHookState(name, over[0])
-        apart = {g: replace(each, name=f"{each.name}/{way}") for g, each in hosts.items()}
-        connect(state, wrapped, apart)
-        trials[way] = partial(_send, wrapped, state, anchor)
-    choice = timed_choice(trials, sample, wrapped.groups)
-    if not choice.compressed:
-        return choice, plain, tables
-    name, hosts = ways[choice.wire]
-    return choice, wire_format(name), hosts
+                ways[f"{name} in one level"] = wire, flat
+    trials: dict[str, Trial] = {}
+    for way, (wire, hosts) in ways.items():
+        state = None
+        if wire is not plain:
+            state = CommHookState(wire, over[0])
+            apart = {g: replace(each, name=f"{each.name}/{way}") for g, each in hosts.items()}
+            connect(state, wrapped, apart)
+        trials[way] = partial(_send, wrapped, state, [torch.empty(0, dtype=dtype, device=device)])
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randn(wrapped.numel, generator=generator, dtype=torch.float32, device="cpu")
+    choice = timed_choice(trials, drawn.to(device=device, dtype=dtype), wrapped.groups)
+    return choice, *ways[choice.wire]
 
 
 def connect(state: CommHookState, wrapped: Wrapped, tables: Tables) -> None:
     """Make all exchanges of a model. Collective."""
     for group in wrapped.over:
         for device in wrapped.devices:
-            state.connect(group, device, tables[group])
+            state.exchange(group, device, tables[group])
 
 
 def as_it_is(dtype: torch.dtype) -> WireFormat:
@@ -111,111 +111,80 @@ def choose(seconds: Mapping[str, Sequence[float]], nbytes: int) -> Choice:
 
 
 def timed_choice(
-    trials: Mapping[str, Callable[[Tensor], object]],
-    sample: Sample,
-    groups: Sequence[ProcessGroup],
+    trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup]
 ) -> Choice:
     """Time every trial in turn with the others on all ranks, and choose. Collective.
 
     Args:
         trials: What sends the tensor that it is given, by name, the most exact first; the same on
             all ranks.
-        sample: What is sent.
+        values: What is sent; on a slow link, of which a part says as much as the whole, its
+            beginning.
         groups: The ranks that must choose alike; the first are those that begin together.
 
     Returns:
         The choice, the same on all ranks.
     """
-    numel, dtype, device = sample.numel, sample.dtype, sample.device
-    nbytes = numel * dtype.itemsize
-    alone = all(group.size() == 1 for group in groups)
-    if len(trials) == 1 or alone:
+    if len(trials) == 1:
+        alone = all(group.size() == 1 for group in groups)
         reason = "there is one rank" if alone else "no format is narrower than the gradients"
-        choice = Choice(next(iter(trials)), False, {}, nbytes, reason)
+        choice = Choice(next(iter(trials)), False, {}, values.nbytes, reason)
     else:
-        generator = torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
-        values = drawn.to(device=device, dtype=dtype)
-        some = values[: _some(trials, values, groups)]
+        size = groups[0].size()
+        few = values[: FEW // size * size]
+        for number in range(WARMUP):
+            spent = sum(_round(trials, few, groups, number))
+        # All ranks hold the same times, and so come to the same number.
+        some = values[: max(1, int(SECONDS / ROUNDS / spent)) * few.numel()]
         rounds = [_round(trials, some, groups, number) for number in range(ROUNDS)]
-        seconds = dict(zip(trials, zip(*rounds, strict=True), strict=True))
-        choice = choose(seconds, some.numel() * some.element_size())
+        choice = choose(dict(zip(trials, zip(*rounds, strict=True), strict=True)), some.nbytes)
     if all(group.rank() == 0 for group in groups):
         _log.info("%s", choice)
     return choice
+
+
+def _round(
+    trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup], number: int
+) -> list[float]:
+    """Time each trial once; return the times of the slowest rank."""
+    sent, mine = torch.empty_like(values), {}
+    # Each has each place in turn, so that none always follows the same.
+    names = list(trials)
+    for place in range(len(names)):
+        name = names[(number + place) % len(names)]
+        sent.copy_(values)
+        dist.all_reduce(torch.zeros_like(values[:1]), group=groups[0])
+        _synchronize(sent.device)
+        start = time.perf_counter()
+        trials[name](sent)
+        _synchronize(sent.device)
+        mine[name] = time.perf_counter() - start
+    seconds = [mine[name] for name in names]
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=values.device)
+    for group in groups:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return [float(each) for each in slowest.tolist()]
 
 
 def _send(
     wrapped: Wrapped, state: CommHookState | None, anchor: Sequence[Tensor], sent: Tensor
 ) -> None:
     """Send gradients as a hook of this state does, or as torch without one."""
-    if not wrapped.shards:
-        (group,) = wrapped.over
+    if wrapped.shards:
+        shards = wrapped.shards[0]
+        part = sent.new_empty(sent.numel() // shards.size())
         if state is None:
-            dist.all_reduce(sent, group=group)
+            torch_compat.reduce_scatter(part, sent, shards)
         else:
-            state.average(sent, anchor).wait()
-        return
-    shards = wrapped.shards[0]
-    part = sent.new_empty(sent.numel() // shards.size())
-    if state is None:
-        torch_compat.reduce_scatter(part, sent, shards)
-    else:
-        state.reduce(sent, shards, 1.0, part)
+            state.reduce(sent, shards, 1.0, part)
+        sent = part
     if wrapped.replicas is not None:
         if state is None:
-            dist.all_reduce(part, group=wrapped.replicas)
+            dist.all_reduce(sent, group=wrapped.replicas)
+        elif wrapped.shards:
+            state.reduce(sent, wrapped.replicas, 1.0)
         else:
-            state.reduce(part, wrapped.replicas, 1.0)
-
-
-def _some(
-    trials: Mapping[str, Callable[[Tensor], object]],
-    values: Tensor,
-    groups: Sequence[ProcessGroup],
-) -> int:
-    """Return how many values the rounds have time for: fewer than there are on a slow link.
-
-    There the time is that of the link, of which a part says as much as the whole.
-    """
-    unit = groups[0].size()
-    few = min(values.numel(), FEW // unit * unit)
-    for number in range(WARMUP):
-        spent = sum(_round(trials, values[:few], groups, number))
-    # All ranks hold the same times, and so come to the same number.
-    return min(values.numel(), max(1, int(SECONDS / ROUNDS / spent)) * few)
-
-
-def _round(
-    trials: Mapping[str, Callable[[Tensor], object]],
-    values: Tensor,
-    groups: Sequence[ProcessGroup],
-    number: int,
-) -> list[float]:
-    """Time each trial once; return the times of the slowest rank."""
-    sent = torch.empty_like(values)
-    mine = {}
-    # Each has each place in turn, so that none always follows the same.
-    turned = list(trials)[number % len(trials) :] + list(trials)[: number % len(trials)]
-    for name in turned:
-        sent.copy_(values)
-        mine[name] = _timed(trials[name], sent, groups[0])
-    seconds = [mine[name] for name in trials]
-    for group in groups:
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=torch_compat.device_of(group))
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        seconds = slowest.tolist()
-    return seconds
-
-
-def _timed(trial: Callable[[Tensor], object], sent: Tensor, group: ProcessGroup) -> float:
-    together = torch.zeros(1, dtype=torch.float32, device=torch_compat.device_of(group))
-    dist.all_reduce(together, group=group)
-    _synchronize(sent.device)
-    start = time.perf_counter()
-    trial(sent)
-    _synchronize(sent.device)
-    return time.perf_counter() - start
+            state.average(sent, anchor).wait()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ __all__ = ["Exchange", "Plan"]
 
 # Shards are reduced in so many parts, of which two are on their way at once, that buffers take at
 # most a quarter of the gradients in fp32; but not in parts of fewer elements.
-CHUNKS = {1: 9, 2: 18}
+CHUNKS, CHUNKS_OF_TWO_LEVELS = 9, 18
 LEAST_CHUNK = 1 << 17
 
 
@@ -43,12 +42,12 @@ class Plan:
     Args:
         whole: Where the rows of all owners lie in the bucket.
         mine: The rows that this rank sends to other hosts, in its host's part of the bucket.
-        cuts: Where each local rank's part of the bucket begins, and where the last one ends.
+        lengths: Elements of each local rank's part of the bucket.
     """
 
     whole: Places
     mine: Places
-    cuts: Sequence[int]
+    lengths: list[int]
 
 
 class Exchange:
@@ -67,50 +66,24 @@ class Exchange:
         self, hosts: Hosts, group: ProcessGroup, device: torch.device, stats: HookStats
     ) -> None:
         self.device, self._stats = device, stats
-        self._plans: dict[int, Plan] = {}
         self.wide, self.here = len(hosts.ranks), len(hosts.ranks[0])
         self.host, self.local = divmod(group.rank(), self.here)
         self.lanes: Lanes
         self._math: Any = formats
-        levels = {
-            "inner": hosts.ranks[self.host],
-            "outer": [ranks[self.local] for ranks in hosts.ranks],
-        }
+        outer = [ranks[self.local] for ranks in hosts.ranks]
+        levels = {"inner": hosts.ranks[self.host], "outer": outer}
         if device.type == "cpu":
             self.lanes = HostLanes(hosts.name, group, levels, stats)
         else:
             self.lanes = DeviceLanes(hosts.name, group, levels, device)
-            self._math, stats.arithmetic = _arithmetic(device)
+        if device.type == "cuda":
+            from distamp.comm_hooks import kernels
 
-    def plan(self, numel: int, numels: Sequence[int] = ()) -> Plan:
-        """Return where the elements of a bucket go.
+            self._math = kernels
 
-        Args:
-            numel: Its elements.
-            numels: Those of its parameters, where no block may have elements of two.
-        """
-        if not numels and numel in self._plans:
-            return self._plans[numel]
-        runs, padded, flat = [], 0, 0
-        for length in numels or [numel]:
-            runs.append((padded, flat, length))
-            padded += -(-length // BLOCK) * BLOCK
-            flat += length
-        part = -(-padded // BLOCK // (self.wide * self.here)) * BLOCK
-        whole = Places(self.wide * self.here, part, runs)
-        of_local = self.wide * part
-        # A local rank's part begins with the first element at or behind its first row.
-        starts = (whole.inside(each * of_local, padded) for each in range(self.here))
-        cuts = [*(next((flat for _, flat, _ in there), numel) for there in starts), numel]
-        first = self.local * of_local
-        mine = [
-            (begin - first, at - cuts[self.local], length)
-            for begin, at, length in whole.inside(first, first + of_local)
-        ]
-        plan = Plan(whole, Places(self.wide, part, mine), cuts)
-        if not numels:
-            self._plans[numel] = plan
-        return plan
+    def plan(self, *numels: int) -> Plan:
+        """Return where the elements of a bucket go; no block has elements of two of the lengths."""
+        return _plan(self.wide, self.here, self.local, numels)
 
     def average(
         self,
@@ -131,15 +104,29 @@ class Exchange:
             feedback: What rounding takes of this rank's part, and of the mean that it owns.
         """
         row = wire.row_bytes(plan.mine.numel)
-        mine = plan.cuts[self.local + 1] - plan.cuts[self.local]
-        inside = (values.numel() - mine) * values.itemsize + (self.here - 1) * self.wide * row
-        self._count(wire, 2 * row, inside, 2 * values.numel() * values.itemsize)
-        uses = [values, *(each for one in feedback or () for each in one)]
-        job = partial(self._average, values, wire, plan, self._inverse(divisor), feedback)
-        return self.lanes.submit(job, uses)
+        self._count(wire, 2 * row, 2 * values.nbytes)
+        inverse = 1.0 / (divisor or self.wide * self.here)
+        of_mine, of_mean = feedback or (None, None)
+
+        def run(lane: Lane) -> Tensor:
+            parts = values.split(plan.lengths)
+            source, received, sent = self._encoded(wire, parts, plan.mine, inverse, of_mine, lane)
+            # When all that was added up is read, the means of all owners take its place.
+            means = lane.memory("received", self.here * sent.numel()).view(self.here, -1, row)
+            with lane.turn():
+                self.lanes.swap("outer", lane, _but(received, self.host), _but(sent, self.host))
+                self._math.sum_encode(wire, source, received, sent[self.host], of_mean)
+                self.lanes.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
+            flat = means.flatten(1)
+            given = [flat[self.local]] * self.here
+            self.lanes.swap("inner", lane, _but(flat, self.local), _but(given, self.local))
+            self._math.decode(wire, means.flatten(0, 1), plan.whole, values)
+            return values
+
+        return self.lanes.submit(run, [values, *(of_mine or ()), *(of_mean or ())])
 
     def reduce_scatter(
-        self, out: Tensor, values: Tensor, wire: WireFormat, *, divisor: float | None = None
+        self, out: Tensor, values: Tensor, wire: WireFormat, *, divisor: float
     ) -> None:
         """Write to ``out`` this rank's part of the sum of ``values`` over all ranks, divided.
 
@@ -147,58 +134,26 @@ class Exchange:
             out: 1-D, contiguous, floating.
             values: 1-D, contiguous, floating; a part of ``out``'s length for each rank.
             wire: The format.
-            divisor: By which the sum is divided; None for the number of ranks.
+            divisor: By which the sum is divided.
         """
-        most = CHUNKS[min(2, self.here)]
+        most = CHUNKS if self.here == 1 else CHUNKS_OF_TWO_LEVELS
         chunks = max(1, min(most, values.numel() // LEAST_CHUNK))
         step = max(1, -(-out.numel() // chunks // BLOCK)) * BLOCK
         done, sent = [], 0
         for start in range(0, out.numel(), step):
             part = out[start : start + step]
-            job = partial(self._scatter, part, values, start, wire, self._inverse(divisor))
+            job = partial(self._scatter, part, values, start, wire, 1.0 / divisor)
             done.append(self.lanes.submit(job))
-            sent += wire.row_bytes(-(-part.numel() // BLOCK) * BLOCK)
-        nbytes = values.numel() * values.itemsize
-        self._count(wire, sent, nbytes * (self.here - 1) // self.here, nbytes)
+            sent += wire.row_bytes(_blocks(part.numel()))
+        self._count(wire, sent, values.nbytes)
         for each in done:
             each.wait()
 
-    def _inverse(self, divisor: float | None) -> float:
-        return 1.0 / (self.wide * self.here if divisor is None else divisor)
-
-    def _count(self, wire: WireFormat, outer: int, inside: int, nbytes: int) -> None:
-        """Count what goes to each other host and inside, and what a ring would have sent."""
+    def _count(self, wire: WireFormat, outer: int, nbytes: int) -> None:
+        """Count what goes to each other host, and what a ring would have sent."""
         self._stats.exchanges += 1
         self._stats.bytes_sent[wire.name] += (self.wide - 1) * outer
-        self._stats.bytes_inside += inside if self.here > 1 else 0
         self._stats.bytes_uncompressed += (self.wide - 1) * nbytes // self.wide // self.here
-
-    def _average(
-        self,
-        values: Tensor,
-        wire: WireFormat,
-        plan: Plan,
-        inverse: float,
-        feedback: tuple[Feedback, Feedback] | None,
-        lane: Lane,
-    ) -> Tensor:
-        of_mine, of_mean = feedback or (None, None)
-        parts = [values[first:end] for first, end in pairwise(plan.cuts)]
-        source, received, sent, memory = self._encoded(
-            wire, parts, plan.mine, inverse, of_mine, lane
-        )
-        # When all that was added up is read, the encoded means of all owners take its place.
-        means = memory[: self.here * received.numel()].view(self.here, *received.shape)
-        with self.lanes.turn(lane):
-            self.lanes.swap("outer", lane, _but(received, self.host), _but(sent, self.host))
-            self._math.sum_encode(wire, source, received, sent[self.host], of_mean)
-            self.lanes.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
-        if self.here > 1:
-            flat = means.flatten(1)
-            got, given = _but(flat, self.local), [flat[self.local]] * self.here
-            self.lanes.swap("inner", lane, got, _but(given, self.local))
-        self._math.decode(wire, means.flatten(0, 1), plan.whole, values)
-        return values
 
     def _scatter(
         self,
@@ -210,17 +165,17 @@ class Exchange:
         lane: Lane,
     ) -> Tensor:
         length, stride = out.numel(), values.numel() // self.wide // self.here
-        parts = [values[start:]]
+        parts: Sequence[Tensor] = [values[start:]]
         if self.here > 1:
             # To each rank of this host, of every host's part what belongs to it there.
             packed = lane.memory("packed", self.here * self.wide * length * values.itemsize)
             each = packed.view(values.dtype).view(self.here, self.wide, length)
             whole = values.view(self.wide, self.here, stride)
             each.copy_(whole[..., start : start + length].transpose(0, 1))
-            parts, stride = [*each.flatten(1)], length
+            parts, stride = each.flatten(1).unbind(), length
         places = _every(self.wide, length, stride)
-        source, received, sent, _ = self._encoded(wire, parts, places, inverse, None, lane)
-        with self.lanes.turn(lane):
+        source, received, sent = self._encoded(wire, parts, places, inverse, None, lane)
+        with lane.turn():
             self.lanes.swap("outer", lane, _but(received, self.host), _but(sent, self.host))
         self._math.sum_rows(wire, source, received, out)
         return out
@@ -233,27 +188,26 @@ class Exchange:
         inverse: float,
         feedback: Feedback | None,
         lane: Lane,
-    ) -> tuple[Source, Tensor, Tensor, Tensor]:
+    ) -> tuple[Source, Tensor, Tensor]:
         """Divide parts between the ranks of this host, and encode rows of the sum for the hosts.
 
         Returns:
-            What this host has, memory for what others send of it, what is to be sent to each, and
-            all memory in which the first two are; the rows are at its end.
+            What this host has, memory for what others send of it, and what is to be sent to each.
         """
         own, shape = parts[self.local], (self.wide, wire.row_bytes(places.numel))
-        nbytes, row_bytes = own.numel() * own.itemsize, self.wide * shape[1]
-        beside = (self.here - 1) * -(-max(nbytes, row_bytes) // 16) * 16
+        row_bytes = shape[0] * shape[1]
+        beside = (self.here - 1) * -(-max(own.nbytes, row_bytes) // 16) * 16
         memory = lane.memory("received", beside + row_bytes)
-        others = memory[: (self.here - 1) * nbytes].view(own.dtype).view(self.here - 1, own.numel())
-        if self.here > 1:
-            received = [*others.view(torch.uint8)]
-            received.insert(self.local, received[0])
-            flat = [part.view(torch.uint8) for part in parts]
-            self.lanes.swap("inner", lane, _but(received, self.local), _but(flat, self.local))
+        beside_it = memory[: (self.here - 1) * own.nbytes].view(own.dtype)
+        others = beside_it.view(self.here - 1, own.numel())
+        received = [*others.view(torch.uint8)]
+        received.insert(self.local, memory[:0])
+        flat = [part.view(torch.uint8) for part in parts]
+        self.lanes.swap("inner", lane, received, _but(flat, self.local))
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)
-        return source, memory[beside:].view(shape), sent, memory
+        return source, memory[beside:].view(shape), sent
 
 
 def _but(rows: Iterable[Tensor], own: int) -> list[Tensor]:
@@ -261,19 +215,32 @@ def _but(rows: Iterable[Tensor], own: int) -> list[Tensor]:
     return [each if index != own else each[:0] for index, each in enumerate(rows)]
 
 
+def _blocks(numel: int) -> int:
+    """Return the elements of so many blocks as are needed."""
+    return -(-numel // BLOCK) * BLOCK
+
+
+# Tables of them lie on devices, and are not made anew for every bucket.
+@lru_cache(256)
+def _plan(wide: int, here: int, local: int, numels: tuple[int, ...]) -> Plan:
+    runs, padded, flat = [], 0, 0
+    for length in numels:
+        runs.append((padded, flat, length))
+        padded += _blocks(length)
+        flat += length
+    part = -(-padded // BLOCK // (wide * here)) * BLOCK
+    whole = Places(wide * here, part, runs)
+    of_each = [
+        [*whole.inside(each * wide * part, (each + 1) * wide * part)] for each in range(here)
+    ]
+    lengths = [sum(length for _, _, length in each) for each in of_each]
+    first, before = local * wide * part, sum(lengths[:local])
+    mine = [(begin - first, at - before, length) for begin, at, length in of_each[local]]
+    return Plan(whole, Places(wide, part, mine), lengths)
+
+
 @lru_cache(64)
 def _every(rows: int, length: int, stride: int) -> Places:
     """Return the places of rows that begin every ``stride`` elements."""
-    part = -(-length // BLOCK) * BLOCK
+    part = _blocks(length)
     return Places(rows, part, [(row * part, row * stride, length) for row in range(rows)])
-
-
-def _arithmetic(device: torch.device) -> tuple[Any, str]:
-    """Return what writes and reads wires on a device, and its name for `HookStats`."""
-    if device.type != "cuda":
-        return formats, "torch ops"
-    try:
-        from distamp.comm_hooks import kernels
-    except ImportError:
-        return formats, "torch ops, as Triton is not installed"
-    return kernels, "Triton kernels"

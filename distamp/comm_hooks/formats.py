@@ -23,6 +23,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -132,16 +133,16 @@ class Places:
     def __init__(self, rows: int, numel: int, runs: Sequence[tuple[int, int, int]]) -> None:
         self.rows, self.numel = rows, numel
         self.runs = [run for run in runs if run[2]]
-        self._begins = [run[0] for run in self.runs]
         self._tables: dict[torch.device, Tensor] = {}
 
     def inside(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield what of the rows' elements ``first`` to ``stop`` there is, as in ``runs``."""
-        for begin, flat, length in self.runs[max(0, bisect_right(self._begins, first) - 1) :]:
+        before = bisect_right(self.runs, first, key=itemgetter(0)) - 1
+        for begin, flat, length in self.runs[max(0, before) :]:
             if begin >= stop:
                 return
             skipped = max(0, first - begin)
-            taken = min(begin + length, stop) - begin - skipped
+            taken = min(length, stop - begin) - skipped
             if taken > 0:
                 yield begin + skipped, flat + skipped, taken
 
@@ -268,18 +269,15 @@ def _piece(
 
 def _load(source: Source, first: int, total: Tensor, spare: Tensor) -> None:
     """Read elements of the rows, from ``first`` on."""
-    found = 0
-    for begin, flat, length in source.places.inside(first, first + total.numel()):
-        if not found and length < total.numel():
-            total.zero_()
-        found += length
+    runs = [*source.places.inside(first, first + total.numel())]
+    if sum(length for _, _, length in runs) < total.numel():
+        total.zero_()
+    for begin, flat, length in runs:
         part = total[begin - first :][:length]
         part.copy_(source.values[flat : flat + length]).mul_(source.inverse)
         for other in source.others:
             beside = spare[:length].copy_(other[flat : flat + length])
             part.add_(beside.mul_(source.inverse))
-    if not found:
-        total.zero_()
 
 
 def _sum(

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.state import CommHookState
-from distamp.comm_hooks.wrapped import Sample, Wrapped, ranks_of
+from distamp.comm_hooks.wrapped import Wrapped
 
 __all__ = ["WireReduceScatter", "wrapped"]
 
@@ -68,7 +68,6 @@ class WireReduceScatter:
         """Reduce-scatter, as ``torch.distributed.reduce_scatter_single`` would.
 
         Raises:
-            ValueError: ``op`` is neither SUM, AVG nor PREMUL_SUM.
             RuntimeError: An exchange failed on this rank, or did before.
         """
         self._reduce(input_tensor, group, _divisor(op, group.size()), output_tensor)
@@ -103,47 +102,35 @@ class WireReduceScatter:
 
 
 def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
-    """Return a module that has modules to which ``fully_shard`` was applied as `register` takes it.
-
-    Raises:
-        RuntimeError: This torch has no ``set_custom_reduce_scatter``.
-        ValueError: These modules have no parameters.
-    """
-    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        raise RuntimeError(
-            f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter: "
-            "communication hooks for FSDP2 need torch 2.9 or newer"
-        )
+    """Return a model with modules to which ``fully_shard`` was applied as `register` takes it."""
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
-    if not pairs:
-        raise ValueError(f"{type(model).__name__} has no sharded parameters: it needs no hook")
-    params = {id(group): [each.sharded_param for each in group.fsdp_params] for _, group in pairs}
-    numels = [sum(each.numel() for each in params[id(group)]) for _, group in pairs]
-    meshes = [mesh for _, group in pairs for mesh in torch_compat.mesh_groups(group)]
-    shards = list(dict.fromkeys(group.mesh_info.shard_process_group for _, group in pairs))
+    groups = [group for _, group in pairs]
+    params = [[each.sharded_param for each in group.fsdp_params] for group in groups]
+    numels = [sum(each.numel() for each in some) for some in params]
+    meshes = [mesh for group in groups for mesh in torch_compat.mesh_groups(group)]
+    shards = list(dict.fromkeys(group.mesh_info.shard_process_group for group in groups))
     dtypes = []
-    for _, group in pairs:
-        policy, own = group.mp_policy, (each.dtype for each in params[id(group)])
-        asked = policy.reduce_dtype or policy.param_dtype
-        dtypes.append(asked or min(own, key=lambda dtype: dtype.itemsize))
-    _, group = pairs[0]
-    largest, size = max(numels), shards[0].size()
-    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
-    known = [*meshes, *([] if replicas is None else [replicas])]
+    for group, some in zip(groups, params, strict=True):
+        narrowest = min((each.dtype for each in some), key=_itemsize)
+        dtypes.append(group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or narrowest)
+    size = shards[0].size()
     return Wrapped(
-        groups=list(dict.fromkeys(known)),
-        ranks=params[id(group)][0].device_mesh.mesh.flatten().tolist(),
+        groups=list(dict.fromkeys([*meshes, *([] if replicas is None else [replicas])])),
         shards=shards,
         replicas=replicas,
         feedback=False,
-        dtypes=dtypes,
-        devices=[group.device],
-        sample=Sample(-(-largest // size) * size, narrowest, group.device),
+        dtypes=sorted(dtypes, key=_itemsize),
+        devices=[groups[0].device],
+        numel=-(-max(numels) // size) * size,
         what=f"{sum(numels)} elements",
         refused=next(filter(None, (_refusal(*each, replicas) for each in pairs)), None),
         attach=partial(_attach, pairs, replicas),
     )
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> str | None:
@@ -166,7 +153,9 @@ def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> s
             "replicas"
         )
     # Gradients of replicas that hold another shard are those of other elements.
-    shards, ranks = ranks_of(group.mesh_info.shard_process_group), ranks_of(replicas)
+    shards, ranks = map(
+        dist.get_process_group_ranks, (group.mesh_info.shard_process_group, replicas)
+    )
     if set(shards) & set(ranks) == {dist.get_rank()}:
         return None
     return (
@@ -208,13 +197,8 @@ def _average(param_group: Any, replicas: ProcessGroup, reduce_output: Tensor) ->
 
 
 def _divisor(op: Any, size: int) -> float:
-    """What each rank's contribution is divided by under a reduce op of FSDP2."""
+    """What each rank's contribution is divided by under AVG, SUM or PREMUL_SUM, as FSDP2 asks."""
     kind = getattr(op, "op", op)
-    if kind == dist.ReduceOp.AVG:
-        return float(size)
-    if kind == dist.ReduceOp.SUM:
-        return 1.0
     if kind == dist.ReduceOp.PREMUL_SUM:
-        _, factor = op.__getstate__()
-        return 1.0 / float(factor)
-    raise ValueError(f"reduce op {kind} cannot go through a wire: use SUM, AVG or PREMUL_SUM")
+        return 1.0 / float(op.__getstate__()[1])
+    return float(size) if kind == dist.ReduceOp.AVG else 1.0

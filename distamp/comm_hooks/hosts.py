@@ -46,19 +46,12 @@ def own_row(what: str | None, ranks_per_host: int | None = None) -> Row:
     return Row(dist.get_rank(), socket.gethostname(), local, ranks_per_host, what, name)
 
 
-def agreed(
-    row: Row,
-    group: ProcessGroup,
-    do: str = "register different hooks",
-    same: str = "format and model",
-) -> list[Row]:
-    """Return what all ranks of a group say, who must do the same. Collective.
+def agreed(row: Row, group: ProcessGroup) -> list[Row]:
+    """Return what all ranks of a group say, who must ask for the same. Collective.
 
     Args:
         row: What this rank says.
         group: The ranks.
-        do: What ranks that say different things do.
-        same: What they must have alike.
 
     Raises:
         LockstepError: A rank has another format or model, or raises an error of its own.
@@ -66,14 +59,17 @@ def agreed(
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, row, group=group)
     said: dict[str, list[int]] = {}
-    for row in rows:
-        text = row.what or "none, because it raised another error"
-        if row.ranks_per_host is not None:
-            text += f", ranks_per_host={row.ranks_per_host}"
-        said.setdefault(text, []).append(row.rank)
+    for each in rows:
+        text = each.what or "none, because it raised another error"
+        if each.ranks_per_host is not None:
+            text += f", ranks_per_host={each.ranks_per_host}"
+        said.setdefault(text, []).append(each.rank)
     if len(said) > 1 or rows[0].what is None:
         parts = (f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
-        raise LockstepError(f"the ranks {do}: {'; '.join(parts)}. Give every rank the same {same}")
+        raise LockstepError(
+            f"the ranks register different hooks: {'; '.join(parts)}. Give every rank the same "
+            "format and model"
+        )
     return rows
 
 
@@ -103,26 +99,21 @@ def hosts_of(rows: Sequence[Row]) -> Hosts:
     Hosts of the same number of ranks, which are neighbours in the group, exchange in two levels.
     Ranks that are all on one host, and others, exchange in one.
     """
-    keys: list[object]
-    if rows[0].ranks_per_host is not None:
-        keys = [index // rows[0].ranks_per_host for index in range(len(rows))]
-    else:
-        # Containers may all have one name. Launchers number the ranks of a host in succession.
-        local = rows[0].local_world_size
-        known = local > 0 and all(row.local_world_size == local for row in rows)
-        keys = [(row.host, row.rank // local if known else 0) for row in rows]
+    count, given, local = len(rows), rows[0].ranks_per_host, rows[0].local_world_size
+    # Containers may all have one name. Launchers number the ranks of a host in succession.
+    known = local > 0 and all(row.local_world_size == local for row in rows)
     by_host: dict[object, list[int]] = {}
-    for index, key in enumerate(keys):
+    for index, row in enumerate(rows):
+        key = (row.host, row.rank // local if known else 0) if given is None else index // given
         by_host.setdefault(key, []).append(index)
     ranks = list(by_host.values())
     sizes = sorted({len(each) for each in ranks})
-    one = Hosts(rows[0].name, [[index] for index in range(len(rows))], "")
-    if len(ranks) in (1, len(rows)):
-        text = f"one level of {len(rows)} ranks"
+    if len(ranks) in (1, count):
+        text = f"one level of {count} ranks"
     elif len(sizes) > 1:
         text = f"one level: hosts have from {sizes[0]} to {sizes[-1]} ranks"
-    elif [index for each in ranks for index in each] != list(range(len(rows))):
+    elif [index for each in ranks for index in each] != list(range(count)):
         text = "one level: the ranks of a host are not neighbours in the group"
     else:
         return Hosts(rows[0].name, ranks, f"two levels: {len(ranks)} hosts of {sizes[0]} ranks")
-    return Hosts(one.name, one.ranks, text)
+    return Hosts(rows[0].name, [[index] for index in range(count)], text)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,14 +28,15 @@ COUNT = 2
 
 
 class Lane:
-    """What one exchange after another uses: memory, and a number for its messages."""
+    """What one exchange after another uses: memory, a number for its messages, and its turn."""
 
     def __init__(self, index: int, device: torch.device) -> None:
         self.index = index
         self._device = device
         self._memory: dict[str, Tensor] = {}
         # On a host: set when the bucket before is sent, and to be set when this one is.
-        self.turn = threading.Event(), threading.Event()
+        self.before: threading.Event | None = None
+        self.over = threading.Event()
 
     def memory(self, name: str, nbytes: int) -> Tensor:
         """Return uint8 of that length, of which the next exchange of this lane has the same."""
@@ -43,20 +45,37 @@ class Lane:
             self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._memory[name][:nbytes]
 
-    def nbytes(self) -> int:
-        """Return how much memory it has."""
-        return sum(each.numel() for each in self._memory.values())
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Return within what a job uses the network between hosts: in the order of submission.
+
+        A stream waits for its own messages alone.
+        """
+        if self.before is not None:
+            self.before.wait()
+        yield
+        self.over.set()
 
 
-Job = Callable[[Lane], Tensor]
+Job: TypeAlias = Callable[[Lane], Tensor]
+# The ranks of a level, by their numbers in the group: "inner" are those of this host, "outer" those
+# of other hosts that have the same part as this one. This rank is one of them.
+Levels: TypeAlias = Mapping[str, list[int]]
 
 
-class Lanes(Protocol):
+class Lanes(ABC):
     """Runs jobs in turn on two lanes, while the caller goes on; sends what they send."""
 
-    def nbytes(self) -> int:
-        """Return how much memory the lanes have."""
+    def __init__(self, device: torch.device) -> None:
+        self.lanes = [Lane(index, device) for index in range(COUNT)]
+        self._count = 0
 
+    def next(self) -> Lane:
+        """Return the lane of the next job."""
+        self._count += 1
+        return self.lanes[self._count % len(self.lanes)]
+
+    @abstractmethod
     def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
         """Return the future of what ``job`` returns; whoever waits for it raises what it raised.
 
@@ -68,24 +87,21 @@ class Lanes(Protocol):
             RuntimeError: A job failed before.
         """
 
-    def turn(self, lane: Lane) -> AbstractContextManager[None]:
-        """Return within what a job uses the network between hosts: in the order of submission."""
-
+    @abstractmethod
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
         """Send a tensor to each rank of a level and receive one from each.
 
         Args:
-            level: ``"inner"`` for the ranks of this host, ``"outer"`` for those of other hosts that
-                have the same part as this one. This rank is one of them.
+            level: ``"inner"`` or ``"outer"``.
             lane: Whose messages they are.
             received: 1-D contiguous uint8, one from each; those without elements are left out.
             sent: The same, one for each.
         """
 
 
-class HostLanes:
+class HostLanes(Lanes):
     """See `Lanes`. Exchanges with one rank after another, and one bucket after another.
 
     Streams that share a link divide it unevenly, and all wait for the slowest.
@@ -93,66 +109,47 @@ class HostLanes:
     Args:
         name: Of a new gloo backend, the same on all ranks and no other's.
         group: The ranks.
-        levels: The ranks of each level, by their numbers in the group.
+        levels: Those of each level.
         stats: Where waiting is counted.
     """
 
-    def __init__(
-        self, name: str, group: ProcessGroup, levels: dict[str, list[int]], stats: HookStats
-    ) -> None:
-        self._lanes = [Lane(index, torch.device("cpu")) for index in range(COUNT)]
-        self._last: list[threading.Thread | None] = [None] * COUNT
-        self._count = 0
-        # Set when the last bucket has been sent.
-        self._turn = threading.Event()
-        self._turn.set()
+    def __init__(self, name: str, group: ProcessGroup, levels: Levels, stats: HookStats) -> None:
+        super().__init__(torch.device("cpu"))
+        self._last: dict[int, threading.Thread] = {}
+        self._over: threading.Event | None = None
         self._failure: Exception | None = None
         self._backend: Any = torch_compat.new_gloo(name, group)
         self._rank, self._levels, self._stats = group.rank(), levels, stats
 
-    def nbytes(self) -> int:
-        """See `Lanes.nbytes`."""
-        return sum(each.nbytes() for each in self._lanes)
-
     def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
         """See `Lanes.submit`."""
         self._check()
-        index = self._count % COUNT
-        self._count += 1
-        before, done = self._last[index], Future[Any]()
-        turn = self._turn, threading.Event()
-        self._turn = turn[1]
+        lane = self.next()
+        last, done = self._last.get(lane.index), Future[Any]()
+        before, over = self._over, threading.Event()
 
         def run() -> None:
-            if before is not None:
-                before.join()
-            self._lanes[index].turn = turn
-            outcome = self._outcome(job, self._lanes[index])
-            with self.turn(self._lanes[index]):
+            if last is not None:
+                last.join()
+            lane.before, lane.over = before, over
+            outcome = self._outcome(job, lane)
+            with lane.turn():
                 done.set_result(outcome)
 
-        thread = threading.Thread(target=run, name="distamp-comm-hook", daemon=True)
-        self._last[index] = thread
-        thread.start()
+        self._over = over
+        self._last[lane.index] = threading.Thread(target=run, name="distamp-comm-hook", daemon=True)
+        self._last[lane.index].start()
         # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
         # a callback, which starts no collective, it arrives as an error.
         return done.then(_value_or_raise)
-
-    @contextmanager
-    def turn(self, lane: Lane) -> Iterator[None]:
-        """See `Lanes.turn`."""
-        before, over = lane.turn
-        before.wait()
-        yield
-        over.set()
 
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
         """See `Lanes.swap`."""
         start = time.perf_counter()
-        backend, ranks = self._backend, self._levels[level]
         self._check()
+        backend, ranks = self._backend, self._levels[level]
         size, mine = len(ranks), ranks.index(self._rank)
         tag = 2 * lane.index + (level == "inner")
         for turn in range(1, size):
@@ -193,17 +190,15 @@ def _value_or_raise(done: Future[Any]) -> Tensor:
     return outcome
 
 
-class DeviceLanes:
+class DeviceLanes(Lanes):
     """See `Lanes`; arguments as of `HostLanes`, and the device."""
 
     def __init__(
-        self, name: str, group: ProcessGroup, levels: dict[str, list[int]], device: torch.device
+        self, name: str, group: ProcessGroup, levels: Levels, device: torch.device
     ) -> None:
+        super().__init__(device)
         self._device = device
-        self._lanes = [
-            (Lane(index, device), torch.Stream(device, priority=-1)) for index in range(COUNT)
-        ]
-        self._count = 0
+        self._streams = [torch.Stream(device, priority=-1) for _ in self.lanes]
         self._groups = {
             level: torch_compat.new_communicator(
                 f"{name}/{level}/{min(ranks)}", group, ranks, device
@@ -212,14 +207,10 @@ class DeviceLanes:
             if len(ranks) > 1
         }
 
-    def nbytes(self) -> int:
-        """See `Lanes.nbytes`."""
-        return sum(lane.nbytes() for lane, _ in self._lanes)
-
     def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
         """See `Lanes.submit`."""
-        lane, stream = self._lanes[self._count % COUNT]
-        self._count += 1
+        lane = self.next()
+        stream = self._streams[lane.index]
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         result: Future[Tensor] = Future(devices=[self._device])
         with stream, torch.no_grad():
@@ -228,12 +219,9 @@ class DeviceLanes:
             result.set_result(job(lane))
         return result
 
-    def turn(self, lane: Lane) -> AbstractContextManager[None]:
-        """See `Lanes.turn`; a stream waits for its own messages alone."""
-        return nullcontext()
-
     def swap(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
         """See `Lanes.swap`."""
-        self._groups[level].alltoall([*received], [*sent]).wait()
+        if level in self._groups:
+            self._groups[level].alltoall([*received], [*sent]).wait()

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdRef
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.exchange import Exchange
+from distamp.comm_hooks.exchange import Exchange, Plan
 from distamp.comm_hooks.formats import BLOCK, Feedback, WireFormat, wire_format
 from distamp.comm_hooks.hosts import Hosts, agreed, hosts_of, own_row
 from distamp.comm_hooks.stats import HookStats
@@ -39,57 +40,17 @@ def reals_in(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup:
-    """Return the group to exchange over: ``process_group``, or the default group for None.
+class _Bucket(NamedTuple):
+    """What rounding took from a bucket of gradients that are exchanged together.
 
-    Raises:
-        ValueError: torch.distributed is not initialised, or this rank is no member.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "a communication hook needs a process group: call "
-            "torch.distributed.init_process_group first"
-        )
-    if torch_compat.is_non_member(process_group):
-        raise ValueError(
-            "process_group does not contain this rank; give each rank the group it belongs to"
-        )
-    group = dist.group.WORLD if process_group is None else process_group
-    assert group is not None
-    return group
-
-
-class _Bucket:
-    """Parameters whose gradients are exchanged together, and what rounding took from them.
-
-    With error feedback it has one residual for each rounding: of the part that this rank sends to
-    other hosts, and of the mean that it owns. They are in units of the mean, divided by the loss
-    scale where a scaler is attached, and always finite.
+    There is one residual for each rounding: of the part that this rank sends to other hosts, and of
+    the mean that it owns. They are in units of the mean, divided by the loss scale where a scaler
+    is attached, and always finite.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], numel: int, wire: WireFormat, exchange: Exchange
-    ) -> None:
-        numels = [reals_in(each) for each in parameters] if wire.needs_error_feedback else []
-        self.numel, self.exchange = numel, exchange
-        self.plan = exchange.plan(numel, numels if sum(numels) == numel else ())
-        self._parameters = [weakref.ref(each) for each in parameters]
-        mine, device = self.plan.mine, exchange.device
-        lengths = (mine.rows * mine.numel, mine.numel) if wire.needs_error_feedback else ()
-        self.residuals = [torch.zeros(n, dtype=torch.float32, device=device) for n in lengths]
-
-    def parameters(self) -> list[Tensor | None]:
-        """Return those that there are still."""
-        return [each() for each in self._parameters]
-
-    def serves(self, parameters: Sequence[Tensor], numel: int, exchange: Exchange) -> bool:
-        """Return whether it is of these parameters, exchanged in this way."""
-        return (
-            len(parameters) == len(self._parameters)
-            and numel == self.numel
-            and exchange is self.exchange
-            and all(mine is each for mine, each in zip(self.parameters(), parameters, strict=True))
-        )
+    plan: Plan
+    names: tuple[str, ...]
+    residuals: list[Tensor]
 
 
 class CommHookState:
@@ -106,31 +67,31 @@ class CommHookState:
         process_group: The ranks to average over; None is the default group when first used.
 
     Raises:
-        ValueError: Unknown format, or a group that this rank is no member of.
+        ValueError: Unknown format.
     """
 
     # What survives a call. The wire, what is counted, the group. Exchanges, by group: connections
-    # and buffers. Of DDP: each parameter's bucket; names, by which a checkpoint knows buckets, and
-    # what of a loaded state is in none yet. The loss scale once a scaler told it, whether the
-    # backward passes of this iteration have it, the same on devices, and whether residuals are in
-    # unscaled units.
+    # and buffers. With error feedback: buckets, by exchange, length and parameters; names, by which
+    # a checkpoint knows these, and what of a loaded state is in no bucket yet. The loss scale once
+    # a scaler told it, with its reciprocal; whether the backward passes of this iteration have it,
+    # and whether residuals are in unscaled units.
     def __init__(
         self, wire: str | WireFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
         self.wire = wire if isinstance(wire, WireFormat) else wire_format(wire)
-        if torch_compat.is_non_member(process_group):
-            resolve_group(process_group)
         self.counts = HookStats()
-        self._group = None if process_group is None else weakref.ref(process_group)
+        self._group: Callable[[], ProcessGroup | None] = torch_compat.default_group
+        if process_group is not None:
+            self._group = weakref.ref(process_group)
         self._exchanges: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, Exchange]] = (
             weakref.WeakKeyDictionary()
         )
-        self._buckets: Any = WeakTensorKeyDictionary()
+        self._buckets: dict[tuple[Exchange, int, tuple[WeakIdRef, ...]], _Bucket] = {}
         self._names: dict[int, str] = {}
         self._loaded: dict[tuple[str, ...], list[Tensor]] = {}
         self._scale: Tensor | None = None
+        self._pair: Tensor | None = None
         self._scaled_now = False
-        self._pairs: dict[tuple[torch.device, bool], Tensor] = {}
         self._scaled = False
 
     def stats(self) -> HookStats:
@@ -145,33 +106,35 @@ class CommHookState:
             ValueError: torch.distributed is not initialised.
             RuntimeError: The group was destroyed.
         """
-        group = None if self._group is None else self._group()
-        if self._group is not None and group is None:
+        group = self._group()
+        if group is None:
             raise RuntimeError(
                 "the process group of this communication hook was destroyed; wrap the model and "
                 "register the hook again"
             )
-        return resolve_group(group)
+        return group
 
-    def connect(self, group: ProcessGroup, device: torch.device, hosts: Hosts) -> Exchange:
-        """Make the exchange of gradients on ``device`` over ``group``. Collective."""
+    def exchange(
+        self, group: ProcessGroup, device: torch.device, hosts: Hosts | None = None
+    ) -> Exchange:
+        """Return the exchange over some ranks; the first call for a device is collective.
+
+        Args:
+            group: The ranks.
+            device: Where gradients lie.
+            hosts: Which of the ranks are on which; without, the first call asks them.
+        """
         known = self._exchanges.setdefault(group, {})
-        self.counts.levels = hosts.text
-        # Of several devices of one process each has connections of its own.
-        named = replace(hosts, name=f"{hosts.name}/{len(known)}")
-        known[device] = Exchange(named, group, device, self.counts)
+        if device not in known:
+            hosts = hosts or hosts_of(agreed(own_row(self.wire.name), group))
+            self.counts.levels = hosts.text
+            # Of several devices of one process each has connections of its own.
+            named = replace(hosts, name=f"{hosts.name}/{len(known)}")
+            known[device] = Exchange(named, group, device, self.counts)
         return known[device]
 
-    def exchange(self, group: ProcessGroup, device: torch.device) -> Exchange:
-        """Return the exchange over some ranks; the first call for a device is collective."""
-        known = self._exchanges.get(group, {})
-        if device in known:
-            return known[device]
-        rows = agreed(own_row(self.wire.name), group)
-        return self.connect(group, device, hosts_of(rows))
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"wire": self.wire.name}
+        return {"wire": self.wire}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CommHookState.__init__(self, state["wire"])
@@ -194,19 +157,19 @@ class CommHookState:
         Raises:
             RuntimeError: An exchange failed before, on whichever rank.
         """
-        group = self.process_group
+        group, wire = self.process_group, self.wire
         if group.size() == 1 or values.numel() == 0:
             return torch_compat.completed(values)
-        if not fits(self.wire, values.dtype):
+        if not fits(wire, values.dtype):
             reason = f"{values.dtype} gradients all-reduced as they are".removeprefix("torch.")
             return self.all_reduce(values, reason)
-        bucket = self._bucket(values, parameters, self.exchange(group, values.device))
-        feedback = None
-        if bucket.residuals:
-            units = self._units(values.device)
-            mine, owned = (Feedback(residual, units) for residual in bucket.residuals)
-            feedback = mine, owned
-        return bucket.exchange.average(values, self.wire, bucket.plan, feedback=feedback)
+        exchange = self.exchange(group, values.device)
+        if not wire.needs_error_feedback:
+            return exchange.average(values, wire, exchange.plan(values.numel()))
+        bucket = self._bucket(exchange, values.numel(), parameters)
+        units = self._units(values.device)
+        of_mine, of_mean = (Feedback(each, units) for each in bucket.residuals)
+        return exchange.average(values, wire, bucket.plan, feedback=(of_mine, of_mean))
 
     def reduce(
         self, values: Tensor, group: ProcessGroup, divisor: float, out: Tensor | None = None
@@ -222,16 +185,15 @@ class CommHookState:
         Raises:
             RuntimeError: An exchange failed on this rank, or did before.
         """
-        with torch.no_grad():
-            if group.size() == 1:
-                (values if out is None else out).copy_(values / divisor)
-                return
-            exchange = self.exchange(group, values.device)
-            if out is not None:
-                exchange.reduce_scatter(out, values, self.wire, divisor=divisor)
-            else:
-                plan = exchange.plan(values.numel())
-                exchange.average(values, self.wire, plan, divisor=divisor).wait()
+        if group.size() == 1:
+            (values if out is None else out).copy_(values / divisor)
+            return
+        exchange = self.exchange(group, values.device)
+        if out is None:
+            plan = exchange.plan(values.numel())
+            exchange.average(values, self.wire, plan, divisor=divisor).wait()
+        else:
+            exchange.reduce_scatter(out, values, self.wire, divisor=divisor)
 
     def all_reduce(self, values: Tensor, reason: str) -> Future[Tensor]:
         """Average gradients as without a hook, and count that."""
@@ -241,35 +203,34 @@ class CommHookState:
         result: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
         return result
 
-    def _bucket(self, values: Tensor, parameters: Sequence[Tensor], exchange: Exchange) -> _Bucket:
-        bucket: _Bucket | None = self._buckets.get(parameters[0]) if len(parameters) else None
-        if bucket is not None and bucket.serves(parameters, values.numel(), exchange):
-            return bucket
-        what = f"{values.numel()} elements of {values.dtype}"
-        row = own_row(what.replace("torch.", ""))
-        agreed(row, self.process_group, "exchange different gradients", "model and bucket_cap_mb")
-        bucket = _Bucket(parameters, values.numel(), self.wire, exchange)
-        loaded = self._loaded.pop(self._named(parameters), [])
-        if [each.shape for each in loaded] == [each.shape for each in bucket.residuals]:
+    def _bucket(self, exchange: Exchange, numel: int, parameters: Sequence[Tensor]) -> _Bucket:
+        references = tuple(map(WeakIdRef, parameters))
+        key = exchange, numel, references
+        if key in self._buckets:
+            return self._buckets[key]
+        # DDP makes other buckets after the first pass.
+        kept = {k: each for k, each in self._buckets.items() if not {*k[2]} & {*references}}
+        numels = [reals_in(each) for each in parameters]
+        plan = exchange.plan(*numels if sum(numels) == numel else [numel])
+        lengths = plan.mine.rows * plan.mine.numel, plan.mine.numel
+        bucket = _Bucket(
+            plan,
+            tuple(self._names.get(id(each), "") for each in parameters),
+            [torch.zeros(n, dtype=torch.float32, device=exchange.device) for n in lengths],
+        )
+        loaded = self._loaded.pop(bucket.names, [])
+        if tuple(each.numel() for each in loaded) == lengths:
             for mine, each in zip(bucket.residuals, loaded, strict=True):
                 mine.copy_(each)
-        self._buckets.update(dict.fromkeys(parameters, bucket))
+        self._buckets = {**kept, key: bucket}
         return bucket
-
-    def _named(self, parameters: Iterable[Tensor | None]) -> tuple[str, ...]:
-        return tuple(self._names.get(id(each), "") for each in parameters)
 
     def _units(self, device: torch.device) -> Tensor:
         """Return the scale of a backward pass, as of `Feedback`: 1 where no scaler told one."""
         # A rank without more inputs is in no backward pass, and keeps to the scale it heard last.
-        known = self._scaled_now or not torch_compat.in_backward_pass()
-        scale = self._scale if known else None
-        key = device, scale is not None
-        if key not in self._pairs:
-            one = torch.ones((), dtype=torch.float32, device=device)
-            here = one if scale is None else moved(scale, device)
-            self._pairs[key] = torch.stack([here, here.reciprocal()])
-        return self._pairs[key]
+        if self._pair is not None and (self._scaled_now or not torch_compat.in_backward_pass()):
+            return moved(self._pair, device)
+        return _ones(device)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -286,10 +247,8 @@ class CommHookState:
         attached scaler. ``"levels"`` are the ranks and hosts that they belong to.
         """
         residuals = dict(self._loaded)
-        for bucket in set(self._buckets.values()):
-            names = self._named(bucket.parameters())
-            if bucket.residuals and all(names):
-                residuals[names] = [each.clone() for each in bucket.residuals]
+        for bucket in self._buckets.values():
+            residuals[bucket.names] = [each.clone() for each in bucket.residuals]
         return {
             "version": _VERSION,
             "wire": self.wire.name,
@@ -305,39 +264,15 @@ class CommHookState:
         with a warning; without one, if a scaler is attached now and was not then.
 
         Raises:
-            TypeError: Not a dict.
-            ValueError: A version that this distamp does not read, or something else than residuals.
-                Nothing is changed then.
+            ValueError: It is something else, or of a version that this distamp does not read.
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                "a hook's state is the dict that hook.state_dict() returned, not "
-                f"{state_dict!r:.80}"
-            )
-        version, residuals = state_dict.get("version"), state_dict.get("residuals")
-        if type(version) is not int or version != _VERSION:
+        version = state_dict.get("version") if isinstance(state_dict, Mapping) else None
+        if version != _VERSION:
             raise ValueError(
-                f"the hook's state has version {version!r:.80}, and this distamp reads {_VERSION}: "
-                "load what state_dict() returned"
+                f"{state_dict!r:.80} is no state of a hook that this distamp reads (version "
+                f"{_VERSION}): load what hook.state_dict() returned"
             )
-        scaled, levels = state_dict.get("scaled"), state_dict.get("levels")
-        if (
-            not isinstance(residuals, Mapping)
-            or not all(map(_is_residual, residuals.items()))
-            or not isinstance(scaled, bool)
-            or not isinstance(levels, str)
-        ):
-            raise ValueError(
-                "the hook's state must have 'residuals', by the names of parameters two finite "
-                "fp32 tensors, 'scaled', a bool, and 'levels', a str, not "
-                f"{residuals!r:.80}, {scaled!r:.80} and {levels!r:.80}"
-            )
-        unknown = sorted({name for names in residuals for name in names} - {*self._names.values()})
-        if unknown:
-            raise ValueError(
-                f"the hook's state has residuals of {unknown[0]!r} and {len(unknown) - 1} other "
-                "parameters that the model does not have: load it for the model it was saved of"
-            )
+        levels, residuals = state_dict["levels"], dict(state_dict["residuals"])
         if residuals and self.counts.levels not in ("", levels):
             warnings.warn(
                 f"the hook's residuals were saved in {levels}, and this is {self.counts.levels}: "
@@ -345,8 +280,8 @@ class CommHookState:
                 stacklevel=2,
             )
             residuals = {}
-        self._buckets.clear()
-        self._scaled, self._loaded = scaled, dict(residuals)
+        self._buckets = {}
+        self._scaled, self._loaded = state_dict["scaled"], residuals
 
     # -- with a scaler ---------------------------------------------------------------------------
 
@@ -354,43 +289,33 @@ class CommHookState:
         """See `distamp.protocols.CommHook.scale_changed`."""
         if not self._scaled:
             # They are in units of another scale, which nobody knows.
-            self._loaded = {}
-            self._keep(self._buckets, torch.zeros((), dtype=torch.float32, device="cpu"))
+            self._loaded, self._buckets = {}, {}
         self._scale, self._scaled, self._scaled_now = scale, True, True
-        self._pairs = {}
+        self._read_scale()
 
     def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
-        # What rounding took of a step that is not taken belongs to nothing.
-        self._keep(self._buckets if parameters is None else parameters, 1 - found_inf)
+        for (_, _, references), bucket in self._buckets.items():
+            stepped = references if parameters is None else map(WeakIdRef, parameters)
+            if {*stepped} & {*references}:
+                for residual in bucket.residuals:
+                    # What rounding took of a step that is not taken belongs to nothing.
+                    residual.mul_(1 - moved(found_inf, residual.device))
 
     def iteration_ended(self) -> None:
         """See `distamp.protocols.CommHook.iteration_ended`."""
         self._scaled_now = False
         # The scaler may have written the next scale into the same tensor.
-        self._pairs = {}
+        self._read_scale()
 
-    def _keep(self, parameters: Iterable[Tensor], kept: Tensor) -> None:
-        """Multiply the residuals of the buckets of some parameters by 1, or by 0 to drop them."""
-        if not self.wire.needs_error_feedback:
-            return
-        for bucket in {self._buckets.get(each) for each in parameters} - {None}:
-            for residual in bucket.residuals:
-                residual.mul_(moved(kept, residual.device))
+    def _read_scale(self) -> None:
+        if self._scale is not None:
+            self._pair = torch.stack([self._scale, self._scale.reciprocal()])
 
 
-def _is_residual(item: tuple[Any, Any]) -> bool:
-    """Return whether this is what a bucket keeps, by the names of its parameters."""
-    names, tensors = item
-    return (
-        isinstance(names, tuple)
-        and all(isinstance(name, str) for name in names)
-        and isinstance(tensors, list)
-        and all(
-            isinstance(each, Tensor) and each.dtype is torch.float32 and bool(each.isfinite().all())
-            for each in tensors
-        )
-    )
+@lru_cache(64)
+def _ones(device: torch.device) -> Tensor:
+    return torch.ones(2, dtype=torch.float32, device=device)
 
 
 # States of hooks that were given a process group, or None, where torch's take no more than that.
@@ -407,12 +332,12 @@ def state_of(state: CommHookState | ProcessGroup | None, wire: str) -> CommHookS
     """
     if isinstance(state, CommHookState):
         return state
-    if state is not None and not isinstance(state, ProcessGroup):
+    group = torch_compat.default_group() if state is None else state
+    if not isinstance(group, ProcessGroup):
         raise TypeError(
             "the state of a communication hook must be a ProcessGroup, None (the default group) or "
             f"what distamp.comm_hooks.register returned, not {type(state).__name__}"
         )
-    group = resolve_group(state)
     known = _states.setdefault(group, {})
     if wire not in known:
         known[wire] = CommHookState(wire, group)

@@ -6,7 +6,6 @@ Each is used through a function here and tested against the torch that is instal
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,14 +22,10 @@ __all__ = [
     "completed",
     "custom_reduce_scatter",
     "ddp_hook_name",
-    "device_of",
+    "default_group",
     "fsdp1_hook",
     "in_backward_pass",
-    "is_destroyed",
-    "is_fsdp1",
-    "is_fsdp2",
     "is_hsdp",
-    "is_non_member",
     "mesh_groups",
     "new_communicator",
     "new_gloo",
@@ -54,18 +49,13 @@ def _private(owner: Any, name: str) -> Any:
 # -- process groups ---------------------------------------------------------------------------
 
 
-def is_non_member(group: object) -> bool:
-    """Return whether this is what ``new_group`` returns on ranks that are no members."""
-    return dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+def default_group() -> ProcessGroup:
+    """Return the default group.
 
-
-def is_destroyed(group: ProcessGroup) -> bool:
-    """Return whether ``destroy_process_group`` ended the group."""
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:  # torch forgot it
-        return True
-    return False
+    Raises:
+        ValueError: torch.distributed is not initialised.
+    """
+    return dist.distributed_c10d._get_default_group()
 
 
 def new_gloo(name: str, parent: ProcessGroup) -> Any:
@@ -75,7 +65,7 @@ def new_gloo(name: str, parent: ProcessGroup) -> Any:
     how many groups a rank has, which may differ.
     """
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), _timeout_of(parent))
+    return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), _timeout_of(parent, "cpu"))
 
 
 def new_communicator(
@@ -98,7 +88,7 @@ def new_communicator(
         dist.Backend(f"{device.type}:{_backends_of(parent)[device.type]}"),
         PrefixStore(name, dist.distributed_c10d._get_default_store()),
         group_name=dist.distributed_c10d.GroupName(name),
-        timeout=_timeout_of(parent),
+        timeout=_timeout_of(parent, device.type),
     )
     # Which destroy_process_group() asks for.
     known = dist.distributed_c10d._world.pg_group_ranks
@@ -113,14 +103,6 @@ def completed(value: Tensor) -> Future[Tensor]:
     return future
 
 
-def device_of(group: ProcessGroup) -> torch.device:
-    """Return a device whose tensors the group can send."""
-    types = list(_backends_of(group))
-    if "cpu" in types:
-        return torch.device("cpu")
-    return torch.device(types[0], torch.accelerator.current_device_index())
-
-
 def reduce_scatter(out: Tensor, values: Tensor, group: ProcessGroup) -> None:
     """Reduce and scatter as torch does; by torch's newer name where there is."""
     by_torch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -132,10 +114,10 @@ def _backends_of(group: ProcessGroup) -> dict[str, str]:
     return dict(each.split(":") for each in dist.get_backend_config(group).split(","))
 
 
-def _timeout_of(group: ProcessGroup) -> Any:
+def _timeout_of(group: ProcessGroup, device: str) -> Any:
     """Return how long collectives of the group may take."""
-    backend = _private(group, "_get_backend")(device_of(group))
-    return getattr(backend.options, "_timeout", dist.default_pg_timeout)
+    backend = _private(group, "_get_backend")(torch.device(device))
+    return getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
 
 
 # -- autograd, DDP and torch.compile ----------------------------------------------------------
@@ -154,10 +136,7 @@ def ddp_hook_name(model: Any) -> str | None:
 
 def not_compiled(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` was given; any other as it is."""
-    # By its name: torch._dynamo takes a second to import.
-    if type(model).__name__ != "OptimizedModule":
-        return model
-    inner: nn.Module = _private(model, "_orig_mod")
+    inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
 
 
@@ -169,19 +148,7 @@ def all_reduce_in_graph(values: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
-# -- FSDP, which takes a second to import, so that it is looked for where it was imported already --
-
-
-def is_fsdp1(model: object) -> bool:
-    """Return whether a module is a FullyShardedDataParallel."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel)
-
-
-def is_fsdp2(module: object) -> bool:
-    """Return whether ``fully_shard`` was applied to a module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+# -- FSDP -------------------------------------------------------------------------------------
 
 
 def fsdp1_hook(unit: Any) -> Any | None:

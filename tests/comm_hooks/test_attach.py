@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS
-from tests.comm_hooks.training import agreed, inputs, mlp
+from tests.comm_hooks.training import inputs, mlp
 from tests.ranks import subgroup
 
 WIDTHS = (17, 40, 30, 3)
@@ -151,54 +151,6 @@ def test_the_same_steps_are_skipped(ranks4, layout):
     some = cells[::9] if layout == "plain" else cells[5::25]
     assert layout != "plain" or {cell[1] for cell in some} == set(JOINED)
     assert ranks4.run(_compare, some, timeout=240) == [[]] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_steps_are_skipped_in_every_cell(ranks4, layout):
-    cells = [cell for cell in _cells() if cell[0] == layout]
-    for start in range(0, len(cells), 10):
-        assert ranks4.run(_compare, cells[start : start + 10], timeout=600) == [[]] * 4
-
-
-def _zero() -> tuple[Any, ...]:
-    did, finite, values = _train("ZeRO", "fp16", True, Fault(float("nan"), 2))
-    return [each[0] for each in did], finite, agreed(values)
-
-
-def test_zero_redundancy_optimizer_skips_on_all_ranks(ranks4):
-    for taken, finite, same in ranks4.run(_zero):
-        assert taken == [True, True, False, True, True]
-        assert finite
-        assert same
-
-
-def _detached() -> bool:
-    """Whether ranks agree: joined with a hook, without, and joined with another model's."""
-    scaler = DistGradScaler("cpu", init_scale=1024.0)
-    same = True
-    for joined in (True, False, True):
-        model = _model("plain")
-        state = comm_hooks.register(model, "fp16")
-        if joined:
-            scaler.attach(state)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            sgd.zero_grad()
-            scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-            scaler.step(sgd)
-            scaler.update()
-        same &= agreed(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        if joined:
-            scaler.detach(state)
-            with pytest.raises(ValueError, match="not attached"):
-                scaler.detach(state)
-    return same
-
-
-def test_a_hook_can_be_taken_back_and_another_attached(ranks2):
-    assert ranks2.run(_detached) == [True, True]
 
 
 # -- bad input --------------------------------------------------------------------------------

@@ -14,25 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
-    ShardingStrategy,
     fully_shard,
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DistGradScaler, comm_hooks
+from distamp import comm_hooks
 from distamp.comm_hooks import fsdp2
 from distamp.comm_hooks.auto import as_it_is, timed_choice
-from distamp.comm_hooks.wrapped import Sample
-from distamp.errors import LockstepError
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
-from tests.ranks import mesh, subgroup
+from tests.ranks import mesh
 
 WIDTHS = (31, 97, 64, 5)
-CPU = torch.device("cpu")
 
 
 def _wrap(wrapper: str, net: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
@@ -149,25 +144,6 @@ def test_replicas_are_averaged_where_no_format_was_chosen(ranks4, factor):
     assert max(ranks4.run(_uncompressed_replicas, factor)) < 1e-6
 
 
-def _again() -> list[dict[str, float]]:
-    """The times by which hooks over four ranks, over two and over four again were chosen."""
-    groups = [None, subgroup([0, 1]), subgroup([2, 3])]
-    found = []
-    for group in (None, groups[1 + dist.get_rank() // 2], None):
-        model = DistributedDataParallel(mlp(*WIDTHS), process_group=group)
-        choice = comm_hooks.register(model, "auto").stats().choice
-        assert choice is not None
-        found.append(dict(choice.seconds))
-    return found
-
-
-def test_other_ranks_and_the_same_again_are_measured_anew(ranks4):
-    for first, fewer, again in ranks4.run(_again):
-        assert all(len(times) == 3 for times in (first, fewer, again))
-        assert first != fewer
-        assert first != again, "nothing is kept of the first"
-
-
 def _slow_on(ranks: list[int], ways: list[str]) -> str:
     """What is chosen where some ways are slow on some ranks, by real sleeps."""
     seconds = {"fp32": 0.001, "fp16": 0.05, "int8": 0.1}
@@ -178,7 +154,7 @@ def _slow_on(ranks: list[int], ways: list[str]) -> str:
         return lambda sent: time.sleep(seconds[name])
 
     trials = {name: trial(name) for name in seconds}
-    return timed_choice(trials, Sample(8, torch.float32, CPU), [dist.group.WORLD]).wire
+    return timed_choice(trials, torch.zeros(8), [dist.group.WORLD]).wire
 
 
 @pytest.mark.parametrize(
@@ -219,31 +195,6 @@ def test_one_rank_measures_nothing(ranks1):
     assert ranks1.run(_alone) == [("auto chose fp32 (no hook): there is one rank", False)]
 
 
-def _joined() -> tuple[list[bool], float]:
-    """Three steps with a scaler, of which the second overflows on rank 1; a checkpoint."""
-    model = DistributedDataParallel(mlp(*WIDTHS))
-    state = comm_hooks.register(model, "auto")
-    scaler = DistGradScaler("cpu", init_scale=2.0**10)
-    scaler.attach(state)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    stepped = []
-    for step in range(3):
-        sgd.zero_grad()
-        factor = float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
-        loss = model(inputs(step, WIDTHS[0])).square().mean() * factor
-        scaler.scale(loss).backward()
-        scaler.step(sgd)
-        stepped.append(bool(scaler.stepped(sgd)))
-        scaler.update()
-    again = comm_hooks.register(DistributedDataParallel(mlp(*WIDTHS)), "auto")
-    again.load_state_dict(state.state_dict())
-    return stepped, scaler.get_scale()
-
-
-def test_what_it_chose_joins_a_scaler_and_a_checkpoint(ranks2):
-    assert ranks2.run(_joined) == [([True, False, True], 512.0)] * 2
-
-
 def _left_over() -> tuple[list[str], int]:
     def threads() -> list[str]:
         return [t.name for t in threading.enumerate() if t.name == "distamp-comm-hook"]
@@ -265,55 +216,6 @@ def test_measuring_leaves_nothing(ranks2):
     assert ranks2.run(_left_over) == [([], 0)] * 2
 
 
-def _refused(what: str) -> str:
-    model = DistributedDataParallel(mlp(*WIDTHS))
-    wire, error = "auto", ValueError
-    if what == "another format":
-        wire = "fp16" if dist.get_rank() == 1 else "auto"
-        error = LockstepError
-    elif what == "a second hook":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif what == "a built-in hook":
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    elif what == "no wrapper":
-        model = mlp(*WIDTHS)
-    elif what == "an unknown name":
-        wire = "automatic"
-    elif what == "hybrid":
-        world = mesh((1, dist.get_world_size()), ("replicate", "shard"))
-        model = FullyShardedDataParallel(
-            mlp(*WIDTHS),
-            device_id=torch.device("cpu"),
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            device_mesh=world,
-        )
-    with pytest.raises(error) as caught:
-        comm_hooks.register(model, wire)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        (
-            "another format",
-            "the ranks register different hooks: rank 0: auto for 9701 elements; rank 1: fp16",
-        ),
-        ("a second hook", "has a communication hook already (fp16_compress_hook)"),
-        ("a built-in hook", "has a communication hook already (built into torch)"),
-        ("no wrapper", "cannot give Sequential a communication hook"),
-        ("an unknown name", "unknown wire format 'automatic': choose one of fp16,"),
-        ("hybrid", "takes no communication hook with"),
-    ],
-)
-def test_what_cannot_be_chosen_for_is_refused_on_all_ranks(ranks2, what, named):
-    for message in ranks2.run(_refused, what):
-        assert named in message
-        assert "\n" not in message
-    if what == "an unknown name":
-        assert message.endswith("register also takes 'auto'")
-
-
 def _one_dies() -> str:
     # Before the model is wrapped: a group of its own, whose timeout is short.
     group = dist.new_group(timeout=timedelta(seconds=20))
@@ -325,7 +227,7 @@ def _one_dies() -> str:
             os._exit(7)
 
     with pytest.raises(RuntimeError) as caught:
-        timed_choice({"fp32": trial, "fp16": trial}, Sample(8, torch.float32, CPU), [group])
+        timed_choice({"fp32": trial, "fp16": trial}, torch.zeros(8), [group])
     assert not model._comm_hooks
     return type(caught.value).__name__
 

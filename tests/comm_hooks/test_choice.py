@@ -42,9 +42,9 @@ def test_a_choice_reads_as_a_line():
     choice = choose({"fp32": [3.61], "fp16": [1.84], "int8": [0.9301]}, 26_214_400)
     assert str(choice) == (
         "auto chose int8: the link is the bottleneck "
-        "(26.2 MB in fp32 3.61 s, fp16 1.84 s, int8 930 ms)"
+        "(26.2 MB in fp32 3610 ms, fp16 1840 ms, int8 930.1 ms)"
     )
-    assert str(HookStats(choice=choice)).endswith("930 ms); no gradient was exchanged yet")
+    assert str(HookStats(choice=choice)).endswith("ms); no gradient was sent in a wire format")
     choice = choose({"fp32": [0.01], "fp16": [0.02]}, 4_000)
     assert str(choice) == (
         "auto chose fp32 (no hook): the processor is the bottleneck, and no format is 4 % faster "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import pickle
-import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS
-from distamp.errors import LockstepError
 from tests.comm_hooks.training import (
     BOUNDS,
     Branches,
@@ -181,26 +178,6 @@ def test_two_models_in_one_backward_pass(ranks2):
     assert max(map(max, ranks2.run(_two_models))) <= BOUNDS["fp16"]
 
 
-def _subgroup() -> float:
-    group, _ = dist.new_subgroups(2)
-    net = mlp(*WIDTHS)
-    found = []
-    for hook in (None, comm_hooks.fp16_compress_hook):
-        model = DistributedDataParallel(mlp(*WIDTHS), process_group=group, bucket_cap_mb=0.002)
-        if hook is not None:
-            model.register_comm_hook(group, hook)
-        model(inputs(0, WIDTHS[0])).square().sum().backward()
-        found.append(gradients(model))
-    assert net is not None
-    return ((found[0] - found[1]).norm() / found[0].norm()).item()
-
-
-def test_a_group_of_some_ranks(ranks4):
-    assert max(ranks4.run(_subgroup)) <= BOUNDS["fp16"]
-    # A group made anew over the same ranks finds no trace of the first.
-    assert max(ranks4.run(_subgroup)) <= BOUNDS["fp16"]
-
-
 def _compiled(reducer: str) -> tuple[float, dict[str, int]]:
     import torch._dynamo as dynamo
 
@@ -333,20 +310,6 @@ def test_wrappers_cast_for_another_hook(ranks2, name, bound, hook):
 # -- nothing hangs, nothing is left -----------------------------------------------------------
 
 
-def _threads_left() -> list[str]:
-    model, _ = wrapped(mlp(*WIDTHS), "fp16")
-    for step in range(3):
-        model(inputs(step, WIDTHS[0])).square().sum().backward()
-    for thread in threading.enumerate():
-        if thread.name == "distamp-comm-hook":
-            thread.join(30)
-    return [t.name for t in threading.enumerate() if t.name == "distamp-comm-hook"]
-
-
-def test_no_thread_outlives_the_backward_pass(ranks2):
-    assert ranks2.run(_threads_left) == [[], []]
-
-
 @pytest.mark.parametrize(("size", "layouts"), [(2, 30), (4, 30), (8, 10)])
 def test_random_bucket_layouts(ranks, size, layouts):
     # Each layout is one that a longer run has too; a hang ends the pool with every rank's stack.
@@ -362,28 +325,3 @@ def test_a_thousand_random_bucket_layouts(ranks, size):
         seeds = list(range(start, start + 50))
         for wrong in ranks(size).run(train_layouts, seeds, timeout=1200):
             assert wrong == []
-
-
-def _other_bucket(what: str) -> str:
-    rank = dist.get_rank()
-    cap = 25.0 if what == "length" and rank == 1 else 0.002
-    wire = "bf16" if what == "format" and rank == 1 else "fp16"
-    # What is never unused comes in one bucket at first, whatever its size.
-    net = mlp(*WIDTHS)
-    model = DistributedDataParallel(net, bucket_cap_mb=cap, find_unused_parameters=True)
-    model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
-    if what == "format":
-        model = DistributedDataParallel(net)
-        model.register_comm_hook(comm_hooks.CommHookState(wire), comm_hooks.fp16_compress_hook)
-    with pytest.raises(LockstepError, match=r"the ranks (exchange|register) different") as error:
-        model(inputs(0, WIDTHS[0])).square().sum().backward()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("what", ["format", "length"])
-def test_a_rank_with_another_format_or_length_is_named_on_all_ranks(ranks4, what):
-    message = ranks4.run(_other_bucket, what)
-    assert len(set(message)) == 1
-    assert "rank 1: " in message[0]
-    assert "rank 0, 2, 3: " in message[0]
-    assert "\n" not in message[0]

@@ -72,18 +72,3 @@ def test_other_defaults_change_no_bit(ranks, wrapper, wire, what):
         expected = ranks(size).run(_trained, wrapper, wire, "none")
         found = ranks(size).run(_trained, wrapper, wire, what)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def _chosen(wrapper: str, what: str) -> str:
-    model = _wrapped(wrapper, mlp(*WIDTHS))
-    x = inputs(0, WIDTHS[0])
-    with _default(what):
-        state = comm_hooks.register(model, "auto")
-        model(x).square().mean().backward()
-        return str(state.stats())
-
-
-@pytest.mark.parametrize("what", ["device", "dtype"])
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2"])
-def test_auto_chooses_under_other_defaults(ranks2, wrapper, what):
-    assert all(line.startswith("auto chose") for line in ranks2.run(_chosen, wrapper, what))

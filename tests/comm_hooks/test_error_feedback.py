@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from tests.comm_hooks.training import agreed, average, inputs, mlp, wrapped
+from tests.comm_hooks.training import agreed, inputs, mlp, wrapped
 
 FED_BACK = [name for name, wire in comm_hooks.WIRE_FORMATS.items() if wire.needs_error_feedback]
 WIDTHS = (19, 60, 41, 3)
@@ -45,23 +45,6 @@ def test_errors_do_not_add_up(ranks, size, numel, wire):
     for first, last in ranks(size).run(_sums, wire, numel, 20):
         # Twenty independent errors would make 4.5 of one, and twenty of the same kind 20.
         assert last <= 2 * first
-
-
-def _lost(wire: str) -> float:
-    """How much of a gradient too small for its block has arrived after many exchanges."""
-    state = comm_hooks.CommHookState(wire)
-    parameter = nn.Parameter(torch.zeros(256))
-    total = torch.zeros(256)
-    for _ in range(200):
-        gradient = torch.full((256,), 1e-4)
-        gradient[0] = 1.0
-        total += state.average(gradient, [parameter]).wait()
-    return (total[1:].mean() / 200 / 1e-4).item()
-
-
-def test_small_gradients_beside_large_ones_arrive_in_the_end(ranks2):
-    for arrived in ranks2.run(_lost, "int8"):
-        assert arrived == pytest.approx(1.0, abs=0.3)
 
 
 # -- under a scaler -------------------------------------------------------------------------------
@@ -331,12 +314,6 @@ def _resumed(wire: str, **settings: Any) -> tuple[float, float, bool]:
     )
 
 
-def test_a_checkpoint_carries_residuals(ranks2):
-    for resumed, forgotten, complete in ranks2.run(_resumed, "int8"):
-        assert complete
-        assert resumed < forgotten
-
-
 @pytest.mark.parametrize("wire", FED_BACK)
 @pytest.mark.filterwarnings("ignore:find_unused")
 def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets(ranks4, wire):
@@ -346,99 +323,3 @@ def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets(ranks4, wire):
         assert complete
         assert resumed == 0.0
         assert forgotten > 0
-
-
-class _Optional(nn.Module):
-    """A parameter that is used, and one that may not be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.rare = (nn.Parameter(torch.zeros(600)) for _ in range(2))
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        return (self.used * x).sum() + ((self.rare * x).sum() if both else 0.0)
-
-
-def _used_once(view: bool, none: bool) -> list[float | None]:
-    """Of a parameter that is used in the first of three steps: the sum's error, then gradients.
-
-    The error is that of the sum of its gradients so far, relative to the true one of the first.
-    """
-    settings = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
-    model, _ = wrapped(_Optional(), "int8", bucket_cap_mb=25, **settings)
-    true = inputs(0, 600, rows=1)[0].double()
-    dist.all_reduce(true)
-    true /= dist.get_world_size()
-    total, found = torch.zeros(600, dtype=torch.float64), []
-    for step in range(3):
-        model.zero_grad(set_to_none=none)
-        model(inputs(step, 600, rows=1)[0], step == 0).backward()
-        gradient = model.module.rare.grad
-        found.append(None if gradient is None else (gradient.norm() / true.norm()).item())
-        total += 0.0 if gradient is None else gradient.double()
-        if step == 0:
-            found = [((total - true).norm() / true.norm()).item()]
-    return [((total - true).norm() / true.norm()).item(), *found]
-
-
-@pytest.mark.filterwarnings("ignore:find_unused")
-@pytest.mark.parametrize("none", [False, True])
-@pytest.mark.parametrize("view", [False, True])
-def test_a_parameter_that_no_rank_used_gets_its_residual_in_bucket_views_alone(ranks2, view, none):
-    for error, first, *later in ranks2.run(_used_once, view, none):
-        assert 1e-3 < first < 2e-2
-        if none:
-            assert later == [None, None]
-        elif view:
-            # What the first exchange lost arrives in the second.
-            assert later[0] == pytest.approx(first, rel=0.05)
-            assert error < 1e-2 * first
-        else:
-            assert later == [0.0, 0.0]
-            assert error == first
-
-
-def _bad_states() -> list[str]:
-    _, state = wrapped(mlp(*WIDTHS), "int8")
-    good = state.state_dict()
-    message = []
-    bad: list[dict[str, Any]] = [
-        {**copy.deepcopy(good), "version": 7},
-        {**copy.deepcopy(good), "residuals": {("nobody",): [torch.zeros(1), torch.zeros(1)]}},
-        {**copy.deepcopy(good), "residuals": {"0.weight": torch.zeros(1)}},
-    ]
-    for each in bad:
-        with pytest.raises(ValueError) as error:
-            state.load_state_dict(each)
-        message.append(str(error.value))
-    return message
-
-
-def test_states_that_do_not_fit_are_refused(ranks2):
-    version, nobody, shape = ranks2.run(_bad_states)[0]
-    assert "version 7" in version
-    assert "'nobody'" in nobody
-    assert "two finite fp32 tensors" in shape
-
-
-def _nonfinite() -> list[bool]:
-    state = comm_hooks.CommHookState("int8")
-    parameter = nn.Parameter(torch.zeros(300))
-    found = []
-    for value in (1.0, float("nan"), 1.0):
-        gradient = _gradient(300, dist.get_rank()) * value
-        found.append(bool(state.average(gradient, [parameter]).wait().isfinite().all()))
-    return found
-
-
-def test_nan_is_not_kept(ranks2):
-    assert ranks2.run(_nonfinite) == [[True, False, True]] * 2
-
-
-def test_formats_that_need_none_keep_nothing(ranks2):
-    assert ranks2.run(_kept, "fp16") == [0, 0]
-
-
-def _kept(wire: str) -> int:
-    _, state = average(torch.ones(300), wire)
-    return len(state.state_dict()["residuals"])

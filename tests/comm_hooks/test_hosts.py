@@ -55,12 +55,6 @@ def test_two_levels_where_hosts_are_even(table, ranks):
     assert hosts_of(table).ranks == ranks
 
 
-def test_why_there_is_one_level_is_said():
-    assert "1 to 3 ranks" in hosts_of(rows("aaab")).text
-    assert "neighbours" in hosts_of(rows("abab")).text
-    assert "2 hosts of 2 ranks" in hosts_of(rows("aabb")).text
-
-
 def _as_if_on(hosts: str, local: dict[int, str], group: Any = None, wire: str = "fp16") -> Any:
     """The error of DDP whose ranks believe to be on these hosts, and what its stats say."""
     rank = dist.get_rank()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from distamp import comm_hooks, initialize
+from distamp import comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS, formats
 from tests.comm_hooks.training import gradients, inputs, mlp, wrapped
 
@@ -41,31 +41,6 @@ def _bytes_living() -> int:
 
 
 # -- nothing grows ----------------------------------------------------------------------------
-
-
-def _tensors_after(steps: int, how: str) -> list[int]:
-    """How many tensors there are after a few steps and after many, without a loss scale."""
-    if how == "register":
-        model, _ = wrapped(mlp(*WIDTHS), "fp16")
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    else:
-        model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-        initialize(model, sgd, "bf16", comm_hook="fp16")
-    found = []
-    for step in range(steps):
-        sgd.zero_grad()
-        model(inputs(step, WIDTHS[0])).square().mean().backward()
-        sgd.step()
-        if step in (4, steps - 1):
-            found.append(len(_living()))
-    return found
-
-
-@pytest.mark.parametrize("how", ["register", "initialize"])
-def test_nothing_grows_without_a_scaler(ranks2, how):
-    for few, many in ranks2.run(_tensors_after, 40, how):
-        assert many == few
 
 
 def _bytes_of_residuals(wire: str, attach: bool) -> float:
@@ -139,24 +114,6 @@ def test_where_a_rank_is_gone_the_others_raise(new_ranks):
 
 
 # -- what is counted ---------------------------------------------------------------------------
-
-
-def _saved_without_backend() -> float:
-    from torch.distributed.fsdp import fully_shard
-
-    store = dist.distributed_c10d._get_default_store()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group(store=dist.PrefixStore("anew", store), rank=rank, world_size=size)
-    model = fully_shard(nn.Linear(512, 512))
-    state = comm_hooks.register(model, "fp16")
-    model(inputs(0, 512)).sum().backward()
-    return state.stats().saved
-
-
-def test_what_is_saved_is_right_where_no_backend_was_named(new_ranks):
-    for saved in new_ranks(2).run(_saved_without_backend):
-        assert saved == pytest.approx(0.498, abs=0.01)
 
 
 # -- copies -----------------------------------------------------------------------------------

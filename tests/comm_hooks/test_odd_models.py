@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, wrapped
-from tests.ranks import mesh
 
 
 class _Empty(nn.Module):
@@ -89,43 +87,6 @@ def test_complex_gradients_are_exchanged(ranks4, wire):
 
 
 # -- frozen parameters under FSDP2 ----------------------------------------------------------------
-
-
-class _Adapted(nn.Module):
-    """A frozen weight between trained parameters, of which one has much smaller gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Parameter(torch.zeros(72, 67))
-        self.bias = nn.Parameter(torch.zeros(64))
-        self.frozen = nn.Parameter(torch.zeros(50, 50), requires_grad=False)
-        self.after = nn.Parameter(torch.zeros(40, 67))
-
-    def gradients_of(self, rank: int) -> list[Tensor]:
-        draw = torch.Generator().manual_seed(rank)
-        sizes = ((72, 67), 1.0), ((64,), 1e-6), ((40, 67), 1.0)
-        return [torch.randn(shape, generator=draw) * size for shape, size in sizes]
-
-    def forward(self, given: list[Tensor]) -> Tensor:
-        trained = (self.before, self.bias, self.after)
-        return torch.stack([(p * g).sum() for p, g in zip(trained, given, strict=True)]).sum()
-
-
-def _beside_frozen() -> tuple[float, dict[str, int]]:
-    net = _Adapted()
-    model = fully_shard(net, mesh=mesh((dist.get_world_size(),), ("shard",)))
-    state = comm_hooks.register(model, "fp16")
-    model(net.gradients_of(dist.get_rank())).backward()
-    mean = torch.stack([net.gradients_of(r)[1].double() for r in range(dist.get_world_size())])
-    mean = mean.mean(0)
-    found = net.bias.grad.full_tensor().double()
-    return ((found - mean).norm() / mean.norm()).item(), dict(state.stats().fallbacks)
-
-
-def test_blocks_begin_at_parameters_beside_frozen_ones(ranks4):
-    for error, fallbacks in ranks4.run(_beside_frozen):
-        assert error <= 4e-4
-        assert fallbacks == {}
 
 
 def _fewer_ranks(wire: str, file: str) -> list[float]:

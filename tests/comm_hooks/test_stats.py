@@ -29,11 +29,11 @@ def test_a_value_that_reads_as_a_line():
         fallbacks=Counter({"sparse gradient all-reduced as it is": 4}),
     )
     assert str(stats) == (
-        "12 exchanges sent 51 MB as fp16, 500 B as bf16; 100 MB uncompressed, 49% saved; "
+        "12 exchanges sent 51 MB as fp16, 0.0005 MB as bf16; 100 MB uncompressed, 49% saved; "
         "waited 1.23 s; two levels: 2 hosts of 4 ranks; "
         "4 x sparse gradient all-reduced as it is"
     )
-    assert str(HookStats()) == "no gradient was exchanged yet"
+    assert str(HookStats()) == "no gradient was sent in a wire format"
     line = str(HookStats(fallbacks=Counter({"other way": 2})))
     assert line == "no gradient was sent in a wire format; 2 x other way"
 
@@ -52,13 +52,6 @@ def test_bytes_are_counted_beside_those_of_a_ring(ranks4, ranks_per_host, share)
     for stats in ranks4.run(_uncompressed, numel, ranks_per_host):
         assert stats.bytes_uncompressed == share * 4 * numel
         assert stats.saved == pytest.approx(0.498, abs=0.001)
-        assert (stats.bytes_inside > 0) == (ranks_per_host > 1)
-
-
-def _trained() -> str:
-    model, state = wrapped(mlp(20, 50, 3), "fp16")
-    model(inputs(0, 20)).sum().backward()
-    return str(state.stats())
 
 
 def _gathered() -> tuple[bool, bool, str]:
@@ -76,8 +69,3 @@ def test_they_can_be_gathered_copied_and_logged(ranks2):
         assert gathered
         assert copied
         assert chosen in ("fp32", "fp16", "int8")
-
-
-def test_a_hook_says_what_it_saved(ranks2):
-    for line in ranks2.run(_trained):
-        assert line.startswith("1 exchanges sent ")

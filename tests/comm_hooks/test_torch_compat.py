@@ -15,12 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat
-from tests.ranks import mesh, subgroup
+from tests.ranks import mesh
 
 
 def _groups() -> dict[str, Any]:
     group = dist.group.WORLD
-    member = subgroup([0])
     cpu = torch.device("cpu")
     backend = torch_compat.new_gloo("a test", group)
     rank, size = group.rank(), group.size()
@@ -34,8 +33,7 @@ def _groups() -> dict[str, Any]:
     part = torch.zeros(1)
     torch_compat.reduce_scatter(part, torch.arange(float(size)), group)
     return {
-        "member": torch_compat.is_non_member(member) == (rank != 0),
-        "device": torch_compat.device_of(group) == cpu,
+        "default": torch_compat.default_group() is group,
         "rows": (received.tolist(), summed.tolist(), part.tolist()),
     }
 
@@ -43,7 +41,7 @@ def _groups() -> dict[str, Any]:
 def test_groups(ranks2):
     for rank, found in enumerate(ranks2.run(_groups)):
         rows = ([2.0 - rank], [1.0], [2.0 * rank])
-        assert found == {"member": True, "device": True, "rows": rows}
+        assert found == {"default": True, "rows": rows}
 
 
 def _modules() -> dict[str, Any]:
@@ -63,20 +61,13 @@ def _modules() -> dict[str, Any]:
     fsdp2.set_custom_reduce_scatter(print)
     over = mesh((dist.get_world_size(), 1), ("replicate", "shard"))
     (replicated,) = torch_compat.param_groups(fully_shard(nn.Linear(3, 5), mesh=over))
-    gone = dist.new_group([*range(dist.get_world_size())])
-    destroyed = [torch_compat.is_destroyed(gone)]
-    dist.destroy_process_group(gone)
-    destroyed.append(torch_compat.is_destroyed(gone))
     return {
         "names": (before, torch_compat.ddp_hook_name(ddp)),
         "inside": (inside, torch_compat.in_backward_pass()),
-        "fsdp1": [torch_compat.is_fsdp1(each) for each in (ddp, fsdp1, fsdp2)],
-        "fsdp2": [torch_compat.is_fsdp2(each) for each in (ddp, fsdp1, fsdp2)],
         "hook": torch_compat.fsdp1_hook(fsdp1) is print,
         "custom": (custom, torch_compat.custom_reduce_scatter(group)),
         "hsdp": [torch_compat.is_hsdp(each) for each in (group, replicated)],
         "meshes": [len(torch_compat.mesh_groups(each)) for each in (group, replicated)],
-        "destroyed": destroyed,
     }
 
 
@@ -85,13 +76,10 @@ def test_wrappers(ranks2):
         assert found == {
             "names": (None, "fp16_compress_hook"),
             "inside": ([True], False),
-            "fsdp1": [False, True, False],
-            "fsdp2": [False, False, True],
             "hook": True,
             "custom": (None, "builtin_function_or_method"),
             "hsdp": [False, True],
             "meshes": [1, 2],
-            "destroyed": [False, True],
         }
 
 

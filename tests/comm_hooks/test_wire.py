@@ -107,11 +107,6 @@ def test_nothing_finite_over_or_underflows(wire):
     assert torch.equal(read(wire, tiny), tiny)
 
 
-@by_name
-def test_zeros_are_zeros(wire):
-    assert torch.equal(read(wire, torch.zeros(300)), torch.zeros(300))
-
-
 @pytest.mark.parametrize("ratio", [10.0**-power for power in range(1, 8)])
 @pytest.mark.parametrize(("name", "bound"), [("fp16", 2.2e-4), ("int8", 1.4e-2)])
 def test_a_small_parameter_among_large_ones_is_as_exact(name, bound, ratio):

@@ -135,15 +135,6 @@ def test_shards_are_reduced_under_every_schedule(sim2, wrapper):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "wire"),
-    [("DDP", "fp16"), ("DDP", "int8"), ("FSDP2", "fp16"), ("HSDP", "fp16"), ("replicas", "fp16")],
-)
-def test_four_ranks(sim_ranks, wrapper, wire):
-    for errors, _ in sim_ranks(4).run(_errors, wrapper, wire, True):
-        assert max(errors) < 1.5 * BOUNDS[wire]
-
-
-@pytest.mark.parametrize(
     ("wrapper", "wire"), [("DDP", "fp16"), ("DDP", "int8"), ("FSDP2", "fp16"), ("FSDP2", "bf16")]
 )
 def test_two_levels(sim_ranks, wrapper, wire):
@@ -257,7 +248,7 @@ def _launches(wire: str, ranks_per_host: int) -> tuple[int, int, float]:
 
     from distamp.comm_hooks import formats
 
-    counts = {"kernels": 0, "ops": 0}
+    counts = {"kernels": 0, "ops": 0, "bytes": 0}
     inside = [False]
 
     class Ops(TorchDispatchMode):
@@ -265,6 +256,8 @@ def _launches(wire: str, ranks_per_host: int) -> tuple[int, int, float]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             out = func(*args, **(kwargs or {}))
+            if "empty" in func.name() and out.dtype is torch.uint8 and not inside[0]:
+                counts["bytes"] += out.numel()
             tags = func.tags
             # A view is no launch; neither is memory.
             view = torch.Tag.inplace_view in tags or func.is_view
@@ -289,14 +282,15 @@ def _launches(wire: str, ranks_per_host: int) -> tuple[int, int, float]:
         DistributedDataParallel(nn.Linear(8, 8).to(_device())), wire, ranks_per_host=ranks_per_host
     )
     parameter = nn.Parameter(torch.zeros(numel, device=_device()))
-    for _ in range(2):  # of each lane
-        state.average(torch.ones(numel, device=_device()), [parameter]).wait()
+    with Ops():
+        for _ in range(2):  # of each lane, which has its memory from then on
+            state.average(torch.ones(numel, device=_device()), [parameter]).wait()
+    counts["ops"] = 0
     values = torch.ones(numel, device=_device())
     names = ("encode", "decode", "sum_encode")
     with Ops(), patch.multiple(formats, **{n: one_launch(getattr(formats, n)) for n in names}):
         state.average(values, [parameter]).wait()
-    exchange = state.exchange(state.process_group, _device())
-    return counts["kernels"], counts["ops"], exchange.lanes.nbytes() / (4 * numel)
+    return counts["kernels"], counts["ops"], counts["bytes"] / (4 * numel)
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
@@ -305,4 +299,4 @@ def test_a_bucket_takes_three_kernels_and_few_launches(sim_ranks, wire, ranks_pe
     for kernels, ops, buffers in sim_ranks(4).run(_launches, wire, ranks_per_host):
         assert kernels == 3
         assert kernels + ops <= 12
-        assert buffers <= 2.25
+        assert 0 < buffers <= 2.25
