@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 
 import pytest
@@ -32,6 +33,36 @@ def _skipped_in(kind: str) -> tuple[bool, list[int]]:
 @pytest.mark.parametrize("kind", ["group", "mesh"])
 def test_a_scaler_of_some_ranks_agrees_over_these_and_names_them(ranks4, kind):
     assert ranks4.run(_skipped_in, kind) == [(False, [])] * 2 + [(True, [3])] * 2
+
+
+def _logged() -> list[str]:
+    """What rank 0 says of a step that rank 2 of its group of ranks 0 and 2 could not take."""
+    over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("part", "half"))["part"]
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistGradScaler("cpu", init_scale=2.0, process_group=over)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("distamp.scaler")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        scaler.scale(weight.sum()).backward()
+        if dist.get_rank() == 2:
+            weight.grad[0] = torch.inf
+        scaler.step(optimizer)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return lines
+
+
+def test_the_log_names_ranks_by_their_global_numbers(ranks4):
+    first, *others = ranks4.run(_logged)
+    assert len(first) == 1
+    assert "on rank 2" in first[0]
+    assert others == [[]] * 3
 
 
 def _in_another_order() -> str:
