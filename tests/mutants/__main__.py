@@ -1,7 +1,7 @@
 """Plant each fault in a copy of the tree, and say which test finds it.
 
-``python -m tests.mutants [--room R] [--only NAME] [--jobs N] [--table FILE]``; the exit status is 1
-where a fault is not found.
+``python -m tests.mutants [--room R] [--only NAME] [--jobs N] [--quick] [--table FILE]``; the exit
+status is 1 where a fault is not found.
 """
 
 from __future__ import annotations
