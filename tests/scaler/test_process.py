@@ -90,8 +90,9 @@ def test_an_iteration_of_another_trainer_in_another_thread_changes_nothing_here(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", ["optimizer", "parameters", "none"])
-@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
+@pytest.mark.parametrize(
+    ("clip", "masters"), [("optimizer", False), ("parameters", True), ("none", True)]
+)
 def test_what_is_gone_is_gone_and_leaves_nothing_in_a_scaler(clip: str, masters: bool) -> None:
     scaler = cpu_scaler(fp16_grads="master" if masters else "error")
     gone: list[weakref.ref[Any]] = []
@@ -176,7 +177,7 @@ def _trained(way: str, how: str) -> Any:
 def test_a_compiled_step_or_loss_trains_as_without(ranks2: Any, way: str) -> None:
     eager = _trained(way, "none")
     assert eager[1:] == (0.25, 2048.0, StepCounts(taken=2, skipped=1))
-    for how in ("all", "loss"):
+    for how in ("all", *(["loss"] if way == "step" else [])):
         assert _trained(way, how) == eager, how
     if way == "clip_grad_norm_":
         assert ranks2.run(_trained, way, "all") == [eager] * 2
@@ -263,26 +264,24 @@ def test_torchs_defaults_reach_no_tensor_of_ours(ranks2: Any, name: str) -> None
 # torch._dynamo, and sympy with it, when one is made.
 PROGRAM = """
 import sys, torch
-if {trains}:
-    torch.optim.SGD([torch.ones(1)], lr=1.0)
-before = set(sys.modules)
-import distamp
-if {trains}:
-    p = torch.nn.Parameter(torch.ones(1)); o = torch.optim.SGD([p], lr=1.0)
-    s = distamp.DistGradScaler("cpu")
-    s.scale((p * 0.25).sum()).backward(); s.clip_grad_norm_(o, 1.0); s.step(o); s.update()
+
 heavy = ("sympy", "mpmath", "torch._dynamo", "torch._inductor", "torch.fx.experimental")
 heavy += tuple("torch.distributed." + name for name in ("tensor", "fsdp", "checkpoint"))
-new = sorted(set(sys.modules) - before)
-print(*[name for name in new if name.startswith(heavy)])
+before = set(sys.modules)
+import distamp
+print(*[name for name in sorted(set(sys.modules) - before) if name.startswith(heavy)])
+p = torch.nn.Parameter(torch.ones(1)); o = torch.optim.SGD([p], lr=1.0)
+before = set(sys.modules)
+s = distamp.DistGradScaler("cpu")
+s.scale((p * 0.25).sum()).backward(); s.clip_grad_norm_(o, 1.0); s.step(o); s.update()
+print(*[name for name in sorted(set(sys.modules) - before) if name.startswith(heavy)])
 """
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["import", "train"])
-def test_plain_training_loads_nothing_heavy(trains: bool, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM.format(trains=trains)]
+def test_an_import_and_plain_training_load_nothing_heavy(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr[-2000:]
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr[-2000:]
 
 
 # -- a disabled scaler -----------------------------------------------------------------------------
