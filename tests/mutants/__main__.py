@@ -125,7 +125,7 @@ def main() -> int:
         def one(fault: Fault) -> None:
             tree, tries = trees.get(), tries_of(fault, known)
             try:
-                result = find(fault, tree, tries[:2] if given.quick else tries)
+                result = find(fault, tree, tries[:-1] if given.quick else tries)
             finally:
                 trees.put(tree)
             results.append(result)
