@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from distamp.autocast.op_names import Category, autocast_key, schema_of
-from distamp.autocast.thread_state import local, never_compiled
+from distamp.autocast.thread_state import Mark, mark, never_compiled
 
-__all__ = ["register"]
+__all__ = ["register", "rules_of"]
 
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 # Everything floating point but float64, which autocast leaves as it is.
@@ -32,6 +32,8 @@ _CASTABLE = frozenset(
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != torch.float64
 )
 
+#: What lists say of each op, by their mark: its name and the device type to a category.
+rules_of: dict[Mark | None, Mapping[tuple[str, str], Category]] = {None: {}}
 _lock = threading.Lock()
 _registered: set[tuple[str, str]] = set()
 # A library takes its kernels with it when it is collected.
@@ -79,7 +81,7 @@ class _Kernel:
     @never_compiled
     def call(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the op by the rule of this thread's lists, by torch's kernel where they have none."""
-        category = local.rules.get(self._slot)
+        category = rules_of.get(mark(), {}).get(self._slot)
         if category is None and self._torchs is not None:
             return self._run_torchs(keys, *args, **kwargs)
         explicit = kwargs.get("dtype") or (len(args) > self._dtype_at and args[self._dtype_at])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -13,11 +13,11 @@ import torch
 from torch import set_autocast_dtype, set_autocast_enabled
 
 from distamp.autocast import torch_lists
-from distamp.autocast.op_kernels import register
+from distamp.autocast.op_kernels import register, rules_of
 from distamp.autocast.op_names import Category, autocast_key, family, overloads, resolve
-from distamp.autocast.thread_state import local
+from distamp.autocast.thread_state import MARKS, Mark, mark
 
-__all__ = ["DynamoGuard", "Lists", "OpLists", "follow", "with_lists"]
+__all__ = ["DynamoGuard", "Lists", "OpLists", "follow", "followed", "with_lists"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ class OpLists:
 
 # The lists that a thread follows: at most one for each device type.
 Lists = tuple[tuple[str, OpLists], ...]
-_Dtypes = tuple[torch.dtype, ...]
 
 
 def with_lists(lists: Lists, device_type: str, ops: OpLists) -> Lists:
@@ -120,18 +119,23 @@ def with_lists(lists: Lists, device_type: str, ops: OpLists) -> Lists:
     return (*(each for each in lists if each[0] != device_type), (device_type, ops))
 
 
+_lists_of: dict[Mark | None, Lists] = {None: ()}
+
+
+def followed() -> Lists:
+    """The lists that the calling thread follows; () where it follows torch's own alone."""
+    return _lists_of.get(mark(), ())
+
+
 def follow(lists: Lists) -> None:
     """Make the calling thread follow these lists from now on; () is torch's own alone."""
-    if lists is local.lists:
-        return
-    rules, dtypes = _carried_out(lists) if lists else ({}, ())
-    DynamoGuard.show(dtypes)
-    local.lists, local.rules = lists, rules
+    if lists is not followed():
+        DynamoGuard.show(_carried_out(lists) if lists else ())
 
 
 @functools.cache
-def _carried_out(lists: Lists) -> tuple[Mapping[tuple[str, str], Category], _Dtypes]:
-    """What lists say of each overload and device type, unlike torch; and their mark."""
+def _carried_out(lists: Lists) -> Mark:
+    """Register what lists say of each overload and device type, unlike torch; return their mark."""
     rules: dict[tuple[str, str], Category] = {}
     for device_type, ops in lists:
         autocast_key(device_type)
@@ -140,7 +144,9 @@ def _carried_out(lists: Lists) -> tuple[Mapping[tuple[str, str], Category], _Dty
                 if torch_lists.category_in_torch(overload, device_type) is not category:
                     register(overload, device_type)
                     rules[overload.name(), device_type] = category
-    return rules, DynamoGuard.mark(lists)
+    made = DynamoGuard.mark(lists)
+    rules_of[made], _lists_of[made] = rules, lists
+    return made
 
 
 class DynamoGuard:
@@ -150,21 +156,20 @@ class DynamoGuard:
     So lists show as the dtypes of two device types that nothing computes on.
     """
 
-    # And their dtypes in a new thread.
-    _DEVICES = (("ipu", torch.float16), ("maia", torch.bfloat16))
-    _DTYPES = tuple(it for it in vars(torch).values() if isinstance(it, torch.dtype))
+    # Each once: torch.float is torch.float32.
+    _DTYPES = tuple(dict.fromkeys(it for it in vars(torch).values() if isinstance(it, torch.dtype)))
     _count = itertools.count()
     _numbers: ClassVar[dict[Lists, int]] = {}
 
     @classmethod
-    def show(cls, dtypes: _Dtypes) -> None:
+    def show(cls, dtypes: Mark) -> None:
         """Show the mark of lists, or none, in the calling thread."""
-        for i, (device_type, usual) in enumerate(cls._DEVICES):
+        for i, (device_type, usual) in enumerate(MARKS):
             set_autocast_enabled(device_type, bool(dtypes))
             set_autocast_dtype(device_type, dtypes[i] if dtypes else usual)
 
     @classmethod
-    def mark(cls, lists: Lists) -> _Dtypes:
+    def mark(cls, lists: Lists) -> Mark:
         """Give lists a mark of their own, as long as the process lives."""
         number = cls._numbers.setdefault(lists, next(cls._count))
         high, low = divmod(number, len(cls._DTYPES))

@@ -29,7 +29,7 @@ from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from distamp.autocast.op_lists import OpLists, follow, with_lists
+from distamp.autocast.op_lists import OpLists, follow, followed, with_lists
 from distamp.autocast.op_names import nearest
 from distamp.autocast.suspension import suspendable_kind, wrap
 from distamp.autocast.thread_state import local, never_compiled
@@ -173,7 +173,7 @@ class autocast(torchs_autocast):
         found_caches = is_autocast_cache_enabled()
         found_lists = None
         if self.ops is not None:
-            found_lists = local.lists
+            found_lists = followed()
             follow(with_lists(found_lists, device, self.ops))
         exported = _is_torch_function_mode_enabled() and _tell_export(
             _enter_autocast, (device, dtype, self._enabled, caches)

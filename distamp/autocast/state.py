@@ -18,7 +18,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint as torchs
 
-from distamp.autocast.op_lists import Lists, follow
+from distamp.autocast.op_lists import Lists, follow, followed
 from distamp.autocast.suspension import suspendable_kind, wrap
 from distamp.autocast.thread_state import local, never_compiled
 
@@ -60,7 +60,7 @@ class AutocastState:
     @never_compiled
     def capture(cls) -> AutocastState:
         """Take the calling thread's state."""
-        lists = local.lists
+        lists = followed()
         # What only shows torch.compile the lists is no state of its own.
         follow(())
         devices = tuple(
@@ -262,7 +262,7 @@ def custom_fwd(
     @functools.wraps(fwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dynamo_compiling():
-            ctx.op_lists = local.lists
+            ctx.op_lists = followed()
         return run(ctx, *args, **kwargs)
 
     return decorated
@@ -291,7 +291,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return run(ctx, *args, **kwargs)
-        found = local.lists
+        found = followed()
         follow(ctx.op_lists)
         try:
             return run(ctx, *args, **kwargs)

@@ -1,15 +1,15 @@
-"""What one thread has entered: its autocast regions, and the op lists it follows."""
+"""What one thread has entered: its autocast regions, and the mark of the op lists it follows."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
 
-__all__ = ["ThreadState", "local", "never_compiled"]
+__all__ = ["MARKS", "Mark", "ThreadState", "local", "mark", "never_compiled"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -25,17 +25,29 @@ class ThreadState(threading.local):
 
     Attributes:
         regions: The regions, outermost first, and what each found.
-        lists: The op lists in force, at most one for each device type; () where torch's own are.
-        rules: What these lists say of each op: its name and the device type to a category.
     """
 
     def __init__(self) -> None:
         self.regions: list[_Region] = []
-        self.lists: tuple[tuple[str, Any], ...] = ()
-        self.rules: Mapping[tuple[str, str], Any] = {}
 
 
 local = ThreadState()
+
+#: Device types that nothing computes on, whose autocast dtypes are the mark of op lists, and these
+#: dtypes in a new thread.
+MARKS = (("ipu", torch.float16), ("maia", torch.bfloat16))
+Mark = tuple[torch.dtype, ...]
+
+
+def mark() -> Mark | None:
+    """Return the mark of the op lists that this thread follows; None where it follows torch's.
+
+    It is torch's own state of a thread: torch.compile guards on it, and in a backward pass the
+    thread of a device has that of the thread which called ``backward()``.
+    """
+    if not torch.is_autocast_enabled("ipu"):
+        return None
+    return torch.get_autocast_dtype("ipu"), torch.get_autocast_dtype("maia")
 
 
 def never_compiled(fn: _F) -> _F:

@@ -16,15 +16,21 @@ __all__ = ["serve"]
 
 def serve(path: str, devices: int, *args: Any) -> None:
     """Be a process of a pool in which "cuda" is the simulated accelerator."""
+    become(path, devices)
+    from tests import ranks
+
+    ranks.serve(*args)
+
+
+def become(path: str, devices: int) -> None:
+    """Let "cuda" be the simulated accelerator in this process, which has not imported torch."""
     os.environ.update(SIM_DEVICES=str(devices), SIM_NAME="cuda")
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
-    from tests import ranks
     from tests.simulated import device
 
     device.load(path, devices, name="cuda")
     _complete_torch_cuda()
-    ranks.serve(*args)
 
 
 def _complete_torch_cuda() -> None:
