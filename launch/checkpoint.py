@@ -265,14 +265,7 @@ def _one_sentence(what: str) -> Iterator[None]:
             # One process is one process; it is no mistake.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
-    except (
-        dcp.CheckpointException,
-        OSError,
-        ValueError,
-        RuntimeError,
-        LookupError,
-        EOFError,
-    ) as error:
+    except (dcp.CheckpointException, *_FAULTS) as error:
         cause: BaseException = error
         if isinstance(error, dcp.CheckpointException):
             cause = error.failures[min(error.failures)][0]

@@ -101,10 +101,6 @@ class Logits(nn.Module):
         logits: Tensor = self.inner(input_ids=tokens, use_cache=False).logits
         return logits
 
-    def init_weights(self, module: nn.Module) -> None:
-        """Draw the weights of one layer, as transformers does."""
-        self.inner._init_weights(module)
-
 
 def build(config: Config, data: Data) -> nn.Module:
     """Build what ``--model`` names: whole, or on the meta device, for `fill` to draw its weights.
@@ -161,12 +157,10 @@ def _hugging_face(name: str, config: Config, data: Data) -> nn.Module:
         known = {"vocab_size": data.classes, **special, **given}
         there = folder.is_dir()
         settings = auto.from_pretrained(folder, **known) if there else auto.for_model(name, **known)
-        with torch.device("meta"):
-            model = Logits(transformers.AutoModelForCausalLM.from_config(settings))
+        return Logits(transformers.AutoModelForCausalLM.from_config(settings))
     except _FAULTS as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise UsageError(f"--model hf:{name}: transformers cannot build it ({first})") from None
-    return model
 
 
 @torch.no_grad()
