@@ -860,8 +860,6 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         chosen = clipping.Chosen([], [], [])
         sums, unsure = torch.zeros(2, dtype=torch.float64, device=scale.device), False
         try:
-            max_norm = clipping.positive("max_norm", max_norm)
-            norm_type = clipping.positive("norm_type", norm_type)
             if not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups"):
                 self._state(given)
             chosen = clipping.choose(given, [optimizer for optimizer, _ in own.optimizers.live()])
@@ -869,6 +867,9 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             ready = [pair for pair in pairs if pair[1]["stage"] is not OptState.UNSCALED]
             for _, record in ready:
                 check_unscale(record)
+            # Last, so that where they are wrong the ranks go on alike after update().
+            max_norm = clipping.positive("max_norm", max_norm)
+            norm_type = clipping.positive("norm_type", norm_type)
         except Exception as raised:
             error = raised
 

@@ -256,7 +256,7 @@ def _one_raises(words: str) -> Any:
     first = error_of(call, job)
     again = error_of(job.scaler.step, job.a) if words == "FP16 gradients" else None
     before = job.first.item()
-    if words in ("max_norm must be > 0", "no optimizer this scaler has"):
+    if words == "no optimizer this scaler has":
         return first, again, before, before - 0.25  # no rank goes on after such a mistake
     job.scaler.update()
     job.a.param_groups[1:] = []
