@@ -107,7 +107,7 @@ class Config:
     )
     """A level of docs/levels.md; fp32 is O0, fp16 is O1."""
     hook: str | None = None
-    """Send gradients between ranks as fp16, bf16 or int8, or auto: the fastest of them."""
+    """Send gradients between ranks as fp16, bf16 or int8; auto: fp16, int8 or none, by speed."""
     compile: bool = False
     """Compile each block."""
     checkpoint_blocks: Literal["none", "all", "selective"] = "none"
@@ -187,7 +187,8 @@ class Config:
         whole = not gpt or self.width % self.heads == 0
         self._require(whole, "width", f"a multiple of --heads {self.heads}")
         replicate, shard, tp = self.layout(world)
-        given = f"--replicate {self.replicate} --shard {self.shard} --tp {self.tp}"
+        copies = f"--replicate {self.replicate} " * (self.replicate > 0)
+        given = f"{copies}--shard {self.shard} --tp {self.tp}"
         product = f"{given}: their product must be the number of ranks, which is {world}"
         fits = min(replicate, shard) > 0 and replicate * shard * tp == world
         require(fits, f"{product} (torchrun --nproc-per-node)")

@@ -51,7 +51,7 @@ class Metrics:
         self._main = layout.rank == 0
         peak = layout.world * _peak_tflops(config, device) * 1e12
         self._utilisation = flops_per_example(model, config, data) / peak
-        self._targets = data.targets
+        self._targets, self._writes_text = data.targets, bool(data.encode and data.decode)
         self._board: Any = None
         if self._main:
             try:
@@ -131,8 +131,9 @@ class Metrics:
         self.say(f"peak memory of rank 0: {peak_memory(self._device) / 2**30:.2f} GiB")
         if ended:
             self.say(f"stopped as asked; go on with --resume {run}")
-        sample = f'python -m launch.sample {run} --prompt "def "'
-        self.say(f"Results are in {run}; for text from it:\n  {sample}")
+        self.say(f"Results are in {run}")
+        if self._writes_text:
+            self.say(f'For text from it:\n  python -m launch.sample {run} --prompt "def "')
 
     def close(self) -> None:
         """Write what is left, and draw the curves."""

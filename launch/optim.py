@@ -29,7 +29,7 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
         inside = {id(p) for block in blocks_of(model) for p in block.parameters() if p.dim() == 2}
         whole = inside and not any(isinstance(p, DTensor) for p in trained)
         hint = "it needs a model with blocks, and whole matrices: no --shard, no --tp"
-        require(whole, f"--optimizer muon: {hint}")
+        require(whole, f"--optimizer muon --shard {config.shard} --tp {config.tp}: {hint}")
         # Its updates are given the size of AdamW's, so that one learning rate fits both.
         muon = torch.optim.Muon(
             [p for p in trained if id(p) in inside],

@@ -261,7 +261,8 @@ def differing(sums: Tensor, norm_type: float, unsure: bool) -> str | None:
         return (
             "clip_grad_norm_ counts plain tensors as replicas, and the norms of their gradients "
             f"differ between ranks, from {float(least):g} to {float(most):g}. If each rank holds "
-            "another part, declare it: sharded=lambda p: True, or the group over which p is cut; "
+            "other parameters or parts (experts, stages), declare those: sharded=lambda p: p is "
+            "such a part, or the group over which it is cut; "
             "if they are replicas whose gradients differ, replicated=lambda p: True"
         )
     values = parts.tolist()
