@@ -207,7 +207,7 @@ def _compiled(reducer: str) -> tuple[float, dict[str, int]]:
         (
             "python_reducer",
             # Of every weight and bias one.
-            {"gradient all-reduced as it is by torch.compile's Python reducer": 6},
+            {"gradient all-reduced by torch.compile's Python reducer": 6},
         ),
     ],
 )
