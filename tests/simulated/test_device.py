@@ -250,7 +250,9 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: " ".join([case[0].__name__, *map(str, case[1:])])
+)
 def test_a_model_trains_as_on_the_cpu(sim, case):
     function, *arguments = case
     here = sim.one(function, "cpu", *arguments)
