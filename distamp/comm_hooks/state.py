@@ -30,6 +30,22 @@ __all__ = ["CommHookState", "fits", "reals_in", "state_of"]
 _VERSION = 5
 
 
+def _is_state(state: Any) -> bool:
+    """Return whether this is what `CommHookState.state_dict` returns, undamaged."""
+    kinds = {"version": int, "levels": str, "scaled": bool, "residuals": dict}
+    if not isinstance(state, Mapping) or any(type(state.get(k)) is not kinds[k] for k in kinds):
+        return False
+    lists = [*state["residuals"].values()]
+    tensors = [each for residuals in lists if isinstance(residuals, list) for each in residuals]
+    return (
+        state["version"] == _VERSION
+        and all(isinstance(names, tuple) for names in state["residuals"])
+        and all(isinstance(residuals, list) for residuals in lists)
+        and all(isinstance(it, Tensor) and it.dtype is torch.float32 for it in tensors)
+        and all(bool(it.isfinite().all()) for it in tensors)
+    )
+
+
 def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
     """Return whether gradients do not grow on the wire."""
     return wire.block_bytes <= BLOCK * dtype.to_real().itemsize
@@ -266,8 +282,7 @@ class CommHookState:
         Raises:
             ValueError: It is something else, or of a version that this distamp does not read.
         """
-        version = state_dict.get("version") if isinstance(state_dict, Mapping) else None
-        if version != _VERSION:
+        if not _is_state(state_dict):
             raise ValueError(
                 f"{state_dict!r:.80} is no state of a hook that this distamp reads (version "
                 f"{_VERSION}): load what hook.state_dict() returned"
