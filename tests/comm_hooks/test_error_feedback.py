@@ -89,7 +89,7 @@ def _equal(wire: str, scales: tuple[float, float], bad: int | None) -> tuple[boo
 
 @pytest.mark.parametrize("wire", FED_BACK)
 def test_the_loss_scale_does_not_matter(ranks2, wire):
-    assert ranks2.run(_equal, wire, (1.0, 2.0**16), None) == [(True, True)] * 2
+    assert ranks2.run(_equal, wire, (1.0, 2.0**24), None) == [(True, True)] * 2
 
 
 class _TwoParts(nn.Module):
