@@ -187,7 +187,7 @@ class Config:
         whole = not gpt or self.width % self.heads == 0
         self._require(whole, "width", f"a multiple of --heads {self.heads}")
         replicate, shard, tp = self.layout(world)
-        copies = f"--replicate {self.replicate} " * (self.replicate > 0)
+        copies = f"--replicate {self.replicate} " if self.replicate else ""
         given = f"{copies}--shard {self.shard} --tp {self.tp}"
         product = f"{given}: their product must be the number of ranks, which is {world}"
         fits = min(replicate, shard) > 0 and replicate * shard * tp == world

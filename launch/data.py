@@ -67,6 +67,11 @@ class Data:
     decode: Any = None
 
     @property
+    def of_text(self) -> bool:
+        """Whether what is read can be written as text, and back."""
+        return bool(self.encode and self.decode)
+
+    @property
     def of_bytes(self) -> bool:
         """Whether each token is a byte, whose loss is known in bits."""
         return self.decode is _to_text

@@ -51,7 +51,7 @@ class Metrics:
         self._main = layout.rank == 0
         peak = layout.world * _peak_tflops(config, device) * 1e12
         self._utilisation = flops_per_example(model, config, data) / peak
-        self._targets, self._writes_text = data.targets, bool(data.encode and data.decode)
+        self._targets, self._of_text = data.targets, data.of_text
         self._board: Any = None
         if self._main:
             try:
@@ -132,7 +132,7 @@ class Metrics:
         if ended:
             self.say(f"stopped as asked; go on with --resume {run}")
         self.say(f"Results are in {run}")
-        if self._writes_text:
+        if self._of_text:
             self.say(f'For text from it:\n  python -m launch.sample {run} --prompt "def "')
 
     def close(self) -> None:

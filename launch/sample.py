@@ -62,7 +62,7 @@ def main(
     require(min(tokens, temperature, top_k) >= 0 and prompt, ranges)
     config, data, model, device = load_run(run)
     unread = f"{run}: its data are not text; for tokens of a .bin, train with --tokenizer"
-    require(data.encode and data.decode, unread)
+    require(data.of_text, unread)
     torch.manual_seed(seed)
     begin = torch.tensor(data.encode(prompt), device=device)
     level = config.level
