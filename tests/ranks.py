@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import gc
 import itertools
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -36,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.place import device_type
 
-__all__ = ["Died", "RankError", "RankPool", "mesh", "serve", "subgroup"]
+__all__ = ["Died", "RankError", "RankPool", "logged", "mesh", "serve", "subgroup"]
 
 # What a rank is likely to need; the server imports it once and every rank inherits it.
 PRELOAD = [
@@ -496,6 +497,21 @@ def _die_with_parent() -> None:
 # -- helpers for the functions that run on ranks ------------------------------------------------
 
 _kept: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """What a logger says at INFO meanwhile, on a rank, where there is no ``caplog``."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def mesh(shape: Sequence[int], names: Sequence[str], device: str | None = None) -> DeviceMesh:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from distamp import comm_hooks
 from distamp.comm_hooks import fsdp2
 from distamp.comm_hooks.auto import as_it_is, timed_choice
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
-from tests.ranks import mesh
+from tests.ranks import logged, mesh
 
 WIDTHS = (31, 97, 64, 5)
 
@@ -61,18 +60,9 @@ def _chosen(wrapper: str) -> tuple[str, str, list[str], str, bool, float, bool, 
     """What was chosen, from what, the log, whether ranks agree on gradients, how exact they are."""
     model, options = _wrap(wrapper, mlp(*WIDTHS))
     plain = DistributedDataParallel(mlp(*WIDTHS))
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("distamp.comm_hooks")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     before = torch.random.get_rng_state()
-    try:
+    with logged("distamp.comm_hooks") as records:
         state = comm_hooks.register(model, "auto", **options)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
     untouched = torch.equal(before, torch.random.get_rng_state())
     untouched &= all(p.grad is None for p in model.parameters())
     for each in (model, plain):
@@ -110,12 +100,12 @@ def _chosen(wrapper: str) -> tuple[str, str, list[str], str, bool, float, bool, 
 def test_all_ranks_choose_alike_and_say_so(ranks, size, wrapper):
     answers = ranks(size).run(_chosen, wrapper)
     wire, first, *_ = answers[0]
-    for rank, (_, choice, ways, logged, same, error, untouched, message) in enumerate(answers):
+    for rank, (_, choice, ways, said, same, error, untouched, message) in enumerate(answers):
         assert choice == first, "and from the same times"
         assert wire in ways == ["fp32", "fp16", "int8"][: 3 if wrapper == "DDP" else 2]
         assert message.startswith(f"auto chose {wire}")
-        assert message.startswith(logged or "auto"), "the same line, and on rank 0 alone"
-        assert bool(logged) == (rank == 0)
+        assert message.startswith(said or "auto"), "the same line, and on rank 0 alone"
+        assert bool(said) == (rank == 0)
         assert same
         assert error <= (1e-6 if wire == "fp32" else 2 * BOUNDS[wire])
         assert untouched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 
 import pytest
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distamp import DistGradScaler
 from distamp.errors import LockstepError, StageError
+from tests.ranks import logged
 
 
 def _skipped_in(kind: str) -> tuple[bool, list[int]]:
@@ -41,20 +41,11 @@ def _logged() -> list[str]:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = DistGradScaler("cpu", init_scale=2.0, process_group=over)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("distamp.scaler")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged("distamp.scaler") as lines:
         scaler.scale(weight.sum()).backward()
         if dist.get_rank() == 2:
             weight.grad[0] = torch.inf
         scaler.step(optimizer)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
     return lines
 
 
