@@ -141,9 +141,8 @@ def unscale(
         One 0-d flag for each device that holds gradients, ``found_inf`` itself on its own device.
     """
     groups = _grouped(gradients)
-    for _, dtype in groups:
-        if dtype is torch.float16 and not allow_fp16:
-            refuse_fp16([dtype])
+    if not allow_fp16:
+        refuse_fp16([dtype for _, dtype in groups])
     flags: dict[torch.device, Tensor] = {}
     scales: dict[torch.device, Tensor] = {}
     for (device, _), ((group,), _) in groups.items():

@@ -70,7 +70,7 @@ _INSIDE = frozenset(_HOLDING)
 
 def _inside(optimizer: Any) -> Any:
     attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
-    for name in ("optimizer", "_optimizer") if not _INSIDE.isdisjoint(attributes) else ():
+    for name in ("optimizer", "_optimizer"):
         inner = attributes.get(name)
         if inner is not optimizer and hasattr(inner, "step"):
             groups = getattr(optimizer, "param_groups", None)

@@ -119,6 +119,7 @@ def with_lists(lists: Lists, device_type: str, ops: OpLists) -> Lists:
     return (*(each for each in lists if each[0] != device_type), (device_type, ops))
 
 
+# By their mark.
 _lists_of: dict[Mark | None, Lists] = {None: ()}
 
 
@@ -150,7 +151,7 @@ def _carried_out(lists: Lists) -> Mark:
 
 
 class DynamoGuard:
-    """Shows torch.compile which op lists a thread follows, so that it keeps a graph for each.
+    """Marks which op lists a thread follows, so that torch.compile keeps a graph for each.
 
     torch.compile guards on the autocast state of every device type, and on nothing that is ours.
     So lists show as the dtypes of two device types that nothing computes on.

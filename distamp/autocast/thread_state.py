@@ -36,6 +36,7 @@ local = ThreadState()
 #: Device types that nothing computes on, whose autocast dtypes are the mark of op lists, and these
 #: dtypes in a new thread.
 MARKS = (("ipu", torch.float16), ("maia", torch.bfloat16))
+_HIGH, _LOW = (device_type for device_type, _ in MARKS)
 Mark = tuple[torch.dtype, ...]
 
 
@@ -45,9 +46,9 @@ def mark() -> Mark | None:
     It is torch's own state of a thread: torch.compile guards on it, and in a backward pass the
     thread of a device has that of the thread which called ``backward()``.
     """
-    if not torch.is_autocast_enabled("ipu"):
+    if not torch.is_autocast_enabled(_HIGH):
         return None
-    return torch.get_autocast_dtype("ipu"), torch.get_autocast_dtype("maia")
+    return torch.get_autocast_dtype(_HIGH), torch.get_autocast_dtype(_LOW)
 
 
 def never_compiled(fn: _F) -> _F:

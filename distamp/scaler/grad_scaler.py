@@ -687,7 +687,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if new_scale is None:
             flags: list[Tensor] = []
             for record in records.values():
-                if record["stage"] is not OptState.UNSCALED or not is_carried(record):
+                if not is_carried(record):
                     flags += record["found_inf_per_device"].values()
             if not flags:
                 raise StageError("No inf checks were recorded prior to update.")

@@ -105,11 +105,12 @@ class Ranks:
         # Calls that change a rank and need no message, counted from there too: a step after
         # unscale_, or a scale set to what it was set to before. One left out shows at the next.
         self.steps = 0
-        self._next_place = 0
         # Whether the ranks have told each other that one of them scales its loss.
         self._scales = False
-        # In which order optimizers came first, since the first message over the group.
+        # In which order optimizers came first, since the first message over the group; those that
+        # are gone are counted too.
         self._places: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._next_place = 0
         self._group: Group | None = None
         self._of_mesh: dist.ProcessGroup | None = None
         # Replies and outcomes of steps that are on their way from a device to the host.
@@ -141,6 +142,7 @@ class Ranks:
         if self.lost is not None:
             raise StageError(self.lost)
         given = self.given
+        # Whether it is a mesh is asked in Python, for which a small step need not wait.
         if given is not None and isinstance(given, DeviceMesh):
             if self._of_mesh is None:
                 self._of_mesh = resolve(given)
