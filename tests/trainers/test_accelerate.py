@@ -103,12 +103,14 @@ def train(
     settings: dict[str, Any] | None = None,
     optimizers: int = 1,
     fsdp: int | None = None,
+    scaler: dict[str, Any] | None = None,
 ) -> Run:
     """A loop as Accelerate's documentation writes it."""
     accelerator = accelerator_with(ours, parts, fsdp=fsdp)
     from distamp.integrations.accelerate import prepare
 
     run = Run()
+    scaler = {"init_scale": SCALE} | (scaler or {})
     net = model()
     net[0].register_forward_hook(lambda module, inputs, out: run.dtypes.add(out.dtype))
     pieces = [net] if optimizers == 1 else list(net[::2])
@@ -120,10 +122,10 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(made[0], lambda n: 1 / (n + 1))
     loader = DataLoader(data(), batch_size=2)
     if ours == "before":
-        prepare(accelerator, comm_hook=comm_hook, init_scale=SCALE)
+        prepare(accelerator, comm_hook=comm_hook, **scaler)
     net, loader, schedule, *made = accelerator.prepare(net, loader, schedule, *made)
     if ours == "after":
-        prepare(accelerator, net, comm_hook=comm_hook, init_scale=SCALE)
+        prepare(accelerator, net, comm_hook=comm_hook, **scaler)
     if load is not None:
         accelerator.load_state(load)
     backwards = 0
@@ -217,6 +219,17 @@ def test_a_hook_compresses_and_brings_the_news(ranks2, when):
     assert together(runs)
     assert all(run.hooked for run in runs)
     assert runs[0].skipped == [step == FAULT for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_hook_keeps_follows_the_loss_scale(ranks2, when):
+    options = {"comm_hook": "int8", "fault": False}
+    constant, growing = (
+        ranks2.run(train, when, **options, scaler={"init_scale": 1.0, "growth_interval": every})
+        for every in (99, 1)
+    )
+    assert growing[0].scale == 2.0**STEPS
+    assert growing[0].weights == constant[0].weights
 
 
 # -- Accelerate's own FSDP -------------------------------------------------------------------------

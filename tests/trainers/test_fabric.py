@@ -21,6 +21,7 @@ def train(
     devices: int = 2,
     clip: dict[str, Any] | None = None,
     fault: bool = True,
+    clips: int = 1,
     optimizer: str = "AdamW",
     **settings: Any,
 ) -> tuple[float, float, list[float]]:
@@ -63,7 +64,7 @@ def train(
         closure()
         if fault:
             plant_inf(net.parameters(), step)
-        if clip:
+        for _ in range(clips if clip else 0):
             fabric.clip_gradients(
                 wrapped,
                 stepper,
@@ -95,6 +96,12 @@ def test_a_fused_optimizer_is_clipped_as_one_that_is_not(ranks2, clip):
 def test_lbfgs_is_refused():
     with pytest.raises(RuntimeError, match="closure"):
         train(devices=1, optimizer="LBFGS")
+
+
+@in_ranks
+def test_a_second_clip_before_the_step_finds_them_clipped():
+    once, twice = (train(devices=1, clip={"clip_val": 0.01}, clips=n) for n in (1, 2))
+    assert once == twice
 
 
 @in_ranks
