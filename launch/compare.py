@@ -5,11 +5,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from launch.config import flag, read_config, refusing, require
+from launch.config import flag, program, read_config, require
 from launch.metrics import Record, draw, read_records
 
 
@@ -65,4 +64,4 @@ def main(runs: list[Path], /, out: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(refusing(lambda: tyro.cli(main)))
+    sys.exit(program("launch.compare", main))

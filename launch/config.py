@@ -1,15 +1,20 @@
 """What a run is asked to do: one dataclass, which tyro makes the command line of."""
 
 import contextlib
+import functools
 import importlib
+import inspect
+import io
+import itertools
 import json
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +34,9 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "0 or more": (
         lambda value: value >= 0,
-        "workers replicate warmup weight_decay clip keep seed",
+        "workers replicate warmup weight_decay clip keep seed peak_tflops",
     ),
     "more than 0, or -1": (lambda value: value > 0 or value == -1, "shard"),
-    "more than 0, or left out": (lambda value: value is None or value > 0, "peak_tflops"),
     "at least 0 and below 1": (lambda value: 0 <= value < 1, "dropout ema"),
     "between 0 and 1": (lambda value: 0 <= value <= 1, "final_lr"),
     "finite": (math.isfinite, "lr weight_decay clip init_scale"),
@@ -166,8 +170,8 @@ class Config:
     """Minutes after which to save and end."""
     tensorboard: bool = False
     """Write the records for TensorBoard too."""
-    peak_tflops: float | None = None
-    """Of one device, for the utilisation (MFU). Default: known of NVIDIA's A100 to B200."""
+    peak_tflops: float = 0.0
+    """Of one device, for the utilisation (MFU); 0: as known of NVIDIA's A100 to B200."""
 
     @property
     def level(self) -> Precision:
@@ -261,7 +265,7 @@ def checkpoint_of(resume: Path) -> tuple[Path, Path]:
     run = resume.parents[1] if resume.name.startswith("step-") else resume
     whole = [path for path in checkpoints_of(run) if resume in (run, path)]
     what = "no whole checkpoint there" if resume.is_dir() else "no such run"
-    require(whole, f"--resume {resume}: {what}")
+    require(whole, f"{resume}: {what}")
     return run, whole[0]
 
 
@@ -274,26 +278,71 @@ def parse(args: Sequence[str] | None = None) -> Config:
         args: None: those of the process.
 
     Raises:
-        UsageError: The run to go on from is not there.
-        SystemExit: Of tyro, which has printed why.
+        UsageError: It cannot be read, or the run to go on from is not there.
     """
-    # Every rank reads the same flags; the first of each machine speaks.
-    speaks = _speaks()
-    given = tyro.cli(Config, args=args, console_outputs=speaks)
+    prog = "launch/train.py"
+    given: Config = read_flags(Config, prog, args)
     again = given.auto_resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     resume = given.run_dir if again and checkpoints_of(given.run_dir) else given.resume
     if resume is not None:
         run, _ = checkpoint_of(resume)
         old = replace(read_config(run), run_dir=run, overwrite=False, auto_resume=False)
-        given = tyro.cli(Config, args=args, default=old, console_outputs=speaks)
+        given = read_flags(Config, prog, args, default=old)
     # A run that was killed before its first checkpoint starts again.
     given = replace(given, resume=resume, overwrite=given.overwrite or again)
     given.check(int(os.environ.get("WORLD_SIZE", "1")))
     return given
 
 
-def _speaks() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def read_flags(f: Any, prog: str, args: Sequence[str] | None = None, **default: Any) -> Any:
+    """Call ``f`` with what the command line says, by tyro; ``--help`` prints, and ends.
+
+    Args:
+        f: A class or a function.
+        prog: What the program is called.
+        args: None: those of the process.
+        default: ``default=`` an instance, whose values count where no flag is given.
+
+    Raises:
+        UsageError: A flag or a value cannot be read.
+    """
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            found, unknown = tyro.cli(
+                f,
+                prog=prog,
+                args=args,
+                return_unknown_args=True,
+                console_outputs=_speaks(),
+                **default,
+            )
+    except SystemExit as done:
+        if not done.code:
+            raise
+        # tyro draws a box around it, with a rule below what is wrong.
+        lines = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]
+        fault = " ".join(itertools.takewhile(lambda line: "──" not in line, lines))
+        raise UsageError(fault.removeprefix("Error parsing ")) from None
+    if unknown:
+        hint = near(unknown[0], map(flag, inspect.signature(f).parameters))
+        raise UsageError(f"{unknown[0]}: no such flag or value{hint}")
+    return found
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return a question after what is known and written alike, or nothing."""
+    return "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
+
+
+def program(name: str, main: Callable[..., None]) -> int:
+    """Run a function as ``python -m NAME``, its arguments as flags; return the exit code."""
+
+    @functools.wraps(main)
+    def later(*args: Any, **flags: Any) -> Callable[[], None]:
+        return functools.partial(main, *args, **flags)
+
+    return refusing(lambda: read_flags(later, f"python -m {name}")())
 
 
 def refusing(body: Callable[[], None]) -> int:
@@ -304,18 +353,19 @@ def refusing(body: Callable[[], None]) -> int:
     """
     try:
         body()
+        return 0
     except UsageError as error:
         if _speaks():
             print(f"error: {error}", file=sys.stderr, flush=True)
-    except SystemExit as done:
-        if not done.code:
-            return 0
-    else:
-        return 0
-    if not _speaks():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
-        time.sleep(10)
+            return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    time.sleep(10)
     return 2
+
+
+def _speaks() -> bool:
+    """Whether this is the first rank of its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def arguments(pairs: Sequence[str]) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import tyro
 from torch import nn
 
 from distamp import autocast
 from launch.checkpoint import load_weights
-from launch.config import Config, checkpoint_of, read_config, refusing
+from launch.config import Config, checkpoint_of, program, read_config
 from launch.data import Data, load_data
 from launch.model import build, fill, is_empty, loss_of, mean_loss
 from launch.parallel import Layout, pick_device
@@ -88,13 +87,13 @@ def load_run(path: Path, data: str | None = None) -> tuple[Config, Data, nn.Modu
     return config, found, model, device
 
 
-def main(run: Path, /, data: str | None = None, examples: int | None = None) -> None:
+def main(run: Path, /, data: str | None = None, examples: int = 0) -> None:
     """Print the loss of a run's newest checkpoint; of the weights' average, if it has one.
 
     Args:
         run: The folder of a run, or one of its checkpoints.
         data: Another text, or tokens, in place of the run's; the last tenth of it is read.
-        examples: How many held-out examples. Default: all.
+        examples: How many held-out examples; 0: all.
     """
     config, found, model, device = load_run(run, data)
     config = replace(config, eval_examples=examples or len(found.held_out), accumulate=1)
@@ -105,4 +104,4 @@ def main(run: Path, /, data: str | None = None, examples: int | None = None) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(refusing(lambda: tyro.cli(main)))
+    sys.exit(program("launch.evaluate", main))

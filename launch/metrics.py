@@ -14,7 +14,8 @@ from torch import nn
 
 from launch.config import Config, UsageError, write_whole
 from launch.data import Data
-from launch.parallel import Layout, blocks_of
+from launch.model import blocks_of
+from launch.parallel import Layout
 
 Record = dict[str, Any]
 
@@ -157,7 +158,7 @@ def flops_per_example(model: nn.Module, config: Config, data: Data) -> float:
 
 
 def _peak_tflops(config: Config, device: torch.device) -> float:
-    if config.peak_tflops is not None:
+    if config.peak_tflops:
         return config.peak_tflops
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for known, peak in _PEAK_TFLOPS.items() if known in name), math.inf)

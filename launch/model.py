@@ -1,9 +1,10 @@
 """The models: a GPT, those of transformers, and the user's own; and how they get their weights."""
 
+import copy
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ class Logits(nn.Module):
         logits: Tensor = self.inner(input_ids=tokens, use_cache=False).logits
         return logits
 
+    def init_weights(self, module: nn.Module) -> None:
+        """Draw the weights that have memory: transformers draws all of them, once."""
+        self.inner.initialize_weights()
+
 
 def build(config: Config, data: Data) -> nn.Module:
     """Build what ``--model`` names: whole, or on the meta device, for `fill` to draw its weights.
@@ -120,7 +125,7 @@ def build(config: Config, data: Data) -> nn.Module:
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether a model is on the meta device; it has an ``init_weights`` for each of its layers."""
+    """Whether a model is on the meta device; its ``init_weights`` draws a layer."""
     return any(p.is_meta for p in model.parameters())
 
 
@@ -157,18 +162,28 @@ def _hugging_face(name: str, config: Config, data: Data) -> nn.Module:
         known = {"vocab_size": data.classes, **special, **given}
         there = folder.is_dir()
         settings = auto.from_pretrained(folder, **known) if there else auto.for_model(name, **known)
-        return Logits(transformers.AutoModelForCausalLM.from_config(settings))
+        with torch.device("meta"):
+            make = transformers.AutoModelForCausalLM.from_config
+            return Logits(make(settings, dtype=torch.float32))
     except _FAULTS as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        first = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
         raise UsageError(f"--model hf:{name}: transformers cannot build it ({first})") from None
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return what is gathered, compiled or checkpointed as one: members of the ModuleLists."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += [*child] if isinstance(child, nn.ModuleList) else blocks_of(child)
+    return found
 
 
 @torch.no_grad()
 def fill(model: nn.Module, made: Any, seed: int, device: torch.device) -> None:
-    """Give a model on the meta device its memory and its weights, one layer at a time.
+    """Give a model on the meta device its memory and its weights, one block at a time.
 
-    Each rank draws every layer whole, from a seed made of its name, and keeps its shard; so a run
-    starts with the same weights in every layout, and takes the memory of the shards and one layer.
+    Each rank draws a block whole, from a seed made of its name, and keeps its shard; so a run
+    starts with the same weights in every layout, and takes the memory of the shards and one block.
 
     Args:
         model: To be filled, sharded or not.
@@ -180,18 +195,31 @@ def fill(model: nn.Module, made: Any, seed: int, device: torch.device) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)  # layers go on sharing weights
     model.to_empty(device=device)
     torch.__future__.set_swap_module_params_on_conversion(before)
-    for name, layer in made.named_modules():
-        own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
-        if not own:
+    blocks = {*blocks_of(made)}
+    inside = {layer for block in blocks for layer in block.modules()} - blocks
+    drawn: set[Tensor] = set()
+    for name, part in made.named_modules():
+        whole_block = part in blocks
+        own = {key: each for key, each in _tensors(part, whole_block) if each not in drawn}
+        if part in inside or not own:
             continue
+        drawn |= {*own.values()}
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
-        layer.to_empty(device="cpu", recurse=False)
-        made.init_weights(layer)
-        target = model.get_submodule(name)
+        # Nothing but this part of the copy has memory, so drawing the rest does nothing.
+        whole = copy.deepcopy(made)
+        layer = whole.get_submodule(name).to_empty(device="cpu", recurse=whole_block)
+        for each in layer.modules() if whole_block else (layer,):
+            if any(_tensors(each, False)):
+                whole.init_weights(each)
+        values, targets = dict(_tensors(layer)), dict(_tensors(model.get_submodule(name)))
         for key in own:
-            _keep(getattr(target, key), getattr(layer, key))
-        layer.to_empty(device="meta", recurse=False)
+            _keep(targets[key], values[key])
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
 
 
 def _keep(tensor: Tensor, whole: Tensor) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from launch.config import Config, UsageError, load_own, require
-from launch.parallel import blocks_of
+from launch.config import Config, UsageError, load_own, near, require
+from launch.model import blocks_of
 
 
 def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
@@ -38,7 +38,8 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
             adjust_lr_fn="match_rms_adamw",
         )
         return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
-    require(":" in name, f"--optimizer {name}: it must be adamw, sgd, muon or module:Class")
+    hint = near(name, ("adamw", "sgd", "muon"))
+    require(":" in name, f"--optimizer {name}: it must be adamw, sgd, muon or module:Class{hint}")
     own = load_own("--optimizer", name)
     try:
         return [own(_groups(trained, config), lr=config.lr)]

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from launch.config import Config, require
-from launch.model import GPT
+from launch.model import GPT, blocks_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -122,14 +122,6 @@ class Layout:
         return [value / self.tp for value in packed.tolist()]
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return what is gathered, compiled or checkpointed as one: members of the ModuleLists."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += [*child] if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return found
-
-
 def prepare_blocks(model: nn.Module, config: Config) -> None:
     """Checkpoint and compile the blocks; only their forward changes, so names stay.
 
@@ -137,16 +129,17 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
         UsageError: The model has no blocks.
     """
     blocks: list[Any] = [*blocks_of(model)]
-    wanted = config.compile or config.checkpoint_blocks != "none"
-    missing = f"--model {config.model}: it has no blocks (members of a ModuleList)"
-    require(blocks or not wanted, missing)
-    again: dict[str, Any] = {"use_reentrant": False}
+    again = config.checkpoint_blocks != "none"
+    wanted = f"--checkpoint-blocks {config.checkpoint_blocks}" if again else "--compile"
+    missing = f"{wanted}: --model {config.model} has no blocks (members of a ModuleList)"
+    require(blocks or not (again or config.compile), missing)
+    how: dict[str, Any] = {"use_reentrant": False}
     if config.checkpoint_blocks == "selective":
         contexts = checkpoint.create_selective_checkpoint_contexts
-        again["context_fn"] = functools.partial(contexts, _policy)
+        how["context_fn"] = functools.partial(contexts, _policy)
     for block in blocks:
-        if config.checkpoint_blocks != "none":
-            block.forward = functools.partial(checkpoint.checkpoint, block.forward, **again)
+        if again:
+            block.forward = functools.partial(checkpoint.checkpoint, block.forward, **how)
         if config.compile:  # last, so that the compiler sees what is to be computed again
             block.forward = torch.compile(block.forward)
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 from distamp import autocast
-from launch.config import refusing, require
+from launch.config import program, require
 from launch.evaluate import load_run
 
 
@@ -73,4 +72,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(refusing(lambda: tyro.cli(main)))
+    sys.exit(program("launch.sample", main))
