@@ -255,8 +255,8 @@ def checkpoints_of(run: Path) -> list[Path]:
     return sorted((p.parent for p in run.glob("checkpoints/step-*/.metadata")), reverse=True)
 
 
-def checkpoint_of(resume: Path) -> tuple[Path, Path]:
-    """Return the folder of the run, and the checkpoint, that ``--resume`` names.
+def checkpoint_of(resume: Path, flag: str = "") -> tuple[Path, Path]:
+    """Return the folder of a run, and its newest checkpoint or the one that is named.
 
     Raises:
         UsageError: There is no whole one.
@@ -265,7 +265,7 @@ def checkpoint_of(resume: Path) -> tuple[Path, Path]:
     run = resume.parents[1] if resume.name.startswith("step-") else resume
     whole = [path for path in checkpoints_of(run) if resume in (run, path)]
     what = "no whole checkpoint there" if resume.is_dir() else "no such run"
-    require(whole, f"{resume}: {what}")
+    require(whole, f"{flag}{resume}: {what}")
     return run, whole[0]
 
 
@@ -285,7 +285,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
     again = given.auto_resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     resume = given.run_dir if again and checkpoints_of(given.run_dir) else given.resume
     if resume is not None:
-        run, _ = checkpoint_of(resume)
+        run, _ = checkpoint_of(resume, "--resume ")
         old = replace(read_config(run), run_dir=run, overwrite=False, auto_resume=False)
         given = read_flags(Config, prog, args, default=old)
     # A run that was killed before its first checkpoint starts again.

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from launch.config import Config, UsageError, load_own, require
 
 Tokens = np.ndarray[Any, Any]
-# What the first number of llm.c's files says of their tokens.
-_LLM_C = {20240520: "uint16", 20240801: "uint32"}
 # What distributions put among the standard library, and what they leave out of it.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -181,17 +179,10 @@ def _load(config: Config) -> Data:
 
 
 def _tokens(path: Path, dtype: str) -> tuple[Tokens, Tokens]:
-    if path.is_file():
-        return _split(_map(path, dtype))
-    train, held_out = _map(path / "train.bin", dtype), path / "val.bin"
-    return (train, _map(held_out, dtype)) if held_out.exists() else _split(train)
-
-
-def _map(path: Path, dtype: str) -> Tokens:
-    """NanoGPT's files are tokens and nothing else; llm.c's begin with a header that says which."""
-    with path.open("rb") as file:
-        known = _LLM_C.get(int.from_bytes(file.read(4), "little"))
-    return np.memmap(path, known or dtype, "r", offset=1024 if known else 0)
+    """Map nanoGPT's files, which are tokens and nothing else."""
+    files = [file for file in (path, path / "train.bin", path / "val.bin") if file.is_file()]
+    parts = [np.memmap(file, dtype, "r") for file in files]
+    return (parts[0], parts[1]) if len(parts) > 1 else _split(parts[0])
 
 
 def _text(path: Path | None) -> tuple[str, bytes]:

@@ -35,9 +35,7 @@ def main() -> None:
         torn = 0
         for kill in range(1, given.kills + 1):
             been = (0, len(jobs.records(run)))  # until it is under way again; then anywhere
-            killed_after(
-                pool, run, args, lambda n, been=been: n not in been, chance.uniform(0, 1.0)
-            )
+            killed_after(pool, run, args, been, chance.uniform(0, 1.0))
             whole = {path.name for path in checkpoints_of(run)}
             torn += any(path.name > max(whole, default="") for path in run.glob("checkpoints/*"))
             print(f"kill {kill}: {len(jobs.records(run))} records, {len(whole)} whole", flush=True)

@@ -6,49 +6,38 @@ import contextlib
 import io
 import json
 import os
-import subprocess
-import sys
+import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from launch.config import UsageError, parse
 from launch.train import run
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "launch" / "train.py"
 # A model small enough that the processes' start is most of a run.
 TINY = ("--layers", 2, "--width", 16, "--heads", 4, "--block", 16, "--batch", 8)
 TINY = (*TINY, "--eval-examples", 16, "--warmup", 3, "--lr", 1e-2)
+# In fp16, with steps that overflow at the start and whenever the scale has grown.
+FP16 = ("--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 2)
 # No run here takes a tenth of this, but on a machine that has much else to do.
 TIMEOUT_S = 300.0
 
 Rows = list[dict[str, Any]]
 
 
-def text_file(folder: Path, kilobytes: int = 32) -> Path:
-    """A text with something to learn in it."""
+def text_file(folder: Path) -> Path:
+    """A text of 32 KB with something to learn in it."""
     path = folder / "text.txt"
-    rows = (f"row {i}: {i} times {i % 7} is {i * (i % 7)}\n" for i in range(60 * kilobytes))
-    path.write_text("".join(rows)[: kilobytes * 1024])
+    rows = (f"row {i}: {i} times {i % 7} is {i * (i % 7)}\n" for i in range(1920))
+    path.write_text("".join(rows)[: 32 * 1024])
     return path
-
-
-def torchrun(processes: int, *args: object, max_restarts: int = 0) -> list[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    start += ["--max-restarts", str(max_restarts), "--nproc-per-node", str(processes)]
-    return [*start, str(SCRIPT), *map(str, args)]
-
-
-def start(command: list[str], log: Path | None = None) -> subprocess.Popen[bytes]:
-    """Start a program in a folder that is not the repository's."""
-    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment = {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with (log or Path(os.devnull)).open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd="/")
 
 
 def train(folder: Path, *runs: Sequence[object]) -> Rows:
@@ -82,6 +71,14 @@ def here() -> Iterator[None]:
         yield
 
 
+def until(folder: Path, step: int) -> None:
+    """Wait until a run has a record of this step."""
+    end = time.monotonic() + TIMEOUT_S
+    while not any(row["step"] >= step for row in records(folder)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def records(folder: Path) -> Rows:
     """What a run has recorded, but for what depends on the machine's load."""
     path = folder / "metrics.jsonl"
@@ -92,3 +89,12 @@ def records(folder: Path) -> Rows:
 
 def losses(rows: Rows) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
+
+
+def weights(run: Path, step: int, kind: str = "model.") -> torch.Tensor:
+    reader = dcp.FileSystemReader(run / "checkpoints" / f"step-{step:08d}")
+    saved = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(s.size) for name, s in saved.items() if name.startswith(kind)}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(found, storage_reader=reader)
+    return torch.cat([found[name].flatten() for name in sorted(found)])

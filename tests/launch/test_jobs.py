@@ -1,60 +1,40 @@
-"""The launcher as a job of torchrun's: killed, stopped, and given bad input."""
+"""The launcher as a job: killed, asked to end, and given a bad flag under torchrun."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from launch.train import main
 from tests.launch import jobs
-from tests.launch.jobs import TINY
+from tests.launch.jobs import FP16, TINY
 from tests.ranks import RankError, RankPool
 
 pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(600)]
 
-RUN = (*TINY, "--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 2)
-RUN = (*RUN, "--dropout", 0.1, "--steps", 18, "--save-every", 3)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.text_file(tmp_path_factory.mktemp("text"))
-
-
-def until(folder: Path, step: int) -> None:
-    """Wait until a run has a record of this step."""
-    end = time.monotonic() + jobs.TIMEOUT_S
-    while not any(row["step"] >= step for row in jobs.records(folder)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def workers(job: subprocess.Popen[bytes]) -> list[int]:
-    """Process ids of the ranks."""
-    found = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{job.pid}/task").glob("*/children"):
-            found += [int(pid) for pid in task.read_text().split()]
-    return found
+RUN = (*TINY, *FP16, "--dropout", 0.1, "--steps", 18, "--save-every", 3)
 
 
 def killed_after(
-    pool: RankPool, run: Path, args: Sequence[object], ready: Callable[[int], bool], seconds: float
+    pool: RankPool, run: Path, args: Sequence[object], done: Collection[int], seconds: float
 ) -> None:
-    """Go on with a run, and kill all ranks with SIGKILL some time after it has enough records."""
+    """Go on with a run; kill all ranks with SIGKILL when its records are no more in ``done``."""
     over = threading.Event()
 
     def kill() -> None:
         while not over.wait(0.005):
-            if ready(len(jobs.records(run))):
+            if len(jobs.records(run)) not in done:
                 time.sleep(seconds)
                 pool.kill(0)
                 pool.kill(1)
@@ -77,32 +57,39 @@ def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(
     args = ("--data", text, *RUN, *layout.split(), "--auto-resume")
     whole = ranks2.run(jobs.train, tmp_path / "whole", args)[0]
     run, pool = tmp_path / "run", new_ranks(2)
-
     for count in (1, 9):  # the first time there is no checkpoint yet
-        killed_after(pool, run, args, count.__le__, random.uniform(0, 0.05))
+        killed_after(pool, run, args, range(count), random.uniform(0, 0.05))
         assert count <= len(jobs.records(run)) < len(whole)
     assert pool.run(jobs.train, run, args)[0] == whole
 
 
-def test_run_that_one_rank_is_asked_to_end_saves_and_exits_with_0(text, tmp_path):
-    log = tmp_path / "log"
-    args = ("--data", text, *TINY, "--steps", 100000, "--run-dir", tmp_path / "run")
-    job = jobs.start(jobs.torchrun(2, *args, "--async-save", "--save-every", 3), log)
-    until(tmp_path / "run", 5)
-    os.kill(workers(job)[-1], signal.SIGTERM)
-    assert job.wait(jobs.TIMEOUT_S) == 0
-    last = jobs.records(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()
-    assert f"--resume {tmp_path / 'run'}" in log.read_text()
+def asked_to_end(run: Path, args: Sequence[object]) -> int:
+    """Train on this rank; the last one is sent SIGTERM after five steps."""
+
+    def ask() -> None:
+        jobs.until(run, 5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if dist.get_rank() == 1:
+        threading.Thread(target=ask, daemon=True).start()
+    with jobs.here():
+        return main([*map(str, args), "--run-dir", str(run)])
+
+
+def test_run_that_one_rank_is_asked_to_end_saves_and_exits_with_0(new_ranks, text, tmp_path):
+    args = ("--data", text, *TINY, "--steps", 100_000, "--async-save", "--save-every", 3)
+    assert new_ranks(2).run(asked_to_end, tmp_path, args) == [0, 0]
+    last = jobs.records(tmp_path)[-1]["step"]
+    assert last < 100_000
+    assert (tmp_path / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()
 
 
 def test_bad_flag_is_one_sentence_and_every_rank_exits_with_2(tmp_path):
-    log = tmp_path / "log"
-    assert jobs.start(jobs.torchrun(2, "--batch", 7), log).wait(jobs.TIMEOUT_S) != 0
-    printed = log.read_text()
-    assert printed.count("error: ") == printed.count("error: --batch 7") == 1
-    exits = [
-        line.split(":", 1)[1].split()[0] for line in printed.splitlines() if "exitcode  :" in line
-    ]
-    assert exits == ["2", "2"]
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    command = [*torchrun.split(), str(jobs.ROOT / "launch" / "train.py"), "--lr", "x"]
+    environment = {k: v for k, v in os.environ.items() if not k.endswith(("RANK", "WORLD_SIZE"))}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT)}
+    job = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert job.stderr.count("error: ") == job.stderr.count("error: --lr: ") == 1
+    assert re.findall(r"exitcode +: (\d+)", job.stderr) == ["2", "2"]
     assert not (tmp_path / "runs").exists()

@@ -26,11 +26,6 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "O2": 1e-2}
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.text_file(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, jobs.Rows]:
     """What one process records in each precision."""
     folder = tmp_path_factory.mktemp("alone")

@@ -18,8 +18,7 @@ import pytest
 from launch.config import checkpoints_of
 from tests import netns
 from tests.launch import jobs
-from tests.launch.jobs import ROOT, TINY
-from tests.launch.test_jobs import until
+from tests.launch.jobs import ROOT, TINY, until
 
 # Each test starts up to sixteen processes that import torch.
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("launch"), pytest.mark.timeout(1200)]
@@ -42,11 +41,6 @@ def hosts() -> Iterator[netns.Hosts]:
         pytest.skip(reason)
     with netns.Hosts(2, rate="1gbit", congestion=netns.own_congestion()) as two:
         yield two
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.text_file(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
