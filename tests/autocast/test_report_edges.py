@@ -26,6 +26,15 @@ def test_what_the_cpu_lists_and_cuda_does_not_runs_in_the_dtype_of_its_inputs():
         assert row.outputs == (dtype,)
 
 
+def test_modules_alike_but_for_an_index_and_a_class_are_shown_apart():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2))
+    inputs = torch.zeros(1, 2)
+    with precision_report(model) as report:
+        model(inputs)
+    lines = [line.split() for line in str(report).splitlines() if "forward" in line]
+    assert {module: op for _, module, op, *_ in lines} == {"*": "linear", "2": "layer_norm"}
+
+
 @pytest.mark.parametrize(("device_type", "refused"), [("cuda", 1), ("xpu", 1), ("cpu", 0)])
 def test_binary_cross_entropy_is_refused_wherever_torch_refuses_it(device_type, refused):
     model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())

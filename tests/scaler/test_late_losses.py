@@ -39,6 +39,11 @@ def another_of_the_graph(two: Two) -> None:
     two.scaled().backward()
 
 
+def before_a_pass_of_another_optimizer(two: Two) -> None:
+    two.scaled().backward()
+    two.scaled(two.other).backward()
+
+
 def where_there_was_no_gradient(two: Two) -> None:
     two.scaled(two.second).backward()
 
@@ -86,6 +91,7 @@ def scaled_and_never_backpropagated(two: Two) -> None:
 
 LATE_ONES = [
     another_of_the_graph,
+    before_a_pass_of_another_optimizer,
     where_there_was_no_gradient,
     one_leaf_of_a_structure,
     in_compiled_code,

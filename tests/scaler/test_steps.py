@@ -126,6 +126,20 @@ def test_an_optimizer_without_any_gradient_takes_a_clean_step_where_torch_assert
         assert (scaler.get_scale(), scaler.stepped(optimizer)) == (2048.0, True)
 
 
+def test_float16_rows_of_a_sparse_gradient_that_overflow_in_their_sum_skip_the_step():
+    table = nn.Parameter(torch.ones(3, 1, dtype=torch.float16))
+    optimizer = torch.optim.SGD([table], lr=1.0)
+    scaler = cpu_scaler(2.0, fp16_grads="inplace")
+    for value in (40000.0, 1.0):
+        rows = torch.full((2, 1), value, dtype=torch.float16)
+        table.grad = torch.sparse_coo_tensor([[1, 1]], rows, (3, 1), check_invariants=True)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.step_counts(optimizer) == StepCounts(taken=1, skipped=1)
+    assert table.flatten().tolist() == [1.0, -1.0, 1.0]
+
+
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
 def test_sparse_gradients_are_as_dense_ones(unscale):
     rows = torch.tensor([[256.0, 512.0], [128.0, 0.0]])
