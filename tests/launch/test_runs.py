@@ -203,9 +203,10 @@ def test_schedules_rise_and_end_where_they_are_to(schedule):
     assert rates[11:] == sorted(rates[11:], reverse=True)
 
 
-def test_rate_and_average_wait_while_steps_are_skipped(text, tmp_path):
+def test_rate_and_average_wait_while_steps_are_skipped_and_go_on(text, tmp_path):
     args = ("--data", text, *TINY, *FP16, "--steps", 16, "--warmup", 0, "--ema", 0.5)
-    rows = jobs.train(tmp_path, (*args, "--save-every", 1, "--keep", 16))
+    again = ("--resume", tmp_path / "checkpoints" / "step-00000011")
+    rows = jobs.train(tmp_path, (*args, "--save-every", 1, "--keep", 16), again)
     steps = [row for row in rows if "loss" in row]
     assert steps[-1]["skipped"] == sum(not row["taken"] for row in steps) > 1
     first = next(index for index, row in enumerate(steps) if row["taken"])
