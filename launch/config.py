@@ -171,7 +171,7 @@ class Config:
     tensorboard: bool = False
     """Write the records for TensorBoard too."""
     peak_tflops: float = 0.0
-    """Of one device, for the utilisation (MFU); 0: as known of NVIDIA's A100 to B200."""
+    """Of one device, for the utilisation (MFU): 312 of an A100, 989 of an H100; 0: do not say."""
 
     @property
     def level(self) -> Precision:

@@ -19,9 +19,6 @@ from launch.parallel import Layout
 
 Record = dict[str, Any]
 
-# Dense bf16 and fp16, by NVIDIA's data sheets.
-_PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
-
 
 class Metrics:
     """Where the records of a run go; on other ranks than the first, nowhere.
@@ -50,7 +47,7 @@ class Metrics:
         self._config = config
         self._device = device
         self._main = layout.rank == 0
-        peak = layout.world * _peak_tflops(config, device) * 1e12
+        peak = layout.world * (config.peak_tflops or math.inf) * 1e12
         self._utilisation = flops_per_example(model, config, data) / peak
         self._targets, self._of_text = data.targets, data.of_text
         self._board: Any = None
@@ -64,9 +61,8 @@ class Metrics:
         self._task = self._bar.add_task("", total=config.steps, completed=step)
         self._bar.start()
         weights = sum(p.numel() for p in model.parameters())
-        self.say(
-            f"{config.model}, {weights:,} weights, {config.precision}, {layout} on {device.type}"
-        )
+        shape = f"{layout.replicate} x {layout.shard} x {layout.tp} ranks on {device.type}"
+        self.say(f"{config.model}, {weights:,} weights, {config.precision}, {shape}")
         self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
         if step:
             self.say(f"going on after step {step}")
@@ -155,13 +151,6 @@ def flops_per_example(model: nn.Module, config: Config, data: Data) -> float:
     weights = sum(p.numel() for p in model.parameters())
     attention = 12 * len(blocks_of(model)) * config.width * config.block
     return float(data.targets * (6 * weights + attention * (config.model == "gpt")))
-
-
-def _peak_tflops(config: Config, device: torch.device) -> float:
-    if config.peak_tflops:
-        return config.peak_tflops
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for known, peak in _PEAK_TFLOPS.items() if known in name), math.inf)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from launch.config import Config, UsageError, load_own, near, require
 from launch.model import blocks_of
+from launch.parallel import cut_over
 
 
 def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
@@ -67,8 +68,7 @@ def _groups(parameters: Sequence[nn.Parameter], config: Config) -> list[dict[str
     """
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.dim() >= 2, mesh), []).append(parameter)
+        groups.setdefault((parameter.dim() >= 2, cut_over(parameter)), []).append(parameter)
     return [
         {"params": found, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), found in groups.items()

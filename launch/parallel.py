@@ -92,12 +92,6 @@ class Layout:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         return cls(dist.get_rank(), world, *shape, mesh)
 
-    def __str__(self) -> str:
-        """Say it for people."""
-        kinds = {"copies": self.replicate, "shards": self.shard, "tensor-parallel": self.tp}
-        several = [f"{count} {name}" for name, count in kinds.items() if count > 1]
-        return " x ".join(several) or "one process"
-
     @property
     def data_world(self) -> int:
         """How many ranks read different examples."""
