@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from launch import compare, evaluate, sample
 from launch.config import Config, checkpoints_of, parse
@@ -77,20 +78,12 @@ def test_tokens_of_a_bin_and_their_tokenizer(text, tmp_path):
         assert data.classes == 1 + ids.max()
 
 
-class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, count: int) -> None:
-        self.inputs = torch.randn(count, 3, 4, 4, generator=torch.Generator().manual_seed(count))
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], (self.inputs[index, 0].sum() > 0).long()
-
-
-def pairs() -> tuple[Pairs, Pairs, int]:
+def pairs() -> tuple[TensorDataset, TensorDataset, int]:
     """Images, which are of two classes."""
-    return Pairs(64), Pairs(16), 2
+    torch.manual_seed(0)
+    images = torch.randn(80, 3, 4, 4)
+    both = TensorDataset(images, (images[:, 0].sum((1, 2)) > 0).long())
+    return TensorDataset(*both[:64]), TensorDataset(*both[64:]), 2
 
 
 def classifier(data: Data, width: int = 8) -> nn.Module:
@@ -169,14 +162,10 @@ def test_model_of_a_folder_has_its_weights_and_else_new_ones(text, tmp_path):
     first = ("--data", text, *TINY, "--steps", 1, "--keep", 0, "--model")
     data = load_data(Config(data=str(text), block=16))
     tokens, targets = data.train[next(iter(Order(len(data.train), 0, 0, 8)))[0]]
-    found = {}
+    expected = nn.functional.cross_entropy(model(tokens[None]).logits[0], targets).item()
     for kind in ("whole", "bare"):
         rows = jobs.train(tmp_path / f"run {kind}", (*first, f"hf:{tmp_path / kind}", "--batch", 1))
-        found[kind] = losses(rows)[0]
-    logits = model(input_ids=tokens[None]).logits[0]
-    expected = nn.functional.cross_entropy(logits, targets).item()
-    assert found["whole"] == pytest.approx(expected, rel=1e-5)
-    assert found["bare"] != pytest.approx(expected, rel=1e-5)
+        assert (losses(rows)[0] == pytest.approx(expected, rel=1e-5)) == (kind == "whole")
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -251,8 +240,7 @@ def test_evaluate_has_the_loss_of_the_averaged_weights(finished, capsys):
     evaluate.main(finished, examples=16)
     loss = float(capsys.readouterr().out.split()[2])
     last = jobs.records(finished)[-1]["validation_loss"]
-    assert loss == pytest.approx(last, rel=0.1)
-    assert loss != pytest.approx(last, rel=1e-6)
+    assert last != loss == pytest.approx(last, rel=0.1)
 
 
 def test_sample_goes_on_with_a_prompt(finished, capsys):
@@ -261,7 +249,6 @@ def test_sample_goes_on_with_a_prompt(finished, capsys):
         sample.main(finished, **{"prompt": "row 1", "tokens": 30, "temperature": 0, **more})
         said.append(capsys.readouterr().out)
     assert said[0].startswith("row 1")
-    assert len(said[0]) > 20
     assert said[0] == said[1] != said[2]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -118,33 +117,23 @@ def test_slurm_puts_a_job_whose_time_is_over_back_and_it_goes_on(hosts, one_host
     assert jobs.records(repository / "runs" / "4321") == one_host
 
 
-def elastic(flags: list[str]) -> list[str]:
-    """torchrun with one host or two."""
-    command = ["torchrun", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "5"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-id", "lost", "--rdzv-endpoint", "host0:29602"]
-    command += ["--rdzv-conf", "join_timeout=300,last_call_timeout=3"]
-    return [*command, str(ROOT / "launch" / "train.py"), *flags]
-
-
 def test_the_others_go_on_without_a_host_that_is_lost_and_with_it_again(hosts, text, tmp_path):
-    def world() -> int:
-        """How many ranks the newest checkpoint was written by."""
-        for path in checkpoints_of(run):
-            with contextlib.suppress(OSError):
-                return len({file.name.split("_")[2] for file in path.glob("*.distcp")})
-        return 0
-
     def until_world(ranks: int) -> None:
-        end = time.monotonic() + jobs.TIMEOUT_S
-        while world() != ranks:
-            assert time.monotonic() < end, f"{world()} ranks, not {ranks}"
+        """Wait for a checkpoint that so many ranks have written."""
+        end, world = time.monotonic() + jobs.TIMEOUT_S, 0
+        while world != ranks:
+            assert time.monotonic() < end, f"{world} ranks, not {ranks}"
             time.sleep(0.2)
+            for path in checkpoints_of(run)[:1]:
+                world = len({file.name.split("_")[2] for file in path.glob("*.distcp")})
 
     run = tmp_path / "run"
     args = ("--data", text, *TINY, "--steps", 100_000, "--save-every", 20, "--timeout", 20)
-    flags = [*map(str, args), "--eval-every", "100000", "--run-dir", str(run)]
-    command = elastic(flags)
-    started = [host.popen(command, env=ENVIRONMENT) for host in hosts]
+    command = "torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 5 --rdzv-backend c10d"
+    command += " --rdzv-id lost --rdzv-endpoint host0:29602"
+    command += f" --rdzv-conf join_timeout=300,last_call_timeout=3 {ROOT / 'launch' / 'train.py'}"
+    words = [*command.split(), *map(str, args), "--eval-every", "100000", "--run-dir", str(run)]
+    started = [host.popen(words, env=ENVIRONMENT) for host in hosts]
     try:
         until_world(4)
         hosts.cut(1)
@@ -152,7 +141,7 @@ def test_the_others_go_on_without_a_host_that_is_lost_and_with_it_again(hosts, t
         hosts.switch_off(1)
         started[1].wait(timeout=60)
         hosts.join(1)
-        started.append(hosts[1].popen(command, env=ENVIRONMENT))
+        started.append(hosts[1].popen(words, env=ENVIRONMENT))
         until_world(4)
         steps = [row["step"] for row in jobs.records(run) if "loss" in row]
         assert steps == list(range(1, len(steps) + 1))
