@@ -86,7 +86,7 @@ def run_on_hosts(
     mtu: int,
     options: Mapping[str, Any],
     timeout: float,
-    congestion: str = "cubic",
+    congestion: str | None = None,
     local: int = 1,
 ) -> list[Any]:
     """Call ``module.rank(**options)`` on ``local`` ranks of each host; return what each returned.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["HEADER_BYTES", "Host", "Hosts", "Traffic", "missing", "own_congestion"]
+__all__ = ["HEADER_BYTES", "Host", "Hosts", "Traffic", "missing"]
 
 # Of each packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12.
 HEADER_BYTES = 66
@@ -57,11 +57,6 @@ def missing() -> str | None:
         check=False,
     )
     return f"no namespaces here: {done.stderr.strip()}" if done.returncode else None
-
-
-def own_congestion() -> str:
-    """Return this machine's congestion control, for what does not depend on it."""
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 @dataclass(frozen=True)
@@ -189,8 +184,8 @@ class Hosts:
             links that are not shaped.
         mtu: Bytes in a packet, without Ethernet's header.
         latency: The longest that a packet waits in a link's queue before it is dropped.
-        congestion: TCP's congestion control. Linux's default, whatever this machine's is: with
-            others the same collectives take up to a twentieth longer.
+        congestion: TCP's congestion control by name, where that is to be the same on all machines:
+            with another, collectives take up to a twentieth longer. None is this machine's own.
 
     Raises:
         OSError: If this machine cannot do it (see `missing`).
@@ -203,7 +198,7 @@ class Hosts:
         *,
         mtu: int = 1500,
         latency: str = "200ms",
-        congestion: str = "cubic",
+        congestion: str | None = None,
     ) -> None:
         if not 1 <= count <= 250:
             raise ValueError(f"count {count}: from 1 to 250")
@@ -296,9 +291,10 @@ class Hosts:
         switch.run(["ip", "link", "set", port, "master", "bridge", "addrgenmode", "none", "up"])
         host.run(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE])
         host.run(["ip", "link", "set", INTERFACE, "addrgenmode", "none", "up"])
-        # Each network has its own, taken over from the machine's.
-        chosen = f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control"
-        host.run(["sh", "-c", chosen])
+        if self.congestion is not None:
+            # Each network has its own, taken over from the machine's.
+            chosen = f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control"
+            host.run(["sh", "-c", chosen])
         for end, interface in ((switch, port), (host, INTERFACE)):
             off = ["tso", "off", "gso", "off", "gro", "off", "tx", "off", "rx", "off", "sg", "off"]
             end.run(["ethtool", "-K", interface, *off])

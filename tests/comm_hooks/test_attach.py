@@ -1,9 +1,10 @@
-"""A scaler joined with a hook: the same skips as without."""
+"""A scaler attached to a hook: the same skips as without, also where inputs are uneven."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+import contextlib
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,159 +12,145 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from distamp.comm_hooks import WIRE_FORMATS
-from tests.comm_hooks.training import inputs, mlp
+from tests.comm_hooks.training import agreed, inputs, mlp
 from tests.ranks import subgroup
 
 WIDTHS = (17, 40, 30, 3)
-JOINED = list(WIRE_FORMATS)
-STEPS = 5
 
 
-@dataclass(frozen=True)
-class Fault:
-    """``value`` in one gradient of one rank, before the ranks exchange it."""
-
-    value: float
-    rank: int
-    step: int = 2
-    parameter: int = 1
-
-
-def _optimizer(layout: str, parameters: Any) -> torch.optim.Optimizer:
-    if layout == "ZeRO":
-        return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=1e-3)
-    fused = {"fused": True} if layout == "fused" else {}
-    return torch.optim.Adam(parameters, lr=1e-3, **fused)
-
-
-def _model(layout: str) -> Any:
-    group = None
-    if layout == "two groups":
-        groups = [subgroup([0, 1]), subgroup([2, 3])]
-        group = groups[dist.get_rank() // 2]
-    net = mlp(*WIDTHS)
-    if layout == "experts":
-        ignored = ["4.weight", "4.bias"]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
-    return DistributedDataParallel(
-        net,
-        bucket_cap_mb=0.002,
-        process_group=group,
-        gradient_as_bucket_view=layout == "views",
-    )
-
-
-def _plant(model: nn.Module, fault: Fault | None, now: list[int]) -> None:
-    if fault is None or dist.get_rank() != fault.rank:
-        return
+def _spoilt(model: nn.Module, place: int, value: float) -> Any:
+    """Spoils one gradient of this rank before the ranks exchange it; returns what ends that."""
 
     def spoil(gradient: Tensor) -> Tensor:
-        if now[0] != fault.step:
-            return gradient
-        spoilt = gradient.clone()
-        spoilt.view(-1)[0] = fault.value
-        return spoilt
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = value
+        return gradient
 
-    list(model.parameters())[fault.parameter].register_hook(spoil)
+    return list(model.parameters())[place].register_hook(spoil)
 
 
-def _train(layout: str, wire: str, attach: bool, fault: Fault | None) -> tuple[Any, ...]:
-    """What each step did, whether the parameters are finite, and their values."""
-    model = _model(layout)
+def _train(layout: str, wire: str, attach: bool, fault: tuple[float, int, int]) -> Any:
+    """What each step did, and the parameters; in the third, one gradient of one rank is spoilt."""
+    group, rank = None, dist.get_rank()
+    if layout == "two groups":
+        group = [subgroup([0, 1]), subgroup([2, 3])][rank // 2]
+    model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002, process_group=group)
     state = comm_hooks.register(model, wire)
-    group = model.process_group if layout == "two groups" else None
     scaler = DistGradScaler("cpu", init_scale=1024.0, growth_interval=2, process_group=group)
     if attach:
         scaler.attach(state)
-    optimizers = [_optimizer(layout, model.parameters())]
-    if layout == "two optimizers":
-        parameters = list(model.parameters())
-        optimizers = [_optimizer(layout, half) for half in (parameters[:3], parameters[3:])]
-    now = [0]
-    _plant(model, fault, now)
+    parameters = list(model.parameters())
+    halves = [parameters[:3], parameters[3:]] if layout == "two optimizers" else [parameters]
+    optimizers = [torch.optim.Adam(half, 1e-3, fused=layout == "fused") for half in halves]
     did = []
-    for step in range(STEPS):
-        now[0] = step
+    for step in range(5):
+        value, spoilt, place = fault
+        hook = _spoilt(model, place, value) if (step, rank) == (2, spoilt) else None
         for optimizer in optimizers:
             optimizer.zero_grad()
-        if layout == "accumulate":
-            with model.no_sync():
-                scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-        scaler.scale(model(inputs(step + 100, WIDTHS[0])).square().mean()).backward()
+        for last in [False, True] if layout == "accumulate" else [True]:
+            with contextlib.nullcontext() if last else model.no_sync():
+                loss = model(inputs(step + 100 * last, WIDTHS[0])).square().mean()
+                scaler.scale(loss).backward()
         if layout == "clip":
             scaler.clip_grad_norm_(optimizers[0], 0.1)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
+        if hook is not None:
+            hook.remove()
         did.append((*(scaler.stepped(o) for o in optimizers), scaler.get_scale()))
-    values = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return did, bool(values.isfinite().all()), values
+    return did, torch.cat([p.detach().flatten() for p in parameters])
 
 
-LAYOUTS = ["plain", "fused", "views", "accumulate", "clip", "two optimizers", "two groups"]
+def _both(layout: str, wire: str, fault: tuple[float, int, int]) -> tuple[Any, Any, bool]:
+    """What each step did, attached and not, and whether the parameters are finite and equal."""
+    (did, mine), (alone, other) = (_train(layout, wire, how, fault) for how in (True, False))
+    # A hook that hears of skips and scales feeds other errors back than one that does not.
+    equal = wire == "int8" or torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
+    return did, alone, bool(mine.isfinite().all()) and equal
 
 
-def _compare(cells: list[tuple[str, str, Fault | None]]) -> list[Any]:
-    """The cells in which a joined scaler does something else than one by itself."""
-    wrong: list[Any] = []
-    for layout, wire, fault in cells:
-        did, finite, values = _train(layout, wire, True, fault)
-        did_without, _, values_without = _train(layout, wire, False, fault)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, did)
-        same = layout == "two groups" or all(each == everyone[0] for each in everyone)
-        skips = sum(not all(each[:-1]) for each in did)
-        mine = fault is not None and (
-            layout != "two groups" or fault.rank // 2 == dist.get_rank() // 2
-        )
-        # A hook that hears of skips and scales feeds other errors back than one that is not.
-        fed_back = WIRE_FORMATS[wire].needs_error_feedback
-        if not (
-            did == did_without
-            and same
-            and finite
-            and skips == int(mine)
-            and (fed_back or torch.allclose(values, values_without, rtol=1e-5, atol=1e-7))
-        ):
-            wrong.append((layout, wire, fault, did, did_without, same))
-    return wrong
+LAYOUTS = ["plain", "fused", "accumulate", "clip", "two optimizers", "two groups"]
 
 
-def _cells() -> list[tuple[str, str, Fault | None]]:
-    faults = [
-        Fault(value, rank, parameter=parameter)
-        for value, rank, parameter in itertools.product(
-            (float("inf"), float("nan")), range(4), (0, 5)
-        )
-    ]
-    return [(*each[:2], each[2]) for each in itertools.product(LAYOUTS, JOINED, [None, *faults])]
-
-
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_steps_are_skipped(ranks4, layout):
-    cells = [cell for cell in _cells() if cell[0] == layout]
-    # The slow test has every combination.
-    some = cells[::9] if layout == "plain" else cells[5::25]
-    assert layout != "plain" or {cell[1] for cell in some} == set(JOINED)
-    assert ranks4.run(_compare, some, timeout=240) == [[]] * 4
+def test_the_same_steps_are_skipped(ranks4, layout, wire):
+    fault = (math.inf, 3, 1) if wire == "fp16" else (math.nan, 0, 5)
+    for rank, (did, alone, right) in enumerate(ranks4.run(_both, layout, wire, fault)):
+        assert did == alone
+        assert right
+        spared = layout == "two groups" and rank // 2 != fault[1] // 2
+        assert [all(taken) for *taken, _ in did] == [True, True, spared, True, True]
 
 
-# -- bad input --------------------------------------------------------------------------------
+# -- uneven inputs ---------------------------------------------------------------------------------
+
+EPOCHS, PLAIN = 2, 2
+
+
+def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
+    """Parameters after epochs of uneven inputs and plain steps, of which one of each epoch skips.
+
+    Without a hook it is torch's DDP, and ranks that have no more inputs have a loss of zero.
+    """
+    # DDP orders buckets by rank 0's first gradients, unless it looks for unused parameters.
+    settings = {"find_unused_parameters": counts[0] == 0}
+    model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002, **settings)
+    scaler = DistGradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=wire is not None)
+    if wire is not None:
+        scaler.attach(comm_hooks.register(model, wire))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = counts[dist.get_rank()]
+
+    def step(number: int, skips: bool, factor: float = 1.0) -> None:
+        sgd.zero_grad()
+        loss = model(inputs(number, WIDTHS[0])).square().mean() * factor
+        scaler.scale(loss * (math.inf if skips and wire else 1.0)).backward()
+        if wire or not skips:
+            scaler.step(sgd)
+        scaler.update()
+
+    for epoch in range(EPOCHS):
+        with Join([model, scaler], enable=wire is not None):
+            for number in range(mine if wire else max(counts)):
+                step(10 * epoch + number, number == bad, float(number < mine))
+    for number in range(PLAIN):
+        step(1000 + number, False)
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _beside_torch(wire: str, counts: Sequence[int], bad: int | None) -> tuple[float, bool]:
+    start = nn.utils.parameters_to_vector(mlp(*WIDTHS).parameters()).detach()
+    mine, true = _uneven(wire, counts, bad), _uneven(None, counts, bad)
+    return ((mine - true).norm() / (true - start).norm()).item(), agreed(mine)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused")
+@pytest.mark.parametrize("bad", [None, 3], ids=["", "overflow"])
+@pytest.mark.parametrize(("wire", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
+@pytest.mark.parametrize("counts", [(3, 5), (0, 4), (3, 0, 5, 1)], ids=str)
+def test_epochs_of_uneven_inputs_and_plain_steps_after_them(ranks, counts, wire, bound, bad):
+    for error, same in ranks(len(counts)).run(_beside_torch, wire, counts, bad):
+        assert error < bound
+        assert same
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def _attach_power_sgd() -> None:
+    with pytest.raises(ValueError, match=r"PowerSGD cannot be joined.*error feedback keeps an inf"):
+        DistGradScaler("cpu").attach(PowerSGDState(None))
 
 
 def test_power_sgd_is_refused_with_the_reason(ranks1):
-    assert "error feedback keeps an inf" in ranks1.run(_attach_power_sgd)[0]
-
-
-def _attach_power_sgd() -> str:
-    with pytest.raises(ValueError, match="PowerSGD cannot be joined") as error:
-        DistGradScaler("cpu").attach(PowerSGDState(None))
-    return str(error.value)
+    ranks1.run(_attach_power_sgd)
 
 
 @pytest.mark.parametrize("state", [None, "fp16", object()], ids=lambda s: type(s).__name__)

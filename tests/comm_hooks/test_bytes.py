@@ -54,8 +54,8 @@ def _check(wrapper: str, hosts: int, local: int, shares: dict[str, float]) -> No
     if reason := netns.missing():
         pytest.skip(reason)
     options = {"wrapper": wrapper, "wires": list(shares)}
-    own = netns.own_congestion()
-    ranks = run_on_hosts("tests.comm_hooks.test_bytes", hosts, None, 1500, options, 280, own, local)
+    where = "tests.comm_hooks.test_bytes"
+    ranks = run_on_hosts(where, hosts, None, 1500, options, 280, local=local)
     ring = 2 * (hosts - 1) / hosts * 4 * ROWS * COLUMNS
     for each in ranks:
         for wire, share in shares.items():

@@ -6,20 +6,18 @@ import contextlib
 import inspect
 import pickle
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from distamp import comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS
 from tests.comm_hooks.training import (
     BOUNDS,
-    Branches,
     agreed,
     errors,
     gradients,
@@ -32,162 +30,125 @@ from tests.comm_hooks.training import (
 WIDTHS = (31, 97, 64, 5)
 
 
-# -- every format, every way DDP works --------------------------------------------------------
+def _error(mine: Tensor, true: Tensor) -> float:
+    return ((mine - true).norm() / true.norm()).item()
 
 
-def _errors(wires: Sequence[str], **settings: Any) -> dict[str, float]:
-    """The formats whose gradients are wrong."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="You passed find_unused_parameters")
-        found = {w: max(errors(mlp(*WIDTHS), w, WIDTHS[0], **settings)) for w in wires}
-    return {wire: error for wire, error in found.items() if not error <= BOUNDS[wire]}
+# -- every format, every way DDP works -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wire", list(WIRE_FORMATS))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gradients_are_those_of_plain_ddp(ranks, size):
-    assert ranks(size).run(_errors, list(WIRE_FORMATS)) == [{}] * size
+def test_gradients_are_those_of_plain_ddp(ranks, size, wire):
+    for found in ranks(size).run(errors, mlp(*WIDTHS), wire, WIDTHS[0]):
+        assert max(found) <= BOUNDS[wire]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True, "gradient_as_bucket_view": True},
-        {"bucket_cap_mb": 25},
-        {"bucket_cap_mb": 1e-6},
-    ],
-    ids=str,
-)
-def test_settings_of_ddp(ranks2, settings):
-    assert ranks2.run(_errors, ["fp16"], **settings) == [{}, {}]
+class _Branches(nn.Module):
+    """Two branches: rank 0 goes left and the others right; after the first time nobody left."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem, self.left, self.right = (nn.Linear(20, 20) for _ in range(3))
+        self.passes = 0
 
-def _unused(wire: str, view: bool) -> list[float]:
-    def call(model: Any, x: torch.Tensor) -> torch.Tensor:
-        # Rank 0 goes left and the others right; in the second iteration nobody goes left.
-        left = dist.get_rank() == 0 and float(x[0, 0]) != float(inputs(1, 20)[0, 0])
-        return model(x, left)
-
-    return errors(
-        Branches(),
-        wire,
-        20,
-        call=call,
-        find_unused_parameters=True,
-        gradient_as_bucket_view=view,
-    )
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        x = torch.tanh(self.stem(x))
+        return self.left(x) if dist.get_rank() == 0 and self.passes != 2 else self.right(x)
 
 
 @pytest.mark.parametrize("view", [False, True])
 def test_parameters_that_a_rank_does_not_use(ranks4, view):
-    assert max(map(max, ranks4.run(_unused, "fp16", view))) <= BOUNDS["fp16"]
+    settings = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    for found in ranks4.run(errors, _Branches(), "fp16", 20, **settings):
+        assert max(found) <= BOUNDS["fp16"]
 
 
 def _accumulated() -> float:
-    net = mlp(*WIDTHS)
     found = []
     for wire in (None, "fp16"):
-        model, _ = wrapped(net, wire)
+        model, _ = wrapped(mlp(*WIDTHS), wire)
         for step in range(6):
-            quiet = model.no_sync() if step % 3 != 2 else contextlib.nullcontext()
-            with quiet:
+            with model.no_sync() if step % 3 != 2 else contextlib.nullcontext():
                 model(inputs(step, WIDTHS[0])).square().sum().backward()
         found.append(gradients(model))
-    return ((found[0] - found[1]).norm() / found[0].norm()).item()
+    return _error(found[1], found[0])
 
 
 def test_accumulation_under_no_sync(ranks2):
     assert max(ranks2.run(_accumulated)) <= BOUNDS["fp16"]
 
 
-def _sparse() -> tuple[bool, bool, float, dict[str, int]]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3))
+def _sparse() -> tuple[bool, float, dict[str, int]]:
     found = []
     for wire in (None, "fp16"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3))
         model, state = wrapped(net, wire)
-        for step in range(2):
-            model.zero_grad()
-            tokens = torch.arange(3) + 7 * dist.get_rank() + step
-            model(tokens).square().sum().backward()
-        weight, other = net[0].weight, model.module[0].weight
-        assert weight is not other
-        found.append((other.grad.coalesce(), gradients(model.module[1])))
-    (sparse, dense), (sparse_hooked, dense_hooked) = found
-    assert state is not None
-    return (
-        sparse_hooked.is_sparse,
-        torch.equal(sparse.to_dense(), sparse_hooked.to_dense()),
-        ((dense - dense_hooked).norm() / dense.norm()).item(),
-        dict(state.stats().fallbacks),
-    )
+        tokens = torch.arange(3) + 7 * dist.get_rank()
+        model(tokens).square().sum().backward()
+        embedding, linear = model.module
+        found.append((embedding.weight.grad, gradients(linear)))
+    (sparse, dense), (mine, mine_dense) = found
+    same = mine.is_sparse and torch.equal(mine.to_dense(), sparse.to_dense())
+    return same, _error(mine_dense, dense), dict(state.stats().fallbacks)
 
 
 def test_sparse_gradients_are_passed_by(ranks2):
-    for is_sparse, equal, error, fallbacks in ranks2.run(_sparse):
-        assert is_sparse
-        assert equal
+    for same, error, fallbacks in ranks2.run(_sparse):
+        assert same
         assert error <= BOUNDS["fp16"]
-        assert fallbacks == {"sparse gradient all-reduced as it is": 2}
+        assert fallbacks == {"sparse gradient all-reduced as it is": 1}
 
 
-def _uneven(wire: str | None) -> torch.Tensor:
-    model, _ = wrapped(mlp(*WIDTHS), wire)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with model.join():
-        for step in range(2 + 2 * dist.get_rank()):
-            optimizer.zero_grad()
-            model(inputs(step, WIDTHS[0])).square().sum().backward()
-            optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def _uneven_pair() -> tuple[float, bool]:
-    plain, hooked = _uneven(None), _uneven("fp16")
-    return ((plain - hooked).norm() / plain.norm()).item(), agreed(hooked)
+def _uneven() -> tuple[float, bool]:
+    found = []
+    for wire in (None, "fp16"):
+        model, _ = wrapped(mlp(*WIDTHS), wire)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with model.join():
+            for step in range(2 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                model(inputs(step, WIDTHS[0])).square().sum().backward()
+                optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return _error(found[1], found[0]), agreed(found[1])
 
 
 def test_uneven_inputs_under_join(ranks4):
-    for error, same in ranks4.run(_uneven_pair):
+    for error, same in ranks4.run(_uneven):
         assert error <= 1e-4
         assert same
 
 
-def _two_models() -> tuple[float, float]:
-    """Two models whose hooks share one state, their backward passes interleaved."""
-    nets = [mlp(*WIDTHS, seed=seed) for seed in (0, 1)]
-    plain = [wrapped(net, None)[0] for net in nets]
-    hooked = [wrapped(net, None)[0] for net in nets]
-    for model in hooked:
-        model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
-    for models in (plain, hooked):
-        for step in range(2):
-            losses = []
-            for model in models:
-                model.zero_grad()
-                losses.append(model(inputs(step, WIDTHS[0])).square().sum())
-            (losses[0] + losses[1]).backward()
-    return tuple(
-        ((gradients(a) - gradients(b)).norm() / gradients(a).norm()).item()
-        for a, b in zip(plain, hooked, strict=True)
-    )
+def _two_models() -> float:
+    """Two models whose hooks share one state, in one backward pass."""
+    found = []
+    for hooked in (False, True):
+        models = [wrapped(mlp(*WIDTHS, seed=seed), None)[0] for seed in (0, 1)]
+        for model in models if hooked else []:
+            model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+        x = inputs(0, WIDTHS[0])
+        torch.stack([model(x).square().sum() for model in models]).sum().backward()
+        found.append(torch.cat([gradients(model) for model in models]))
+    return _error(found[1], found[0])
 
 
 def test_two_models_in_one_backward_pass(ranks2):
-    assert max(map(max, ranks2.run(_two_models))) <= BOUNDS["fp16"]
+    assert max(ranks2.run(_two_models)) <= BOUNDS["fp16"]
 
 
 def _compiled(reducer: str) -> tuple[float, dict[str, int]]:
     import torch._dynamo as dynamo
 
-    net = mlp(*WIDTHS)
-    plain, _ = wrapped(net, None)
+    plain, _ = wrapped(mlp(*WIDTHS), None)
     x = inputs(0, WIDTHS[0])
     plain(x).square().sum().backward()
     with warnings.catch_warnings(), dynamo.config.patch(optimize_ddp=reducer or True):
-        warnings.simplefilter("ignore")  # of torch's own, about its graphs
-        hooked, state = wrapped(net, "fp16", bucket_cap_mb=25)
+        warnings.simplefilter("ignore")  # Of torch's own, about its graphs.
+        hooked, state = wrapped(mlp(*WIDTHS), "fp16", bucket_cap_mb=25)
         loss = torch.compile(hooked, backend="aot_eager")(x).square().sum()
         with contextlib.ExitStack() as stack:
             if reducer:
@@ -195,119 +156,74 @@ def _compiled(reducer: str) -> tuple[float, dict[str, int]]:
                 stack.enter_context(dynamo.compiled_autograd._enable(compiler))
             loss.backward()
     dynamo.reset()
-    a, b = gradients(plain), gradients(hooked)
-    return ((a - b).norm() / a.norm()).item(), dict(state.stats().fallbacks)
+    return _error(gradients(hooked), gradients(plain)), dict(state.stats().fallbacks)
+
+
+# Of every weight and bias one.
+PYTHON = {"gradient all-reduced by torch.compile's Python reducer": 6}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reducer", "counted"),
-    [
-        ("", {}),
-        (
-            "python_reducer",
-            # Of every weight and bias one.
-            {"gradient all-reduced by torch.compile's Python reducer": 6},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("reducer", "counted"), [("", {}), ("python_reducer", PYTHON)])
 def test_compiled_models(new_ranks, reducer, counted):
     for error, fallbacks in new_ranks(2, timeout=280).run(_compiled, reducer):
         assert error <= BOUNDS["fp16"]
         assert fallbacks == counted
 
 
-def _half(dtype: torch.dtype) -> tuple[float, dict[str, int]]:
-    net = mlp(*WIDTHS).to(dtype)
+# -- beside torch's hooks --------------------------------------------------------------------------
+
+
+def _dropped_in(name: str, state: Any, dtype: torch.dtype) -> tuple[float, dict[str, int]]:
+    """How far gradients through a hook of torch's name are from those without, and its stats."""
     found = []
+    own = comm_hooks.CommHookState(name[:4])
+    given = {"none": None, "group": dist.group.WORLD, "own": own}.get(state, state)
+    hook = getattr(comm_hooks, name)
+    if name.endswith("wrapper"):
+        inner = powerSGD_hook.powerSGD_hook if state == "PowerSGD" else default_hooks.allreduce_hook
+        hook, given = hook(inner), None
+        if state == "PowerSGD":
+            given = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=100)
     for hooked in (False, True):
-        model, _ = wrapped(net, None)
-        state = comm_hooks.CommHookState("fp16")
+        model, _ = wrapped(mlp(*WIDTHS).to(dtype), None)
         if hooked:
-            model.register_comm_hook(state, comm_hooks.fp16_compress_hook)
+            model.register_comm_hook(given, hook)
         model(inputs(0, WIDTHS[0]).to(dtype)).float().square().sum().backward()
         found.append(gradients(model).float())
-    error = ((found[0] - found[1]).norm() / found[0].norm()).item()
-    return error, dict(state.stats().fallbacks)
+    return _error(found[1], found[0]), dict(own.stats().fallbacks)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "bound"),
+    [
+        ("fp16_compress_hook", "none", BOUNDS["fp16"]),
+        ("fp16_compress_hook", "group", BOUNDS["fp16"]),
+        ("bf16_compress_hook", "none", BOUNDS["bf16"]),
+        ("bf16_compress_hook", "own", BOUNDS["bf16"]),
+        ("fp16_compress_wrapper", "allreduce", 1e-3),
+        ("fp16_compress_wrapper", "PowerSGD", 1e-3),
+        ("bf16_compress_wrapper", "allreduce", 8e-3),
+    ],
+)
+def test_hooks_of_torchs_names_take_what_torchs_take(ranks2, name, state, bound):
+    for error, _ in ranks2.run(_dropped_in, name, state, torch.float32):
+        assert 0 < error <= bound
+    ours, theirs = getattr(comm_hooks, name), getattr(default_hooks, name)
+    assert len(inspect.signature(ours).parameters) == len(inspect.signature(theirs).parameters)
+    assert pickle.loads(pickle.dumps(ours)) is ours
 
 
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
 )
 def test_gradients_of_two_bytes_are_sent_in_two_bytes(ranks2, dtype, bound):
-    for error, fallbacks in ranks2.run(_half, dtype):
+    for error, fallbacks in ranks2.run(_dropped_in, "fp16_compress_hook", "own", dtype):
         assert error <= bound
         assert list(fallbacks) == [f"{str(dtype)[6:]} gradients all-reduced as they are"]
 
 
-# -- beside torch's hooks ---------------------------------------------------------------------
-
-
-def _dropped_in(name: str, state: str) -> float:
-    net = mlp(*WIDTHS)
-    plain, _ = wrapped(net, None)
-    hooked, _ = wrapped(net, None)
-    states: dict[str, Any] = {
-        "none": None,
-        "group": dist.group.WORLD,
-        "own": comm_hooks.CommHookState("bf16" if name.startswith("bf16") else "fp16"),
-    }
-    hooked.register_comm_hook(states[state], getattr(comm_hooks, name))
-    for model in (plain, hooked):
-        model(inputs(0, WIDTHS[0])).square().sum().backward()
-    a, b = gradients(plain), gradients(hooked)
-    return ((a - b).norm() / a.norm()).item()
-
-
-@pytest.mark.parametrize("state", ["none", "group", "own"])
-@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
-def test_hooks_take_what_torch_s_take(ranks2, name, state):
-    assert max(ranks2.run(_dropped_in, name, state)) <= BOUNDS[name[:4]]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fp16_compress_hook",
-        "bf16_compress_hook",
-        "fp16_compress_wrapper",
-        "bf16_compress_wrapper",
-    ],
-)
-def test_hooks_have_torch_s_parameters_and_can_be_pickled(name):
-    ours, theirs = getattr(comm_hooks, name), getattr(default_hooks, name)
-    count = len(inspect.signature(theirs).parameters)
-    assert len(inspect.signature(ours).parameters) == count
-    assert pickle.loads(pickle.dumps(ours)) is ours
-
-
-def _wrapped_hook(name: str, hook: str) -> tuple[float, bool]:
-    net = mlp(*WIDTHS)
-    plain, _ = wrapped(net, None)
-    hooked, _ = wrapped(net, None)
-    state: Any = None
-    inner: Any = default_hooks.allreduce_hook
-    if hook == "PowerSGD":
-        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=100)
-        inner = powerSGD_hook.powerSGD_hook
-    hooked.register_comm_hook(state, getattr(comm_hooks, name)(inner))
-    for model in (plain, hooked):
-        model(inputs(0, WIDTHS[0])).square().sum().backward()
-    a, b = gradients(plain), gradients(hooked)
-    return ((a - b).norm() / a.norm()).item(), torch.equal(a, b)
-
-
-@pytest.mark.parametrize("hook", ["allreduce", "PowerSGD"])
-@pytest.mark.parametrize(
-    ("name", "bound"), [("fp16_compress_wrapper", 1e-3), ("bf16_compress_wrapper", 8e-3)]
-)
-def test_wrappers_cast_for_another_hook(ranks2, name, bound, hook):
-    for error, equal in ranks2.run(_wrapped_hook, name, hook):
-        assert error <= bound
-        assert not equal
-
-
-# -- nothing hangs, nothing is left -----------------------------------------------------------
+# -- nothing hangs, nothing is left ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "layouts"), [(2, 30), (4, 30), (8, 10)])

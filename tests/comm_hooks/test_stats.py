@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections import Counter
-from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from distamp.comm_hooks import HookStats
-from tests.comm_hooks.training import inputs, mlp, wrapped
 
 
 def test_a_value_that_reads_as_a_line():
@@ -52,20 +46,3 @@ def test_bytes_are_counted_beside_those_of_a_ring(ranks4, ranks_per_host, share)
     for stats in ranks4.run(_uncompressed, numel, ranks_per_host):
         assert stats.bytes_uncompressed == share * 4 * numel
         assert stats.saved == pytest.approx(0.498, abs=0.001)
-
-
-def _gathered() -> tuple[bool, bool, str]:
-    model, state = wrapped(mlp(20, 50, 3), "auto")
-    model(inputs(0, 20)).sum().backward()
-    mine = state.stats()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    logged = json.loads(json.dumps(asdict(mine)))
-    return everyone[dist.get_rank()] == mine, copy.deepcopy(mine) == mine, logged["choice"]["wire"]
-
-
-def test_they_can_be_gathered_copied_and_logged(ranks2):
-    for gathered, copied, chosen in ranks2.run(_gathered):
-        assert gathered
-        assert copied
-        assert chosen in ("fp32", "fp16", "int8")

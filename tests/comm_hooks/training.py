@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 
 __all__ = [
     "BOUNDS",
-    "Branches",
     "agreed",
-    "average",
     "errors",
+    "full_gradients",
     "gradients",
     "inputs",
     "mlp",
@@ -44,19 +44,6 @@ def mlp(*widths: int, seed: int = 0) -> nn.Module:
     for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
-
-
-class Branches(nn.Module):
-    """Two branches, one of which a rank may leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.stem, self.left, self.right = (nn.Linear(20, 20) for _ in range(3))
-
-    def forward(self, x: Tensor, left: bool) -> Tensor:
-        x = torch.tanh(self.stem(x))
-        return self.left(x) if left else self.right(x)
 
 
 def wrapped(
@@ -82,6 +69,16 @@ def gradients(model: nn.Module) -> Tensor:
     )
 
 
+def full_gradients(model: nn.Module) -> Tensor:
+    """The same of a model with shards: whole on every rank, which all call this."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return gradients(model)
+    every: list[Any] = [p.grad for p in model.parameters()]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in every]
+    return torch.cat([each.flatten() for each in whole])
+
+
 def agreed(values: Tensor) -> bool:
     """Whether all ranks hold the same bits."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -89,32 +86,20 @@ def agreed(values: Tensor) -> bool:
     return all(each == everyone[0] for each in everyone)
 
 
-def average(values: Tensor, wire: str) -> tuple[Tensor, Any]:
-    """``values`` averaged by an exchange in this format, and what it message."""
-    state = comm_hooks.CommHookState(wire)
-    parameter = nn.Parameter(torch.zeros(()))
-    averaged = state.average(values.clone(), [parameter]).wait()
-    return averaged, state
-
-
 def errors(
     net: nn.Module,
     wire: str,
     width: int,
-    *,
-    iterations: int = 3,
-    call: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x),
-    modes: Sequence[contextlib.AbstractContextManager[Any]] = (),
     **settings: Any,
 ) -> list[float]:
     """Relative L2 error against plain DDP in each iteration; inf where ranks differ."""
     plain, _ = wrapped(net, None, **settings)
     hooked, _ = wrapped(net, wire, **settings)
     found = []
-    for iteration in range(iterations):
+    for iteration in range(3):
         for model in (plain, hooked):
             model.zero_grad()
-            call(model, inputs(iteration, width)).square().sum().backward()
+            model(inputs(iteration, width)).square().sum().backward()
         mine, true = gradients(hooked), gradients(plain)
         error = ((mine - true).norm() / true.norm()).item()
         found.append(error if agreed(mine) else float("inf"))

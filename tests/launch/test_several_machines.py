@@ -38,7 +38,7 @@ ENVIRONMENT = {
 def hosts() -> Iterator[netns.Hosts]:
     if reason := netns.missing():
         pytest.skip(reason)
-    with netns.Hosts(2, rate="1gbit", congestion=netns.own_congestion()) as two:
+    with netns.Hosts(2, rate="1gbit") as two:
         yield two
 
 

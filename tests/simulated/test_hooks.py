@@ -1,53 +1,59 @@
-"""Communication hooks on simulated devices: every format, under every wrapper, attached or not."""
+"""Communication hooks on simulated devices: as on the CPU; streams, lanes and launches."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler
-from distamp.comm_hooks import WIRE_FORMATS, register, wire_format
+from distamp.comm_hooks import formats, lanes, register, torch_compat
+from tests.place import device_type, here
 from tests.ranks import mesh
 
-SCHEDULES = [("late", 0), ("random", 5)]
-WRAPPERS = ["DDP", "FSDP1", "FSDP2", "HSDP"]
+SCHEDULES = [("late", 0), ("late_others", 0), ("random", 5)]
 
 
-def _wrapped(how: str, net: nn.Module, device: torch.device) -> nn.Module:
+def _wrapped(how: str, net: nn.Module) -> Any:
+    size = dist.get_world_size()
     if how == "DDP":
-        return nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+        return DistributedDataParallel(net, bucket_cap_mb=0.001)
     if how == "FSDP1":
-        return FullyShardedDataParallel(net, device_id=device)
-    shape = {"FSDP2": ((2,), ("shard",)), "HSDP": ((2, 1), ("replicate", "shard"))}[how]
+        return FullyShardedDataParallel(net, device_id=here())
+    over = mesh((size,), ("shard",))
+    if how == "HSDP":
+        over = mesh((2, size // 2), ("replicate", "shard"))
     for layer in net:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh(*shape))
-    return fully_shard(net, mesh=mesh(*shape))
+            fully_shard(layer, mesh=over)
+    return fully_shard(net, mesh=over)
 
 
-def _train(kind: str, how: str, wire: str, attach: bool) -> Any:
+def _train(how: str, wire: str, attach: bool, ranks_per_host: int) -> Any:
     """Six steps, one of which overflows on rank 1 alone: losses, scale, and who stepped."""
-    rank = dist.get_rank()
-    device = torch.device(kind, rank) if kind == "sim" else torch.device(kind)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16), nn.Linear(16, 4))
-    model = _wrapped(how, net.to(device), device)
-    state = register(model, wire)
+    model = _wrapped(how, net.to(here()))
+    state = register(model, wire, ranks_per_host=ranks_per_host)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
-    scaler = DistGradScaler(kind, init_scale=2.0**10, growth_interval=3)
+    scaler = DistGradScaler(device_type(), init_scale=2.0**10, growth_interval=3)
     if attach:
         scaler.attach(state)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     losses, taken = [], []
     for step in range(6):
-        x = torch.randn(8, 16, generator=generator).to(device)
+        x = torch.randn(8, 16, generator=generator).to(here())
         loss = model(x).square().mean()
-        scaler.scale(loss * (float("inf") if step == 2 and rank else 1.0)).backward()
+        bad = step == 2 and dist.get_rank() == 1
+        scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
         scaler.step(optimizer)
         taken.append(scaler.stepped(optimizer))
         scaler.update()
@@ -56,84 +62,206 @@ def _train(kind: str, how: str, wire: str, attach: bool) -> Any:
     return torch.stack(losses).cpu(), taken, scaler.get_scale()
 
 
-def _formats(how: str) -> list[str]:
-    feeds_back = [w for w in WIRE_FORMATS if wire_format(w).needs_error_feedback]
-    return [w for w in WIRE_FORMATS if how == "DDP" or w not in feeds_back]
-
-
 @pytest.mark.parametrize(
-    ("how", "wire"), [(how, wire) for how in WRAPPERS for wire in _formats(how)]
+    ("size", "how", "wire", "attach"),
+    [
+        (2, "DDP", "fp16", False),
+        (2, "DDP", "int8", True),
+        (2, "DDP", "bf16", True),
+        (2, "FSDP1", "fp16", True),
+        (2, "FSDP2", "fp16", True),
+        (2, "HSDP", "bf16", False),
+        # In two levels: two hosts of two ranks.
+        (4, "DDP", "fp16", True),
+        (4, "DDP", "int8", False),
+        (4, "FSDP2", "bf16", True),
+    ],
 )
-def test_a_hooked_run_is_as_on_the_cpu(sim2, ranks2, how, wire):
-    attach = WRAPPERS.index(how) % 2 == 0 or wire in ("fp16", "int8")
-    expected = ranks2.run(_train, "cpu", how, wire, attach)
+def test_a_hooked_run_is_as_on_the_cpu(sim_ranks, ranks, size, how, wire, attach):
+    arguments = how, wire, attach, size // 2
+    expected = ranks(size).run(_train, *arguments)
     for schedule, seed in SCHEDULES:
-        found = sim2.run(_train, "sim", how, wire, attach, schedule=schedule, seed=seed)
+        found = sim_ranks(size).run(_train, *arguments, schedule=schedule, seed=seed)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-        assert found[0][1] == found[1][1] == [True, True, False, True, True, True]
+        assert found[0][1:] == found[1][1:] == ([True, True, False, True, True, True], 1024.0)
 
 
 def _bucket_on_a_stream() -> list[Tensor]:
     """Gradients made on the user's own stream, averaged by a hook, read there."""
-    rank = dist.get_rank()
-    side = torch.Stream(f"sim:{rank}")
+    side = torch.Stream(here())
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64).to(f"sim:{rank}"))
+    model = DistributedDataParallel(nn.Linear(64, 64).to(here()))
     register(model, "fp16")
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         for _ in range(3):
             model.zero_grad()
-            model(torch.full((2, 64), 1.0 + rank, device=f"sim:{rank}")).sum().backward()
+            model(torch.full((2, 64), 1.0 + dist.get_rank(), device=here())).sum().backward()
         return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
 def test_a_hook_waits_for_the_stream_that_made_the_gradients(sim2):
     expected = torch.full((64, 64), 3.0), torch.full((64,), 2.0)
-    for schedule, seed in [*SCHEDULES, ("late_others", 0)]:
+    for schedule, seed in SCHEDULES:
         for found in sim2.run(_bucket_on_a_stream, schedule=schedule, seed=seed):
             torch.testing.assert_close(tuple(found), expected, rtol=1e-3, atol=0)
 
 
-class _TwoParts(nn.Module):
-    """Two parameters in one bucket; the gradient of ``a`` is as large as ``factor`` says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.zeros(500)) for _ in range(2))
-
-    def forward(self, x: Tensor, factor: float) -> Tensor:
-        return (self.a * x).sum() * factor + (self.b * x).sum()
-
-
-def _one_overflows(kind: str, wire: str, fused: bool) -> Any:
+def _one_overflows(fused: bool) -> list[Tensor]:
     """Parameters and residuals after six steps; the optimizer of ``a`` skips the fourth."""
-    rank = dist.get_rank()
-    device = torch.device(kind, rank) if kind == "sim" else torch.device(kind)
-    model = nn.parallel.DistributedDataParallel(_TwoParts().to(device))
-    scaler = DistGradScaler(kind, init_scale=2.0**10, growth_interval=3)
-    state = register(model, wire)
+    rank, parts = dist.get_rank(), nn.ParameterList(torch.zeros(500) for _ in range(2))
+    net: Any = nn.Module()
+    net.parts = parts
+    net.forward = lambda x, factor: (parts[0] * x).sum() * factor + (parts[1] * x).sum()
+    model = DistributedDataParallel(net.to(here()))
+    scaler = DistGradScaler(device_type(), init_scale=2.0**10, growth_interval=3)
+    state = register(model, "int8")
     scaler.attach(state)
-    a, b = (torch.optim.SGD([p], lr=1.0, fused=fused) for p in (model.module.a, model.module.b))
+    a, b = (torch.optim.SGD([p], lr=1.0, fused=fused) for p in parts)
     generator = torch.Generator().manual_seed(rank)
     for step in range(6):
-        x = torch.randn(500, generator=generator).to(device)
-        factor = float("inf") if step == 3 and rank else 1.0
-        scaler.scale(model(x, factor)).backward()
+        x = torch.randn(500, generator=generator).to(here())
+        scaler.scale(model(x, float("inf") if step == 3 and rank else 1.0)).backward()
         scaler.step(a)
         scaler.step(b)
         assert (scaler.stepped(a), scaler.stepped(b)) == (step != 3, True)
         scaler.update()
         model.zero_grad()
     (residuals,) = state.state_dict()["residuals"].values()
-    values = [model.module.a.detach(), model.module.b.detach(), *residuals]
-    return [each.cpu() for each in values]
+    return [each.detach().cpu() for each in (*parts, *residuals)]
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("wire", ["int8"])
-def test_residuals_are_those_of_the_cpu_where_an_optimizer_skips(sim2, ranks2, wire, fused):
-    expected = ranks2.run(_one_overflows, "cpu", wire, False)
+def test_residuals_are_those_of_the_cpu_where_an_optimizer_skips(sim2, ranks2, fused):
+    expected = ranks2.run(_one_overflows, False)
     for schedule, seed in SCHEDULES:
-        found = sim2.run(_one_overflows, "sim", wire, fused, schedule=schedule, seed=seed)
+        found = sim2.run(_one_overflows, fused, schedule=schedule, seed=seed)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+# -- lanes -----------------------------------------------------------------------------------------
+
+
+def _roots(fault: bool) -> float:
+    """The worst error of blocks that are each an FSDP root, in a container that is not sharded.
+
+    With a fault all exchange in one lane's memory, each on its own stream.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    # More than there are lanes.
+    blocks = nn.ModuleList(nn.Linear(300, 300, bias=False) for _ in range(6)).to(here())
+    for each in blocks:
+        fully_shard(each, mesh=mesh((size,), ("shard",)))
+    # In two levels: what a rank got from its own host is read again when it adds up.
+    register(blocks, "fp16", ranks_per_host=2)
+    shared = lanes.Lane(0, here())
+    planted = patch.object(
+        lanes.DeviceLanes, "submit", lambda _, job, uses=(): torch_compat.completed(job(shared))
+    )
+    worst = 0.0
+    for step in range(3):
+        blocks.zero_grad()
+        draw = torch.Generator().manual_seed(step)
+        given = torch.randn(size, 4, 300, generator=draw)
+        # Else FSDP2 reduces all roots' gradients at the end, one root after another.
+        x = given[rank].to(here()).requires_grad_()
+        with planted if fault else contextlib.nullcontext():
+            # No block waits for another.
+            losses = [(1 + place) * block(x).sum() for place, block in enumerate(blocks)]
+            torch.stack(losses).sum().backward()
+        exact = given.double().sum(1).mean(0)
+        for place, weight in enumerate(blocks.parameters()):
+            found = weight.grad.full_tensor()[0].cpu().double() / (1 + place)
+            error = (found - exact).norm() / exact.norm()
+            worst = max(worst, float(error.nan_to_num(torch.inf)))
+    return worst
+
+
+def test_roots_never_share_a_buffer_in_flight(sim_ranks):
+    for schedule, seed in SCHEDULES:
+        assert max(sim_ranks(4).run(_roots, False, schedule=schedule, seed=seed)) < 4e-4
+    assert max(sim_ranks(4).run(_roots, True)) > 0.04
+
+
+def _second_awaited(count: int) -> tuple[bool, bool]:
+    """With so many lanes: whether a bucket is averaged where the host waits for the next one."""
+    from tests.simulated.device import peek
+
+    with patch.object(lanes, "COUNT", count):
+        state = register(DistributedDataParallel(nn.Linear(8, 8).to(here())), "fp16")
+        buckets = [torch.full((5000,), 1.0 + dist.get_rank(), device=here()) for _ in range(2)]
+        waiting = [state.average(each, [nn.Parameter(each)]) for each in buckets]
+    waiting[1].wait()
+    arrived = bool((buckets[1].cpu() == 1.5).all())
+    found = bool((peek(buckets[0]) == 1.5).all())
+    waiting[0].wait()
+    return found, arrived
+
+
+def test_a_bucket_is_encoded_and_sent_while_another_is_on_its_way(sim2):
+    # With one lane the second could not be encoded before the first was there.
+    assert sim2.run(_second_awaited, 2) == [(False, True)] * 2
+    assert sim2.run(_second_awaited, 1) == [(True, True)] * 2
+
+
+class _Launches(TorchDispatchMode):
+    """Counts what a device would launch, bytes that are allocated, and pinned memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.others = self.bytes = self.pinned = 0
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        allocates = "empty" in func.name()
+        self.pinned += "pin" in func.name() or bool((kwargs or {}).get("pin_memory"))
+        if self._inside:
+            return out
+        if allocates and out.dtype is torch.uint8:
+            self.bytes += out.numel()
+        self.others += not (allocates or func.is_view or torch.Tag.inplace_view in func.tags)
+        return out
+
+    def kernel(self, function: Any) -> Any:
+        """One of Triton's, which a simulated device does not have."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            self.kernels += 1
+            self._inside = True
+            function(*args, **kwargs)
+            self._inside = False
+
+        return run
+
+
+def _launches(wire: str, ranks_per_host: int) -> tuple[int, int, float, int]:
+    """Kernels, other launches, buffers beside the bucket, and pinned allocations of one bucket."""
+    from tests.simulated.device import refuse
+
+    bucket = torch.ones(1 << 20, device=here())
+    parameters = [nn.Parameter(bucket)]
+    model = DistributedDataParallel(nn.Linear(8, 8).to(here()))
+    state = register(model, wire, ranks_per_host=ranks_per_host)
+    count = _Launches()
+    with count:
+        for _ in range(2):  # Each lane has its memory from then on.
+            state.average(bucket, parameters).wait()
+    count.others = count.pinned = 0
+    kernels = {
+        name: count.kernel(getattr(formats, name)) for name in ("encode", "decode", "sum_encode")
+    }
+    with refuse(), count, patch.multiple(formats, **kernels):
+        state.average(bucket, parameters).wait()
+    return count.kernels, count.others, count.bytes / bucket.nbytes, count.pinned
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
+def test_a_bucket_takes_three_kernels_few_launches_and_no_wait(sim_ranks, wire, ranks_per_host):
+    found = sim_ranks(4).run(_launches, wire, ranks_per_host)
+    for kernels, others, buffers, pinned in found:
+        assert (kernels, pinned) == (3, 0)
+        assert kernels + others <= 12
+        assert 0 < buffers <= 2.25
