@@ -61,10 +61,6 @@ GRACE_S = 2.0
 class RankError(Exception):
     """A call failed on at least one rank; the message holds what each rank was doing."""
 
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-
 
 @dataclass(frozen=True)
 class Died:
@@ -82,17 +78,23 @@ class _Worker:
     connection: multiprocessing.connection.Connection
     folder: Path
 
-    def stack(self) -> str:
-        return _tail(self.folder / "stack", 6000)
+    def tail(self, file: str) -> str:
+        """The end of what the rank wrote to a file: its ``"stack"`` or ``"output"``."""
+        with contextlib.suppress(OSError):
+            return (self.folder / file).read_text(errors="replace")[-6000:].strip()
+        return ""
 
-    def output(self) -> str:
-        return _tail(self.folder / "output", 2000)
-
-
-def _tail(path: Path, characters: int) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")[-characters:].strip()
-    return ""
+    def said(self, answer: Any) -> str:
+        """What it did, for an error's message."""
+        if isinstance(answer, _Success):
+            return "returned"
+        text = f"was still running:\n{self.tail('stack')}"
+        if isinstance(answer, _Failure):
+            text = f"raised:\n{answer.text}"
+        elif isinstance(answer, Died):
+            text = f"died with exit code {answer.exitcode}\n{self.tail('stack')}".rstrip()
+        output = self.tail("output")
+        return f"{text}\nand printed:\n{output}" if output else text
 
 
 class RankPool:
@@ -131,7 +133,6 @@ class RankPool:
         self._store: dist.TCPStore | None = None
         self._generation = itertools.count()
         self._group: str | None = None
-        self.starts = 0
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -167,7 +168,6 @@ class RankPool:
                 process.start()
             there.close()
             self._workers.append(_Worker(process, here, folder))
-        self.starts += 1
 
     def close(self) -> None:
         """Kill the ranks and forget them; the next ``run`` starts new ones."""
@@ -184,10 +184,6 @@ class RankPool:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-    def kill(self, rank: int) -> None:
-        """Send SIGKILL to one rank."""
-        os.kill(self._workers[rank].process.pid, signal.SIGKILL)
 
     def __enter__(self) -> RankPool:
         return self
@@ -279,38 +275,24 @@ class RankPool:
                 os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         if running:
             time.sleep(0.3)
-        name = f"{function.__module__}.{function.__qualname__}"
         said: dict[str, list[int]] = {}
-        first, skip = None, None
         for rank, worker in enumerate(self._workers):
-            answer = answers.get(rank)
-            if isinstance(answer, _Failure):
-                first = rank if first is None else first
-                skip = answer.skip or skip
-                text = f"raised:\n{answer.text}"
-            elif isinstance(answer, Died):
-                first = rank if first is None else first
-                text = f"died with exit code {answer.exitcode}\n{worker.stack()}".rstrip()
-            elif answer is None:
-                text = f"was still running:\n{worker.stack()}"
-            else:
-                text = "returned"
-            if not isinstance(answer, _Success) and (output := worker.output()):
-                text += f"\nand printed:\n{output}"
-            said.setdefault(text, []).append(rank)
+            said.setdefault(worker.said(answers.get(rank)), []).append(rank)
         # Ranks that say the same are told once.
         parts = [f"rank {', '.join(map(str, those))} {text}" for text, those in said.items()]
         self.close()
-        if skip is not None:
-            import pytest
+        for answer in answers.values():
+            if isinstance(answer, _Failure) and answer.skip is not None:
+                import pytest
 
-            pytest.skip(skip)
-        if first is None:
-            first = running[0]
-            head = f"{name}: ranks {running} of {self.world_size} hung for {timeout:g} s"
+                pytest.skip(answer.skip)
+        failed = [rank for rank in sorted(answers) if not isinstance(answers[rank], _Success)]
+        if failed:
+            how = f"failed on rank {failed[0]} of {self.world_size}"
         else:
-            head = f"{name} failed on rank {first} of {self.world_size}"
-        raise RankError("\n\n".join([head, *parts]), first)
+            how = f"ranks {running} of {self.world_size} hung for {timeout:g} s"
+        name = f"{function.__module__}.{function.__qualname__}"
+        raise RankError("\n\n".join([f"{name}: {how}", *parts]))
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,17 @@ def _is_state(state: Any) -> bool:
     kinds = {"version": int, "levels": str, "scaled": bool, "residuals": dict}
     if not isinstance(state, Mapping) or any(type(state.get(k)) is not kinds[k] for k in kinds):
         return False
-    lists = [*state["residuals"].values()]
-    tensors = [each for residuals in lists if isinstance(residuals, list) for each in residuals]
+    return state["version"] == _VERSION and all(
+        isinstance(names, tuple)
+        and isinstance(residuals, list)
+        and all(map(_is_residual, residuals))
+        for names, residuals in state["residuals"].items()
+    )
+
+
+def _is_residual(value: Any) -> bool:
     return (
-        state["version"] == _VERSION
-        and all(isinstance(names, tuple) for names in state["residuals"])
-        and all(isinstance(residuals, list) for residuals in lists)
-        and all(isinstance(it, Tensor) and it.dtype is torch.float32 for it in tensors)
-        and all(bool(it.isfinite().all()) for it in tensors)
+        isinstance(value, Tensor) and value.dtype is torch.float32 and bool(value.isfinite().all())
     )
 
 

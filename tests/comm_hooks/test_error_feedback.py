@@ -127,7 +127,7 @@ def _exchanges(what: str, ranks_per_host: int) -> list[float]:
         true = x[0].clone()
         dist.all_reduce(true)
         if step == 1:
-            x[0, 10 + 2000 * rank] = (math.inf, math.nan)[rank % 2]
+            x[0, 10 + 1000 * rank] = (math.inf, math.nan)[rank % 2]
         scaled = (step, what) != (4, "not used in one pass")
         scale = scaler.get_scale() if scaled else 1.0
         loss = model(x).sum()

@@ -10,8 +10,6 @@ from tests.launch import jobs
 from tests.launch.jobs import TINY, Rows, losses
 
 RUN = (*TINY, "--steps", 4)
-TWO_RANKS = ["", "--shard -1"]
-FOUR_RANKS = ["--shard 2", "--shard 2 --tp 2"]
 SHOWN = ("step", "loss", "gradient_norm", "validation_loss")
 
 pytestmark = pytest.mark.xdist_group("simulated launch")
@@ -29,27 +27,22 @@ def _same(found: Rows, expected: Rows) -> None:
         assert shown[0] == pytest.approx(shown[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
-def test_a_run_on_two_ranks_is_as_on_the_cpu(sim2, ranks2, text, tmp_path, layout):
-    args = ("--data", text, *RUN, *layout.split())
-    expected = ranks2.run(jobs.train, tmp_path / "cpu", (*args, "--device", "cpu"))
-    found = sim2.run(jobs.train, tmp_path / "sim", (*args, "--device", "sim"))
-    _same(found[0], expected[0])
-
-
-@pytest.mark.parametrize("layout", FOUR_RANKS)
-def test_a_run_on_four_ranks_is_as_on_the_cpu(sim_ranks, ranks4, text, tmp_path, layout):
-    args = ("--data", text, *RUN, *layout.split())
-    expected = ranks4.run(jobs.train, tmp_path / "cpu", (*args, "--device", "cpu"))
-    found = sim_ranks(4).run(jobs.train, tmp_path / "sim", (*args, "--device", "sim"))
-    _same(found[0], expected[0])
-
-
-@pytest.mark.parametrize(("layout", "wire"), [("", "int8"), ("--shard -1", "fp16")])
-def test_a_run_through_a_hook_is_as_on_the_cpu(sim2, ranks2, text, tmp_path, layout, wire):
-    args = ("--data", text, *RUN, *layout.split(), "--hook", wire)
-    expected = ranks2.run(jobs.train, tmp_path / "cpu", (*args, "--device", "cpu"))
-    found = sim2.run(jobs.train, tmp_path / "sim", (*args, "--device", "sim"), schedule="random")
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, ""),
+        (2, "--shard -1"),
+        (2, "--hook int8"),
+        (2, "--shard -1 --hook fp16"),
+        (4, "--shard 2"),
+        (4, "--shard 2 --tp 2"),
+    ],
+)
+def test_a_run_on_ranks_is_as_on_the_cpu(sim_ranks, ranks, text, tmp_path, size, flags):
+    args = ("--data", text, *RUN, *flags.split())
+    expected = ranks(size).run(jobs.train, tmp_path / "cpu", (*args, "--device", "cpu"))
+    given = (*args, "--device", "sim")
+    found = sim_ranks(size).run(jobs.train, tmp_path / "sim", given, schedule="random")
     _same(found[0], expected[0])
 
 
