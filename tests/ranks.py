@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -164,7 +165,9 @@ class RankPool:
                 name=f"rank-{rank}-of-{self.world_size}",
                 daemon=True,
             )
-            with _light_main(), _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
+            # The forkserver takes variables over at its first start.
+            variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            with _light_main(), mock.patch.dict(os.environ, variables):
                 process.start()
             there.close()
             self._workers.append(_Worker(process, here, folder))
@@ -307,39 +310,15 @@ class _Failure:
     skip: str | None = None
 
 
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set variables for the forkserver, which takes them over at its first start."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _light_main() -> Iterator[None]:
+def _light_main() -> contextlib.AbstractContextManager[Any]:
     """Keep multiprocessing from importing pytest's own main module in every rank.
 
     A script's main module is left alone: it holds the functions that the ranks must find.
     """
-    main = sys.modules["__main__"]
     if "pytest" not in sys.modules:
-        yield
-        return
-    hidden = {name: getattr(main, name, None) for name in ("__spec__", "__file__")}
-    main.__spec__ = None
-    main.__file__ = None
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
+        return contextlib.nullcontext()
+    hidden = {"__spec__": None, "__file__": None}
+    return mock.patch.multiple(sys.modules["__main__"], create=True, **hidden)
 
 
 # -- in the rank ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Two ranks on simulated devices, beside two on the CPU: wrappers, hooks, stages, checkpoints."""
+"""Two ranks on simulated devices, beside two on the CPU: wrappers, hooks, stages, levels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -216,40 +214,6 @@ def test_a_joined_hook_over_devices_of_one_process(sim2, wire):
     for schedule, seed in SCHEDULES:
         found = sim2.run(_hooked_over_two_devices, wire, schedule=schedule, seed=seed)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def _shards(folder: str, first: int, last: int) -> Any:
-    """These steps of FSDP2's shards, from a checkpoint and into one."""
-    model = _wrapped("FSDP2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scaler = DistGradScaler(device_type(), init_scale=64.0, growth_interval=2)
-    if first:
-        weights, moments = get_state_dict(model, optimizer)
-        states = {"model": weights, "optimizer": moments}
-        dcp.load(states, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        scaler.load_state_dict(torch.load(f"{folder}/scaler.pt"))
-    for step in range(first, last):
-        scaler.scale(model(_input(step)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    if last == 3:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-        if dist.get_rank() == 0:
-            torch.save(scaler.state_dict(), f"{folder}/scaler.pt")
-        dist.barrier()
-    return _full(model), scaler.get_scale()
-
-
-@pytest.mark.parametrize("saved_on", ["sim", "cpu"])
-def test_shards_go_on_on_another_device(sim2, ranks2, tmp_path, saved_on):
-    before, after = (sim2, ranks2) if saved_on == "sim" else (ranks2, sim2)
-    expected = ranks2.run(_shards, "", 0, 6)
-    before.run(_shards, str(tmp_path / "saved"), 0, 3)
-    found = after.run(_shards, str(tmp_path / "saved"), 3, 6)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.usefixtures("sim2")
