@@ -1,8 +1,7 @@
 """Damaged states: a clear error, and the object is as it was.
 
-A state is damaged in one place: a value of a wrong type, shape or range, a key that is missing or
-has another name, or a bit of the saved file that is flipped. What loads must leave an object that
-works.
+A state is damaged in one place: a value of a wrong type, shape or range, a key that is missing, or
+a bit of the saved file that is flipped. What loads must leave an object that works.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 import io
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,35 +16,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from distamp import DistampError, DistGradScaler, comm_hooks, initialize
 from distamp.scaler import HysteresisSchedule, MasterParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CLEAR = (DistampError, ValueError, TypeError)
-WRONG: list[Any] = [
-    None,
-    True,
-    "65536",
-    b"\x00",
-    -1,
-    0,
-    2**70,
-    float("nan"),
-    float("inf"),
-    -0.0,
-    1j,
-    [],
-    [1, 2, 3],
-    {},
-    {"scale": 1.0},
+NUMBERS: list[Any] = [True, -1, 0, 2**70, float("nan"), float("inf"), -0.0, 1j]
+TENSORS: list[Any] = [
     torch.tensor(float("nan")),
     torch.zeros(3),
     torch.zeros(0),
     torch.zeros(2, 2, dtype=torch.complex64),
     torch.tensor(7, dtype=torch.int64),
-    object(),
 ]
+WRONG: list[Any] = [None, "65536", b"\x00", [], [1, 2, 3], {}, {"scale": 1.0}, object()]
+WRONG += NUMBERS + TENSORS
+MISSING = "missing"
 
 
 @dataclass
@@ -59,16 +46,30 @@ class Subject:
     works: Callable[[], None]
 
 
+def _training(made: DistGradScaler) -> tuple[Callable[[], None], Callable[[], Any]]:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        made.scale(weight.sum()).backward()
+        made.step(optimizer)
+        made.update()
+
+    step()
+    return step, lambda: (made.state_dict(), made.schedule_state_dict())
+
+
 def scaler() -> Subject:
-    made, step = _training(DistGradScaler("cpu", init_scale=2.0**10))
-    return Subject(made.state_dict(), made.load_state_dict, lambda: _of(made), step)
+    made = DistGradScaler("cpu", init_scale=2.0**10)
+    step, seen = _training(made)
+    return Subject(made.state_dict(), made.load_state_dict, seen, step)
 
 
 def schedule() -> Subject:
-    made, step = _training(DistGradScaler("cpu", schedule=HysteresisSchedule(hysteresis=2)))
-    return Subject(
-        made.schedule_state_dict(), made.load_schedule_state_dict, lambda: _of(made), step
-    )
+    made = DistGradScaler("cpu", schedule=HysteresisSchedule(hysteresis=2))
+    step, seen = _training(made)
+    return Subject(made.schedule_state_dict(), made.load_schedule_state_dict, seen, step)
 
 
 def masters() -> Subject:
@@ -82,18 +83,13 @@ def masters() -> Subject:
         optimizer.step()
 
     step()
-    return Subject(
-        made.state_dict(),
-        made.load_state_dict,
-        lambda: (made.state_dict(), model.state_dict()),
-        step,
-    )
+    both = lambda: (made.state_dict(), model.state_dict())  # noqa: E731
+    return Subject(made.state_dict(), made.load_state_dict, both, step)
 
 
 def amp() -> Subject:
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    made = initialize(model, optimizer, "O2")
+    made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
 
     def step() -> None:
         made.zero_grad()
@@ -101,99 +97,75 @@ def amp() -> Subject:
         made.step()
 
     step()
-    return Subject(
-        made.state_dict(),
-        made.load_state_dict,
-        lambda: (made.state_dict()["masters"], model.state_dict()),  # the scale is loaded first
-        step,
-    )
+    # The scale is loaded first.
+    both = lambda: (made.state_dict()["masters"], model.state_dict())  # noqa: E731
+    return Subject(made.state_dict(), made.load_state_dict, both, step)
 
 
-def _training(made: DistGradScaler) -> tuple[DistGradScaler, Callable[[], None]]:
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], 0.1)
+def hook() -> Subject:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
+    made = comm_hooks.register(model, "int8")
 
-    def step() -> None:
-        optimizer.zero_grad()
-        made.scale(weight.sum()).backward()
-        made.step(optimizer)
-        made.update()
+    def works() -> None:
+        model(torch.ones(2, 5)).sum().backward()
 
-    step()
-    return made, step
-
-
-def _of(made: DistGradScaler) -> Any:
-    return made.state_dict(), made.schedule_state_dict()
+    works()
+    return Subject(made.state_dict(), made.load_state_dict, made.state_dict, works)
 
 
 SUBJECTS = {each.__name__: each for each in (scaler, schedule, masters, amp)}
 
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value of a nested state."""
-    if isinstance(state, (dict, list, tuple)):
+    """The way to every value of a nested state that can be replaced."""
+    if isinstance(state, dict | list):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield (*path, key)
             yield from places(value, (*path, key))
 
 
 def damaged(state: dict[str, Any], path: tuple[Any, ...], how: Any) -> Any:
-    """A copy with another value at ``path``, without that key, or with it under another name."""
+    """A copy with another value at ``path``, or without it."""
     changed = copy.deepcopy(state)
     *parents, last = path
     inner: Any = changed
     for each in parents:
         inner = inner[each]
-    if isinstance(inner, tuple):
-        return changed
-    if how == "missing":
+    inner[last] = how
+    if how is MISSING:
         del inner[last]
-    elif how == "renamed":
-        if isinstance(inner, dict):
-            inner["another"] = inner.pop(last)
-    else:
-        inner[last] = how
     return changed
 
 
-def loads_or_refuses(subject: Subject, state: Any, what: str) -> bool:
+def loads_or_refuses(subject: Subject, state: Any) -> bool:
     """Whether it loaded; an error must be a clear one, after which all is as it was."""
-    before, error = copy.deepcopy(subject.seen()), None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            subject.load(state)
-        except CLEAR as refused:
-            error = str(refused)
-    assert error != "", f"{what}: an error without a message"
-    assert error is None or _same(subject.seen(), before), f"{what}: changed, then {error}"
-    return error is None
 
+    def seen() -> Any:
+        values = tree_map_only(torch.Tensor, lambda it: (it.dtype, it.tolist()), subject.seen())
+        return copy.deepcopy(values)
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    before, refusal = seen(), None
+    try:
+        subject.load(state)
+    except CLEAR as error:
+        refusal = str(error)
+    assert refusal != "", "an error without a message"
+    assert refusal is None or seen() == before, f"changed, then {refusal}"
+    return refusal is None
 
 
 def damage(make: Callable[[], Subject]) -> tuple[int, list[str]]:
     """How many damaged states were refused, and what went wrong with any."""
     refused, faults, subject = 0, [], make()
     for path in places(subject.state):
-        for how in ["missing", "renamed", *WRONG]:
-            what = f"{'.'.join(map(str, path))} = {how!r}"
+        for how in [MISSING, *WRONG]:
             try:
-                if not loads_or_refuses(subject, damaged(subject.state, path, how), what):
+                if not loads_or_refuses(subject, damaged(subject.state, path, how)):
                     refused += 1
                     continue
                 subject.works()
             except Exception as error:
-                faults.append(f"{what}: {type(error).__name__}: {error}"[:300])
+                faults.append(f"{path} = {how!r}: {type(error).__name__}: {error}"[:300])
             subject = make()
     return refused, faults
 
@@ -206,7 +178,7 @@ def test_a_value_of_the_wrong_kind_is_refused_or_works(name: str) -> None:
     subject = SUBJECTS[name]()
     for state in [*WRONG, 3, "state", ()]:
         try:
-            loaded = loads_or_refuses(subject, state, repr(state))
+            loaded = loads_or_refuses(subject, state)
         except RuntimeError as error:  # torch's, of an empty state
             loaded = "empty" not in str(error)
         assert not loaded or state == {}, f"{state!r} was loaded"
@@ -217,7 +189,7 @@ def test_a_value_of_the_wrong_kind_is_refused_or_works(name: str) -> None:
 def test_a_file_loads_with_weights_only_and_with_a_flipped_bit_is_refused_or_works(name):
     subject, draw, buffer = SUBJECTS[name](), random.Random(0), io.BytesIO()
     torch.save(subject.state, buffer)
-    subject.load(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
+    assert loads_or_refuses(subject, torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
     subject.works()
     for _ in range(150):
         flipped = bytearray(buffer.getvalue())
@@ -226,21 +198,9 @@ def test_a_file_loads_with_weights_only_and_with_a_flipped_bit_is_refused_or_wor
             state = torch.load(io.BytesIO(flipped), weights_only=True)
         except Exception:
             continue  # torch's own refusal
-        if loads_or_refuses(subject, state, f"{name} state with a flipped bit"):
+        if loads_or_refuses(subject, state):
             subject.works()
             subject = SUBJECTS[name]()
-
-
-def hook() -> Subject:
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
-    made = comm_hooks.register(model, "int8")
-
-    def works() -> None:
-        model(torch.ones(2, 5)).sum().backward()
-
-    works()
-    return Subject(made.state_dict(), made.load_state_dict, made.state_dict, works)
 
 
 def damage_a_hook() -> list[str]:

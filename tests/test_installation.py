@@ -33,6 +33,17 @@ PLACES = [
 ]
 
 
+def classes() -> list[type]:
+    return [getattr(importlib.import_module(module), name) for module, name in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    before = classes()
+    yield
+    assert classes() == before
+
+
 @contextlib.contextmanager
 def installed(**settings: object) -> Iterator[distamp.installation.Installation]:
     """``with distamp.install()``, whatever trainers this process has imported before."""
@@ -43,21 +54,22 @@ def installed(**settings: object) -> Iterator[distamp.installation.Installation]
         yield installation
 
 
-@pytest.fixture(autouse=True)
-def _torch_as_it_was() -> Iterator[None]:
-    before = [at(place) for place in PLACES]
-    yield
-    assert [at(place) for place in PLACES] == before
-
-
-def at(place: tuple[str, str]) -> type:
-    return getattr(importlib.import_module(place[0]), place[1])
+def train(scaler: torch.amp.GradScaler, *gradients: float) -> float:
+    """A weight of 1 after a step of 0.25 for each gradient."""
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    for gradient in gradients:
+        optimizer.zero_grad()
+        scaler.scale(weight * gradient).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weight.item()
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
 def test_every_name_is_ours_until_the_end_and_scalers_outlive_it(settings):
     with installed(**settings):
-        assert all(issubclass(at(place), DistGradScaler) for place in PLACES)
+        assert all(issubclass(cls, DistGradScaler) for cls in classes())
         assert torch.amp.GradScaler is torch.GradScaler is torch.amp.grad_scaler.GradScaler
         assert settings or torch.amp.GradScaler is DistGradScaler
         made = [
@@ -74,52 +86,32 @@ def test_every_name_is_ours_until_the_end_and_scalers_outlive_it(settings):
     with pytest.raises(KeyError), installed():
         raise KeyError
     distamp.uninstall()
-    assert not any(issubclass(at(place), DistGradScaler) for place in PLACES)
+    assert not any(issubclass(cls, DistGradScaler) for cls in classes())
 
 
-def test_old_names_keep_their_own_first_argument():
-    with installed():
-        assert torch.cpu.amp.GradScaler(4.0).get_scale() == 4.0
-        with pytest.warns(UserWarning, match="not available") as seen:
-            scaler = torch.cuda.amp.GradScaler(4.0)
-        if torch.cuda.is_available():
-            assert scaler.get_scale() == 4.0
-    assert len(seen) == 1
-
-
-def test_the_sharded_name_takes_backoff_before_growth():
+def test_old_and_sharded_names_keep_their_own_order_of_arguments():
     theirs = sharded_grad_scaler.ShardedGradScaler("cpu", 4.0, 0.25, 8.0, 3)
     with installed():
         ours = sharded_grad_scaler.ShardedGradScaler("cpu", 4.0, 0.25, 8.0, 3)
+        assert torch.cpu.amp.GradScaler(4.0).get_scale() == 4.0
+        with pytest.warns(UserWarning, match="not available"):
+            torch.cuda.amp.GradScaler(4.0)
     assert ours.state_dict() == theirs.state_dict()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_torchs_scaler_pickled_before_is_distamps_when_it_is_unpickled(enabled):
     theirs = torch.amp.GradScaler("cpu", 8.0, growth_factor=3.0, growth_interval=2, enabled=enabled)
-    parameter = torch.nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    theirs.scale(parameter * 0.25).backward()
-    theirs.step(optimizer)
-    theirs.update()
-    data = pickle.dumps(theirs)
+    train(theirs, 0.25)
+    data, wrong = pickle.dumps(theirs), pickle.dumps(torch.amp.GradScaler("cpu", init_scale=0.0))
     with installed():
         ours = pickle.loads(data)
+        with pytest.raises(SettingError, match="init_scale"):
+            pickle.loads(wrong)
     assert type(ours) is DistGradScaler
     assert ours.state_dict() == theirs.state_dict()
-    for scaler in (ours, theirs):  # the scale grows by 3 after the second clean iteration
-        optimizer.zero_grad()
-        scaler.scale(parameter * 0.25).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert ours.state_dict() == theirs.state_dict()
+    train(ours, 0.25)
     assert ours.get_scale() == (24.0 if enabled else 1.0)
-
-
-def test_a_setting_that_torch_took_and_distamp_does_not_is_refused_in_a_pickle_too():
-    data = pickle.dumps(torch.amp.GradScaler("cpu", init_scale=0.0))
-    with installed(), pytest.raises(SettingError, match="init_scale"):
-        pickle.loads(data)
 
 
 EARLY = """
@@ -148,18 +140,6 @@ def test_it_says_what_was_derived_bound_or_a_default_before(monkeypatch):
     assert named == [f"early_trainer.{name}" for name in names]
 
 
-# -- settings for the scalers that a trainer makes itself ------------------------------------------
-
-
-def overflow(scaler: DistGradScaler, times: int) -> None:
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for _ in range(times):
-        scaler.scale(weight * torch.inf).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -176,31 +156,27 @@ def test_a_scaler_that_a_trainer_makes_takes_the_settings(make):
     assert (scaler.get_growth_interval(), own.get_growth_interval()) == (7, 3)
     for other in (copy.deepcopy(scaler), scaler):
         with pytest.raises(LossScaleCollapse):
-            overflow(other, 3)
+            train(other, *[torch.inf] * 3)
         assert other.get_scale() == 0.5
 
 
 def test_a_setting_that_cannot_be_is_refused_at_once():
-    theirs = torch.amp.GradScaler
     with pytest.raises(SettingError, match="min_scale"):
         distamp.install(min_scale=-1.0)
     with pytest.raises(TypeError, match="no_such"):
         distamp.install(no_such=1)
     with installed(), pytest.raises(StageError, match="uninstall"):
         distamp.install(min_scale=0.5)
-    assert torch.amp.GradScaler is theirs
 
 
 def test_what_another_put_over_a_name_stays():
-    theirs = torch.amp.GradScaler
-    installed_now = installed()
-    installed_now.__enter__()
     other = types.SimpleNamespace()
-    torch.amp.GradScaler = other
-    distamp.uninstall()
-    assert torch.amp.GradScaler is other
-    assert theirs is torch.GradScaler
-    torch.amp.GradScaler = theirs
+    with installed():
+        torch.amp.GradScaler = other
+        distamp.uninstall()
+        assert torch.amp.GradScaler is other
+        assert not issubclass(torch.GradScaler, DistGradScaler)
+        torch.amp.GradScaler = torch.GradScaler
 
 
 def on_some_ranks() -> float:
@@ -210,18 +186,11 @@ def on_some_ranks() -> float:
         return 0.0
     with installed(process_group=groups[0]):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([weight], lr=0.25)
-    scaler.scale(weight * 1.0).backward()
-    scaler.step(optimizer)
-    return weight.item()
+    return train(scaler, 1.0)
 
 
 def test_where_only_some_ranks_train_a_group_says_which(ranks2):
     assert ranks2.run(on_some_ranks) == [0.75, 0.0]
-
-
-# -- a script written for torch, on two ranks ------------------------------------------------------
 
 
 def script(with_distamp: bool) -> tuple[float, float]:

@@ -13,7 +13,15 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from distamp import OpLists, autocast, checkpoint, checkpoint_contexts, custom_bwd, custom_fwd
+from distamp import (
+    AutocastState,
+    OpLists,
+    autocast,
+    checkpoint,
+    checkpoint_contexts,
+    custom_bwd,
+    custom_fwd,
+)
 from tests.ranks import RankPool
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -62,13 +70,16 @@ def test_custom_functions_are_as_torchs_in_every_combination():
         assert found[0] == found[1], (cast, region, around)
 
 
-def test_backward_follows_the_op_lists_of_forward():
+def test_backward_follows_the_op_lists_of_forward_and_leaves_them():
     seen: list[Any] = []
     a = torch.randn(4, 4, requires_grad=True)
     with autocast("cpu", ops=OpLists(fp32={"mm"})):
         loss = matmul(OURS, seen).apply(a, a).sum()
     loss.backward()
     assert [each[3] for each in seen] == [FP32] * 2
+    assert AutocastState.capture().lists == ()
+    with autocast("cpu"):
+        assert torch.mm(a, a).dtype is BF16
 
 
 def test_backward_sees_forwards_state_in_autograds_own_threads():
@@ -129,18 +140,6 @@ def block() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8), nn.Tanh())
 
 
-def plain(model: Any, x: Tensor) -> Tensor:
-    return model(x)
-
-
-def nested(model: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda x: checkpoint(model, x, use_reentrant=False), x, use_reentrant=False)
-
-
-def torchs_with_our_contexts(model: Any, x: Tensor) -> Tensor:
-    return torchs.checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts)
-
-
 def region_inside(model: Any, x: Tensor) -> Tensor:
     def forward(x: Tensor) -> Tensor:
         with autocast("cpu", ops=LISTS):
@@ -150,56 +149,56 @@ def region_inside(model: Any, x: Tensor) -> Tensor:
         return torchs.checkpoint(forward, x, use_reentrant=False)
 
 
-def with_options(model: Any, x: Tensor) -> Tensor:
-    def forward(x: Tensor, *, scale: float) -> Tensor:
-        return model(x) * scale
-
-    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False, scale=1.0)
-
-
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": lambda model, x: model(x),
     "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
     "not reentrant": lambda model, x: checkpoint(model, x, use_reentrant=False),
-    "nested": nested,
-    "torch's with our contexts": torchs_with_our_contexts,
+    "nested": lambda model, x: checkpoint(WAYS["not reentrant"], model, x, use_reentrant=False),
+    "torch's with our contexts": lambda model, x: torchs.checkpoint(
+        model, x, use_reentrant=False, context_fn=checkpoint_contexts
+    ),
     "a region inside": region_inside,
-    "torch's options": with_options,
+    "torch's options": lambda model, x: checkpoint(
+        lambda x, *, scale: model(x) * scale,
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        scale=1.0,
+    ),
 }
 
 
-def gradients(run: Callable[[Any, Tensor], Tensor]) -> list[Any]:
+def gradients(way: str) -> list[Any]:
     model, x = block(), X.clone().requires_grad_()
     with autocast("cpu", ops=LISTS):
-        out = run(model, x)
+        out = WAYS[way](model, x)
     out.float().square().sum().backward()
     return [x.grad, *(each.grad for each in model.parameters())]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_bit_for_bit_those_without_checkpointing(way):
-    assert all(map(torch.equal, gradients(WAYS[way]), gradients(plain)))
+    assert all(map(torch.equal, gradients(way), gradients("plain")))
 
 
-def _weights(ways: tuple[str, ...]) -> list[float]:
-    sums = []
-    for way in ways:
-        torch.manual_seed(0)
-        model = nn.Sequential(block(), block())
-        for each in (*model, model):
-            fully_shard(each)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for _ in range(3):
-            out = X.clone().requires_grad_()
-            with autocast("cpu", ops=LISTS):
-                for each in model:
-                    out = WAYS[way](each, out) if way else each(out)
-            out.float().square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        sums.append(sum(p.full_tensor().double().sum().item() for p in model.parameters()))  # type: ignore[attr-defined]
-    return sums
+def _weights(way: str) -> tuple[torch.dtype, float]:
+    model = nn.Sequential(block(), block())
+    for each in (*model, model):
+        fully_shard(each)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        out = X.clone().requires_grad_()
+        with autocast("cpu", ops=LISTS):
+            for each in model:
+                out = WAYS[way](each, out)
+        out.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    return out.dtype, sum(each.double().sum().item() for each in weights)
 
 
 def test_checkpointed_blocks_of_fsdp2_train_to_the_same_weights(ranks2: RankPool):
-    for plain, *checkpointed in ranks2.run(_weights, ("", "reentrant", "not reentrant")):
-        assert checkpointed == [plain, plain]
+    plain, *checkpointed = (ranks2.run(_weights, way) for way in list(WAYS)[:3])
+    assert checkpointed == [plain, plain]
+    assert {dtype for dtype, _ in plain} == {FP32}

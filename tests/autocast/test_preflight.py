@@ -41,12 +41,17 @@ def test_the_table_of_a_cpu_is_that_of_a_real_forward_pass(name):
     assert not result.errors
 
 
-def test_cudas_lists_and_a_pins_dtype_show():
-    # On CPU lists prod is a fp32 op too and tan is none; on CUDA both are.
-    model = Calls(lambda x: F.softmax(x @ x, -1) + x.prod() + torch.tan(x))
-    found = ran(preflight(model, X, "cuda", FP16))
-    assert found["mm"] == "float16"
-    assert found["_softmax"] == found["prod"] == found["tan"] == "float32"
+def products(x: Tensor) -> Tensor:
+    half = x @ x
+    return half.prod() + half.tan().sum() + F.pad(half[None], (1, 0), "reflect").sum()
+
+
+def test_the_devices_lists_and_a_pins_dtype_show():
+    # Both devices' lists have prod as an fp32 op; CUDA's tan, and the CPU's padding.
+    for device_type, *wanted in (("cuda", "float32", "float16"), ("cpu", "float16", "float32")):
+        found = ran(preflight(Calls(products), X, device_type, FP16))
+        assert (found["mm"], found["prod"]) == ("float16", "float32")
+        assert [found["tan"], found["reflection_pad1d"]] == wanted
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     pin_precision(net[1], "bf16")
     rows = preflight(net, X, "cuda", FP16).report.rows
@@ -134,17 +139,12 @@ def test_where_it_cannot_go_on_is_an_error_with_the_module():
     assert ran(result)["addmm"] == "float16"
 
 
-@pytest.mark.parametrize(("device_type", "rules"), [("cuda", ["forbidden"]), ("cpu", [])])
-def test_what_torch_forbids_on_the_device_is_an_error(device_type, rules):
+@pytest.mark.parametrize(("device_type", "refused"), [("cuda", 1), ("xpu", 1), ("cpu", 0)])
+def test_what_torch_forbids_on_the_device_is_an_error(device_type, refused):
     model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
-    result = preflight(
-        model,
-        X,
-        device_type,
-        BF16,
-        loss_fn=lambda y: F.binary_cross_entropy(y.float(), torch.zeros(4, 1)),
-    )
-    assert [each.rule for each in result.errors] == rules
+    loss = Calls(lambda y: F.binary_cross_entropy(y.float(), torch.zeros(4, 1)))
+    result = preflight(model, X, device_type, BF16, loss_fn=loss)
+    assert [each.rule for each in result.errors] == ["forbidden"] * refused
 
 
 def test_json_has_report_and_findings(tmp_path):
