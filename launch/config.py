@@ -46,6 +46,14 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value in (None, *WIRE_FORMATS, "auto"),
         "hook",
     ),
+    "adamw, sgd, muon or module:Class": (
+        lambda value: value in ("adamw", "sgd", "muon") or ":" in value,
+        "optimizer",
+    ),
+    "gpt, hf:NAME or module:function": (
+        lambda value: value == "gpt" or 0 < value.find(":") < len(value) - 1,
+        "model",
+    ),
     "of name=value": (lambda value: all("=" in pair for pair in value), "model_args"),
 }
 
@@ -217,7 +225,8 @@ class Config:
         if not holds:
             value = getattr(self, name)
             given = " ".join(value) if isinstance(value, tuple) else value
-            raise UsageError(f"{flag(name)} {given}: it must be {allowed}")
+            hint = near(value, allowed.replace(",", "").split()) if isinstance(value, str) else ""
+            raise UsageError(f"{flag(name)} {given}: it must be {allowed}{hint}")
 
     def to_json(self) -> str:
         """Return the flags for `read_config`."""

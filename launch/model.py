@@ -107,9 +107,8 @@ def build(config: Config, data: Data) -> nn.Module:
     if config.model == "gpt":
         with torch.device("meta"):
             return GPT(config, data.classes)
-    if kind == "hf" and name:
+    if kind == "hf":
         return _hugging_face(name, config, data)
-    require(name, f"--model {config.model}: it must be gpt, hf:NAME or module:function")
     return _own(config, data)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from launch.config import Config, UsageError, load_own, near, require
+from launch.config import Config, UsageError, load_own, require
 from launch.model import blocks_of
 from launch.parallel import cut_over
 
@@ -39,8 +39,6 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
             adjust_lr_fn="match_rms_adamw",
         )
         return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
-    hint = near(name, ("adamw", "sgd", "muon"))
-    require(":" in name, f"--optimizer {name}: it must be adamw, sgd, muon or module:Class{hint}")
     own = load_own("--optimizer", name)
     try:
         return [own(_groups(trained, config), lr=config.lr)]
