@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
-import pkgutil
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -57,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
 # Behind extras: only inside functions.
 OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy", "triton"}
 # What a module of `integrations` is for, and imports at once.
-TRAINERS = {"accelerate", "lightning", "transformers"}
+TRAINERS_OF = {"integrations": {"accelerate", "lightning", "transformers"}}
 # Imported themselves in a function, where the extra is there.
 BEHIND_AN_EXTRA = {
     "distamp.comm_hooks.kernels": "triton",
@@ -69,41 +67,25 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(path: Path) -> Iterator[tuple[str, bool, int]]:
-    """(module, whether at import time, line) of each import but those for type checking alone."""
-
-    def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool, int]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            if isinstance(child, ast.Import):
-                yield from ((alias.name, not lazy, child.lineno) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                yield from ((name, not lazy, child.lineno) for name in _targets(path, child))
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from walk(child, lazy or inside)
-
-    yield from walk(ast.parse(path.read_text()), lazy=False)
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {_module_name(path): ast.parse(path.read_text()) for path in FILES}
 
 
-def _targets(path: Path, node: ast.ImportFrom) -> list[str]:
-    """Full names of what ``from x import y`` may load, relative imports resolved."""
-    base = node.module or ""
-    if node.level:
-        package = _module_name(path).split(".")
-        if path.name != "__init__.py":
-            package = package[:-1]
-        package = package[: len(package) - node.level + 1]
-        base = ".".join([*package, *([node.module] if node.module else [])])
-    if base == "distamp":
-        return [f"distamp.{alias.name}" for alias in node.names]
-    names = [f"{base}.{alias.name}" for alias in node.names]
-    return [name if _is_module(name) else base for name in names]
+def _targets(node: ast.AST) -> list[str]:
+    """Full names of what an import may load."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    assert node.level == 0, "imports name the package"
+    names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [
+        name if name in TREES or node.module == "distamp" else str(node.module) for name in names
+    ]
 
 
-def _is_module(name: str) -> bool:
-    path = ROOT / name.replace(".", "/")
-    return path.with_suffix(".py").is_file() or path.is_dir()
+def _inside(nodes: list[ast.AST]) -> set[ast.AST]:
+    return {each for node in nodes for each in ast.walk(node)}
 
 
 def _room(module: str) -> str:
@@ -111,74 +93,52 @@ def _room(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def _files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
-def _wrong_imports(path: Path) -> list[str]:
-    """What this file imports and should not, one line each."""
-    room = _room(_module_name(path))
-    wrong = []
-    for module, eager, line in _imports(path):
-        top = module.split(".")[0]
-        where = f"{path.relative_to(ROOT)}:{line} imports {module}"
-        if top == "distamp":
-            target = _room(module)
-            if target not in ROOMS:
-                target = ""  # a name of distamp/__init__.py
-            if target != room and target not in ROOMS[room]:
-                wrong.append(f"{where}: {room or 'distamp'} may import {sorted(ROOMS[room])}")
-        elif top in OPTIONAL:
-            if eager and BEHIND_AN_EXTRA.get(_module_name(path)) != top:
-                wrong.append(f"{where} at import time: an extra is imported where it is used")
-        elif top in TRAINERS and room == "integrations":
-            continue
-        elif top != "torch" and top not in sys.stdlib_module_names:
-            wrong.append(f"{where}: the core needs torch and the standard library alone")
+def _wrong_imports(module: str, tree: ast.AST) -> list[str]:
+    """What this module imports and should not, one line each."""
+    room, wrong = _room(module), []
+    nodes = list(ast.walk(tree))
+    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    later = _inside([node for node in nodes if isinstance(node, functions)])
+    conditions = [node for node in nodes if isinstance(node, ast.If)]
+    for_types = [node for node in conditions if ast.unparse(node.test) == "TYPE_CHECKING"]
+    for node in {*nodes} - _inside(for_types):
+        for name in _targets(node):
+            top, target = name.split(".")[0], _room(name)
+            where = f"{module} imports {name}"
+            if top == "distamp":
+                target = target if target in ROOMS else ""  # a name of distamp/__init__.py
+                if target not in {room, *ROOMS[room]}:
+                    wrong.append(f"{where}: {room or 'distamp'} may import {sorted(ROOMS[room])}")
+            elif top in OPTIONAL:
+                if node not in later and BEHIND_AN_EXTRA.get(module) != top:
+                    wrong.append(f"{where} at import time: an extra is imported where it is used")
+            elif top not in {"torch", *sys.stdlib_module_names, *TRAINERS_OF.get(room, set())}:
+                wrong.append(f"{where}: the core needs torch and the standard library alone")
     return wrong
 
 
-def test_every_room_has_its_place():
-    rooms = {_room(_module_name(path)) for path in _files()}
-    assert rooms - set(ROOMS) == set(), "place the new room in ROOMS and in docs/architecture.md"
-
-
 def test_imports_run_one_way():
-    assert [wrong for path in _files() for wrong in _wrong_imports(path)] == []
+    assert set(map(_room, TREES)) <= set(ROOMS), (
+        "place the new room in ROOMS and in architecture.md"
+    )
+    assert [wrong for module in TREES.items() for wrong in _wrong_imports(*module)] == []
 
 
-def _visible(module: ModuleType) -> set[str]:
-    """Names without a leading underscore that are not submodules."""
-    return {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
-
-
-def test_all_is_exactly_what_is_visible():
-    assert set(distamp.__all__) == _visible(distamp) | {"__version__"}
-    assert list(distamp.__all__) == sorted(set(distamp.__all__)), "sorted, each name once"
-
-
-def _modules() -> list[str]:
-    found = pkgutil.walk_packages(distamp.__path__, "distamp.")
-    return [module.name for module in found if not module.name.endswith("__main__")]
-
-
-def test_each_module_names_what_it_exports():
-    """A module without ``__all__`` exports everything that it imports."""
-    wrong = {}
-    for name in _modules():
+def test_all_is_exactly_what_is_visible_and_each_module_has_what_it_exports():
+    public = {name for name in vars(distamp) if not name.startswith("_")}
+    public = {name for name in public if not isinstance(getattr(distamp, name), ModuleType)}
+    assert list(distamp.__all__) == sorted(public | {"__version__"})
+    missing = []
+    for name in TREES:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if str(error.name).split(".")[0] not in OPTIONAL | TRAINERS:
+            if str(error.name).split(".")[0] not in OPTIONAL | TRAINERS_OF["integrations"]:
                 raise
             continue
         exported = getattr(module, "__all__", ["__all__"])
-        wrong[name] = [each for each in exported if not hasattr(module, each)]
-    assert {name: missing for name, missing in wrong.items() if missing} == {}
+        missing += [f"{name}.{each}" for each in exported if not hasattr(module, each)]
+    assert missing == []
 
 
 def _private_reads(tree: ast.AST) -> list[str]:
@@ -204,28 +164,17 @@ def _private_reads(tree: ast.AST) -> list[str]:
 
 
 def test_nobody_reads_private_attributes_of_anothers_objects():
-    reads = {str(p.relative_to(ROOT)): _private_reads(ast.parse(p.read_text())) for p in _files()}
-    assert {path: found for path, found in reads.items() if found} == {}
-
-
-def _circle(files: list[Path]) -> set[str]:
-    """Modules that import each other: at import time, later, or for types alone."""
-    waiting = {
-        _module_name(path): {
-            target
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom)
-            for target in _targets(path, node)
-            # A package that is named in its own modules is there already.
-            if not f"{_module_name(path)}.".startswith(f"{target}.")
-        }
-        for path in files
-    }
-    while free := {name for name, imports in waiting.items() if not imports & set(waiting)}:
-        for name in free:
-            del waiting[name]
-    return set(waiting)
+    assert {name: reads for name, tree in TREES.items() if (reads := _private_reads(tree))} == {}
 
 
 def test_no_modules_import_each_other():
-    assert _circle(_files()) == set()
+    """At import time, later, or for types alone."""
+    waiting = {}
+    for name, tree in TREES.items():
+        targets = {each for node in ast.walk(tree) for each in _targets(node)}
+        # A package that is named in its own modules is there already.
+        waiting[name] = {each for each in targets if not f"{name}.".startswith(f"{each}.")}
+    while free := {name for name, imports in waiting.items() if not imports & set(waiting)}:
+        for name in free:
+            del waiting[name]
+    assert set(waiting) == set()
