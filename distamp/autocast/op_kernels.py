@@ -74,6 +74,7 @@ class _Kernel:
         arguments = [it for it in schema_of(overload).arguments if not it.kwarg_only]
         names = [it.name for it in arguments]
         self._dtype_at = names.index("dtype") if "dtype" in names else len(names)
+        self._statistics_at = names.index("running_mean") if "running_mean" in names else len(names)
         self._tensors_at = [i for i, it in enumerate(arguments) if str(it.type) == "Tensor"]
         name = schema_of(overload).name.split("::")[1]
         self._of_numbers: Callable[..., Any] = getattr(torch, name, overload.overloadpacket)
@@ -89,7 +90,11 @@ class _Kernel:
         plain = all(i >= len(args) or isinstance(args[i], Tensor) for i in self._tensors_at)
         if category is not None and category is not Category.UNLISTED and not explicit:
             to = self._dtype(category, args)
-            args = tuple([self._cast(arg, to) for arg in args])
+            # The op writes running statistics: those of another dtype are not cast, nor the weights
+            # beside them, which torch takes in one dtype.
+            statistics = args[self._statistics_at : self._statistics_at + 2]
+            cast = 1 if any(self._differs(each, to) for each in statistics) else len(args)
+            args = (*(self._cast(arg, to) for arg in args[:cast]), *args[cast:])
             kwargs = {name: self._cast(arg, to) for name, arg in kwargs.items()}
         elif plain:
             # Composite ops come down to others, which have lists of their own.
@@ -131,7 +136,10 @@ class _Kernel:
             and value.device.type == self._device_type
         )
 
+    def _differs(self, value: Any, to: torch.dtype) -> bool:
+        return self._casts(value) and value.dtype is not to
+
     def _cast(self, value: Any, to: torch.dtype) -> Any:
         if isinstance(value, list | tuple):
             return [self._cast(each, to) for each in value]
-        return value.to(to) if self._casts(value) and value.dtype is not to else value
+        return value.to(to) if self._differs(value, to) else value

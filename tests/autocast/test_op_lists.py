@@ -202,6 +202,19 @@ def test_losses_keep_their_reduction_and_numbers_stand_for_tensors(
             torch.testing.assert_close(got, call(x.to(dtype), reduction))
 
 
+@pytest.mark.parametrize(("category", "dtype"), [("lower_precision", BF16), ("fp32", FP32)])
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+def test_a_listed_norm_moves_its_running_statistics(norm, category, dtype):
+    x = IMAGE.bfloat16() if dtype is FP32 else IMAGE
+    found = []
+    for ops, given in ((OpLists(**{category: {norm.__name__}}), x), (None, x.to(dtype))):
+        mean, variance = torch.zeros(2), torch.ones(2)
+        with autocast("cpu", ops=ops):
+            found.append((norm(given, mean, variance, B[:2], B[2:], True), mean, variance))
+    assert mean.any()
+    assert all(map(torch.equal, *found))
+
+
 def test_lower_precision_and_its_gradient():
     x = X.clone().requires_grad_()
     with autocast("cpu", ops=OpLists(lower_precision={"tanh"})):
