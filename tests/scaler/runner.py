@@ -85,14 +85,15 @@ def run_on_rank(programs: Sequence[Program], scaler: str) -> list[list[Outcome]]
     if scaler != "distamp":
         # Warnings are errors in ranks; for a peer a warning is no fault.
         warnings.simplefilter("ignore")
-    return [_Runner(program, scaler).run() for program in programs]
+    return [Runner(program, scaler).run() for program in programs]
 
 
-class _Runner:
+class Runner:
     def __init__(self, program: Program, scaler: str) -> None:
         self.program = program
         self.layout = layout_named(program.layout)()
-        self.scaler = SCALERS[scaler](program, self.layout)
+        self._new_scaler = SCALERS[scaler]
+        self.scaler = self.new_scaler()
         self.real = scaler != "none"
         kind = KINDS[program.kind]
         parts = self.layout.parts()
@@ -105,10 +106,13 @@ class _Runner:
         if not self.real:
             self.rule.scale = 1.0
 
+    def new_scaler(self) -> Any:
+        return self._new_scaler(self.program, self.layout)
+
     def run(self) -> list[Outcome]:
         outcomes = []
         for number, iteration in enumerate(self.program.iterations):
-            outcomes.append(self._iterate(number, iteration))
+            outcomes.append(self.iterate(number, iteration))
             if outcomes[-1].error is not None:
                 break
         astray = self.program.astray
@@ -126,7 +130,7 @@ class _Runner:
             outcome.error = (type(error).__name__, str(error))
             outcome.unchanged_by_error = not any(outcome.moved)
 
-    def _iterate(self, number: int, iteration: Iteration) -> Outcome:
+    def iterate(self, number: int, iteration: Iteration) -> Outcome:
         outcome = Outcome(self.layout.domain_of(self.layout.rank))
         self.layout.zero_grad(self.optimizers)
         astray = self._astray(number)

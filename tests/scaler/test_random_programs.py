@@ -1,11 +1,7 @@
 """Random programs on real ranks: which calls, in which order, which rank is hit by what.
 
-Two kinds: symmetric ones, which spread a model in every layout (`programs`), and asymmetric ones,
-in which ranks, threads and iterations do not do the same (`asymmetric_programs`).
-
-``python -m tests.scaler.test_random_programs DRAWS SEED`` draws so many of the first outside
-pytest, ``python -m tests.scaler.test_random_programs asymmetric DRAWS SEED`` of the second; each
-prints every program that breaks the invariant and counts them.
+``python -m tests.scaler.test_random_programs DRAWS SEED`` draws so many outside pytest, prints
+every program that breaks the invariant and counts them. Other faults than overflows: `tests.faults`.
 """
 
 from __future__ import annotations
@@ -21,10 +17,6 @@ import torch
 from hypothesis import strategies as st
 
 from tests.ranks import RankPool
-from tests.scaler.asymmetric_draws import draw_programs
-from tests.scaler.asymmetric_judge import AsymmetricJudge, new_pool
-from tests.scaler.asymmetric_programs import Event, Setting
-from tests.scaler.asymmetric_programs import Program as AsymmetricProgram
 from tests.scaler.judge import Judge
 from tests.scaler.layouts import LAYOUTS, WORLD
 from tests.scaler.programs import Fault, Iteration, Program
@@ -33,10 +25,6 @@ from tests.scaler.reference import KINDS
 DRAWS = 25
 ALL_DRAWS = 10_000
 PARTS = 20
-ASYMMETRIC_DRAWS = 80
-ALL_ASYMMETRIC_DRAWS = 2_000
-# Programs that ranks are sent at once; after one that breaks the invariant they start anew.
-CHUNK = 20
 
 RANK = st.integers(0, WORLD - 1)
 FAULT = st.builds(
@@ -133,48 +121,7 @@ def test_invariant_holds_in_ten_thousand_random_programs(ranks, part):
     _check(ranks, ALL_DRAWS // PARTS, part)
 
 
-def _broken(programs: list[AsymmetricProgram]) -> dict[AsymmetricProgram, list[str]]:
-    """The programs that break the invariant, and how."""
-    with new_pool() as pool:
-        judge = AsymmetricJudge(pool)
-        chunks = [programs[start : start + CHUNK] for start in range(0, len(programs), CHUNK)]
-        found = [wrong for chunk in chunks for wrong in judge.judge(*chunk)]
-    return {each: wrong for each, wrong in zip(programs, found, strict=True) if wrong}
-
-
-def test_ranks_agree_in_asymmetric_programs():
-    assert _broken(draw_programs(ASYMMETRIC_DRAWS, seed=0)) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(1, 5))
-def test_ranks_agree_in_two_thousand_asymmetric_programs(part):
-    assert _broken(draw_programs(ALL_ASYMMETRIC_DRAWS // 4, seed=part)) == {}
-
-
-@pytest.mark.parametrize("what", ["plain", "inf", "late everywhere", "optimizer raises"])
-def test_the_asymmetric_judge_sees_a_value_that_is_off(what, monkeypatch):
-    from tests.scaler import asymmetric_judge, asymmetric_reference
-
-    right = asymmetric_reference.initial_values
-    monkeypatch.setattr(
-        asymmetric_reference, "initial_values", lambda *args: [v + 1 for v in right(*args)]
-    )
-    program = AsymmetricProgram(Setting(), (Event(what),))
-    with new_pool() as pool:
-        assert asymmetric_judge.AsymmetricJudge(pool).judge(program) != [[]]
-
-
 def main() -> None:
-    if sys.argv[1] == "asymmetric":
-        draws, seed = map(int, sys.argv[2:])
-        start = time.monotonic()
-        broken = _broken(draw_programs(draws, seed))
-        for program, wrong in broken.items():
-            print(program, *wrong, sep="\n    ", flush=True)
-        _summary(draws, "asymmetric programs", seed, len(broken), start)
-        return
     draws, seed = map(int, sys.argv[1:])
     seen = [0, 0]
     start = time.monotonic()
