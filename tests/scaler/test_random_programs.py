@@ -1,7 +1,7 @@
 """Random programs on real ranks: which calls, in which order, which rank is hit by what.
 
 ``python -m tests.scaler.test_random_programs DRAWS SEED`` draws so many outside pytest, prints
-every program that breaks the invariant and counts them. Other faults than overflows: `tests.faults`.
+every program that breaks the invariant and counts them. Other faults are in `tests.faults`.
 """
 
 from __future__ import annotations
