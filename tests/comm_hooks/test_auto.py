@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -148,23 +146,6 @@ def _alone() -> str:
 
 def test_one_rank_measures_nothing(ranks1):
     assert ranks1.run(_alone) == ["auto chose fp32 (no hook): there is one rank"]
-
-
-def _one_dies() -> bool:
-    group = dist.new_group(timeout=timedelta(seconds=20))
-
-    def trial(sent: Tensor) -> None:
-        dist.all_reduce(sent, group=group)
-        if dist.get_rank() == 1:
-            os._exit(7)
-
-    with pytest.raises(RuntimeError):
-        timed_choice({"fp32": trial, "fp16": trial}, torch.zeros(8), [group])
-    return True
-
-
-def test_a_rank_that_dies_while_it_is_timed_ends_it_on_the_others(new_ranks):
-    assert new_ranks(2, timeout=120).run(_one_dies, may_die=[1])[0] is True
 
 
 # -- between hosts ---------------------------------------------------------------------------------

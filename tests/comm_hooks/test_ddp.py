@@ -18,7 +18,6 @@ from distamp import comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS
 from tests.comm_hooks.training import (
     BOUNDS,
-    agreed,
     errors,
     gradients,
     inputs,
@@ -101,26 +100,6 @@ def test_sparse_gradients_are_passed_by(ranks2):
         assert same
         assert error <= BOUNDS["fp16"]
         assert fallbacks == {"sparse gradient all-reduced as it is": 1}
-
-
-def _uneven() -> tuple[float, bool]:
-    found = []
-    for wire in (None, "fp16"):
-        model, _ = wrapped(mlp(*WIDTHS), wire)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with model.join():
-            for step in range(2 + 2 * dist.get_rank()):
-                optimizer.zero_grad()
-                model(inputs(step, WIDTHS[0])).square().sum().backward()
-                optimizer.step()
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    return _error(found[1], found[0]), agreed(found[1])
-
-
-def test_uneven_inputs_under_join(ranks4):
-    for error, same in ranks4.run(_uneven):
-        assert error <= 1e-4
-        assert same
 
 
 def _two_models() -> float:
