@@ -8,22 +8,29 @@
 # (exit status and seconds of each). Send back the folder as it is. Without a GPU it says so there
 # and runs nothing. PYTHON names another interpreter than .venv/bin/python.
 #
-# No part has run on a GPU; docs/accelerators.md tells what has run on a simulated one. In order:
+# No part has run on a GPU. On the simulated accelerator under CUDA's name,
+#
+#   PYTHONPATH=tests/simulated/as_cuda:. PYTHON=python benchmarks/gpu.sh FOLDER
+#
+# runs all of the short plan but what it cannot do, which is skipped with the reason. In order:
 #
 #   part                      what it answers               what it should be, beside torch's
-#   tests                     is anything wrong at all      every test passes, none is skipped
+#   tests                     is anything wrong at all      every test passes, none is skipped; with
+#                                                           gloo, two ranks share a GPU
+#   training                  speed and memory of formats   bf16 and fp16 1.5 to 3 times as fast as
+#                                                           fp32, half of the activations
+#   syncs                     does the host wait            no wait in a fused step
+#                                                           (set_sync_debug_mode("error")); in a plain
+#                                                           one as many as GradScaler or fewer
+#   graphs                    CUDA graphs                   replayed steps equal those without
+#   data_parallel             two replicas on one device    the dtype and values of one
+#   nccl                      NCCL with one rank            every hook's loss as without one
 #   comm_hooks                cost of each hook             one rank for each GPU; with one GPU it
 #                                                           says what a hook costs where nothing is
 #                                                           sent
-#   syncs                     does the host wait            cuda.set_sync_debug_mode("error") is
-#                                                           silent in a fused step (no sync; with a
-#                                                           group one event wait, which it does
-#                                                           not see)
 #   scaler_round[_fused]      cost of scale, step, update   ratio to torch.amp.GradScaler <= 1.05
-#   autocast_*                what a region costs the host  docs/autocast_figures.md; tensors of the CPU
-#   precision_report          what a report costs the host  the same
 #   masters                   step of fp32 masters          ratio to the loop by hand <= 1.1
-#   wire_cost                 cost of a wire format         below the time that it saves on the link
+#   wire_cost                 kernels beside a copy         bandwidth near the copy's
 #   ranks (hour, 2+ GPUs)     NCCL: agreement, order,       every run ends with 0, losses of all
 #                             FSDP1, FSDP2, hooks           strategies within 1e-5 of ddp's in fp32
 #   loss (hour)               fp16 and bf16 train as fp32   losses within 1e-2 of fp32's after 200 steps
@@ -82,43 +89,33 @@ part() {
     fi
 }
 
-part tests "$tests_limit" "$python" -m pytest -m gpu -n 0 -q -p no:cacheprovider
-part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
-    "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
-    -m benchmarks.comm_hooks_step --device cuda
-part syncs 60 "$python" -c '
-import torch
-from distamp import DistGradScaler, autocast
-model = torch.nn.Linear(64, 64).cuda()
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-scaler = DistGradScaler("cuda")
-x = torch.ones(8, 64, device="cuda")
-for step in range(6):
-    torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        loss = model(x).float().square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-torch.cuda.set_sync_debug_mode("default")
-print("no sync in a fused step; scale", scaler.get_scale())
-'
-part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1
-part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused
-for path in benchmarks/*.py; do
-    name=$(basename "$path" .py)
-    options=()
-    case $name in
-    __init__ | common | scaler_round) continue ;;
-    # Of gloo, of shaped links between hosts, or long and of what is computed, not where.
-    scaler_collectives | shaped* | comm_hooks_* | levels* | wire_error) continue ;;
-    esac
-    if "$python" -m "benchmarks.$name" --help 2>/dev/null | grep -q -- --device; then
-        options+=(--device cuda)
-    fi
-    part "$name" 60 "$python" -m "benchmarks.$name" "${options[@]}"
+small=()
+if "$python" -c 'import sys; from benchmarks.gpu import simulated; sys.exit(not simulated())'; then
+    readonly simulated=1
+    small=(--rounds 2)
+else
+    readonly simulated=0
+fi
+
+# skip NAME REASON: say so, and return 0, on the simulated accelerator.
+skip() {
+    ((simulated)) && echo "$1: skipped, the simulated accelerator has no $2" |
+        tee -a "$folder/summary.txt"
+}
+
+part tests "$tests_limit" "$python" -m pytest -m gpu -n 0 -q -rs -p no:cacheprovider
+for name in training syncs graphs data_parallel nccl; do
+    part "$name" 60 "$python" -m benchmarks.gpu "$name"
 done
+skip comm_hooks "process group under CUDA's name" ||
+    part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
+        "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
+        -m benchmarks.comm_hooks_step --device cuda
+part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 "${small[@]}"
+part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused \
+    "${small[@]}"
+part masters 60 "$python" -m benchmarks.masters --device cuda "${small[@]}"
+skip wire_cost "kernels of Triton" || part wire_cost 60 "$python" -m benchmarks.wire_cost --device cuda
 if [[ $plan == hour ]]; then
     gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
     train=(launch/train.py --steps 200 --overwrite --seed 1)

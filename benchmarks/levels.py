@@ -1,17 +1,22 @@
-"""What each level costs and what it comes to: validation loss and memory of O0 to O3 and bf16.
+"""What each level costs and what it comes to: validation loss and memory of levels and hooks.
 
     OMP_NUM_THREADS=1 python -m benchmarks.levels [--seeds 0 1 2] [--steps 300] [--write]
 
-Two models on real data, from the same seed and over the same batches at every level: the launcher's
-GPT on the Python standard library's source, and a small convolutional network with batch norms on
-scikit-learn's digits. Memory is counted in bytes, tensor by tensor, at one step: it depends on no
-machine. ``--write`` puts the results into docs/results/levels.json, docs/levels.md and
-docs/images/levels.png; ``--render`` writes the last two from the first, and trains nothing.
+Two models on real data, from the same seed and over the same batches at every level, on two ranks
+under DistributedDataParallel: the launcher's GPT on the Python standard library's source, and a
+small convolutional network with batch norms on scikit-learn's digits. A hook's row is O0 with that
+hook. Memory is counted in bytes, tensor by tensor, at one step: it depends on no machine.
+
+``--write`` puts the results into docs/results/levels.json, docs/levels.md and
+docs/images/levels.png. It keeps each run that ends and skips those that it has, so after it was cut
+off the same command goes on; remove the first file to start again. ``--render`` writes the last two
+from the first, and trains nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -19,18 +24,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import environment
-from benchmarks.levels_page import CONTROL, LEVELS, RESULTS, render, write
-from distamp import initialize
+from benchmarks.levels_page import CONTROL, HOOKS, LEVELS, RESULTS, render, write
+from distamp import cast_model, initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
 from launch.config import Config
 from launch.data import Order, load_data
 from launch.model import GPT
+from tests.ranks import RankPool
 
+RANKS = 2
 # A run this short would otherwise spend a part of it on finding its scale.
 SCALING: dict[str, Any] = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
 
@@ -156,32 +165,38 @@ def conv_net(batch: int = 32) -> Task:
     )
 
 
+# What a rank is given by name: a task itself does not travel between processes.
+TASKS: dict[str, Callable[[], Task]] = {"GPT": gpt, "conv net": conv_net}
+
+
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats, in fp32."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
-def train(task: Task, level: str, seed: int, steps: int) -> Run:
-    """Train from a seed, and take the loss on what was held out."""
+def train(name: str, level: str, seed: int, steps: int) -> Run:
+    """Train from a seed on this rank's part of each batch; take the loss on what was held out."""
+    task = TASKS[name]()
     torch.manual_seed(seed)
-    model = task.model()
+    made = task.model()
     if level == CONTROL:
-        model.half().float()
-    optimizer = task.optimizer(list(model.parameters()), level)
-    amp = initialize(
-        model, optimizer, level.split(",")[0], **(SCALING if level in ("O1", "O2") else {})
-    )
+        made.half().float()
+    precision = level.split(",")[0] if level not in HOOKS else "O0"
+    model = DistributedDataParallel(cast_model(made, precision))
+    optimizer = task.optimizer(list(model.parameters()), precision)
+    scaling = SCALING if precision in ("O1", "O2") else {}
+    amp = initialize(model, optimizer, precision, comm_hook=HOOKS.get(level), **scaling)
     rate = [group["lr"] for group in optimizer.param_groups]
     skipped = taken = 0
     memory: Memory | None = None
     for step in range(steps):
-        inputs, targets = task.batch(seed, step)
+        inputs, targets = (each.chunk(RANKS)[dist.get_rank()] for each in task.batch(seed, step))
         for group, peak in zip(optimizer.param_groups, rate, strict=True):
             group["lr"] = peak * min(1.0, (taken + 1) / 20, (steps - taken) / (steps / 2))
         amp.zero_grad()
         measure = steps // 2 == step
         activations = _Saved(amp.model)
-        with activations if measure else amp.no_sync():
+        with activations if measure else contextlib.nullcontext():
             with amp.autocast():
                 logits = amp.model(inputs)
             loss = mean_loss(logits, targets)
@@ -248,15 +263,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t._values().nbytes if t.is_sparse else t.nbytes for t in tensors)
 
 
-def _with_earlier(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Return the runs and, of earlier ones of as many steps, those that they do not replace."""
-
-    def key(run: dict[str, Any]) -> tuple[int, int, int]:
-        return run["task"] != "GPT", run["seed"], LEVELS.index(run["level"])
-
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"steps": steps, "runs": []}
-    held = {key(run): run for run in (kept["runs"] if kept["steps"] == steps else [])}
-    return [run for _, run in sorted((held | {key(run): run for run in runs}).items())]
+def _earlier(steps: int) -> list[dict[str, Any]]:
+    """Return the runs of as many steps on as many ranks that were kept."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    same = (kept.get("steps"), kept.get("ranks")) == (steps, RANKS)
+    runs: list[dict[str, Any]] = kept["runs"] if same else []
+    return runs
 
 
 def main() -> None:
@@ -265,7 +277,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tasks", nargs="+", default=["gpt", "conv"], choices=("gpt", "conv"))
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS)
     parser.add_argument("--write", action="store_true", help="put the results into the docs")
     parser.add_argument(
@@ -275,28 +287,33 @@ def main() -> None:
     if options.render:
         write(json.loads(RESULTS.read_text()))
         return
-    runs = []
-    for make in [{"gpt": gpt, "conv": conv_net}[name] for name in options.tasks]:
-        task = make()
-        for seed in options.seeds:
-            for level in options.levels:
-                start = time.perf_counter()
-                run = train(task, level, seed, options.steps)
-                runs.append(asdict(run))
-                print(
-                    f"{run.task:9} {level:5} seed {seed}: loss {run.loss:.4f}, {run.skipped} "
-                    f"skipped, {time.perf_counter() - start:.0f} s",
-                    flush=True,
-                )
-    results = {
+    results: dict[str, Any] = {
         "command": f"OMP_NUM_THREADS=1 python -m benchmarks.levels --steps {options.steps} --write",
         "environment": environment(),
         "steps": options.steps,
-        "runs": runs,
+        "ranks": RANKS,
+        "runs": _earlier(options.steps) if options.write else [],
     }
-    if options.write:
-        results["runs"] = _with_earlier(runs, options.steps)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    runs = results["runs"]
+    had = {(run["task"], run["level"], run["seed"]) for run in runs}
+    asked = [(t, s, x) for t in options.tasks for s in options.seeds for x in options.levels]
+    with RankPool(RANKS, timeout=600) as pool:
+        for task, seed, level in asked:
+            if (task, level, seed) in had:
+                continue
+            start = time.perf_counter()
+            run = pool.run(train, task, level, seed, options.steps)[0]
+            runs.append(asdict(run))
+            if options.write:
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            print(
+                f"{run.task:9} {level:11} seed {seed}: loss {run.loss:.4f}, {run.skipped} "
+                f"skipped, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+    if {run["level"] for run in runs} < set(LEVELS):
+        print("no tables: they need every level")
+    elif options.write:
         write(results)
     else:
         print(render(results))

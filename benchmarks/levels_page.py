@@ -8,11 +8,13 @@ from typing import Any
 
 from benchmarks.common import markdown
 
-__all__ = ["BEGIN", "CONTROL", "END", "LEVELS", "RESULTS", "render", "write"]
+__all__ = ["BEGIN", "CONTROL", "END", "HOOKS", "LEVELS", "RESULTS", "render", "write"]
 
 # fp32 from weights that were rounded to fp16 once: what chance alone makes of so small a change.
 CONTROL = "O0, rounded"
-LEVELS = ("O0", CONTROL, "O1", "O2", "O3", "bf16")
+# fp32 whose gradients travel in a wire format.
+HOOKS = {"O0, hook fp16": "fp16", "O0, hook int8": "int8"}
+LEVELS = ("O0", CONTROL, "O1", "O2", "O3", "bf16", *HOOKS)
 PAGE = Path("docs/levels.md")
 RESULTS = Path("docs/results/levels.json")
 IMAGE = Path("docs/images/levels.png")
@@ -42,17 +44,18 @@ def render(results: dict[str, Any]) -> str:
                 ]
             )
             one = next(r for r in runs if (r["task"], r["level"]) == (task, level))["memory"]
-            if level != CONTROL:
+            if level != CONTROL and level not in HOOKS:
                 memory.append([task, level, *(f"{value / 1024:,.0f}" for value in one.values())])
     header = ["Model", "Level", "Validation loss", "beside O0, seed by seed", "Steps skipped"]
     kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
     return (
         f"`{CONTROL}` is fp32 from weights that were rounded to fp16 once: what chance makes of so "
-        f"small a change. Nats per byte and per digit, mean and standard deviation over "
-        f"{len(seeds)} seeds; {results['steps']} steps each. {results['environment']}. Written by "
-        f"`{results['command']}`.\n\n{markdown(header, losses)}\n\n"
+        f"small a change; a hook's row is O0 with its gradients reduced in that format. Two ranks "
+        "under DistributedDataParallel. Nats per byte and per digit, mean and standard deviation "
+        f"over {len(seeds)} seeds; {results['steps']} steps each. {results['environment']}. "
+        f"Written by `{results['command']}`.\n\n{markdown(header, losses)}\n\n"
         "![Validation loss of each level beside O0](images/levels.png)\n\n"
-        "KiB at one step, each tensor counted once.\n\n"
+        "KiB at one step on each rank, each tensor counted once.\n\n"
         f"{markdown(['Model', 'Level', *kinds], memory)}\n"
     )
 
@@ -83,7 +86,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             top.plot([place] * len(beside), beside, "o", color=f"C{place}")
         top.set_title(task)
         top.set_xticks(range(len(LEVELS)), [level.replace(", ", "\n") for level in LEVELS])
-        shown = [level for level in LEVELS if level != CONTROL]
+        shown = [level for level in LEVELS if level != CONTROL and level not in HOOKS]
         below = [0.0] * len(shown)
         for kind in ("weights", "masters", "gradients", "optimizer", "activations"):
             sizes = [

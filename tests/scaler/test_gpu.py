@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+SIMULATED = torch.cuda.is_available() and torch.cuda.get_device_name() == "simulated"
 HOW = [{"foreach": False, "fused": False}, {"foreach": True}, {"fused": True}]
 
 
@@ -45,6 +46,7 @@ def test_it_trains_as_torch_does(name: str, how: dict[str, bool], unscale: bool)
     torch.testing.assert_close(_train(DistGradScaler(), cls, how, unscale), expected)
 
 
+@pytest.mark.skipif(SIMULATED, reason="the simulated accelerator has no set_sync_debug_mode")
 def test_a_fused_iteration_never_synchronises() -> None:
     model, scaler = nn.Linear(4, 4).cuda(), DistGradScaler("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -60,6 +62,7 @@ def test_a_fused_iteration_never_synchronises() -> None:
     assert scaler.step_counts(optimizer).taken == 4
 
 
+@pytest.mark.skipif(SIMULATED, reason="the simulated accelerator cannot offload to the CPU")
 def test_fsdp1_with_cpu_offload_trains_as_without(tmp_path: Any) -> None:
     # On a machine without an accelerator torch itself cannot: it locks pages for one.
     torch.cuda.set_device(0)
@@ -102,6 +105,7 @@ def _on_one_gpu() -> Any:
     return taken, model.weight.tolist(), scaler.get_scale()
 
 
+@pytest.mark.skipif(SIMULATED, reason="the simulated accelerator has no process group")
 def test_ranks_on_one_gpu_skip_together(ranks2: Any) -> None:
     first, second = ranks2.run(_on_one_gpu)
     assert first == second

@@ -1,0 +1,195 @@
+"""What only a GPU can show, part by part; benchmarks/gpu.sh runs them all, each in its own process.
+
+    python -m benchmarks.gpu training | syncs | graphs | data_parallel | nccl
+
+On the simulated accelerator under CUDA's name a part that it cannot run says why, and its figures
+mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import environment, interleave, markdown, ratio
+from distamp import DataParallel, DistGradScaler, autocast, comm_hooks
+from launch.config import Config
+from launch.model import GPT
+
+FORMATS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What the simulated accelerator has not, by part.
+CANNOT = {
+    "graphs": "no graph capture",
+    "data_parallel": "one device has no broadcast to itself under CUDA's name",
+    "nccl": "no process group under CUDA's name",
+}
+
+
+def simulated() -> bool:
+    """Return whether "cuda" is the simulated accelerator."""
+    return torch.cuda.get_device_name() == "simulated"
+
+
+class Training:
+    """Steps of a GPT in one format, with a fused AdamW and distamp's scaler."""
+
+    def __init__(
+        self, dtype: torch.dtype | None, *, fused: bool = True, scaler: Any = None
+    ) -> None:
+        size = 64 if simulated() else 1024
+        config = Config(layers=2 if simulated() else 12, heads=size // 64, width=size, block=size)
+        torch.manual_seed(0)
+        model = GPT(config, 256)
+        self.model = model.apply(model.init_weights).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
+        self.scaler = scaler or DistGradScaler("cuda", enabled=dtype == torch.float16)
+        self.tokens = torch.randint(256, (8, size), device="cuda")
+        self.dtype = dtype
+
+    def loss(self) -> Tensor:
+        """Return the scaled loss of a forward pass."""
+        with autocast("cuda", dtype=self.dtype, enabled=self.dtype is not None):
+            logits = self.model(self.tokens)
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), self.tokens.flatten())
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def step(self) -> None:
+        """Take a whole step."""
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def training() -> None:
+    """Print the time and memory of a step in each format."""
+    runs = {name: Training(dtype) for name, dtype in FORMATS.items()}
+    times = interleave({name: run.step for name, run in runs.items()}, 2 if simulated() else 30)
+    memory = {name: "not known here" if simulated() else _memory(run) for name, run in runs.items()}
+    rows = [
+        [name, f"{1e3 * min(times[name]):.1f}", str(ratio(times["fp32"], each)), memory[name]]
+        for name, each in times.items()
+    ]
+    print(markdown(["", "least ms a step", "times as fast as fp32", "activations, MiB"], rows))
+
+
+def _memory(run: Training) -> str:
+    run.optimizer.zero_grad()
+    before = torch.cuda.memory_allocated()
+    loss = run.loss()
+    held = torch.cuda.memory_allocated() - before
+    del loss
+    return f"{held / 2**20:.0f}"
+
+
+def syncs() -> None:
+    """Count the host's waits in a step; in a fused step of distamp any is an error."""
+    rows = []
+    for fused in (True, False):
+        for kind in (DistGradScaler, torch.amp.GradScaler):
+            run = Training(torch.float16, fused=fused, scaler=kind("cuda"))
+            run.step()
+            run.step()
+            strict = fused and kind is DistGradScaler
+            rows.append([kind.__name__, "fused" if fused else "plain", _waits(run, strict)])
+    print(markdown(["scaler", "AdamW", "waits in a step"], rows))
+
+
+def _waits(run: Training, strict: bool) -> str:
+    if simulated():
+        run.step()
+        return "not counted: set_sync_debug_mode is CUDA's"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("error" if strict else "warn")
+        try:
+            run.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return str(sum("synchroniz" in str(each.message) for each in found))
+
+
+def graphs() -> None:
+    """Capture forward and backward passes in a graph; replayed steps equal those without."""
+    ends = []
+    for captured in (False, True):
+        run = Training(torch.float16)
+        for _ in range(3):
+            run.step()
+        replay: Callable[[], None] = lambda: run.loss().backward()  # noqa: B023, E731
+        run.optimizer.zero_grad()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run.loss().backward()
+            replay = graph.replay
+        for _ in range(5):
+            for p in run.model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+            replay()
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+        ends.append([p.detach().cpu() for p in run.model.parameters()])
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+    print("five replayed steps equal five without a graph, within 1e-3")
+
+
+def data_parallel() -> None:
+    """Compare DataParallel of two replicas on one device in a bf16 region with one replica."""
+    run = Training(torch.bfloat16)
+    with autocast("cuda", dtype=torch.bfloat16):
+        both = DataParallel(run.model, device_ids=[0, 0])(run.tokens)
+        one = run.model(run.tokens)
+    assert both.dtype == one.dtype, (both.dtype, one.dtype)
+    torch.testing.assert_close(both, one, rtol=2e-2, atol=2e-2)
+    print("two replicas on one device give", both.dtype, "and the values of one")
+
+
+def nccl() -> None:
+    """Train over NCCL with one rank, with each hook and without."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", init_method=f"file://{folder}/s", rank=0, world_size=1)
+        rows = []
+        for wire in (None, "fp16", "bf16", "int8"):
+            run = Training(torch.float16)
+            wrapped = DistributedDataParallel(run.model)
+            state = comm_hooks.register(wrapped, wire) if wire else None
+            if state is not None:
+                state.attach(run.scaler)
+            run.model = wrapped  # type: ignore[assignment]
+            for _ in range(5):
+                run.step()
+            loss = float(run.loss().detach()) / run.scaler.get_scale()
+            rows.append([wire or "no hook", f"{loss:.4f}"])
+        print(markdown(["hook", "loss after five steps"], rows))
+        dist.destroy_process_group()
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    part.__name__: part for part in (training, syncs, graphs, data_parallel, nccl)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    part = parser.parse_args().part
+    print(environment(), flush=True)
+    if simulated() and part in CANNOT:
+        print(f"skipped on the simulated accelerator: {CANNOT[part]}")
+        return
+    PARTS[part]()
+
+
+if __name__ == "__main__":
+    main()
