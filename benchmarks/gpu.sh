@@ -104,9 +104,13 @@ skip() {
 }
 
 part tests "$tests_limit" "$python" -m pytest -m gpu -n 0 -q -rs -p no:cacheprovider
-for name in training syncs graphs data_parallel nccl; do
+for name in training syncs; do
     part "$name" 60 "$python" -m benchmarks.gpu "$name"
 done
+skip graphs "graph capture" || part graphs 60 "$python" -m benchmarks.gpu graphs
+skip data_parallel "broadcast to itself under CUDA's name" ||
+    part data_parallel 60 "$python" -m benchmarks.gpu data_parallel
+skip nccl "process group under CUDA's name" || part nccl 60 "$python" -m benchmarks.gpu nccl
 skip comm_hooks "process group under CUDA's name" ||
     part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
         "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \

@@ -2,15 +2,15 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.levels [--seeds 0 1 2] [--steps 300] [--write]
 
-Two models on real data, from the same seed and over the same batches at every level, on two ranks
-under DistributedDataParallel: the launcher's GPT on the Python standard library's source, and a
-small convolutional network with batch norms on scikit-learn's digits. A hook's row is O0 with that
-hook. Memory is counted in bytes, tensor by tensor, at one step: it depends on no machine.
+Two models on real data, from the same seed and over the same batches at every level: the launcher's
+GPT on the Python standard library's source, and a small convolutional network with batch norms on
+scikit-learn's digits. Hooks run at O0 on two ranks, beside O0 on two ranks. Memory is
+counted in bytes, tensor by tensor, at one step: it depends on no machine.
 
 ``--write`` puts the results into docs/results/levels.json, docs/levels.md and
 docs/images/levels.png. It keeps each run that ends and skips those that it has, so after it was cut
-off the same command goes on; remove the first file to start again. ``--render`` writes the last two
-from the first, and trains nothing.
+off the same command goes on; remove the first file to train all of them again. ``--render`` writes
+the last two from the first, and trains nothing.
 """
 
 from __future__ import annotations
@@ -175,22 +175,26 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(name: str, level: str, seed: int, steps: int) -> Run:
-    """Train from a seed on this rank's part of each batch; take the loss on what was held out."""
+    """Train from a seed, with a hook on this rank's part of a batch; return the held-out loss."""
     task = TASKS[name]()
     torch.manual_seed(seed)
     made = task.model()
     if level == CONTROL:
         made.half().float()
     precision = level.split(",")[0] if level not in HOOKS else "O0"
-    model = DistributedDataParallel(cast_model(made, precision))
+    model = cast_model(made, precision)
+    ranks = RANKS if level in HOOKS else 1
+    if ranks > 1:
+        model = DistributedDataParallel(model)
     optimizer = task.optimizer(list(model.parameters()), precision)
     scaling = SCALING if precision in ("O1", "O2") else {}
     amp = initialize(model, optimizer, precision, comm_hook=HOOKS.get(level), **scaling)
+    rank = dist.get_rank() if ranks > 1 else 0
     rate = [group["lr"] for group in optimizer.param_groups]
     skipped = taken = 0
     memory: Memory | None = None
     for step in range(steps):
-        inputs, targets = (each.chunk(RANKS)[dist.get_rank()] for each in task.batch(seed, step))
+        inputs, targets = (each.chunk(ranks)[rank] for each in task.batch(seed, step))
         for group, peak in zip(optimizer.param_groups, rate, strict=True):
             group["lr"] = peak * min(1.0, (taken + 1) / 20, (steps - taken) / (steps / 2))
         amp.zero_grad()
@@ -264,10 +268,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _earlier(steps: int) -> list[dict[str, Any]]:
-    """Return the runs of as many steps on as many ranks that were kept."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    same = (kept.get("steps"), kept.get("ranks")) == (steps, RANKS)
-    runs: list[dict[str, Any]] = kept["runs"] if same else []
+    """Return the runs of as many steps that were kept."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"steps": 0}
+    runs: list[dict[str, Any]] = kept["runs"] if kept["steps"] == steps else []
     return runs
 
 
@@ -291,7 +294,6 @@ def main() -> None:
         "command": f"OMP_NUM_THREADS=1 python -m benchmarks.levels --steps {options.steps} --write",
         "environment": environment(),
         "steps": options.steps,
-        "ranks": RANKS,
         "runs": _earlier(options.steps) if options.write else [],
     }
     runs = results["runs"]
@@ -302,7 +304,8 @@ def main() -> None:
             if (task, level, seed) in had:
                 continue
             start = time.perf_counter()
-            run = pool.run(train, task, level, seed, options.steps)[0]
+            given = (task, level, seed, options.steps)
+            run = pool.run(train, *given)[0] if level in HOOKS else train(*given)
             runs.append(asdict(run))
             if options.write:
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")

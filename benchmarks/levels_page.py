@@ -12,8 +12,9 @@ __all__ = ["BEGIN", "CONTROL", "END", "HOOKS", "LEVELS", "RESULTS", "render", "w
 
 # fp32 from weights that were rounded to fp16 once: what chance alone makes of so small a change.
 CONTROL = "O0, rounded"
-# fp32 whose gradients travel in a wire format.
-HOOKS = {"O0, hook fp16": "fp16", "O0, hook int8": "int8"}
+# O0 on two ranks under DistributedDataParallel, and with gradients reduced in a wire format.
+TWO_RANKS = "O0, 2 ranks"
+HOOKS = {TWO_RANKS: None, "hook fp16": "fp16", "hook int8": "int8"}
 LEVELS = ("O0", CONTROL, "O1", "O2", "O3", "bf16", *HOOKS)
 PAGE = Path("docs/levels.md")
 RESULTS = Path("docs/results/levels.json")
@@ -27,9 +28,8 @@ def render(results: dict[str, Any]) -> str:
     tasks = list(dict.fromkeys(run["task"] for run in runs))
     losses, memory = [], []
     for task in tasks:
-        base = _losses(runs, task, "O0")
         for level in LEVELS:
-            mine = _losses(runs, task, level)
+            base, mine = (_losses(runs, task, each) for each in (_base(level), level))
             beside = [(m / b - 1) * 100 for m, b in zip(mine, base, strict=True)]
             spread = statistics.stdev(mine) if len(mine) > 1 else 0.0
             change = f"{statistics.mean(beside):+.2f} % ({min(beside):+.2f} to {max(beside):+.2f})"
@@ -39,25 +39,35 @@ def render(results: dict[str, Any]) -> str:
                     task,
                     level,
                     f"{statistics.mean(mine):.4f} ± {spread:.4f}",
-                    "" if level == "O0" else change,
+                    "" if level == _base(level) else change,
                     str(round(statistics.mean(skipped), 1)),
                 ]
             )
             one = next(r for r in runs if (r["task"], r["level"]) == (task, level))["memory"]
             if level != CONTROL and level not in HOOKS:
                 memory.append([task, level, *(f"{value / 1024:,.0f}" for value in one.values())])
-    header = ["Model", "Level", "Validation loss", "beside O0, seed by seed", "Steps skipped"]
+    header = [
+        "Model",
+        "Level",
+        "Validation loss",
+        "beside O0 of the same ranks, seed by seed",
+        "Steps skipped",
+    ]
     kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
     return (
         f"`{CONTROL}` is fp32 from weights that were rounded to fp16 once: what chance makes of so "
-        f"small a change; a hook's row is O0 with its gradients reduced in that format. Two ranks "
-        "under DistributedDataParallel. Nats per byte and per digit, mean and standard deviation "
+        f"small a change. A hook is beside `{TWO_RANKS}`, O0 under DistributedDataParallel. "
+        "Nats per byte and per digit, mean and standard deviation "
         f"over {len(seeds)} seeds; {results['steps']} steps each. {results['environment']}. "
         f"Written by `{results['command']}`.\n\n{markdown(header, losses)}\n\n"
         "![Validation loss of each level beside O0](images/levels.png)\n\n"
-        "KiB at one step on each rank, each tensor counted once.\n\n"
+        "KiB at one step, each tensor counted once.\n\n"
         f"{markdown(['Model', 'Level', *kinds], memory)}\n"
     )
+
+
+def _base(level: str) -> str:
+    return TWO_RANKS if level in HOOKS else "O0"
 
 
 def _losses(runs: list[dict[str, Any]], task: str, level: str) -> list[float]:
@@ -76,13 +86,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
     tasks = list(dict.fromkeys(run["task"] for run in runs))
     figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 6.5), squeeze=False)
     for column, task in enumerate(tasks):
-        base = _losses(runs, task, "O0")
         top, bottom = axes[0][column], axes[1][column]
         top.axhspan(-1, 1, color="0.92")
         for place, level in enumerate(LEVELS):
-            beside = [
-                100 * (m / b - 1) for m, b in zip(_losses(runs, task, level), base, strict=True)
-            ]
+            base, mine = (_losses(runs, task, each) for each in (_base(level), level))
+            beside = [100 * (m / b - 1) for m, b in zip(mine, base, strict=True)]
             top.plot([place] * len(beside), beside, "o", color=f"C{place}")
         top.set_title(task)
         top.set_xticks(range(len(LEVELS)), [level.replace(", ", "\n") for level in LEVELS])
