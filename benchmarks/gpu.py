@@ -159,7 +159,7 @@ def nccl() -> None:
             wrapped = DistributedDataParallel(run.model)
             state = comm_hooks.register(wrapped, wire) if wire else None
             if state is not None:
-                state.attach(run.scaler)
+                run.scaler.attach(state)
             run.model = wrapped  # type: ignore[assignment]
             for _ in range(5):
                 run.step()

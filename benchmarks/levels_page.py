@@ -30,6 +30,8 @@ def render(results: dict[str, Any]) -> str:
     for task in tasks:
         for level in LEVELS:
             base, mine = (_losses(runs, task, each) for each in (_base(level), level))
+            if not mine or not base:
+                continue  # not run yet
             beside = [(m / b - 1) * 100 for m, b in zip(mine, base, strict=True)]
             spread = statistics.stdev(mine) if len(mine) > 1 else 0.0
             change = f"{statistics.mean(beside):+.2f} % ({min(beside):+.2f} to {max(beside):+.2f})"
