@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from distamp.errors import SettingError, StageError
-from tests.ranks import mesh, subgroup
+from tests.ranks import mesh
 from tests.scaler.layouts import LAYOUTS
 from tests.scaler.reference import KINDS
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, leaf, sgd
@@ -223,26 +223,6 @@ def _parts_that_come_later() -> Any:
 
 def test_once_a_clip_has_agreed_replicas_that_differ_are_told_by_a_warning(ranks2):
     assert ranks2.run(_parts_that_come_later) == [[[], [True]]] * 2
-
-
-def _over_two_groups() -> Any:
-    """Over rows of a mesh, whose ranks hold parts, and then over columns, which hold replicas."""
-    rank, scaler = dist.get_rank(), cpu_scaler()
-    parameter, optimizer = sgd(3.0 + rank % 2, lr=0.0)
-    norms = []
-    for pairs, sharded in ([((0, 1), (2, 3)), _every], [((0, 2), (1, 3)), None]):
-        groups = {pair: subgroup(pair) for pair in pairs}
-        scaler.process_group = next(group for pair, group in groups.items() if rank in pair)
-        optimizer.zero_grad()
-        scaler.scale(parameter.square().sum() / 2).backward()
-        norms.append(scaler.clip_grad_norm_(optimizer, 100.0, sharded=sharded).item())
-        scaler.step(optimizer)
-        scaler.update()
-    return norms
-
-
-def test_the_norm_over_another_group_is_that_of_its_ranks(ranks4):
-    assert ranks4.run(_over_two_groups) == [[5.0, 3.0], [5.0, 4.0]] * 2
 
 
 def _hybrid_shards() -> Any:

@@ -169,14 +169,6 @@ def test_a_skipped_step_is_explained_on_rank_0(ranks2, how):
     assert [part for part in ("AdamW", "1024", "rank 1", "3") if part not in line] == []
 
 
-def test_nothing_is_printed_where_nobody_listens(capsys):
-    (parameter, optimizer), scaler = sgd(), cpu_scaler()
-    for gradient in (0.25, INF, 0.25):
-        iteration(scaler, optimizer, parameter, gradient)
-    captured = capsys.readouterr()
-    assert captured.out + captured.err == ""
-
-
 # -- LossScaleCollapse -----------------------------------------------------------------------------
 
 

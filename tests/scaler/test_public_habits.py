@@ -1,4 +1,4 @@
-"""What public code does to torch's scaler: loops, subclasses, patches, its inner names.
+"""What public code does to torch's scaler: loops, subclasses, its inner names.
 
 Each program takes a class and runs on torch's and on ours, to the same values. Trainers of public
 packages are run in ``tests/trainers``, random calls in `test_oracle`.
@@ -6,7 +6,6 @@ packages are run in ``tests/trainers``, random calls in `test_oracle`.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -42,81 +41,6 @@ def gradient_penalty(cls: Class) -> Any:
     return p.item()
 
 
-def several_losses_over_several_optimizers(cls: Class) -> Any:
-    scaler, (p, first), (q, second) = _made(cls), sgd(1.0, lr=0.125), sgd(2.0, lr=0.125)
-    for _ in range(3):
-        first.zero_grad()
-        second.zero_grad()
-        scaler.scale((2 * p + 3 * q).sum()).backward(retain_graph=True)
-        scaler.scale((3 * p - 5 * q).sum()).backward()
-        scaler.unscale_(first)
-        scaler.step(first)
-        scaler.step(second)
-        scaler.update()
-    return p.item(), q.item()
-
-
-def a_group_is_added_and_another_is_empty(cls: Class) -> Any:
-    scaler, (p, optimizer), q = _made(cls), sgd(), leaf(1.0)
-    for number in range(3):
-        optimizer.zero_grad()
-        q.grad = None
-        if number:
-            optimizer.add_param_group({"params": [[], [q]][number - 1]})
-        scaler.scale((p * 0.25).sum() + (q * (INF if number == 2 else 1.0)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return p.item(), q.item(), scaler.get_scale()
-
-
-def backward_in_another_thread(cls: Class) -> Any:
-    scaler, (p, optimizer) = _made(cls), sgd()
-    thread = threading.Thread(target=backward, args=(scaler, p, 0.25))
-    thread.start()
-    thread.join()
-    scaler.step(optimizer)
-    scaler.update()
-    return p.item()
-
-
-def two_optimizers_over_one_parameter(cls: Class) -> Any:
-    scaler, p, q = _made(cls), leaf(1.0), leaf(1.0)
-    for optimizer in (torch.optim.SGD([p, q], lr=1.0), torch.optim.SGD([q], lr=1.0)):
-        p.grad = q.grad = None
-        for each in (p, q):
-            backward(scaler, each, 0.25)
-        scaler.step(optimizer)
-    scaler.update()
-    return p.item(), q.item()
-
-
-def optimizers_and_parameters_are_made_anew(cls: Class) -> Any:
-    scaler, p = _made(cls, growth_interval=1), leaf(1.0)
-    for _ in range(3):
-        optimizer = torch.optim.SGD([p], lr=1.0)
-        optimizer.zero_grad(set_to_none=False)
-        iteration(scaler, optimizer, p, 0.25)
-    optimizer.param_groups[0]["params"][0] = new = leaf(1.0)
-    iteration(scaler, optimizer, new, 0.25)
-    return p.item(), new.item(), scaler.get_scale()
-
-
-def gradients_by_hand(cls: Class) -> Any:
-    scaler, (p, optimizer), values = _made(cls), sgd(), []
-    scaler.scale(torch.ones(()))
-    for _ in range(2):
-        p.grad = torch.tensor([256.0])
-        scaler.unscale_(optimizer)
-        values.append(p.grad.item())
-        scaler.step(optimizer)
-        scaler.update(8.0)
-        p.grad = torch.tensor([2.0])
-        scaler.step(optimizer)
-        scaler.update(1024.0)
-        values.append(p.item())
-    return values
-
-
 def evaluation_in_between(cls: Class) -> Any:
     """Losses are scaled for logging alone, with and without a graph, and input gradients taken."""
     scaler, (p, optimizer) = _made(cls, growth_interval=1), sgd()
@@ -147,26 +71,6 @@ def inside_of_backward(cls: Class) -> Any:
         scaler.scale(sum((p * gradient).sum() for p in parameters)).backward()
         scaler.update()
     return [p.item() for p in parameters], scaler.get_scale()
-
-
-def a_gradient_replaced_after_unscale(cls: Class) -> Any:
-    scaler, (p, optimizer) = _made(cls), sgd()
-    backward(scaler, p, 0.25)
-    scaler.unscale_(optimizer)
-    p.grad = p.grad * 2
-    scaler.step(optimizer)
-    return p.item()
-
-
-def one_graph_over_an_update(cls: Class) -> Any:
-    scaler, (p, optimizer) = _made(cls), sgd()
-    loss = (p * 0.25).sum()
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(loss).backward(retain_graph=True)
-        scaler.step(optimizer)
-        scaler.update(scaler.get_scale() * 2)
-    return p.item(), scaler.get_scale()
 
 
 # -- torch's inner names ---------------------------------------------------------------------------
@@ -239,15 +143,6 @@ def inner_settings(cls: Class) -> Any:
     return [*seen, p.grad.item()]
 
 
-def gradients_unscaled_by_the_inner_pass(cls: Class) -> Any:
-    scaler, first, second = _made(cls), leaf(1.0, 1.0), leaf(1.0)
-    optimizer = torch.optim.SGD([first, second], lr=1.0)
-    backward(scaler, first, [0.5, 0.25])
-    backward(scaler, second, INF)
-    flags = scaler._unscale_grads_(optimizer, torch.tensor(1 / 1024), torch.zeros(()), False)
-    return flags, first.grad.tolist(), second.grad.item()
-
-
 LOOPS: list[Callable[[Class], Any]] = [
     value
     for name, value in list(globals().items())
@@ -280,23 +175,6 @@ def _logs(cls: Class) -> Class:
     names = ("scale", "unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
     names += ("step", "update", "get_scale", "state_dict")
     return type("Logs", (cls,), {name: override(name) for name in names})
-
-
-def _is_patched(cls: Class) -> Class:
-    """Each object has methods put on it, which note that they are called."""
-
-    class Patched(cls):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            self.log: list[str] = []
-            names = ("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
-            for name in names:
-                setattr(self, name, self._noting(name, getattr(self, name)))
-
-        def _noting(self, name: str, original: Any) -> Any:
-            return lambda *args: (self.log.append(name), original(*args))[1]
-
-    return Patched
 
 
 def _takes_the_step(cls: Class) -> Class:
@@ -359,22 +237,7 @@ def _updates_as_sharded(cls: Class) -> Class:
     return Sharded
 
 
-def _says_nothing(cls: Class) -> Class:
-    class Silent(cls):
-        """Counts in a name of its own, and returns flags of zero alone."""
-
-        _hysteresis_tracker = _ranks = _states = _settings = 0
-
-        def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found: Any, _: bool) -> Any:
-            self._hysteresis_tracker += 1
-            super()._unscale_grads_(optimizer, inv_scale, torch.zeros(()), True)
-            return {} if isinstance(self, DistGradScaler) else {CPU: found}
-
-    return Silent
-
-
-SUBCLASSES = [_logs, _is_patched, _takes_the_step, _sees_more]
-SUBCLASSES += [_unscales_by_itself, _updates_as_sharded, _says_nothing]
+SUBCLASSES = [_logs, _takes_the_step, _sees_more, _unscales_by_itself, _updates_as_sharded]
 GRADIENTS = ((0.25, 0.25), (0.75, 0.25), (INF, 0.25), (0.25, 0.125), (0.25, 0.125))
 
 
@@ -409,7 +272,7 @@ def _subclass_on_ranks(number: int, overflow_on: int) -> Any:
     return _history(scaler, False, number % 2 == 0, dist.get_rank() == overflow_on)[-2:]
 
 
-@pytest.mark.parametrize("number", range(len(SUBCLASSES) - 1))
+@pytest.mark.parametrize("number", range(len(SUBCLASSES)))
 def test_ranks_agree_whatever_a_subclass_overrides_and_wherever_it_overflows(ranks2, number):
     alone = _history(_made(SUBCLASSES[number](DistGradScaler), growth_interval=2), False, False)
     for overflow_on in (0, 1):

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from distamp import DistGradScaler
 from distamp.errors import LossScaleCollapse, SettingError
@@ -108,20 +106,6 @@ def test_a_state_of_an_earlier_version_loads_and_goes_on(file):
     scaler.load_state_dict(written["state"])
     assert scaler.get_scale() == written["state"]["scale"]
     assert train(scaler, AFTER) == written["trace"]
-
-
-def _through_the_sharded_scaler() -> list[Any]:
-    first = ShardedGradScaler("cpu", init_scale=512.0, growth_interval=3)
-    train(first, BEFORE[:5])
-    ours, second = cpu_scaler(), ShardedGradScaler("cpu")
-    ours.load_state_dict(first.state_dict())
-    second.load_state_dict(ours.state_dict())
-    return [train(scaler, AFTER) for scaler in (first, ours, second)]
-
-
-def test_states_pass_between_the_sharded_scaler_and_ours(ranks2):
-    for first, ours, second in ranks2.run(_through_the_sharded_scaler):
-        assert first == ours == second
 
 
 def _by_dcp(folder: str, save: bool) -> Any:
@@ -224,16 +208,3 @@ def test_a_pickle_is_taken_only_between_iterations_as_torchs():
         scaler.step(optimizer)
         scaler.update()
         pickle.loads(pickle.dumps(scaler))
-
-
-def _loads_by_rank() -> Any:
-    scaler, (parameter, optimizer) = cpu_scaler(), sgd()
-    states = [scaler.state_dict(), scaler.schedule_state_dict()]
-    scaler.load_schedule_state_dict(states[1])
-    scaler.load_state_dict(states[0])
-    iteration(scaler, optimizer, parameter, INF if dist.get_rank() else 0.25)
-    return parameter.item(), scaler.get_scale()
-
-
-def test_ranks_that_load_the_same_states_agree(ranks2):
-    assert ranks2.run(_loads_by_rank) == [(1.0, 512.0)] * 2

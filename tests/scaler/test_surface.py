@@ -195,15 +195,6 @@ def test_every_order_of_four_calls_ends_as_torchs_and_with_its_words():
             assert ours[-1] == "4.0 0.75", calls
 
 
-def test_scale_may_first_be_called_in_inference_mode():
-    scaler = cpu_scaler()
-    with torch.inference_mode():
-        scaler.scale(torch.ones(()))
-    parameter, optimizer = sgd()
-    iteration(scaler, optimizer, parameter, 0.25)
-    assert parameter.item() == 0.75
-
-
 # -- what may be scaled ----------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["loss", "extra"])
