@@ -1,4 +1,4 @@
-"""The scaler beside everything else in a process: memory, torch.compile, defaults."""
+"""The scaler beside everything else in a process: threads, memory, torch.compile, defaults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,10 +20,72 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler
 from distamp.scaler import HysteresisSchedule, MasterParameters, StepCounts
+from tests.scaler.masters import half_mlp
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A float16 model with fp32 masters and a scaler of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = half_mlp(seed)
+        self.inputs = torch.randn(16, 4, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.masters = MasterParameters(self.optimizer)
+        self.scaler = cpu_scaler(256.0, fp16_grads="master")
+
+    def run(self, *iterations: int) -> list[Tensor]:
+        for number in iterations:
+            self.optimizer.zero_grad()
+            for micro in (0, 1):
+                output = self.model(self.inputs[(number + micro) % 16].half()).float()
+                self.scaler.scale(output.square().mean()).backward()
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+class _InTheMiddle(TorchDispatchMode):
+    """Runs ``what`` to its end in another thread just before the ``number``-th op of this one."""
+
+    def __init__(self, number: int, what: Callable[[], Any]) -> None:
+        super().__init__()
+        self.number, self.what, self.ops = number, what, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.ops == self.number:
+            thread = threading.Thread(target=self.what)
+            thread.start()
+            thread.join()
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _interrupted(number: int) -> tuple[list[Tensor], int]:
+    """What one trainer learns if another has a whole iteration before its ``number``-th op."""
+    trainer, other = Trainer(0), Trainer(1)
+    for each in (trainer, other):
+        each.run(0)
+    with _InTheMiddle(number, lambda: other.run(1)) as middle:
+        trainer.run(1)
+    return trainer.run(2), middle.ops
+
+
+def test_an_iteration_of_another_trainer_in_another_thread_changes_nothing_here() -> None:
+    alone, ops = _interrupted(-1)
+    assert ops > 20
+    found = {number: _interrupted(number)[0] for number in range(0, ops, 2)}
+    assert [n for n, values in found.items() if not all(map(torch.equal, values, alone))] == []
+
 
 # -- memory ----------------------------------------------------------------------------------------
 
