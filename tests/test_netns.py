@@ -68,8 +68,9 @@ def test_links_have_their_rate_in_both_directions_and_count_what_was_sent(hosts,
     sent = 4 * MEGABYTE * len(sources)
     assert seconds_to_send(hosts, *sources) >= (sent - 65536) * 8 / 40e6
     payload = (hosts[1].sent() - before).payload
-    # A link that drops a packet carries it again.
-    assert 4 * MEGABYTE <= payload <= 1.1 * 4 * MEGABYTE
+    # Whoever asks for an address first sends packets without TCP's headers; a link that drops a
+    # packet carries it again.
+    assert 0.999 * 4 * MEGABYTE <= payload <= 1.1 * 4 * MEGABYTE
 
 
 def test_each_host_has_a_name_that_all_resolve_and_sees_its_own_processes_alone(hosts):
