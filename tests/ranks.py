@@ -188,6 +188,11 @@ class RankPool:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def kill(self) -> None:
+        """Send SIGKILL to all ranks, in the middle of a call."""
+        for worker in self._workers:
+            os.kill(worker.process.pid, signal.SIGKILL)
+
     def __enter__(self) -> RankPool:
         return self
 

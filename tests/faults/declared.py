@@ -50,7 +50,9 @@ ENDS = {
     "max_norm": (LOCKSTEP, LOCKSTEP),
     "order": (LOCKSTEP, LOCKSTEP),
     "leave_out step": (LOCKSTEP, LOCKSTEP),
-    "leave_out update": (ALREADY, CONNECTION),
+    # A clip's arguments are compared before it looks: all ranks hear of it, where a process' end
+    # is what the others hear else.
+    "leave_out update": (ALREADY, f"{ALREADY}|{CONNECTION}"),
     "kill": (CONNECTION, CONNECTION),
     "cut_link": (CONNECTION, CONNECTION),
 }
