@@ -148,8 +148,17 @@ def _program(chance: random.Random, fatal: float) -> Program:
         fault("leave_out", "update"),
     ]
     drawn = chance.random()
-    if drawn < fatal:
-        faults.append(chance.choice(lost))
-    elif drawn < 0.4:
-        faults.append(chance.choice(ending))
+    last = chance.choice(lost) if drawn < fatal else chance.choice(ending) if drawn < 0.4 else None
+    if last is not None:
+        faults = [each for each in faults if _tells(each, last)] + [last]
     return Program(layout, kind, order, optimizers, steps, tuple(faults))
+
+
+def _tells(before: Fault, last: Fault) -> bool:
+    """Whether what ends a program is the same with another fault before it."""
+    if before.what == "regroup":
+        # A new group learns the order of optimizers from its first messages, and is not made
+        # where a rank is lost.
+        return last.what not in ("kill", "cut_link", "order") and last.call != "update"
+    # Without both of its looks a rank has none to update by, which it finds alone.
+    return (before.what, last.what) != ("leave_out", "leave_out")
