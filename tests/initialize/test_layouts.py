@@ -214,7 +214,7 @@ def test_copies_of_shards_count_once_in_the_norm(ranks4: RankPool, alone):
         torch.testing.assert_close(found[2], parameters, rtol=0, atol=0.01)
 
 
-def passes_through_ddp() -> tuple[str, list[bool], int]:
+def passes_through_ddp() -> tuple[str, list[bool]]:
     """A second pass through one graph; and a GAN's way, where each forward has one pass."""
     amp, (context, following) = made("DDP", "O1"), next(batches(1))
     logits = amp.model(context)
@@ -232,16 +232,14 @@ def passes_through_ddp() -> tuple[str, list[bool], int]:
         penalty = amp.grad(made_up.float().mean(), list(generator.parameters()), create_graph=True)
         norm = torch.stack([g.square().sum() for g in penalty]).sum().sqrt()
         amp.backward(loss_of(made_up, following) + norm)
-        with count_collectives() as counter:
-            taken.append(bool(amp.step()))
-    return str(refused.value), taken, counter.count
+        taken.append(bool(amp.step()))
+    return str(refused.value), taken
 
 
 def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not(ranks2: RankPool):
-    for refused, taken, messages in ranks2.run(passes_through_ddp, timeout=PATIENCE_S):
+    for refused, taken in ranks2.run(passes_through_ddp, timeout=PATIENCE_S):
         assert "Add the losses up" in refused
         assert taken == [True] * 3
-        assert messages == 1, "one message a step, of however many optimizers"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from distamp import initialize
 from distamp.errors import SettingError, StageError
 from distamp.initialize import Amp
+from distamp.scaler import HysteresisSchedule
 from tests.initialize.nets import adam, backward, batches, net, values
 
 
@@ -42,6 +43,17 @@ def test_a_resumed_run_goes_on_to_the_bit(level):
         part.load_state_dict(state)
     assert train(resumed, 3, 6) == train(amp, 3, 6)
     assert all(map(torch.equal, values(amp.model), values(resumed.model)))
+
+
+def test_credit_for_overflows_goes_on_from_a_state():
+    schedule = HysteresisSchedule(hysteresis=3, min_scale=2.0)
+    amp, resumed = made("O1", schedule=schedule), made("O1", schedule=schedule)
+    backward(amp, next(batches(1)), torch.inf)
+    assert not amp.step()
+    resumed.load_state_dict(amp.state_dict())
+    saved = amp.scaler.schedule_state_dict()
+    assert resumed.scaler.schedule_state_dict() == saved
+    assert saved["hysteresis_tracker"] == 2
 
 
 APEX = {"loss_scale": 4096.0, "unskipped": 7}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,7 @@ def test_rate_and_average_wait_while_steps_are_skipped_and_go_on(text, tmp_path)
         torch.testing.assert_close(*averages)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks
 def test_compiled_blocks_have_the_losses_of_eager_ones(text, tmp_path):
     args = ("--data", text, *TINY, "--layers", 1, "--steps", 2)
