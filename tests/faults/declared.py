@@ -157,8 +157,9 @@ def _program(chance: random.Random, fatal: float) -> Program:
 def _tells(before: Fault, last: Fault) -> bool:
     """Whether what ends a program is the same with another fault before it."""
     if before.what == "regroup":
-        # A new group learns the order of optimizers from its first messages, and is not made
-        # where a rank is lost.
-        return last.what not in ("kill", "cut_link", "order") and last.call != "update"
-    # Without both of its looks a rank has none to update by, which it finds alone.
-    return (before.what, last.what) != ("leave_out", "leave_out")
+        # A new group learns the order of optimizers from its first messages, is not made where a
+        # rank is lost, and a new scaler knows of no step.
+        return last.what in ("error_at", "scale", "max_norm")
+    # Where a rank leaves out a look, it meets no error there; without both it finds alone that it
+    # has none to update by.
+    return before.what != "leave_out" or last.rank != before.rank
