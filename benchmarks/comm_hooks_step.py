@@ -37,6 +37,7 @@ def step_of(
     layers: int = LAYERS,
     rows: int = 1,
     device: str = "cpu",
+    ranks_per_host: int | None = None,
 ) -> tuple[Callable[[], None], Any]:
     """Return one forward and backward pass under DDP with a hook, and the hook's state.
 
@@ -48,13 +49,14 @@ def step_of(
         layers: Their number.
         rows: Of the batch on each rank; few, so that the step is communication.
         device: Where this rank computes.
+        ranks_per_host: As for `distamp.comm_hooks.register`.
     """
     model = DistributedDataParallel(model_of(width, layers).to(device))
     state: Any = None
     if contender == TORCH:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif contender != NONE:
-        state = comm_hooks.register(model, contender)
+        state = comm_hooks.register(model, contender, ranks_per_host=ranks_per_host)
     batch = torch.randn(rows, width, device=device)
 
     def step() -> None:
@@ -70,13 +72,17 @@ def time_steps(
     width: int = WIDTH,
     layers: int = LAYERS,
     device: str = "cpu",
+    ranks_per_host: int | None = None,
 ) -> tuple[Timings, dict[str, float], list[str]]:
     """Time steps of all contenders in turn.
 
     Returns:
         Seconds and bytes of one step, on this rank, and what ``"auto"`` chose.
     """
-    steps = {name: step_of(name, width, layers, device=device) for name in contenders}
+    steps = {
+        name: step_of(name, width, layers, device=device, ranks_per_host=ranks_per_host)
+        for name in contenders
+    }
     warmup = 2
     timings = interleave(
         {name: _waited_for(step, device) for name, (step, _) in steps.items()},

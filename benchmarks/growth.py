@@ -1,0 +1,137 @@
+"""How the scaler's round and the hooks' exchange grow, beside torch's in the same run.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.growth [--only parameters optimizers ranks message
+        tensors hosts] > docs/results/growth.md
+
+The round is that of `scaler_round`, over parameters of 16 elements; the exchange is a training step
+of `comm_hooks_step`. Ranks share this machine's cores, and hosts are groups of ranks on it
+(``ranks_per_host=``). What is calculated says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Iterable
+
+from benchmarks import comm_hooks_step, scaler_round
+from benchmarks.common import Timings, environment, markdown, ratio, slowest
+from tests.ranks import RankPool
+
+Table = tuple[list[str], list[list[str]]]
+ELEMENTS = 16
+# Of the layers of a model that is nothing but tensors, and of one that is nothing but bytes.
+THIN, WIDE = 16, 1024
+
+
+def _rounds(cases: Iterable[tuple[int, int, int]]) -> Table:
+    """A round of each case of ranks, parameters and optimizers."""
+    peers = [scaler_round.SHARDED, scaler_round.TORCH]
+    rows = []
+    for ranks, parameters, optimizers in cases:
+        rounds = max(20, min(300, 200_000 // parameters // ranks**2))
+        with RankPool(ranks, timeout=600) as pool:
+            times = slowest(
+                pool.run(
+                    scaler_round.measure,
+                    parameters,
+                    ELEMENTS,
+                    optimizers,
+                    rounds,
+                    fused=False,
+                    device="cpu",
+                )
+            )
+        ours = times[scaler_round.OURS]
+        beside = [str(ratio(ours, times[peer])) for peer in peers]
+        if ranks > 1:
+            beside[1] = "-"  # sends nothing
+        sizes = [f"{size:,}" for size in (ranks, parameters, optimizers)]
+        rows.append([*sizes, f"{1e3 * statistics.median(ours):.3g}", *beside])
+    return ["ranks", "parameters", "optimizers", "ms", *(f"of {peer}" for peer in peers)], rows
+
+
+def parameters() -> Table:
+    """The round against the number of parameters."""
+    return _rounds((1, count, 1) for count in (10, 100, 1_000, 10_000))
+
+
+def optimizers() -> Table:
+    """The round against the number of optimizers: one `step_all`, and torch's loop."""
+    return _rounds((ranks, 640, count) for ranks in (1, 2) for count in (1, 4, 16, 64))
+
+
+def ranks() -> Table:
+    """The round against the number of ranks."""
+    return _rounds((count, 100, 1) for count in (1, 2, 4, 8))
+
+
+def message() -> Table:
+    """Calculated: what a rank sends for a step of four optimizers with gradients of one dtype.
+
+    A ring passes on 2 (N - 1) pieces, a tree goes up and down log2 N levels.
+    """
+    rows = []
+    for size in (8, 64, 1_024):
+        waits = f"{2 * (size - 1):,} or {2 * math.ceil(math.log2(size))}"
+        ours = ["1", "8 (32 on a device)", waits]
+        sharded = ["4", "16", f"four times {waits}"]
+        rows += [[f"{size:,}", "distamp, `step_all`", *ours], ["", "ShardedGradScaler", *sharded]]
+    return ["ranks", "", "all-reduces", "bytes", "hops in a row, ring or tree"], rows
+
+
+def _step(
+    ranks: int, width: int, layers: int, rounds: int, per_host: int | None
+) -> tuple[Timings, dict[str, float]]:
+    contenders = [comm_hooks_step.NONE, comm_hooks_step.TORCH, "fp16", "int8"]
+    with RankPool(ranks, timeout=600) as pool:
+        found = pool.run(
+            comm_hooks_step.time_steps, contenders, rounds, width, layers, ranks_per_host=per_host
+        )
+    return slowest([times for times, *_ in found]), found[0][1]
+
+
+def _exchanges(cases: Iterable[tuple[str, int, int, int, int | None]]) -> Table:
+    rows = []
+    for name, count, width, layers, per_host in cases:
+        times, sent = _step(count, width, layers, 15, per_host)
+        torchs = times[comm_hooks_step.TORCH]
+        beside = [str(ratio(times[wire], torchs)) for wire in ("fp16", "int8")]
+        part = [f"{sent[w] / sent[comm_hooks_step.NONE]:.2f}" for w in ("fp16", "int8")]
+        milliseconds = f"{1e3 * statistics.median(torchs):.3g}"
+        rows.append([name, str(count), milliseconds, *beside, *part])
+    bytes_sent = ["fp16 bytes", "int8 bytes"]
+    return ["", "ranks", "ms, torch's", "fp16 of torch's", "int8 of torch's", *bytes_sent], rows
+
+
+def tensors() -> Table:
+    """A step against the number of parameters, on two ranks; bytes of a rank, of fp32's."""
+    counts = (10, 100, 1_000, 10_000)
+    return _exchanges((f"{n:,} parameters", 2, THIN, n // 2, None) for n in counts)
+
+
+def hosts() -> Table:
+    """A step of 8 MB against the number of hosts of two ranks.
+
+    Bytes: what a rank sends to other hosts (on one host: to the other rank), of an fp32 ring's.
+    """
+    return _exchanges((f"{n} x 2", 2 * n, WIDE, 2, 2) for n in (1, 2, 3, 4))
+
+
+PARTS: dict[str, Callable[[], Table]] = {
+    part.__name__: part for part in (parameters, optimizers, ranks, message, tensors, hosts)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    print(f"{environment()}; medians, ratios with quartiles", flush=True)
+    for name in parser.parse_args().only:
+        says = (PARTS[name].__doc__ or "").replace("\n    ", "\n")
+        print(f"\n## {name.capitalize()}\n\n{says}\n\n{markdown(*PARTS[name]())}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
