@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from tests.ranks import RankPool
@@ -28,9 +30,10 @@ __all__ = [
     "in_ranks",
     "model",
     "needs",
+    "off_from_float64",
     "plant_inf",
     "quiet",
-    "refusal",
+    "together",
 ]
 
 # The step, counted from 0, in which rank 1 alone overflows.
@@ -66,25 +69,10 @@ def _in_rank(module: str, name: str, given: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).body(**given)
 
 
-def refusal(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """What a call is refused with, for ranks: an exception that leaves one ends its pool."""
-    try:
-        function(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
-
-
 def quiet() -> None:
     """Let a trainer warn as it likes: its warnings are not what is tested."""
     warnings.simplefilter("ignore")
-    for name in (
-        "lightning",
-        "lightning.pytorch",
-        "pytorch_lightning",
-        "accelerate",
-        "transformers",
-    ):
+    for name in ("lightning", "lightning.pytorch", "accelerate", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if dist.is_initialized():
@@ -111,8 +99,8 @@ def data(samples: int = 32) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def plant_inf(parameters: Iterable[nn.Parameter], step: int, at: int = FAULT) -> None:
-    """Give rank 1 alone an inf in its first gradient, in one step."""
+def plant_inf(parameters: Iterable[nn.Parameter], step: int, at: int | None = FAULT) -> None:
+    """Give rank 1 alone an inf in its first gradient, in one step or none."""
     if step != at or rank() != 1:
         return
     gradient = next(p.grad for p in parameters if p.grad is not None)
@@ -147,6 +135,39 @@ def faulty(net: nn.Module, at: int = FAULT) -> nn.Module:
     return net
 
 
-def digest(parameters: Iterable[Tensor]) -> float:
-    """One number for the values of parameters."""
-    return sum(p.detach().double().abs().sum().item() for p in parameters)
+def digest(net: nn.Module) -> float:
+    """One number for the whole weights, wherever ranks keep them."""
+    with FullyShardedDataParallel.summon_full_params(net):
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+        return sum(p.detach().double().abs().sum().item() for p in whole)
+
+
+def together(runs: list[Any]) -> bool:
+    """Whether two ranks end with the same weights and loss scale."""
+    one, other = ((run.weights, run.scale) for run in runs)
+    return one == other
+
+
+def off_from_float64(net: nn.Sequential, lr: float, fault: int, rows: int, steps: int) -> float:
+    """How far off SGD in float64 a trained model is, as a share of the way that it went.
+
+    Each half of the model has an optimizer, and the first skips the step in which it overflows.
+
+    Args:
+        net: What was trained from `model` on the first batches of `data`.
+        lr: The rate of both.
+        fault: The step that is skipped.
+        rows: Of a batch.
+        steps: As many as there were.
+    """
+    exact = model().double()
+    inputs, targets = (each.double().split(rows)[:steps] for each in data().tensors)
+    for step in range(steps):
+        exact.zero_grad()
+        (exact(inputs[step]) - targets[step]).square().mean().backward()
+        for half in exact[::2] if step != fault else exact[2:]:
+            torch.optim.SGD(half.parameters(), lr=lr).step()
+    start, trained, wanted = (
+        nn.utils.parameters_to_vector(each.parameters()) for each in (model(), net, exact)
+    )
+    return float((trained - wanted).norm() / (wanted - start).norm())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,26 +18,25 @@ from torch.utils.data import DataLoader
 
 import distamp
 from distamp import DistGradScaler
-from tests.trainers.common import FAULT, data, digest, model, needs, plant_inf, quiet, rank
+from tests.trainers.common import (
+    FAULT,
+    data,
+    digest,
+    in_ranks,
+    model,
+    needs,
+    off_from_float64,
+    plant_inf,
+    quiet,
+    rank,
+    together,
+)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 needs("accelerate")
 
 SCALE = 2.0**10
 STEPS = 6
-
-
-@dataclass
-class Run:
-    """What a loop left on one rank."""
-
-    weights: float = 0.0
-    scale: float = 0.0
-    growth: int = 0
-    skipped: list[bool] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    hooked: bool = False
 
 
 def accelerator_with(
@@ -92,34 +91,33 @@ def flat(net: nn.Module) -> nn.Module:
 
 def train(
     ours: str | None = "before",
-    fault: bool = True,
+    fault: int | None = FAULT,
+    inf_at: int | None = None,
     clip: float | None = None,
     parts: int = 1,
     comm_hook: str | None = None,
-    in_loss: bool = False,
     load: str | None = None,
     save: str | None = None,
-    steps: int = STEPS,
-    settings: dict[str, Any] | None = None,
-    optimizers: int = 1,
+    by_parts: bool = False,
+    fused: bool = False,
     fsdp: int | None = None,
-    scaler: dict[str, Any] | None = None,
-) -> Run:
-    """A loop as Accelerate's documentation writes it."""
+    **scaler: Any,
+) -> Any:
+    """A loop as Accelerate's documentation writes it; one optimizer, or SGD for each part."""
     accelerator = accelerator_with(ours, parts, fsdp=fsdp)
     from distamp.integrations.accelerate import prepare
 
-    run = Run()
-    scaler = {"init_scale": SCALE} | (scaler or {})
-    net = model()
+    scaler = {"init_scale": SCALE} | scaler
+    run = SimpleNamespace(skipped=[], rates=[], dtypes=set(), hooked=False)
+    run.net = net = model()
     net[0].register_forward_hook(lambda module, inputs, out: run.dtypes.add(out.dtype))
-    pieces = [net] if optimizers == 1 else list(net[::2])
     if fsdp == 1:
         net = flat(net)
-    made = [
-        torch.optim.AdamW(each.parameters(), **({"lr": 0.01} | (settings or {}))) for each in pieces
-    ]
-    schedule = torch.optim.lr_scheduler.LambdaLR(made[0], lambda n: 1 / (n + 1))
+    made: list[Any] = [torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)]
+    if by_parts:
+        made = [torch.optim.SGD(part.parameters(), lr=0.01) for part in net[::2]]
+    slope = 0 if by_parts else 1
+    schedule = torch.optim.lr_scheduler.LambdaLR(made[0], lambda n: 1 / (slope * n + 1))
     loader = DataLoader(data(), batch_size=2)
     if ours == "before":
         prepare(accelerator, comm_hook=comm_hook, **scaler)
@@ -128,24 +126,18 @@ def train(
         prepare(accelerator, net, comm_hook=comm_hook, **scaler)
     if load is not None:
         accelerator.load_state(load)
-    backwards = 0
-    for number, (inputs, targets) in enumerate(loader):
-        if number == steps * parts:
-            break
+    for number, (inputs, targets) in zip(range(STEPS * parts), loader, strict=False):
         with accelerator.accumulate(net):
             loss = (net(inputs).float() - targets).square().mean()
-            if in_loss and number == FAULT and rank() == 1:
-                loss = loss * float("inf")
-            accelerator.backward(loss)
+            poisoned = number == inf_at and rank() == 1
+            accelerator.backward(loss * float("inf") if poisoned else loss)
             if accelerator.sync_gradients:
-                if fault:
-                    plant_inf(net.parameters(), backwards)
-                backwards += 1
+                plant_inf(net.parameters(), len(run.skipped), fault)
                 if clip:
-                    accelerator.clip_grad_norm_(net.parameters(), clip)
-            for each in made:
+                    part = run.net[2] if by_parts else net
+                    accelerator.clip_grad_norm_(part.parameters(), clip)
+            for each in (*made, schedule):
                 each.step()
-            schedule.step()
             for each in made:
                 each.zero_grad()
         if accelerator.sync_gradients:
@@ -153,38 +145,40 @@ def train(
             run.rates.append(made[0].param_groups[0]["lr"])
     if save is not None:
         accelerator.save_state(save)
-    run.weights = digest_of(net)
-    run.scale = accelerator.scaler.get_scale()
+    run.weights, run.scale = digest(net), accelerator.scaler.get_scale()
     run.growth = accelerator.scaler._get_growth_tracker()
     if isinstance(net, DistributedDataParallel):
         run.hooked = net._get_ddp_logging_data().get("comm_hook") is not None
     return run
 
 
-def digest_of(net: nn.Module) -> float:
-    """One number for the whole weights, wherever ranks keep them."""
-    if isinstance(net, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(net):
-            return digest(net.parameters())
-    return digest(p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters())
+def on_ranks(*args: Any, **options: Any) -> Any:
+    run = train(*args, **options)
+    del run.net
+    return run
 
 
-def together(runs: list[Run]) -> bool:
-    return (runs[0].weights, runs[0].scale) == (runs[1].weights, runs[1].scale)
-
+ONCE = [step == FAULT for step in range(STEPS)]
 
 # -- ranks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_all_ranks_skip_report_it_and_hold_the_schedule(ranks2, when, fused):
-    assert not together(ranks2.run(train, None))
-    runs = ranks2.run(train, when, settings={"fused": fused})
+@pytest.mark.parametrize(
+    ("when", "fsdp", "fused"),
+    [
+        ("before", None, False),
+        ("before", None, True),
+        ("after", None, False),
+        ("after", None, True),
+        ("before", 1, True),
+        ("before", 2, True),
+    ],
+)
+def test_all_ranks_skip_report_it_and_hold_the_schedule(ranks2, when, fsdp, fused):
+    runs = ranks2.run(on_ranks, when, fsdp=fsdp, fused=fused)
     assert together(runs)
     for run in runs:
-        assert run.scale == SCALE / 2
-        assert run.skipped == [step == FAULT for step in range(STEPS)]
+        assert (run.scale, run.skipped) == (SCALE / 2, ONCE)
         # Accelerate moves a schedule once for each process.
         assert run.rates == pytest.approx([0.01 / (2 * n + 1) for n in (1, 2, 2, 3, 4, 5)])
         assert run.dtypes == {torch.float16}
@@ -195,89 +189,65 @@ def test_all_ranks_skip_report_it_and_hold_the_schedule(ranks2, when, fused):
     [(None, {"parts": 2, "clip": 0.1})]
     + [(fsdp, options) for fsdp in (None, 1, 2) for options in ({}, {"clip": 0.1})],
 )
-def test_without_an_overflow_the_run_is_accelerates_to_the_bit(ranks2, fsdp, options):
+def test_the_run_is_accelerates_to_the_bit_until_one_rank_overflows(ranks2, fsdp, options):
     ours, theirs = (
-        ranks2.run(train, each, fault=False, fsdp=fsdp, **options) for each in ("before", None)
+        ranks2.run(on_ranks, each, None, fsdp=fsdp, **options) for each in ("before", None)
     )
-    assert [(run.weights, run.rates) for run in ours] == [
-        (run.weights, run.rates) for run in theirs
-    ]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.weights, mine.rates) == (other.weights, other.rates)
+    if not (fsdp or options):
+        assert not together(ranks2.run(on_ranks, None))
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_sharded_ranks_skip_with_a_fused_optimizer(ranks2, fsdp):
-    runs = ranks2.run(train, fsdp=fsdp, settings={"fused": True})
-    assert together(runs)
-    for run in runs:
-        assert run.skipped == [step == FAULT for step in range(STEPS)]
-        assert run.scale == SCALE / 2
+@pytest.mark.parametrize("fault", [0, FAULT])
+@pytest.mark.parametrize("clip", [None, 1e6])  # unscales both, and is too large to clip
+@in_ranks
+def test_one_of_two_optimizers_skips_and_each_update_is_float64s(fault: int, clip: float | None):
+    run = train(fault=fault, clip=clip, by_parts=True)
+    assert off_from_float64(run.net, 0.01, fault, rows=4, steps=STEPS) < 0.02
+    assert run.scale == SCALE / 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_hook_compresses_and_brings_the_news(ranks2, when):
-    runs = ranks2.run(train, when, comm_hook="fp16", in_loss=True, fault=False)
+    runs = ranks2.run(on_ranks, when, None, comm_hook="fp16", inf_at=FAULT)
     assert together(runs)
     assert all(run.hooked for run in runs)
-    assert runs[0].skipped == [step == FAULT for step in range(STEPS)]
+    assert runs[0].skipped == ONCE
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_a_hook_keeps_follows_the_loss_scale(ranks2, when):
-    options = {"comm_hook": "int8", "fault": False}
+    options = {"comm_hook": "int8", "fault": None, "init_scale": 1.0}
     constant, growing = (
-        ranks2.run(train, when, **options, scaler={"init_scale": 1.0, "growth_interval": every})
-        for every in (99, 1)
+        ranks2.run(on_ranks, when, **options, growth_interval=every) for every in (99, 1)
     )
     assert growing[0].scale == 2.0**STEPS
     assert growing[0].weights == constant[0].weights
 
 
-# -- Accelerate's own FSDP -------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [None, "before"])
 def test_a_sharded_checkpoint_goes_on_with_the_count_it_was_saved_with(ranks2, tmp_path, first):
     """torch makes the optimizer's state by a step before it loads: no step to the scaler."""
-    ranks2.run(train, first, fsdp=2, save=str(tmp_path))
-    for run in ranks2.run(train, "after", fsdp=2, fault=False, load=str(tmp_path)):
+    ranks2.run(on_ranks, first, fsdp=2, save=str(tmp_path))
+    for run in ranks2.run(on_ranks, "after", None, fsdp=2, load=str(tmp_path)):
         assert run.growth == (STEPS - FAULT - 1) + STEPS
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("first", "then"), [("before", None), (None, "before"), ("after", "after")]
 )
 def test_a_checkpoint_of_either_goes_on_in_the_other(tmp_path: Path, first: Any, then: Any):
-    train(first, fault=False, save=str(tmp_path))
-    state = torch.load(tmp_path / "scaler.pt")
-    assert state["_growth_tracker"] == STEPS
-    one = train(then, fault=False, load=str(tmp_path))
-    other = train("before", fault=False, load=str(tmp_path))
+    train(first, save=str(tmp_path))
+    assert torch.load(tmp_path / "scaler.pt")["_growth_tracker"] == STEPS
+    one, other = (train(each, load=str(tmp_path)) for each in (then, "before"))
     assert one.weights == other.weights
 
 
-# -- what is refused, and kept ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_unwrapped_model_computes_in_float32_again(when):
-    from distamp.integrations.accelerate import prepare
-
-    accelerator = accelerator_with(when)
-    if when == "before":
-        prepare(accelerator)
-    net = accelerator.prepare(nn.Linear(2, 1))
-    if when == "after":
-        prepare(accelerator)
-    net(torch.ones(1, 2))
-    plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
-    assert torch.equal(plain(torch.ones(1, 2)), nn.Linear.forward(plain, torch.ones(1, 2)))
-
-
-def sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+# -- what is kept, and refused ---------------------------------------------------------------------
 
 
 def test_settings_of_the_handler_and_scalers_that_are_there_are_kept():
@@ -305,7 +275,7 @@ def test_the_last_prepare_counts_and_its_optimizers_can_be_pickled():
     first = prepare(accelerator, init_scale=4.0)
     assert prepare(accelerator) is first
     second = prepare(accelerator, init_scale=2.0)
-    optimizer = accelerator.prepare(sgd())
+    optimizer = accelerator.prepare(torch.optim.SGD(model().parameters(), lr=0.1))
     assert optimizer.scaler is accelerator.scaler is second
     other = pickle.loads(pickle.dumps(optimizer))
     assert (type(other), other.scaler.get_scale()) == (type(optimizer), 2.0)

@@ -8,94 +8,92 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from tests.trainers.common import data, digest, in_ranks, model, needs, plant_inf, quiet, refusal
+from distamp import DistGradScaler
+from tests.trainers.common import FAULT, data, digest, in_ranks, model, needs, plant_inf, quiet
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
 needs("lightning")
 
 SCALE = 2.0**10
+Ended = tuple[tuple[float, float, set[torch.dtype]], list[float]]
 
 
 def train(
     ours: bool = True,
     devices: int = 2,
+    sharded: bool = False,
+    fault: int | None = FAULT,
     clip: dict[str, Any] | None = None,
-    fault: bool = True,
     clips: int = 1,
-    optimizer: str = "AdamW",
-    **settings: Any,
-) -> tuple[float, float, list[float]]:
-    """Weights, loss scale and losses after five steps."""
+    fused: bool = False,
+    **step: Any,
+) -> Ended:
+    """Weights, loss scale and dtypes of the first layer after five steps; their losses."""
     quiet()
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision as Theirs
+    from lightning.fabric.strategies import FSDPStrategy
 
-    from distamp.integrations.fabric import MixedPrecision
+    from distamp.integrations.fabric import FSDPPrecision, MixedPrecision
 
-    if ours:
+    class Fsdp(FSDPStrategy):
+        """Fabric refuses the class itself without a GPU, and no subclass."""
+
+    strategy: Any = "ddp" if devices > 1 else "auto"
+    plugin: Any = Theirs("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    if sharded:
+        strategy, plugin = Fsdp(), FSDPPrecision("16-mixed", init_scale=SCALE)
+    elif ours:
         plugin = MixedPrecision("16-mixed", "cpu", init_scale=SCALE)
-    else:
-        plugin = Theirs("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=devices,
-        plugins=plugin,
-        strategy="ddp" if devices > 1 else "auto",
-    )
-    if devices > 1:
-        fabric.launch()
-    net = model()
-    made = getattr(torch.optim, optimizer)(net.parameters(), **({"lr": 0.01} | settings))
-    wrapped, stepper = fabric.setup(net, made)
-    losses = []
-    for step, start in enumerate(range(0, 20, 4)):
-        inputs, targets = data()[start + 2 * fabric.global_rank :][:2]
-
-        def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
-            stepper.zero_grad()
-            loss = (wrapped(inputs).float() - targets).square().mean()
-            fabric.backward(loss)
-            losses.append(loss.item())
-            return loss
-
-        if optimizer == "LBFGS":
-            stepper.step(closure)
-            continue
-        closure()
-        if fault:
-            plant_inf(net.parameters(), step)
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, plugins=plugin)
+    fabric.launch()
+    net, dtypes, losses = model(), set(), []
+    net[0].register_forward_hook(lambda module, inputs, out: dtypes.add(out.dtype))
+    if sharded:  # Fabric does not tell it to be on the CPU.
+        net = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    wrapped = fabric.setup_module(net)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, fused=fused)
+    stepper = fabric.setup_optimizers(optimizer)
+    inputs, targets = (each[2 * fabric.global_rank :].split(2)[::2] for each in data().tensors)
+    for number in range(5):
+        stepper.zero_grad()
+        loss = (wrapped(inputs[number]).float() - targets[number]).square().mean()
+        fabric.backward(loss)
+        losses.append(loss.item())
+        plant_inf(net.parameters(), number, fault)
         for _ in range(clips if clip else 0):
-            fabric.clip_gradients(
-                wrapped,
-                stepper,
-                **clip,
-                **({} if "clip_val" in clip else {"error_if_nonfinite": False}),
-            )
-        stepper.step()
-    return digest(net.parameters()), plugin.scaler.get_scale(), losses
+            fabric.clip_gradients(wrapped, stepper, **clip)
+        stepper.step(**step)
+    return (digest(net), plugin.scaler.get_scale(), dtypes), losses
+
+
+BY_NORM = {"max_norm": 0.1, "error_if_nonfinite": False}
 
 
 def test_ranks_stay_together_where_fabrics_own_part(ranks2):
-    one, other = ranks2.run(train, ours=False)
-    assert one[:2] != other[:2]
-    one, other = ranks2.run(train)
-    assert one[:2] == other[:2]
-    assert one[1] == SCALE / 2
+    (one, _), (other, _) = ranks2.run(train, ours=False)
+    assert one != other
+    (one, _), (other, _) = ranks2.run(train)
+    assert one == other
+    assert one[1:] == (SCALE / 2, {torch.float16})
 
 
-@pytest.mark.parametrize("clip", [{"max_norm": 0.1}, {"clip_val": 0.01}])
-def test_a_fused_optimizer_is_clipped_as_one_that_is_not(ranks2, clip):
-    refused, _ = ranks2.run(refusal, train, ours=False, devices=1, clip=clip, fused=True)
-    assert refused.startswith("NotImplementedError: Gradient clipping")
-    fused, plain = ranks2.run(train, clip=clip, fused=True), ranks2.run(train, clip=clip)
-    assert fused[0][:2] == fused[1][:2]
-    assert fused[0][0] == pytest.approx(plain[0][0], rel=1e-5)
-
-
-@in_ranks
-def test_lbfgs_is_refused():
-    with pytest.raises(RuntimeError, match="closure"):
-        train(devices=1, optimizer="LBFGS")
+@pytest.mark.parametrize(
+    ("clip", "sharded", "fused"),
+    [
+        (BY_NORM, False, True),
+        ({"clip_val": 0.01}, False, True),
+        (None, True, False),
+        (BY_NORM, True, False),
+        (None, True, True),
+    ],
+)
+def test_shards_and_fused_optimizers_train_as_the_whole_model(ranks2, clip, sharded, fused):
+    (one, _), (other, _) = ranks2.run(train, clip=clip, sharded=sharded, fused=fused)
+    (whole, _), _ = ranks2.run(train, clip=clip)
+    assert one == other
+    assert one[1:] == whole[1:]
+    assert one[0] == pytest.approx(whole[0], rel=1e-3 if sharded else 1e-5)
 
 
 @in_ranks
@@ -106,60 +104,12 @@ def test_a_second_clip_before_the_step_finds_them_clipped():
 
 @in_ranks
 def test_without_an_overflow_the_run_is_fabrics_to_the_bit():
-    options: dict[str, Any] = {"devices": 1, "fault": False, "clip": {"max_norm": 0.1}}
-    ours, theirs = (train(each, **options) for each in (True, False))
+    ours, theirs = (train(each, devices=1, fault=None, clip=BY_NORM) for each in (True, False))
     assert ours == theirs
 
 
-def train_sharded(
-    clip: dict[str, Any] | None = None, fused: bool = False
-) -> tuple[float, float, set[torch.dtype]]:
-    """Weights, loss scale and the dtypes of the first layer after five steps of FSDP1 in Fabric."""
-    quiet()
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import FSDPStrategy
-
-    from distamp.integrations.fabric import FSDPPrecision
-
-    class Fsdp(FSDPStrategy):
-        """Fabric refuses the class itself without a GPU, and no subclass."""
-
-    plugin = FSDPPrecision("16-mixed", init_scale=SCALE)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=Fsdp(), plugins=plugin)
-    fabric.launch()
-    net = model()
-    dtypes: set[torch.dtype] = set()
-    net[0].register_forward_hook(lambda module, inputs, out: dtypes.add(out.dtype))
-    # Fabric does not tell it to be on the CPU.
-    net = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
-    net = fabric.setup_module(net)
-    stepper = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused))
-    for step, start in enumerate(range(0, 20, 4)):
-        inputs, targets = data()[start + 2 * fabric.global_rank :][:2]
-        stepper.zero_grad()
-        fabric.backward((net(inputs).float() - targets).square().mean())
-        plant_inf(net.parameters(), step)
-        if clip:
-            fabric.clip_gradients(net, stepper, **clip, error_if_nonfinite=False)
-        stepper.step()
-    with FullyShardedDataParallel.summon_full_params(net):
-        return digest(net.parameters()), plugin.scaler.get_scale(), dtypes
-
-
-@pytest.mark.parametrize(
-    ("clip", "fused"), [(None, False), ({"max_norm": 0.1}, False), (None, True)]
-)
-def test_fsdp_trains_in_float16_and_as_on_the_whole_model(ranks2, clip, fused):
-    one, other = ranks2.run(train_sharded, clip=clip, fused=fused)
-    assert one == other
-    assert one[1:] == (SCALE / 2, {torch.float16})
-    whole, _ = ranks2.run(train, clip=clip)
-    assert one[0] == pytest.approx(whole[0], rel=1e-3)
-
-
 @in_ranks
-def test_fsdps_plugin_takes_a_scaler():
-    from distamp import DistGradScaler
+def test_what_plugins_take_and_refuse():
     from distamp.integrations.fabric import FSDPPrecision
 
     scaler = DistGradScaler("cpu")
@@ -167,3 +117,5 @@ def test_fsdps_plugin_takes_a_scaler():
     assert isinstance(FSDPPrecision("16-mixed").scaler, DistGradScaler)
     with pytest.raises(ValueError, match="does not scale losses"):
         FSDPPrecision("bf16-mixed", scaler)
+    with pytest.raises(RuntimeError, match="closure"):
+        train(devices=1, closure=lambda: None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import operator
 import os
 import re
 import tempfile
-import warnings
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,17 +149,18 @@ def eight_bits(model: nn.Module) -> Any:
     return bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)
 
 
-GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "lightning": ("lightning", given_lightning),
-    "fabric": ("lightning", given_unwrapped),
-    "accelerate": ("accelerate", given_accelerate),
-    "transformers": ("transformers", given_transformers),
-    "trl": ("trl", given_transformers),
-    "install": ("timm", plain),
-    "mmengine": ("mmengine", given_mmengine),
-    "torchtitan": ("torchtitan", given_torchtitan),
-    "loop": ("torch", plain),
-    "muon": ("torch", plain),
+# For each piece of code its package, what it is given, and where its scaler is in the end.
+GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
+    "lightning": ("lightning", given_lightning, "trainer.precision_plugin.scaler"),
+    "fabric": ("lightning", given_unwrapped, "plugin.scaler"),
+    "accelerate": ("accelerate", given_accelerate, "accelerator.scaler"),
+    "transformers": ("transformers", given_transformers, "trainer.accelerator.scaler"),
+    "trl": ("trl", given_transformers, "trainer.accelerator.scaler"),
+    "install": ("timm", plain, "loss_scaler._scaler"),
+    "mmengine": ("mmengine", given_mmengine, "wrapper.loss_scaler"),
+    "torchtitan": ("torchtitan", given_torchtitan, "trainer.scaler"),
+    "loop": ("torch", plain, "scaler"),
+    "muon": ("torch", plain, "scaler"),
 }
 # The page's own loop, with another optimizer.
 OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
@@ -177,46 +179,24 @@ GROUPS = {
 # -- running it -----------------------------------------------------------------------------------
 
 
-def scaler_in(namespace: dict[str, Any]) -> Any:
-    """The scaler that the code made, wherever its trainer keeps it."""
-    places: list[Callable[[], Any]] = [
-        lambda: namespace["scaler"],
-        lambda: namespace["trainer"].precision_plugin.scaler,
-        lambda: namespace["fabric"].strategy.precision.scaler,
-        lambda: namespace["accelerator"].scaler,
-        lambda: namespace["trainer"].accelerator.scaler,
-        lambda: namespace["trainer"].scaler,
-        lambda: namespace["loss_scaler"]._scaler,
-        lambda: namespace["wrapper"].loss_scaler,
-    ]
-    for place in places:
-        with contextlib.suppress(KeyError, AttributeError):
-            return place()
-    raise AssertionError("the code left no scaler")
-
-
 def run(name: str) -> tuple[float, float, str]:
     """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
     quiet()
-    code = on_cpu(snippets()["loop" if name in OPTIMIZERS else name])
-    namespace = (plain if name in OPTIMIZERS else GIVEN[name][1])()
+    code = "loop" if name in OPTIMIZERS else name
+    _, given, place = GIVEN[code]
+    namespace = given()
     if name in OPTIMIZERS:
         namespace["optimizer"] = OPTIMIZERS[name][1](namespace["model"])
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.chdir(folder)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
-            exec(compile(code, str(PAGE), "exec"), namespace)
+            exec(compile(on_cpu(snippets()[code]), str(PAGE), "exec"), namespace)
         finally:
-            os.chdir(before)
             distamp.uninstall()
-    scaler = scaler_in(namespace)
+    scaler = operator.attrgetter(place)(types.SimpleNamespace(**namespace))
     net = namespace.get("model", namespace.get("module"))
     if net is None:
         (net,) = namespace["trainer"].model_parts
-    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
-    return digest(parameters), scaler.get_scale() / scaler._init_scale, type(scaler).__module__
+    return digest(net), scaler.get_scale() / scaler._init_scale, type(scaler).__module__
 
 
 def run_alone(name: str, port: int) -> tuple[float, float, str]:

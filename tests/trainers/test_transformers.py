@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.trainers.common import FAULT, digest, needs, plant_inf, quiet, refusal
+from tests.trainers.common import FAULT, digest, needs, plant_inf, quiet, together
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 needs("accelerate", "transformers")
@@ -18,17 +18,6 @@ needs("accelerate", "transformers")
 SCALE = 2.0**10
 STEPS = 5
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h"]
-
-
-@dataclass
-class Run:
-    """What a run left on one rank."""
-
-    weights: float = 0.0
-    scale: float = 0.0
-    rates: list[float] = field(default_factory=list)
-    logs: list[dict[str, Any]] = field(default_factory=list)
-    global_step: int = 0
 
 
 def net() -> Any:
@@ -113,13 +102,12 @@ def train(
     folder: str,
     ours: bool = True,
     kind: str = "Trainer",
-    fault: bool = True,
+    fault: int | None = FAULT,
     mixin: dict[str, Any] | None = None,
     resume: bool = False,
-    precision: str = "fp16",
     **arguments: Any,
-) -> Run:
-    """A run of STEPS steps; rank 1 overflows in step FAULT."""
+) -> Any:
+    """A run of STEPS steps; rank 1 overflows in one of them."""
     quiet()
     from accelerate.state import AcceleratorState, GradientState
 
@@ -134,8 +122,8 @@ def train(
 
         def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(model, *args, **kwargs)
-            if fault and self.accelerator.sync_gradients:
-                plant_inf(model.parameters(), self.steps)
+            if self.accelerator.sync_gradients:
+                plant_inf(model.parameters(), self.steps, fault)
             self.steps += 1
             return loss
 
@@ -151,8 +139,8 @@ def train(
     defaults = {
         "output_dir": folder,
         "use_cpu": True,
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
+        "bf16": False,
+        "fp16": not arguments.get("bf16"),
         "max_steps": STEPS,
         "learning_rate": 0.01,
         "per_device_train_batch_size": 2,
@@ -165,62 +153,59 @@ def train(
         "dataloader_pin_memory": False,
     }
     args = arguments_class(**(defaults | more | arguments))
-    extra = (
-        (mixin if mixin is not None else {"scaler_settings": {"init_scale": SCALE}}) if ours else {}
+    settings = {"scaler_settings": {"init_scale": SCALE}} if mixin is None else mixin
+    trainer = (Ours if ours else Theirs)(
+        model=net(), args=args, **needs, **(settings if ours else {})
     )
-    trainer = (Ours if ours else Theirs)(model=net(), args=args, **needs, **extra)
-    run = Run()
     trainer.train(resume_from_checkpoint=resume or None)
-    run.logs = [each for each in trainer.state.log_history if "loss" in each]
-    run.rates = [each["learning_rate"] for each in run.logs]
-    run.weights = digest(trainer.model.parameters())
+    logs = [each for each in trainer.state.log_history if "loss" in each]
     scaler = trainer.accelerator.scaler
-    run.scale = 0.0 if scaler is None else scaler.get_scale()
-    run.global_step = trainer.state.global_step
-    return run
+    return SimpleNamespace(
+        weights=digest(trainer.model),
+        scale=None if scaler is None else scaler.get_scale(),
+        rates=[each["learning_rate"] for each in logs],
+        told=[logs[-1].get(name) for name in ("loss_scale", "skipped_steps")],
+        global_step=trainer.state.global_step,
+    )
 
 
-def together(runs: list[Run]) -> bool:
-    return (runs[0].weights, runs[0].scale) == (runs[1].weights, runs[1].scale)
-
-
-KINDS = ["Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_stay_together_where_torchs_scaler_parts_them(ranks2, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "optim"),
+    [("Trainer", "adamw_torch")]
+    + [
+        (kind, "adamw_torch_fused")
+        for kind in ("Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer")
+    ],
+)
+def test_ranks_skip_together_with_any_optimizer_and_schedules_wait(ranks2, tmp_path, kind, optim):
     if kind != "Trainer":
         needs("trl", "datasets")
-    assert not together(ranks2.run(train, str(tmp_path), ours=False, kind=kind))
-    runs = ranks2.run(train, str(tmp_path), kind=kind)
+    runs = ranks2.run(train, str(tmp_path), kind=kind, optim=optim)
     assert together(runs)
-    assert runs[0].scale == SCALE / 2
-    assert runs[0].logs[-1]["loss_scale"] == SCALE / 2
-    assert runs[0].logs[-1]["skipped_steps"] == 1
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_schedules_stay_on_a_skip_with_any_optimizer(ranks2, tmp_path, optim):
-    (run, _) = ranks2.run(train, str(tmp_path), optim=optim)
-    taken = [n - (n > FAULT) for n in range(STEPS)]
-    assert run.rates == pytest.approx([0.01 * (1 - n / STEPS) for n in taken])
+    assert runs[0].told == [runs[0].scale, 1] == [SCALE / 2, 1]
+    if kind == "Trainer":
+        taken = [n - (n > FAULT) for n in range(STEPS)]
+        assert runs[0].rates == pytest.approx([0.01 * (1 - n / STEPS) for n in taken])
 
 
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0.1, "optim": "adamw_torch_fused"}],
 )
-def test_without_an_overflow_the_run_is_the_trainers_to_the_bit(ranks2, tmp_path, arguments):
-    ours = ranks2.run(train, str(tmp_path), fault=False, **arguments)
-    theirs = ranks2.run(train, str(tmp_path), ours=False, fault=False, **arguments)
-    assert [run.weights for run in ours] == [run.weights for run in theirs]
-    assert [run.rates for run in ours] == [run.rates for run in theirs]
+def test_the_run_is_the_trainers_to_the_bit_until_one_rank_overflows(ranks2, tmp_path, arguments):
+    ours, theirs = (
+        ranks2.run(train, str(tmp_path), each, fault=None, **arguments) for each in (True, False)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.weights, mine.rates) == (other.weights, other.rates)
+    if not arguments:
+        assert not together(ranks2.run(train, str(tmp_path), ours=False))
 
 
 def test_a_hook_compresses_the_gradients(ranks2, tmp_path):
     mixin = {"comm_hook": "fp16", "scaler_settings": {"init_scale": SCALE}}
-    hooked = ranks2.run(train, str(tmp_path), fault=False, mixin=mixin)
-    plain = ranks2.run(train, str(tmp_path), fault=False)
+    hooked = ranks2.run(train, str(tmp_path), fault=None, mixin=mixin)
+    plain = ranks2.run(train, str(tmp_path), fault=None)
     assert together(hooked)
     assert hooked[0].weights != plain[0].weights, "rounded on the way"
     assert hooked[0].weights == pytest.approx(plain[0].weights, rel=1e-3)
@@ -232,21 +217,22 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(
 ):
     folder = str(tmp_path)
     saving = {"save_strategy": "steps", "save_steps": 3}
-    whole, _ = ranks2.run(train, folder, ours=first, fault=False, **saving)
+    whole, _ = ranks2.run(train, folder, ours=first, fault=None, **saving)
     state = torch.load(tmp_path / "checkpoint-3" / "scaler.pt")
     assert (state["scale"], state["_growth_tracker"]) == (SCALE, 3)
     (tmp_path / f"checkpoint-{STEPS}").rename(tmp_path / "last")
-    resumed, _ = ranks2.run(train, folder, ours=then, fault=False, resume=True)
+    resumed, _ = ranks2.run(train, folder, ours=then, fault=None, resume=True)
     assert resumed.global_step == STEPS
     assert resumed.weights == whole.weights
 
 
-def test_at_bf16_the_mixin_changes_nothing(ranks2, tmp_path):
-    run, _ = ranks2.run(train, str(tmp_path), precision="bf16", mixin={}, fault=False)
-    assert run.scale == 0.0
-
-
-def test_a_scaler_at_bf16_is_refused(ranks2, tmp_path):
+def at_bf16(folder: str) -> float | None:
+    """The loss scale, where no scaler can be asked for."""
     mixin = {"scaler_settings": {"init_scale": 2.0}}
-    refused, _ = ranks2.run(refusal, train, str(tmp_path), precision="bf16", mixin=mixin)
-    assert "mixed_precision is 'bf16'" in refused
+    with pytest.raises(ValueError, match="mixed_precision is 'bf16'"):
+        train(folder, bf16=True, mixin=mixin)
+    return train(folder, bf16=True, mixin={}, fault=None).scale
+
+
+def test_at_bf16_the_mixin_changes_nothing_and_takes_no_scaler(ranks2, tmp_path):
+    assert ranks2.run(at_bf16, str(tmp_path)) == [None, None]
