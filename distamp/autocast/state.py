@@ -289,13 +289,9 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
 
     @functools.wraps(bwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return run(ctx, *args, **kwargs)
-        found = followed()
-        follow(ctx.op_lists)
-        try:
-            return run(ctx, *args, **kwargs)
-        finally:
-            follow(found)
+        if not is_dynamo_compiling():
+            # Autograd gives the thread its state back after each node.
+            follow(ctx.op_lists)
+        return run(ctx, *args, **kwargs)
 
     return decorated
