@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import rl_fp16
-from distamp import autocast, initialize
+from distamp import initialize
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -141,23 +140,3 @@ def test_one_overflow_parts_torchs_ranks_and_none_of_ours(ranks2, example):
     assert ours[0] == ours[1]
     assert ours[0].weight[before] == ours[0].weight[before - 1], "both skipped"
     assert ours[0].scale[-1] == ours[0].scale[0] / 2
-
-
-# -- a benchmark that is checked beside them -------------------------------------------------------
-
-
-def test_the_gap_between_rollout_and_trainer_is_smaller_in_fp16_than_in_bf16():
-    gaps = {}
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        torch.manual_seed(0)
-        policy = rl_fp16.Policy()
-        generator = torch.Generator().manual_seed(1)
-        prompts = torch.randint(32, 127, (16, 4), generator=generator)
-        found = rl_fp16.sample(rl_fp16.cast_copy(policy, dtype), prompts, 20, generator)
-        if dtype is torch.float64:  # with a cache, what the whole model gives
-            policy = policy.double()
-        with torch.no_grad(), autocast("cpu", dtype=dtype, enabled=dtype is not torch.float64):
-            log_probs = rl_fp16.log_probs_of(policy, found.tokens, 4)
-        gaps[dtype] = float((found.log_probs - log_probs).abs().mean())
-    assert gaps[torch.float64] < 1e-5
-    assert 0 < gaps[torch.float16] < 0.5 * gaps[torch.bfloat16]

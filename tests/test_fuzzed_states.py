@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from distamp import DistampError, DistGradScaler, comm_hooks, initialize
-from distamp.scaler import HysteresisSchedule, MasterParameters
+from distamp.scaler import HysteresisSchedule
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CLEAR = (DistampError, ValueError, TypeError)
@@ -38,15 +38,23 @@ MISSING = "missing"
 
 @dataclass
 class Subject:
-    """Something that loads: how, and everything that loading could have changed."""
+    """Something that loads: how, everything that loading could have changed, and a use of it."""
 
     state: dict[str, Any]
     load: Callable[[Any], None]
-    seen: Callable[[], Any]
+    changed: list[Callable[[], Any]]
     works: Callable[[], None]
 
+    def seen(self) -> Any:
+        """A copy of what could have changed, in which tensors can be compared."""
+        states = [read() for read in self.changed]
+        return copy.deepcopy(
+            tree_map_only(torch.Tensor, lambda it: (it.dtype, it.tolist()), states)
+        )
 
-def _training(made: DistGradScaler) -> tuple[Callable[[], None], Callable[[], Any]]:
+
+def scaler(**settings: Any) -> Subject:
+    made = DistGradScaler("cpu", **settings)
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], 0.1)
 
@@ -57,34 +65,15 @@ def _training(made: DistGradScaler) -> tuple[Callable[[], None], Callable[[], An
         made.update()
 
     step()
-    return step, lambda: (made.state_dict(), made.schedule_state_dict())
-
-
-def scaler() -> Subject:
-    made = DistGradScaler("cpu", init_scale=2.0**10)
-    step, seen = _training(made)
+    seen = [made.state_dict, made.schedule_state_dict]
+    if settings:
+        load = made.load_schedule_state_dict
+        return Subject(made.schedule_state_dict(), load, seen, step)
     return Subject(made.state_dict(), made.load_state_dict, seen, step)
 
 
 def schedule() -> Subject:
-    made = DistGradScaler("cpu", schedule=HysteresisSchedule(hysteresis=2))
-    step, seen = _training(made)
-    return Subject(made.schedule_state_dict(), made.load_schedule_state_dict, seen, step)
-
-
-def masters() -> Subject:
-    model = nn.Linear(3, 2).half()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    made = MasterParameters(optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(1, 3).half()).float().sum().backward()
-        optimizer.step()
-
-    step()
-    both = lambda: (made.state_dict(), model.state_dict())  # noqa: E731
-    return Subject(made.state_dict(), made.load_state_dict, both, step)
+    return scaler(schedule=HysteresisSchedule(hysteresis=2))
 
 
 def amp() -> Subject:
@@ -97,9 +86,9 @@ def amp() -> Subject:
         made.step()
 
     step()
-    # The scale is loaded first.
-    both = lambda: (made.state_dict()["masters"], model.state_dict())  # noqa: E731
-    return Subject(made.state_dict(), made.load_state_dict, both, step)
+    (masters,) = made.masters
+    seen = [masters.state_dict, model.state_dict]  # The scale is loaded first.
+    return Subject(made.state_dict(), made.load_state_dict, seen, step)
 
 
 def hook() -> Subject:
@@ -110,10 +99,10 @@ def hook() -> Subject:
         model(torch.ones(2, 5)).sum().backward()
 
     works()
-    return Subject(made.state_dict(), made.load_state_dict, made.state_dict, works)
+    return Subject(made.state_dict(), made.load_state_dict, [made.state_dict], works)
 
 
-SUBJECTS = {each.__name__: each for each in (scaler, schedule, masters, amp)}
+SUBJECTS = {each.__name__: each for each in (scaler, schedule, amp)}
 
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -140,17 +129,13 @@ def damaged(state: dict[str, Any], path: tuple[Any, ...], how: Any) -> Any:
 def loads_or_refuses(subject: Subject, state: Any) -> bool:
     """Whether it loaded; an error must be a clear one, after which all is as it was."""
 
-    def seen() -> Any:
-        values = tree_map_only(torch.Tensor, lambda it: (it.dtype, it.tolist()), subject.seen())
-        return copy.deepcopy(values)
-
-    before, refusal = seen(), None
+    before, refusal = subject.seen(), None
     try:
         subject.load(state)
     except CLEAR as error:
         refusal = str(error)
     assert refusal != "", "an error without a message"
-    assert refusal is None or seen() == before, f"changed, then {refusal}"
+    assert refusal is None or subject.seen() == before, f"changed, then {refusal}"
     return refusal is None
 
 

@@ -191,27 +191,3 @@ def on_some_ranks() -> float:
 
 def test_where_only_some_ranks_train_a_group_says_which(ranks2):
     assert ranks2.run(on_some_ranks) == [0.75, 0.0]
-
-
-def script(with_distamp: bool) -> tuple[float, float]:
-    """Train as code that knows nothing of distamp does; rank 1 overflows once."""
-    with installed() if with_distamp else contextlib.nullcontext():
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    net = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        scaler.scale(net(torch.ones(2, 4)).square().mean()).backward()
-        if step == 1 and dist.get_rank() == 1:
-            net.module.weight.grad[0, 0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-    return net.module.weight.sum().item(), scaler.get_scale()
-
-
-def test_a_script_for_torch_keeps_its_ranks_together_once_installed(ranks2):
-    one, other = ranks2.run(script, False)
-    assert one != other, "torch's scaler does it by itself: drop this"
-    one, other = ranks2.run(script, True)
-    assert one == other
-    assert one[1] == 2.0**9

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,16 +57,8 @@ def apex() -> Iterator[None]:
     package = types.ModuleType("apex")
     package.amp, package.parallel = amp, parallel
     names = {"apex": package, "apex.amp": amp, "apex.parallel": parallel}
-    before = {name: sys.modules.get(name) for name in names}
-    sys.modules.update(names)
-    try:
+    with mock.patch.dict(sys.modules, names):
         yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 def build_model(arch: str) -> nn.Module:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 # By all the names that configurations have for them.
 WIDTHS = ("hidden_size", "d_model", "n_embd")
@@ -66,47 +65,6 @@ def of_transformers(kind: str, task: str, inputs: Callable[[], Any], **settings:
     return make
 
 
-class Residual(nn.Module):
-    def __init__(self, inner: int, outer: int, time: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(4, inner), nn.GroupNorm(4, outer)
-        self.conv1 = nn.Conv2d(inner, outer, 3, padding=1)
-        self.conv2 = nn.Conv2d(outer, outer, 3, padding=1)
-        self.time, self.skip = nn.Linear(time, outer), nn.Conv2d(inner, outer, 1)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        hidden = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
-        return self.skip(x) + self.conv2(F.silu(self.norm2(hidden)))
-
-
-class UNet(nn.Module):
-    """A diffusion model in small: residual blocks with a time embedding, cross-attention, skips."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.time, self.conv_in = nn.Linear(width, 32), nn.Conv2d(4, width, 3, padding=1)
-        self.down, self.mid = Residual(width, width, 32), Residual(width, width, 32)
-        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=1)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.up, self.conv_out = Residual(2 * width, width, 32), nn.Conv2d(width, 4, 3, padding=1)
-
-    def forward(self, sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        angles = timestep[:, None] * torch.exp(-torch.arange(8))
-        time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
-        skip = self.down(self.conv_in(sample), time)
-        hidden = self.mid(self.downsample(skip), time)
-        rows = hidden.flatten(2).transpose(1, 2)
-        rows = rows + self.attention(rows, text, text, need_weights=False)[0]
-        hidden = rows.transpose(1, 2).reshape(hidden.shape)
-        hidden = F.interpolate(hidden, scale_factor=2.0, mode="nearest")
-        return self.conv_out(F.silu(self.up(torch.cat([hidden, skip], 1), time)))
-
-
-def unet() -> tuple[nn.Module, dict[str, Tensor]]:
-    inputs = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3, 500])}
-    return UNet(), inputs | {"text": torch.randn(2, 5, 16)}
-
-
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
     "bert": of_transformers("bert", "MaskedLM", text, **TINY),
     "gpt2": of_transformers("gpt2", "CausalLM", text, **TINY),
@@ -126,5 +84,4 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
         "swin", "ImageClassification", lambda: image(32), **SWIN, window_size=4
     ),
     "resnet": of_transformers("resnet", "ImageClassification", lambda: image(32), **RESNET),
-    "unet": unet,
 }

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from distamp import (
     AutocastState,
@@ -22,7 +21,6 @@ from distamp import (
     custom_bwd,
     custom_fwd,
 )
-from tests.ranks import RankPool
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OURS, TORCHS = (custom_fwd, custom_bwd), (torch.amp.custom_fwd, torch.amp.custom_bwd)
@@ -179,26 +177,3 @@ def gradients(way: str) -> list[Any]:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_bit_for_bit_those_without_checkpointing(way):
     assert all(map(torch.equal, gradients(way), gradients("plain")))
-
-
-def _weights(way: str) -> tuple[torch.dtype, float]:
-    model = nn.Sequential(block(), block())
-    for each in (*model, model):
-        fully_shard(each)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(3):
-        out = X.clone().requires_grad_()
-        with autocast("cpu", ops=LISTS):
-            for each in model:
-                out = WAYS[way](each, out)
-        out.float().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
-    return out.dtype, sum(each.double().sum().item() for each in weights)
-
-
-def test_checkpointed_blocks_of_fsdp2_train_to_the_same_weights(ranks2: RankPool):
-    plain, *checkpointed = (ranks2.run(_weights, way) for way in list(WAYS)[:3])
-    assert checkpointed == [plain, plain]
-    assert {dtype for dtype, _ in plain} == {FP32}

@@ -18,7 +18,7 @@ from tests.autocast.models import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LISTS = OpLists(fp32={"linear"}, lower_precision={"gelu", "silu", "relu"})
-SAMPLE = ("bert", "mixtral, eager", "wav2vec2", "unet")
+SAMPLE = ("bert", "mixtral, eager", "wav2vec2", "resnet")
 
 
 @pytest.fixture(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from distamp import AutocastState, autocast, pin_precision
 from tests.autocast.counting import Calls
@@ -73,17 +73,6 @@ def test_a_pin_holds_for_the_modules_inside_and_none_undoes_all():
         assert type(net[0]) is nn.Sequential
 
 
-class WithoutCache(nn.Linear):
-    """Has something that cannot be pickled, and says what can."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.cache = (each for each in ())
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "cache"}
-
-
 def pickled(module: Any) -> Any:
     return pickle.loads(pickle.dumps(module))
 
@@ -98,18 +87,6 @@ def test_copies_keep_the_pin_and_their_own_weights(copied):
     assert dtypes(twin) == dtypes(net) == [BF16, FP32, BF16]
     assert isinstance(twin[1], nn.Linear)
     assert net(X).any()
-    own = copied(pin_precision(WithoutCache(), "fp32"))
-    assert isinstance(own, WithoutCache)
-    assert own(X.bfloat16()).dtype is FP32
-
-
-def test_an_average_follows_a_pinned_model():
-    net = pinned("fp32")
-    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    averaged.update_parameters(net)  # The first one copies.
-    net[1].weight.data.zero_()
-    averaged.update_parameters(net)
-    assert torch.equal(averaged.module[1].weight, pinned()[1].weight / 2)
 
 
 def test_integer_and_float64_inputs_are_handed_on():
