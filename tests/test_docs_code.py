@@ -15,7 +15,7 @@ import tyro
 
 from distamp.__main__ import parser
 from launch.config import Config
-from tests.docs_code import OWN_TESTS, PAGES, ROOT, Block, blocks_of, ranks_of, run_page
+from tests.docs_code import OWN_TESTS, PAGES, ROOT, blocks_of, ranks_of, run_page
 
 WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
 HERE = [page for page in WITH_CODE if page.name not in OWN_TESTS]
@@ -41,27 +41,23 @@ def test_code_that_is_not_run_says_why() -> None:
     assert len(left_out) <= 12, "run it, or leave it out of the docs"
 
 
-def commands() -> list[tuple[Path, str]]:
+def commands() -> list[str]:
     """Every command of a shell that a page shows."""
     found = []
     for page in PAGES:
         text = page.read_text()
-        lines = [line for b in blocks_of(page) if b.language in ("console", "bash") for line in
-                 _joined(b)]  # fmt: skip
+        shells = [b.code for b in blocks_of(page) if b.language in ("console", "bash")]
+        lines = "".join(shells).replace("\\\n", " ").splitlines()
         lines += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
         lines += re.findall(r"`((?:python|torchrun|make) [^`\n]+)`", text)
-        found += [(page, line) for line in lines]
+        found += lines
     return found
-
-
-def _joined(block: Block) -> list[str]:
-    return block.code.replace("\\\n", " ").splitlines()
 
 
 def test_commands_name_what_exists() -> None:
     faults = []
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for _, line in commands():
+    for line in commands():
         for module in re.findall(r"python\d? (?:-\w+ )*-m ([\w.]+)", line):
             if module.split(".")[0] in ("distamp", "launch", "benchmarks", "tests"):
                 faults += [] if _is_module(module) else [f"no module {module}: {line}"]

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists, precision_report, propagate
@@ -138,21 +136,8 @@ def branches(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 1e6, lambda x: x @ x, lambda x: (x @ x).sin(), (x,))
 
 
-def loop(x: Tensor) -> Tensor:
-    def step(count: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return count + 1, (x @ x).float()
-
-    return while_loop(lambda count, x: count < 2, step, (torch.tensor(0), x))[1]
-
-
-def scanned(x: Tensor) -> Tensor:
-    return scan(lambda sum, row: ((sum @ x).float() + row, sum.clone()), torch.zeros(4), x)[0]
-
-
 INNER: dict[str, Callable[[Tensor], Tensor]] = {
     "cond": branches,
-    "while_loop": loop,
-    "scan": scanned,
     "vmap": lambda x: torch.vmap(F.linear, (0, None))(x, x),
     "grad": lambda x: torch.func.grad(lambda w: F.linear(x, w).sum())(x),
     "gradient of a branch": lambda x: torch.autograd.grad(
@@ -161,9 +146,7 @@ INNER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "whole"), [*((name, False) for name in INNER), ("cond", True), ("scan", True)]
-)
+@pytest.mark.parametrize(("name", "whole"), [*((name, False) for name in INNER), ("cond", True)])
 def test_what_a_function_contains_follows_the_lists(name, whole):
     fn = INNER[name]
     run = torch.compile(fn, backend="aot_eager", fullgraph=True) if whole else fn

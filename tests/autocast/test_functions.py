@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -78,54 +77,6 @@ def test_backward_follows_the_op_lists_of_forward_and_leaves_them():
     assert AutocastState.capture().lists == ()
     with autocast("cpu"):
         assert torch.mm(a, a).dtype is BF16
-
-
-def test_backward_sees_forwards_state_in_autograds_own_threads():
-    """Reentrant backward nested deeper than autograd allows moves to a thread of its pool."""
-
-    class Nested(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(device_type="cpu")
-        def forward(ctx: Any, x: Tensor, depth: int) -> Tensor:
-            ctx.depth = depth
-            return x.clone()
-
-        @staticmethod
-        @custom_bwd(device_type="cpu")
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            seen.add((threading.get_ident(), torch.mm(grad, grad).dtype))
-            if ctx.depth:
-                with torch.enable_grad(), autocast("cpu", FP16):
-                    x = torch.ones(2, 2, requires_grad=True)
-                    Nested.apply(x, ctx.depth - 1).sum().backward()
-            return grad, None
-
-    seen: set[Any] = set()
-    with autocast("cpu", FP16):
-        out = Nested.apply(torch.ones(2, 2, requires_grad=True), 70).sum()
-    out.backward()
-    assert len(seen) > 1
-    assert {dtype for _, dtype in seen} == {FP16}
-
-
-@pytest.mark.parametrize("decorate", OURS)
-def test_decorators_keep_names_and_refuse_a_device_that_is_no_string(decorate):
-    with pytest.raises(ValueError, match="device_type"):
-        decorate(device_type=torch.device("cpu"))
-    forward = matmul(OURS, []).forward
-    assert (forward.__name__, forward.__doc__) == ("forward", "Multiply.")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_backward_on_the_devices_own_thread_sees_forwards_dtype():
-    """autograd runs CUDA's backward in a thread of its own, in the default dtype."""
-    seen: list[Any] = []
-    a = torch.ones(2, 2, device="cuda", requires_grad=True)
-    with autocast("cuda", BF16):
-        loss = matmul(OURS, seen, device="cuda").apply(a, a).float().sum()
-    loss.backward()
-    assert [each[3] for each in seen] == [BF16] * 2
 
 
 LISTS = OpLists(fp32={"linear"}, lower_precision={"softmax"})

@@ -53,16 +53,6 @@ def test_a_name_moves_its_whole_family(name):
         assert F.max_pool2d(X[None, None], 2, return_indices=True)[0].dtype is BF16
 
 
-def test_exact_moves_one_op_alone():
-    found = []
-    for ops in (None, OpLists(fp32={"linear"}, exact=True)):
-        with autocast("cpu", ops=ops):
-            found.append({name: call().dtype for name, call in MATMULS.items()})
-    plain, moved = found
-    assert plain["linear"] is plain["mm"] is BF16
-    assert moved == plain | {"linear": FP32}
-
-
 def test_an_op_has_the_names_that_torch_has_for_it():
     aten = torch.ops.aten.linear
     names = ["torch.nn.functional.linear", "F.linear", "aten::linear", "aten::linear.default"]
@@ -116,6 +106,8 @@ RESULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], torch.dtype]] = {
         {"unlisted": {"multi_dot"}, "exact": True},
         BF16,
     ),
+    "exact": (MATMULS["linear"], {"fp32": {"linear"}, "exact": True}, FP32),
+    "beside an exact one": (MATMULS["mm"], {"fp32": {"linear"}, "exact": True}, BF16),
     # What only other lists name hands on to these.
     "a composite op alone": (MATMULS["einsum"], {"fp32": {"einsum"}, "exact": True}, FP32),
     "what it is made of": (MATMULS["einsum"], {"fp32": {"mm", "bmm"}, "exact": True}, FP32),

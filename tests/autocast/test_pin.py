@@ -114,14 +114,6 @@ def test_mistakes_are_named():
         pin_precision(layer, "fp32")
 
 
-def test_a_tied_weight_may_be_used_by_a_pinned_module_in_a_region_of_another_dtype():
-    head, tied = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    tied.weight = head.weight
-    pin_precision(tied, "bf16")
-    with autocast("cpu", FP16):
-        assert [each(X).dtype for each in (head, tied, head)] == [FP16, BF16, FP16]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_pin_holds_on_the_devices_of_all_its_inputs():
     module = pin_precision(Calls(lambda lengths, x: x @ x), "fp32")

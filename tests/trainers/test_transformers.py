@@ -71,18 +71,11 @@ def kinds() -> dict[str, Any]:
         from datasets import Dataset
     except ImportError:
         return found
-    plain = Dataset.from_dict({"text": texts(48)})
     halves = [(each[:5], each[6:]) for each in texts(48)]
     prompts, ends = map(list, zip(*halves, strict=True))
     wrong = [end[::-1] for end in ends]
     pairs = Dataset.from_dict({"prompt": prompts, "chosen": ends, "rejected": wrong})
     asked = Dataset.from_dict({"prompt": prompts})
-    found["SFTTrainer"] = (
-        trl.SFTTrainer,
-        trl.SFTConfig,
-        {"max_length": 8},
-        {"train_dataset": plain, "processing_class": tokenizer()},
-    )
     found["DPOTrainer"] = (
         trl.DPOTrainer,
         trl.DPOConfig,
@@ -172,10 +165,7 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "optim"),
     [("Trainer", "adamw_torch")]
-    + [
-        (kind, "adamw_torch_fused")
-        for kind in ("Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer")
-    ],
+    + [(kind, "adamw_torch_fused") for kind in ("Trainer", "DPOTrainer", "GRPOTrainer")],
 )
 def test_ranks_skip_together_with_any_optimizer_and_schedules_wait(ranks2, tmp_path, kind, optim):
     if kind != "Trainer":
