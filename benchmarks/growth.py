@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     print(f"{environment()}; medians, ratios with quartiles", flush=True)
     for name in parser.parse_args().only:
-        says = (PARTS[name].__doc__ or "").replace("\n    ", "\n")
+        says = (PARTS[name].__doc__ or "").replace("\n    ", "\n").strip()
         print(f"\n## {name.capitalize()}\n\n{says}\n\n{markdown(*PARTS[name]())}", flush=True)
 
 
