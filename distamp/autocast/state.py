@@ -289,9 +289,14 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
 
     @functools.wraps(bwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dynamo_compiling():
-            # Autograd gives the thread its state back after each node.
-            follow(ctx.op_lists)
-        return run(ctx, *args, **kwargs)
+        if is_dynamo_compiling():
+            return run(ctx, *args, **kwargs)
+        # After a node autograd puts them back too, after a call by hand nobody.
+        found = followed()
+        follow(ctx.op_lists)
+        try:
+            return run(ctx, *args, **kwargs)
+        finally:
+            follow(found)
 
     return decorated

@@ -79,6 +79,20 @@ def test_backward_follows_the_op_lists_of_forward_and_leaves_them():
         assert torch.mm(a, a).dtype is BF16
 
 
+def test_backward_called_by_hand_leaves_the_callers_lists():
+    """As from another function's backward: autograd puts nothing back in between."""
+    seen: list[Any] = []
+    function, a = matmul(OURS, seen), torch.randn(4, 4, requires_grad=True)
+    with autocast("cpu", ops=OpLists(fp32={"mm"})):
+        node = function.apply(a, a).grad_fn
+    with autocast("cpu"):
+        function.backward(node, a)
+        assert (seen[-1][3], a.mm(a).dtype) == (FP32, BF16)
+        with pytest.raises(RuntimeError, match="shape"):
+            function.backward(node, torch.ones(3, 3))
+        assert a.mm(a).dtype is BF16
+
+
 LISTS = OpLists(fp32={"linear"}, lower_precision={"softmax"})
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
