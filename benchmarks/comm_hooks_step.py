@@ -119,10 +119,6 @@ def bytes_of_a_step(contender: str, numel: int, state: Any, steps: int) -> float
     return 2 * (size - 1) / size * numel * (2 if contender == TORCH else 4)
 
 
-def _rank(contenders: Sequence[str], rounds: int, width: int, layers: int) -> Any:
-    return time_steps(contenders, rounds, width, layers)
-
-
 def _report(size: int, contenders: Sequence[str], rounds: int, ranks: Any) -> None:
     """Print the table of one number of ranks."""
     times = slowest([timings for timings, *_ in ranks])
@@ -176,7 +172,7 @@ def main() -> None:
     print(environment())
     for size in given.ranks:
         with RankPool(size, timeout=1800) as pool:
-            ranks = pool.run(_rank, contenders, given.rounds, given.width, given.layers)
+            ranks = pool.run(time_steps, contenders, given.rounds, given.width, given.layers)
         _report(size, contenders, given.rounds, ranks)
 
 

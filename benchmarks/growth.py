@@ -1,11 +1,12 @@
 """How the scaler's round and the hooks' exchange grow, beside torch's in the same run.
 
     OMP_NUM_THREADS=1 python -m benchmarks.growth [--only parameters optimizers ranks message
-        tensors hosts] > docs/results/growth.md
+        tensors hosts]
 
-The round is that of `scaler_round`, over parameters of 16 elements; the exchange is a training step
-of `comm_hooks_step`. Ranks share this machine's cores, and hosts are groups of ranks on it
-(``ranks_per_host=``). What is calculated says so.
+prints the tables of docs/results/growth.md. The round is that of `scaler_round`, over parameters of
+16 elements; the exchange is a training step of `comm_hooks_step`. Ranks share this machine's cores,
+and hosts are groups of ranks on it (``ranks_per_host=``). On several ranks GradScaler sends
+nothing. What is calculated says so.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks import comm_hooks_step, scaler_round
-from benchmarks.common import Timings, environment, markdown, ratio, slowest
+from benchmarks.common import environment, markdown, ratio, slowest
 from tests.ranks import RankPool
 
 Table = tuple[list[str], list[list[str]]]
@@ -25,46 +26,33 @@ ELEMENTS = 16
 THIN, WIDE = 16, 1024
 
 
-def _rounds(cases: Iterable[tuple[int, int, int]]) -> Table:
-    """A round of each case of ranks, parameters and optimizers."""
-    peers = [scaler_round.SHARDED, scaler_round.TORCH]
+def _rounds(ranks: Iterable[int], cases: Sequence[tuple[int, int]]) -> Table:
+    """A round on so many ranks, of each case of parameters and optimizers."""
     rows = []
-    for ranks, parameters, optimizers in cases:
-        rounds = max(20, min(300, 200_000 // parameters // ranks**2))
-        with RankPool(ranks, timeout=600) as pool:
-            times = slowest(
-                pool.run(
-                    scaler_round.measure,
-                    parameters,
-                    ELEMENTS,
-                    optimizers,
-                    rounds,
-                    fused=False,
-                    device="cpu",
-                )
-            )
-        ours = times[scaler_round.OURS]
-        beside = [str(ratio(ours, times[peer])) for peer in peers]
-        if ranks > 1:
-            beside[1] = "-"  # sends nothing
-        sizes = [f"{size:,}" for size in (ranks, parameters, optimizers)]
-        rows.append([*sizes, f"{1e3 * statistics.median(ours):.3g}", *beside])
-    return ["ranks", "parameters", "optimizers", "ms", *(f"of {peer}" for peer in peers)], rows
+    for size in ranks:
+        with RankPool(size, timeout=600) as pool:
+            for parameters, optimizers in cases:
+                rounds = max(20, min(300, 200_000 // parameters // size**2))
+                given = parameters, ELEMENTS, optimizers, rounds
+                times = scaler_round.compared(pool, *given)
+                rows.append([str(size), f"{parameters:,}", str(optimizers), *times])
+    beside = [f"of {peer}" for peer in scaler_round.PEERS]
+    return ["ranks", "parameters", "optimizers", "ms", *beside], rows
 
 
 def parameters() -> Table:
     """The round against the number of parameters."""
-    return _rounds((1, count, 1) for count in (10, 100, 1_000, 10_000))
+    return _rounds([1], [(count, 1) for count in (10, 100, 1_000, 10_000)])
 
 
 def optimizers() -> Table:
     """The round against the number of optimizers: one `step_all`, and torch's loop."""
-    return _rounds((ranks, 640, count) for ranks in (1, 2) for count in (1, 4, 16, 64))
+    return _rounds([1, 2], [(640, count) for count in (1, 4, 16, 64)])
 
 
 def ranks() -> Table:
     """The round against the number of ranks."""
-    return _rounds((count, 100, 1) for count in (1, 2, 4, 8))
+    return _rounds([1, 2, 4, 8], [(100, 1)])
 
 
 def message() -> Table:
@@ -81,26 +69,25 @@ def message() -> Table:
     return ["ranks", "", "all-reduces", "bytes", "hops in a row, ring or tree"], rows
 
 
-def _step(
-    ranks: int, width: int, layers: int, rounds: int, per_host: int | None
-) -> tuple[Timings, dict[str, float]]:
-    contenders = [comm_hooks_step.NONE, comm_hooks_step.TORCH, "fp16", "int8"]
-    with RankPool(ranks, timeout=600) as pool:
-        found = pool.run(
-            comm_hooks_step.time_steps, contenders, rounds, width, layers, ranks_per_host=per_host
-        )
-    return slowest([times for times, *_ in found]), found[0][1]
-
-
 def _exchanges(cases: Iterable[tuple[str, int, int, int, int | None]]) -> Table:
+    """A training step of each case: its name, ranks, width, layers and ranks on a host."""
+    none, torchs, wires = comm_hooks_step.NONE, comm_hooks_step.TORCH, ["fp16", "int8"]
     rows = []
-    for name, count, width, layers, per_host in cases:
-        times, sent = _step(count, width, layers, 15, per_host)
-        torchs = times[comm_hooks_step.TORCH]
-        beside = [str(ratio(times[wire], torchs)) for wire in ("fp16", "int8")]
-        part = [f"{sent[w] / sent[comm_hooks_step.NONE]:.2f}" for w in ("fp16", "int8")]
-        milliseconds = f"{1e3 * statistics.median(torchs):.3g}"
-        rows.append([name, str(count), milliseconds, *beside, *part])
+    for name, size, *model, per_host in cases:
+        with RankPool(size, timeout=600) as pool:
+            found = pool.run(
+                comm_hooks_step.time_steps,
+                [none, torchs, *wires],
+                15,
+                *model,
+                ranks_per_host=per_host,
+            )
+        times, sent = slowest([each for each, *_ in found]), found[0][1]
+        beside = [str(ratio(times[wire], times[torchs])) for wire in wires]
+        part = [f"{sent[wire] / sent[none]:.2f}" for wire in wires]
+        rows.append(
+            [name, str(size), f"{1e3 * statistics.median(times[torchs]):.3g}", *beside, *part]
+        )
     bytes_sent = ["fp16 bytes", "int8 bytes"]
     return ["", "ranks", "ms, torch's", "fp16 of torch's", "int8 of torch's", *bytes_sent], rows
 

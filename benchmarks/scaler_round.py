@@ -84,26 +84,27 @@ def main() -> None:
     for size in arguments.ranks:
         with RankPool(size, timeout=600) as pool:
             for parameters, optimizers in cases:
-                times = slowest(
-                    pool.run(
-                        measure,
-                        parameters,
-                        arguments.elements,
-                        optimizers,
-                        arguments.rounds * (10 if parameters * arguments.elements < 10**6 else 1),
-                        fused=arguments.fused,
-                        device=arguments.device,
-                    )
+                times = compared(
+                    pool,
+                    parameters,
+                    arguments.elements,
+                    optimizers,
+                    arguments.rounds * (10 if parameters * arguments.elements < 10**6 else 1),
+                    fused=arguments.fused,
+                    device=arguments.device,
                 )
-                ours = times[OURS]
-                beside = {FAIRSCALE: times.get(BESIDE_FAIRSCALE, [])}
-                cells = [
-                    str(ratio(beside.get(p, ours), times[p])) if p in times else "-" for p in PEERS
-                ]
                 elements = f"{parameters * arguments.elements:,}"
-                milliseconds = f"{1000 * statistics.median(ours):.3g}"
-                row = [size, f"{parameters:,}", elements, optimizers, milliseconds, *cells]
+                row = [size, f"{parameters:,}", elements, optimizers, *times]
                 print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def compared(pool: RankPool, *sizes: int, fused: bool = False, device: str = "cpu") -> list[str]:
+    """Return distamp's milliseconds and its ratio to each of `PEERS`, for sizes as of `measure`."""
+    times = slowest(pool.run(measure, *sizes, fused=fused, device=device))
+    ours = times[OURS]
+    beside = {FAIRSCALE: times.get(BESIDE_FAIRSCALE, [])}
+    cells = [str(ratio(beside.get(p, ours), times[p])) if p in times else "-" for p in PEERS]
+    return [f"{1000 * statistics.median(ours):.3g}", *cells]
 
 
 def measure(
