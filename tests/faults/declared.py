@@ -50,9 +50,9 @@ ENDS = {
     "max_norm": (LOCKSTEP, LOCKSTEP),
     "order": (LOCKSTEP, LOCKSTEP),
     "leave_out step": (LOCKSTEP, LOCKSTEP),
-    # A clip's arguments are compared before it looks: all ranks hear of it, where a process' end
-    # is what the others hear else.
-    "leave_out update": (ALREADY, f"{ALREADY}|{CONNECTION}"),
+    # The arguments of a clip are compared, so the others hear of it before its process ends.
+    "clip leave_out update": (ALREADY, f"{ALREADY}|{CONNECTION}"),
+    "leave_out update": (ALREADY, CONNECTION),
     "kill": (CONNECTION, CONNECTION),
     "cut_link": (CONNECTION, CONNECTION),
 }
@@ -89,7 +89,8 @@ class Program:
     def ending(self) -> tuple[Fault, tuple[str, str]] | None:
         """The fault that ends it, with what the faulty rank and the others must say."""
         for fault in self.faults:
-            for name in (fault.what, f"{fault.what} {fault.call}"):
+            at = f"{fault.what} {fault.call}"
+            for name in (f"{self.order} {at}", at, fault.what):
                 if name in ENDS:
                     return fault, ENDS[name]
         return None

@@ -25,7 +25,7 @@ from distamp.scaler import MasterParameters
 from tests.ranks import mesh
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
-DRAWS, ALL_DRAWS = 100, 2_000
+DRAWS, ALL_DRAWS = 100, 20_000
 ZEROED = ["to None", "in place", "by hand", "data"]
 MADE = ["scaled", "scaled list", "set", "added"]
 
