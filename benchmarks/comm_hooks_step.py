@@ -130,7 +130,7 @@ def _report(size: int, contenders: Sequence[str], rounds: int, ranks: Any) -> No
             str(ratio(times[name], times[TORCH])),
             str(ratio(times[name], times[NONE])),
             f"{sent[name] / 1e6:.1f}",
-            f"{sent[name] / sent[NONE]:.3f}",
+            f"{sent[name] / sent[NONE]:.3f}" if size > 1 else "nothing is sent",
         ]
         for name in contenders
     ]

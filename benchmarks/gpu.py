@@ -45,7 +45,7 @@ class Training:
         self.model = model.apply(model.init_weights).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
         self.scaler = scaler or DistGradScaler("cuda", enabled=dtype == torch.float16)
-        self.tokens = torch.randint(256, (1 if simulated() else 8, size), device="cuda")
+        self.tokens = torch.randint(256, (2 if simulated() else 8, size), device="cuda")
         self.dtype = dtype
 
     def loss(self) -> Tensor:

@@ -12,7 +12,7 @@
 #
 #   PYTHONPATH=tests/simulated/as_cuda:. PYTHON=python benchmarks/gpu.sh FOLDER
 #
-# runs all of the short plan but what it cannot do, which is skipped with the reason. In order:
+# runs all of the short plan but the capture of graphs, in steps as small as they can be. In order:
 #
 #   part                      what it answers               what it should be, beside torch's
 #   tests                     is anything wrong at all      every test passes, none is skipped; with
@@ -89,10 +89,11 @@ part() {
     fi
 }
 
-small=()
+small=() thin=() few=() tiny=()
 if "$python" -c 'import sys; from benchmarks.gpu import simulated; sys.exit(not simulated())'; then
     readonly simulated=1
-    small=(--rounds 2)
+    small=(--rounds 2) thin=(--rounds 2 --width 64) few=(--rounds 2 --parameters 10) tiny=(--rounds 2 --elements 2000)
+    export TRITON_INTERPRET=1
 else
     readonly simulated=0
 fi
@@ -108,18 +109,16 @@ for name in training syncs; do
     part "$name" 60 "$python" -m benchmarks.gpu "$name"
 done
 skip graphs "graph capture" || part graphs 60 "$python" -m benchmarks.gpu graphs
-skip data_parallel "broadcast to itself under CUDA's name" ||
-    part data_parallel 60 "$python" -m benchmarks.gpu data_parallel
-skip nccl "process group under CUDA's name" || part nccl 60 "$python" -m benchmarks.gpu nccl
-skip comm_hooks "process group under CUDA's name" ||
-    part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
-        "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
-        -m benchmarks.comm_hooks_step --device cuda
+part data_parallel 60 "$python" -m benchmarks.gpu data_parallel
+part nccl 60 "$python" -m benchmarks.gpu nccl
+part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
+    "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
+    -m benchmarks.comm_hooks_step --device cuda "${thin[@]}"
 part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 "${small[@]}"
 part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused \
     "${small[@]}"
-part masters 60 "$python" -m benchmarks.masters --device cuda "${small[@]}"
-skip wire_cost "kernels of Triton" || part wire_cost 60 "$python" -m benchmarks.wire_cost --device cuda
+part masters 60 "$python" -m benchmarks.masters --device cuda "${few[@]}"
+part wire_cost 60 "$python" -m benchmarks.wire_cost --device cuda "${tiny[@]}"
 if [[ $plan == hour ]]; then
     gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
     train=(launch/train.py --steps 200 --overwrite --seed 1)

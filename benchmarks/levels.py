@@ -4,8 +4,8 @@
 
 Two models on real data, from the same seed and over the same batches at every level: the launcher's
 GPT on the Python standard library's source, and a small convolutional network with batch norms on
-scikit-learn's digits. Hooks run at O0 on two ranks, beside O0 on two ranks. Memory is
-counted in bytes, tensor by tensor, at one step: it depends on no machine.
+scikit-learn's digits (which must be installed). Hooks run at O0 on two ranks, beside O0 on two
+ranks. Memory is counted in bytes, tensor by tensor, at one step: it depends on no machine.
 
 ``--write`` puts the results into docs/results/levels.json, docs/levels.md and
 docs/images/levels.png. It keeps each run that ends and skips those that it has, so after it was cut

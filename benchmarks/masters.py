@@ -1,6 +1,7 @@
 """A step on fp32 masters beside the loop that one writes by hand: memory counted, time as a ratio.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.masters [--rounds 60] [--device cuda]
+    OMP_NUM_THREADS=1 python -m benchmarks.masters [--rounds 60] [--parameters 10 100 1000]
+        [--device cuda]
 
 Both hold a float16 model, step AdamW on float32 copies with the same gradients, check for inf and
 NaN, clip nothing and write the values back. The loop by hand is what the usual tutorials show:
@@ -112,12 +113,15 @@ class Masters:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--parameters", type=int, nargs="+", help="of the cases, those with so many")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     print(environment(), flush=True)
     print("\nTime of a whole step (gradients to masters, AdamW, write-back), and its ratio:\n")
     print(markdown(["parameters", "elements", "ms", PLAIN, FOREACH], []).rstrip())
     for parameters, elements in CASES:
+        if arguments.parameters and parameters not in arguments.parameters:
+            continue
         times = timed(parameters, elements, arguments.rounds, arguments.device)
         beside = [str(ratio(times[OURS], times[peer])) for peer in (PLAIN, FOREACH)]
         milliseconds = f"{1000 * statistics.median(times[OURS]):.3g}"

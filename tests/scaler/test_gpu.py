@@ -105,7 +105,6 @@ def _on_one_gpu() -> Any:
     return taken, model.weight.tolist(), scaler.get_scale()
 
 
-@pytest.mark.skipif(SIMULATED, reason="the simulated accelerator has no process group")
 def test_ranks_on_one_gpu_skip_together(ranks2: Any) -> None:
     first, second = ranks2.run(_on_one_gpu)
     assert first == second

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from types import SimpleNamespace
 from typing import Any
 
 __all__ = ["serve"]
@@ -56,6 +57,9 @@ def _complete_torch_cuda() -> None:
         "manual_seed_all": device.seed_all,
         "get_device_capability": lambda _=None: (9, 0),
         "get_device_name": lambda _=None: "simulated",
+        "get_device_properties": lambda _=None: SimpleNamespace(
+            total_memory=1 << 34, multi_processor_count=1
+        ),
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
@@ -63,3 +67,17 @@ def _complete_torch_cuda() -> None:
     torch.cuda.Event = torch.Event  # type: ignore[misc, assignment]
     torch._C._cuda_getDevice = native.current_device
     torch._C._cuda_setDevice = native.set_device
+    _take_groups()
+
+
+def _take_groups() -> None:
+    """Let groups of NCCL, and those of gloo on a GPU, be the late one."""
+    import torch.distributed as dist
+
+    original = dist.init_process_group
+
+    def init_process_group(backend: str = "", **options: Any) -> None:
+        whole = "cpu:gloo,cuda:simccl"
+        original("simccl" if backend == "nccl" else whole, **options)
+
+    dist.init_process_group = init_process_group  # type: ignore[assignment]
