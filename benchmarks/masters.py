@@ -113,7 +113,9 @@ class Masters:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--parameters", type=int, nargs="+", help="of the cases, those with so many")
+    parser.add_argument(
+        "--parameters", type=int, nargs="+", help="of the cases, those with so many"
+    )
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     print(environment(), flush=True)
