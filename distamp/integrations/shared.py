@@ -147,7 +147,7 @@ class ShardedMixin:
         theirs: Any = super()
         if self.scaler is None:
             return theirs.forward_context()  # type: ignore[no-any-return]
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return autocast("cpu" if accelerator is None else accelerator.type, dtype=torch.float16)
 
 

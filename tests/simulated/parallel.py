@@ -1,4 +1,4 @@
-"""DataParallel's primitives, which a torch without CUDA lacks: scatter, gather, broadcast."""
+"""DataParallel's primitives, which torch has for CUDA alone: scatter, gather, broadcast."""
 
 from __future__ import annotations
 
@@ -47,6 +47,4 @@ def supply(kind: str) -> None:
         return [copies[0] for copies in broadcast_coalesced([tensor], devices, 0)]
 
     for function in (scatter, gather, broadcast_coalesced, broadcast):
-        name = f"_{function.__name__}"
-        if not hasattr(torch._C, name):
-            setattr(torch._C, name, function)
+        setattr(torch._C, f"_{function.__name__}", function)

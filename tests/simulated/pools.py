@@ -30,11 +30,12 @@ class SimPool:
 
     Args:
         world_size: number of processes.
-        name: ``"sim"``, or ``"cuda"`` for the same under CUDA's name (one process, no group).
+        name: ``"sim"``, or ``"cuda"`` for the same under CUDA's name (one process).
         options: of `tests.ranks.RankPool`.
 
     Raises:
-        tests.simulated.build.Unavailable: Another torch, or no compiler.
+        tests.simulated.build.Unavailable: Another torch, or no compiler; a build for CUDA, where
+            CUDA's name is asked for.
     """
 
     def __init__(self, world_size: int, *, name: str = "sim", **options: Any) -> None:
@@ -42,6 +43,8 @@ class SimPool:
         self.world_size = world_size
         self._name = name
         if name == "cuda":
+            if torch.version.cuda is not None:
+                raise build.Unavailable("this torch has kernels of its own under CUDA's name")
             target = functools.partial(cuda.serve, path, DEVICES)
             options = {"method": "spawn", **options}
         else:

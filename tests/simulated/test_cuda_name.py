@@ -1,4 +1,4 @@
-"""The same device called "cuda", for what looks at that name: one process, no group."""
+"""The same device called "cuda", for what looks at that name: one process."""
 
 from __future__ import annotations
 

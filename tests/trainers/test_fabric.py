@@ -108,6 +108,16 @@ def test_without_an_overflow_the_run_is_fabrics_to_the_bit():
     assert ours == theirs
 
 
+def test_the_region_is_for_the_device_that_is_there_whatever_torch_was_built_for(monkeypatch):
+    from distamp.integrations.fabric import FSDPPrecision
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    assert FSDPPrecision("16-mixed").forward_context().device == "cpu"
+
+
 @in_ranks
 def test_what_plugins_take_and_refuse():
     from distamp.integrations.fabric import FSDPPrecision
