@@ -20,8 +20,8 @@ __all__ = [
     "Chosen",
     "Declared",
     "choose",
+    "choose_unscaled",
     "clip_",
-    "clip_locally",
     "differing",
     "local_sums",
     "positive",
@@ -116,17 +116,18 @@ def _parameters(given: Any) -> list[Tensor]:
     return parameters
 
 
-def clip_locally(given: Any, max_norm: float, norm_type: float) -> Tensor:
-    """Clip what this rank holds, as torch does: a disabled scaler sends nothing."""
-    max_norm, norm_type = positive("max_norm", max_norm), positive("norm_type", norm_type)
+def choose_unscaled(given: Any) -> Chosen:
+    """Return what is clipped by an optimizer or parameters whose gradients nobody scales."""
+    parameters = _parameters(given)
     if isinstance(given, Tensor) or not hasattr(unwrapped(given), "param_groups"):
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+        return Chosen([], [Clipped(p, p, False) for p in parameters], parameters)
     source = source_of(given)
-    stepped = [parameter for _, parameter in source.stepped()]
-    if source.casts and stepped:  # optimizer.step() then takes them from the masters
-        one = flag_of(True, stepped[0].device)
+    pairs = source.stepped()
+    if source.casts and pairs:  # optimizer.step() then takes them from the masters
+        one = flag_of(True, pairs[0][1].device)
         source.unscale(one, torch.zeros_like(one), True)
-    return torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
+    part = len(pairs) < len(source.parameters())
+    return Chosen([], [Clipped(*pair, part) for pair in pairs], [stepped for _, stepped in pairs])
 
 
 def positive(name: str, value: Any) -> float:

@@ -840,8 +840,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 different part, or the group or mesh over which it is cut.
 
         Returns:
-            The norm before clipping, unscaled: 0-d float32, the same on every rank. A disabled
-            scaler returns the norm of this rank's gradients, as torch does.
+            The norm before clipping, unscaled: 0-d float32, the same on every rank, where the
+            scaler is disabled, too.
 
         Raises:
             StageError: The gradients of the given parameters are not unscaled, and the parameters
@@ -852,7 +852,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """
         given: Any = optimizer_or_parameters
         if not self._enabled:
-            return clipping.clip_locally(given, max_norm, norm_type)
+            return self._clip_unscaled(given, max_norm, norm_type, replicated, sharded)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         group, own, error = self._group(scale.device), self._distamp, None
         size = 1 if group is None else group.size
@@ -893,6 +893,31 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if group is not None:
             everyone = own.ranks.gather_pairs(group, sums)
             self._compare_norms(everyone, norm_type, unsure)
+        norm = clipping.total(everyone, norm_type)
+        clipping.clip_(chosen.multiplied, norm, max_norm)
+        return norm
+
+    def _clip_unscaled(
+        self,
+        given: Any,
+        max_norm: float,
+        norm_type: float,
+        replicated: clipping.Declared | None,
+        sharded: clipping.Declared | None,
+    ) -> Tensor:
+        """Clip where the scaler is disabled: no message but the norms, and in one process torch."""
+        max_norm = clipping.positive("max_norm", max_norm)
+        norm_type = clipping.positive("norm_type", norm_type)
+        chosen = clipping.choose_unscaled(given)
+        device = chosen.multiplied[0].device if chosen.multiplied else torch.device("cpu")
+        group = self._group(device)
+        if group is None:
+            return torch.nn.utils.clip_grad_norm_(chosen.multiplied, max_norm, norm_type)
+        mine, unsure = clipping.local_sums(
+            chosen.measured, norm_type, device, group.size, replicated, sharded
+        )
+        everyone = self._distamp.ranks.gather_pairs(group, mine)
+        self._compare_norms(everyone, norm_type, unsure)
         norm = clipping.total(everyone, norm_type)
         clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm
