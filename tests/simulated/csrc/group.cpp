@@ -471,14 +471,17 @@ c10::intrusive_ptr<c10d::Backend> makeGroup(c10::intrusive_ptr<c10d::Backend> gl
 // DistributedDataParallel keeps times for its logs, and for CUDA finds who takes them here. A device
 // that is late has no times of its own: those at which the host came by are told.
 struct HostTimer : c10d::Timer {
-  explicit HostTimer(c10::Device) {}
   std::optional<int64_t> measureDifference(Event start, Event end) override {
     return getTimeRef(end) - getTimeRef(start);
   }
 };
 
-} // namespace sim
+[[maybe_unused]] const bool timed = [] {
+  if (asCuda()) {
+    c10d::TimerRegistry()->Register(
+        c10::DeviceType::CUDA, [](c10::Device) { return std::make_unique<HostTimer>(); });
+  }
+  return asCuda();
+}();
 
-namespace c10d {
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::DeviceType::CUDA, sim::HostTimer);
-} // namespace c10d
+} // namespace sim
