@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler
 
@@ -70,19 +69,3 @@ def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[s
     except Exception as error:
         return type(error).__name__, str(error)
     return None
-
-
-class RaiseAt(TorchDispatchMode):
-    """Raises as where memory runs out, in place of the first op whose name contains ``name``."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.raised = name, False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self.raised and self.name in func.name():
-            self.raised = True
-            raise torch.OutOfMemoryError("no memory is left on this device")
-        return func(*args, **(kwargs or {}))
