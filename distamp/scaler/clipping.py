@@ -152,7 +152,7 @@ def local_sums(
     size: int = 1,
     replicated: Declared | None = None,
     sharded: Declared | None = None,
-) -> tuple[Tensor, bool]:
+) -> Tensor:
     """Return what this rank's gradients add to the power of the norm.
 
     Args:
@@ -164,8 +164,8 @@ def local_sums(
         sharded: Says over which ranks a parameter is cut.
 
     Returns:
-        float64 of shape (2,): what is a part of the model, and what is taken for a replica. And
-        whether parts may lie on several ranks although nothing says so.
+        float64 of shape (3,): what is a part of the model, what is taken for a replica, and what
+        is taken for a part although several ranks may hold it, and nothing says so.
 
     Raises:
         SettingError: A parameter is declared both.
@@ -173,20 +173,18 @@ def local_sums(
     """
     parts: list[Tensor] = []
     replicas: list[Tensor] = []
-    unsure = False
+    unsure: list[Tensor] = []
     norms = norms_of([each.stepped for each in clipped], norm_type, device)
     for each, norm in zip(clipped, norms, strict=True):
         weight, sure = _weight(each, size, replicated, sharded)
-        unsure |= not sure
         power = norm if math.isinf(norm_type) else norm.pow(norm_type)
         if weight is None:
             replicas.append(power)
-        elif math.isinf(norm_type):
-            parts.append(power * (weight > 0))
-        else:
-            parts.append(power * weight)
-    sums = [_added(values, norm_type, device) for values in (parts, replicas)]
-    return torch.stack(sums), unsure and size > 1
+            continue
+        if math.isinf(norm_type):
+            weight = float(weight > 0)
+        (parts if sure or size == 1 else unsure).append(power * weight)
+    return torch.stack([_added(each, norm_type, device) for each in (parts, replicas, unsure)])
 
 
 def _added(values: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -239,22 +237,23 @@ def total(sums: Tensor, norm_type: float) -> Tensor:
     """Return the norm of the whole model as 0-d float32, from what `local_sums` is on every rank.
 
     Args:
-        sums: float64 of shape (ranks, 2).
+        sums: float64 of shape (ranks, 3).
         norm_type: The order of the norm.
     """
     if math.isinf(norm_type):
         return sums.max().float()
-    return (sums[:, 0].sum() + sums[:, 1].mean()).pow(1.0 / norm_type).float()
+    parts, replicas, unsure = sums.unbind(1)
+    return (parts.sum() + unsure.sum() + replicas.mean()).pow(1.0 / norm_type).float()
 
 
-def differing(sums: Tensor, norm_type: float, unsure: bool) -> str | None:
+def differing(sums: Tensor, norm_type: float) -> str | None:
     """Return what has to be declared, where the ranks' sums contradict what was assumed.
 
     Nothing is said where a value is not finite.
     """
     if not bool(sums.isfinite().all()):
         return None
-    parts, replicas = sums.unbind(1)
+    _, replicas, unsure = sums.unbind(1)
     least, most = (replicas.min(), replicas.max())
     if not math.isinf(norm_type):
         least, most = least.pow(1.0 / norm_type), most.pow(1.0 / norm_type)
@@ -266,13 +265,14 @@ def differing(sums: Tensor, norm_type: float, unsure: bool) -> str | None:
             "such a part, or the group over which it is cut; "
             "if they are replicas whose gradients differ, replicated=lambda p: True"
         )
-    values = parts.tolist()
-    if unsure and min(values) > 0 and all(values.count(value) > 1 for value in values):
+    apart = (unsure - unsure.unsqueeze(1)).abs() <= _NEAR * unsure
+    if bool(unsure.min() > 0) and bool((apart.sum(1) > 1).all()):
         return (
             "clip_grad_norm_ counts shards of FSDP, or DTensors on a part of the ranks, as parts "
-            "of one model, and those of several ranks are the same. If they are replicas (as "
-            "between the groups of HYBRID_SHARD, under NO_SHARD, or beside data parallel), declare "
-            "over which ranks a parameter is cut: sharded=lambda p: group_or_mesh; or "
+            "of one model, and those of several ranks are the same. If they are replicas (as what "
+            "the plan of tensor parallel leaves out, between the groups of HYBRID_SHARD, under "
+            "NO_SHARD, or beside data parallel), declare over which ranks a parameter is cut: "
+            "sharded=lambda p: p.device_mesh for DTensors, else group_or_mesh; or "
             "replicated=lambda p: True"
         )
     return None

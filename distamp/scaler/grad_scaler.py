@@ -858,7 +858,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         size = 1 if group is None else group.size
         ready: list[_Given] = []
         chosen = clipping.Chosen([], [], [])
-        sums, unsure = torch.zeros(2, dtype=torch.float64, device=scale.device), False
+        sums = torch.zeros(3, dtype=torch.float64, device=scale.device)
         try:
             if not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups"):
                 self._state(given)
@@ -874,8 +874,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             error = raised
 
         def measure() -> None:
-            nonlocal sums, unsure
-            sums, unsure = clipping.local_sums(
+            nonlocal sums
+            sums = clipping.local_sums(
                 chosen.measured, norm_type, scale.device, size, replicated, sharded
             )
 
@@ -889,10 +889,10 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             arguments=f", max_norm={max_norm}, norm_type={norm_type}, declared={declared}",
             then=measure,
         )
-        everyone = sums.view(1, 2)
+        everyone = sums.view(1, 3)
         if group is not None:
-            everyone = own.ranks.gather_pairs(group, sums)
-            self._compare_norms(everyone, norm_type, unsure)
+            everyone = own.ranks.gather_sums(group, sums)
+            self._compare_norms(everyone, norm_type)
         norm = clipping.total(everyone, norm_type)
         clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm
@@ -913,22 +913,22 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         group = self._group(device)
         if group is None:
             return torch.nn.utils.clip_grad_norm_(chosen.multiplied, max_norm, norm_type)
-        mine, unsure = clipping.local_sums(
+        mine = clipping.local_sums(
             chosen.measured, norm_type, device, group.size, replicated, sharded
         )
-        everyone = self._distamp.ranks.gather_pairs(group, mine)
-        self._compare_norms(everyone, norm_type, unsure)
+        everyone = self._distamp.ranks.gather_sums(group, mine)
+        self._compare_norms(everyone, norm_type)
         norm = clipping.total(everyone, norm_type)
         clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm
 
-    def _compare_norms(self, sums: Tensor, norm_type: float, unsure: bool) -> None:
+    def _compare_norms(self, sums: Tensor, norm_type: float) -> None:
         """Refuse what contradicts the declarations, until a clip has agreed; then warn, late."""
         own = self._distamp
 
         def read(values: Sequence[float]) -> None:
-            found = torch.tensor(values, dtype=torch.float64, device="cpu").view(-1, 2)
-            why = clipping.differing(found, norm_type, unsure)
+            found = torch.tensor(values, dtype=torch.float64, device="cpu").view(-1, 3)
+            why = clipping.differing(found, norm_type)
             if why is None:
                 own.clips_agree = own.clips_agree or bool(found.isfinite().all())
             elif own.clips_agree:

@@ -310,12 +310,13 @@ class Ranks:
         _reach(group, dist.all_gather_object, values, value, group.process_group)
         return values
 
-    def gather_pairs(self, group: Group, pair: Tensor) -> Tensor:
-        """Return every rank's two float64, of shape (ranks, 2), on the device of ``pair``."""
-        mine = host.moved(pair, group.device)
-        everyone = torch.empty(2 * group.size, dtype=torch.float64, device=group.device)
-        _reach(group, _all_gather, everyone, mine, group.process_group)
-        return host.moved(everyone.view(group.size, 2), pair.device)
+    def gather_sums(self, group: Group, sums: Tensor) -> Tensor:
+        """Return every rank's float64, of shape (ranks, sums), on the device of ``sums``."""
+        mine = host.moved(sums, group.device)
+        shape = group.size, sums.numel()
+        everyone = torch.empty(shape, dtype=torch.float64, device=group.device)
+        _reach(group, _all_gather, everyone.view(-1), mine, group.process_group)
+        return host.moved(everyone, sums.device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
@@ -12,7 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from distamp.errors import SettingError, StageError
 from tests.ranks import mesh
@@ -232,6 +238,17 @@ def test_once_a_clip_has_agreed_replicas_that_differ_are_told_by_a_warning(ranks
     assert ranks2.run(_parts_that_come_later) == [[[], [True]]] * 2
 
 
+def _undeclared_and_declared(model: nn.Module, x: Tensor, cut: Any) -> tuple[Any, float]:
+    """What a clip without a word of copies raises, and the norm of one that says of them."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), cpu_scaler()
+    scaler.scale(model(x).sum()).backward()
+    refused = error_of(scaler.clip_grad_norm_, optimizer, 1.0)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(x).sum()).backward()
+    return refused, scaler.clip_grad_norm_(optimizer, 1.0, sharded=cut).item()
+
+
 def _hybrid_shards() -> Any:
     """FSDP1's HYBRID_SHARD on two groups of two; the gradient of all 40 elements is 0.5."""
     grid = mesh((2, 2), ("replicate", "shard"))
@@ -241,23 +258,31 @@ def _hybrid_shards() -> Any:
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_id=torch.device("cpu"),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = cpu_scaler()
-    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
-    refused = error_of(scaler.clip_grad_norm_, optimizer, 1.0)
-    scaler.update()
-    optimizer.zero_grad()
-    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: grid["shard"]).item()
+    found = _undeclared_and_declared(model, torch.full((1, 8), 0.5), lambda p: grid["shard"])
     left = [p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None]
-    return refused, norm, sum(left)
+    return *found, math.sqrt(10.0), sum(left)
 
 
-def test_hybrid_shards_are_refused_until_they_are_declared_and_then_counted_once(ranks4):
-    results = ranks4.run(_hybrid_shards)
-    for refused, norm, _ in results:
+def _left_out_of_a_plan() -> Any:
+    """FSDP2 with tensor parallel, whose plan has no word of the norms."""
+    both = mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
+    whole, x = copy.deepcopy(model).double(), torch.randn(3, 4)
+    parallelize_module(model, both["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=both["dp"])
+    whole(x.double()).sum().backward()
+    exact = nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
+    return *_undeclared_and_declared(model, x, lambda p: p.device_mesh), exact.item(), None
+
+
+@pytest.mark.parametrize("what", [_hybrid_shards, _left_out_of_a_plan])
+def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_once(ranks4, what):
+    results = ranks4.run(what)
+    for refused, norm, exact, _ in results:
         assert refused[0] == "GradientError"
         assert "sharded=" in refused[1]
-        assert norm == pytest.approx(math.sqrt(10.0), rel=1e-6)
+        assert norm == pytest.approx(exact, rel=1e-6)
     # Each group of two holds the model once, clipped to 1.
-    assert sum(left for *_, left in results) == pytest.approx(2.0, rel=1e-4)
+    if what is _hybrid_shards:
+        assert sum(left for *_, left in results) == pytest.approx(2.0, rel=1e-5)
