@@ -18,7 +18,13 @@ from distamp.gradients import is_dtensor
 from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
-from distamp.scaler import DistGradScaler, MasterParameters, master_params, masters_of
+from distamp.scaler import (
+    DistGradScaler,
+    MasterParameters,
+    StaticSchedule,
+    master_params,
+    masters_of,
+)
 from distamp.scaler.clipping import Declared
 
 __all__ = ["Amp", "StepResult"]
@@ -345,9 +351,10 @@ class Amp:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, or Apex's ``amp.state_dict()``, or a scaler's.
 
-        A state of another level is welcome: a scale that there is not here, or not in it, stays as
-        it is; and masters that it does not have follow their parameters. Of the scales that Apex
-        had for several losses, the smallest is taken.
+        A state of another level is welcome. Whether the scale is static is what `initialize` was
+        given: a scale is loaded where it is dynamic here and was dynamic there. Masters that the
+        state does not have follow their parameters. Of the scales that Apex had for several losses,
+        the smallest is taken.
 
         Raises:
             SettingError: It is no such state, has masters of another number of optimizers, or a
@@ -365,11 +372,20 @@ class Amp:
                 "have some here; initialize with the same optimizers"
             )
         if scale is not None and self.scaler.is_enabled():
-            if state.get("schedule") is not None and state["schedule"] != {}:
-                self.scaler.load_schedule_state_dict(state["schedule"])
-            self.scaler.load_state_dict(scale)
+            self._load_scale(scale, state.get("schedule"))
         for mine, saved in zip(self.masters, masters, strict=False):
             mine.load_state_dict(saved)
+
+    def _load_scale(self, scale: Any, schedule: Any) -> None:
+        kind = there = self.scaler.schedule_state_dict()["kind"]
+        if schedule is not None and schedule != {}:
+            saved = DistGradScaler("cpu")
+            saved.load_schedule_state_dict(schedule)
+            there = saved.schedule_state_dict()["kind"]
+            if kind == there != StaticSchedule.kind:
+                self.scaler.load_schedule_state_dict(schedule)
+        if StaticSchedule.kind not in (kind, there):
+            self.scaler.load_state_dict(scale)
 
 
 def _cut_over(parameter: Tensor) -> DeviceMesh | None:

@@ -91,6 +91,30 @@ def test_a_run_can_go_on_at_another_level():
         torch.testing.assert_close(master.detach(), wanted, rtol=0, atol=0.02)
 
 
+STATIC = {"loss_scale": 128.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scale", "kind"),
+    [
+        (("O3", {}), ("O2", {}), 65536.0, "dynamic"),
+        (("O1", {}), ("O3", {}), 1.0, "static"),
+        (("O1", {}), ("O2", {}), 4.0, "dynamic"),
+        (("O2", {}), ("O2", STATIC), 128.0, "static"),
+        (("O2", STATIC), ("O2", {}), 65536.0, "dynamic"),
+        (("O2", STATIC), ("O2", {"loss_scale": 64.0}), 64.0, "static"),
+        (("O1", {}), ("O2", {"schedule": HysteresisSchedule(hysteresis=3)}), 4.0, "hysteresis"),
+    ],
+)
+def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
+    first, second = made(before[0], **before[1]), made(after[0], **after[1])
+    if first.scaler.schedule_state_dict()["kind"] == "dynamic":
+        first.scaler.load_state_dict({**first.scaler.state_dict(), "scale": 4.0})
+    second.load_state_dict(first.state_dict())
+    assert second.scaler.get_scale() == scale
+    assert second.scaler.schedule_state_dict()["kind"] == kind
+
+
 def test_another_version_and_a_copy_are_refused():
     amp = made("O1")
     with pytest.raises(SettingError, match="version"):
