@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.xdist_group("site")  # which is built once
 
 
 @pytest.fixture(scope="module")

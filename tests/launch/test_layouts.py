@@ -15,7 +15,6 @@ LAYOUTS = {
     "hsdp": ("--shard", 2),
     "tp": ("--tp", 4),
     "fsdp2 x tp": ("--shard", 2, "--tp", 2),
-    "ddp x tp": ("--replicate", 2, "--tp", 2),
     "hsdp, hook": ("--shard", 2, "--hook", "fp16"),
     "blocks": ("--shard", 2, "--checkpoint-blocks", "all"),
     "ddp, selective": ("--checkpoint-blocks", "selective"),
@@ -38,7 +37,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, job
 
 
 CELLS = [(layout, "fp32") for layout in LAYOUTS]
-CELLS += [("ddp", "fp16"), ("fsdp2 x tp", "fp16"), ("fsdp2", "bf16"), ("ddp", "O2"), ("hsdp", "O2")]
+CELLS += [("fsdp2 x tp", "fp16"), ("fsdp2", "bf16"), ("hsdp", "O2")]
 
 
 @pytest.mark.parametrize(("layout", "precision"), CELLS)

@@ -12,11 +12,10 @@ from tests.launch.jobs import FP16, TINY, losses, weights
 RUN = (*TINY, *FP16, "--dropout", 0.1, "--steps", 8, "--save-every", 3)
 LAYOUTS = {
     "ddp, int8": ("--hook", "int8"),
-    "ddp, fp16, sgd": ("--hook", "fp16", "--optimizer", "sgd"),
     "ddp, ema, asynchronous": ("--ema", 0.9, "--async-save"),
     "fsdp2, asynchronous": ("--shard", -1, "--async-save"),
-    "hsdp, fp16": ("--shard", 2, "--hook", "fp16"),
-    "fsdp2 x tp": ("--shard", 2, "--tp", 2),
+    "hsdp, fp16, sgd": ("--shard", 2, "--hook", "fp16", "--optimizer", "sgd"),
+    "tp": ("--tp", 2),
     "O2": ("--precision", "O2"),
     "muon": ("--optimizer", "muon"),
 }

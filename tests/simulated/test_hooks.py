@@ -19,7 +19,7 @@ from distamp.comm_hooks import formats, lanes, register, torch_compat
 from tests.place import device_type, here
 from tests.ranks import mesh
 
-SCHEDULES = [("late", 0), ("late_others", 0), ("random", 5)]
+SCHEDULES = [("late", 0), ("late_others", 0)]
 
 
 def _wrapped(how: str, net: nn.Module) -> Any:
@@ -65,15 +65,12 @@ def _train(how: str, wire: str, attach: bool, ranks_per_host: int) -> Any:
 @pytest.mark.parametrize(
     ("size", "how", "wire", "attach"),
     [
-        (2, "DDP", "fp16", False),
         (2, "DDP", "int8", True),
-        (2, "DDP", "bf16", True),
         (2, "FSDP1", "fp16", True),
-        (2, "FSDP2", "fp16", True),
         (2, "HSDP", "bf16", False),
         # In two levels: two hosts of two ranks.
-        (4, "DDP", "fp16", True),
         (4, "DDP", "int8", False),
+        (4, "DDP", "fp16", True),
         (4, "FSDP2", "bf16", True),
     ],
 )
