@@ -4,8 +4,6 @@ The least of many short runs, in turn, in one process: other processes only ever
 is shorter than a time slice. Run with: OMP_NUM_THREADS=1 python -m benchmarks.autocast_ops
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import timeit

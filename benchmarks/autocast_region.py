@@ -6,8 +6,6 @@ what else the machine does widens the spread and does not move the ratio. Run wi
 OMP_NUM_THREADS=1 python -m benchmarks.autocast_region
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import statistics

@@ -3,8 +3,6 @@
 Every contender has its own copy of the model under DDP; steps are taken in turn on all ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ Every format of a seed starts from the same weights and sees the same text, Pyth
 the same order. The model is computed in fp32, so there is no loss scale.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from pathlib import Path

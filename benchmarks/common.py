@@ -1,7 +1,5 @@
 """Interleaved timing of several contenders in one run: ratios to a peer, with their spread."""
 
-from __future__ import annotations
-
 import platform
 import random
 import statistics

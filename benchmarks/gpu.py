@@ -6,8 +6,6 @@ On the simulated accelerator under CUDA's name figures mean nothing; the script 
 that it cannot run.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import warnings

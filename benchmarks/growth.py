@@ -9,8 +9,6 @@ and hosts are groups of ranks on it (``ranks_per_host=``). On several ranks Grad
 nothing. What is calculated says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -13,8 +13,6 @@ off the same command goes on; remove the first file to train all of them again. 
 the last two from the first, and trains nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The results of benchmarks/levels.py as a page: two tables and a picture."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any

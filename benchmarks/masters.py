@@ -13,8 +13,6 @@ Bytes are counted from the tensors that are alive and from the allocations of on
 torch.profiler records them, so they are exact and the same on every machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ The peer is the least that anything can cost that sees every kernel: a dispatch 
 nothing. Steps are interleaved; each line is the median over rounds, with the middle half of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -16,8 +16,6 @@ Updates are GRPO's: of each prompt a group of answers, whose advantage is its re
 group's mean and spread; one step on each batch of rollouts, without a correction for the mismatch.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -7,8 +7,6 @@ two dtypes. Counted are step and update; the optimizers' step does nothing. Byte
 hands to the collectives.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Callable

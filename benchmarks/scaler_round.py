@@ -16,8 +16,6 @@ its copy of the flag to the GPU is left out, in its favour.
 functions of Python and of C it calls.
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import pstats

@@ -1,7 +1,5 @@
 """Ranks on hosts with shaped links: start one on each, time phases, count what was sent."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

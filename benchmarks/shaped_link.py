@@ -15,8 +15,6 @@ fsdp2 times forward and backward by themselves. By default weights are gathered 
 backward pass; with ``--keep`` they are not, and what the backward pass sends is gradients alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import statistics

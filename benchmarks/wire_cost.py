@@ -9,8 +9,6 @@ processor, which a busy machine lengthens less than the clock's. On a GPU Triton
 kernels are compared with a copy, in bytes moved per second.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import random

@@ -15,8 +15,6 @@ elements and of small tensors (64 elements, a hundredth of the size) that lie be
 and share their blocks, as biases do.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Count the collectives that one rank issues, with their bytes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

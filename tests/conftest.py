@@ -1,7 +1,5 @@
 """Fixtures for the whole suite: pools of real ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 

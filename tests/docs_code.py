@@ -8,8 +8,6 @@ the CPU stands in the place of CUDA. A comment before a block says what is speci
     <!-- not run: the reason --> it is compiled, and not run
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

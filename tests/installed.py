@@ -4,8 +4,6 @@ python -m tests.installed dist/*.whl dist/*.tar.gz             # torch is this i
 python -m tests.installed --download-torch dist/*.whl          # pip finds torch by itself
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

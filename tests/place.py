@@ -1,7 +1,5 @@
 """What this process computes on: the CPU, or its rank's own simulated device."""
 
-from __future__ import annotations
-
 import torch
 
 __all__ = ["device_type", "here"]

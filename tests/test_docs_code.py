@@ -1,7 +1,5 @@
 """Every block of code of README and docs runs, and every command names what exists."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

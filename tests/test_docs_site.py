@@ -1,7 +1,5 @@
 """The site builds, and any warning is an error: a dead link, a name without a docstring's page."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

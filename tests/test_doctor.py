@@ -1,7 +1,5 @@
 """``python -m distamp doctor``: what it finds, what it exits with, and that it never hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

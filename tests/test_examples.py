@@ -1,7 +1,5 @@
 """Each example runs, prints what it says it prints, and is right in what it shows."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A state is damaged in one place: a value of a wrong type, shape or range, a key 
 a bit of the saved file that is flipped. What loads must leave an object that works.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import random

@@ -1,7 +1,5 @@
 """The shape of the package: which room may import which, and which names are public."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

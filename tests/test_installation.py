@@ -1,7 +1,5 @@
 """install: which names change, when, and what a script written for torch then gets."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """The command line: what it prints, writes and exits with."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

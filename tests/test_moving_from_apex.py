@@ -1,7 +1,5 @@
 """The two scripts of docs/moving_from_apex.md: both run, and learn the same."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

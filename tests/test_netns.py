@@ -1,7 +1,5 @@
 """Hosts of the harness are apart, shaped in both directions, counted, and gone when they end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """What gets installed: the package, its data and its types, and nothing else."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The table of levels: what each row is, what can be overridden, and what contradicts itself."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

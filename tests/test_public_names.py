@@ -1,7 +1,5 @@
 """The public names: every one that the docs use exists, whatever was imported before it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The pool of ranks itself: results, errors, hangs, deaths, and the counting of collectives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What every autocast test leaves behind: the thread's autocast state as it found it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """The reference of a report: twenty lines that count kernels and casts; models to count in."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

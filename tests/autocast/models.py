@@ -1,7 +1,5 @@
 """Models as they are used today, from their configurations, at sizes that take no time."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

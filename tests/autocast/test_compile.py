@@ -1,7 +1,5 @@
 """Regions, op lists and states in compiled, exported, traced and transformed functions."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

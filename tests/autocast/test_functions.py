@@ -1,7 +1,5 @@
 """Backward passes in forward's state: custom_fwd and custom_bwd, activation checkpointing."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

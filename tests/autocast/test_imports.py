@@ -1,7 +1,5 @@
 """The package's names as torch spells them, and torch's old modules with their signatures."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Today's model families and torch's op database in regions, with lists, reports and preflight."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -1,7 +1,5 @@
 """OpLists: which op runs in which precision, in one region of one thread."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """pin_precision: one module in a precision of its own."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Preflight: the forward table of a device that is not here, and what may go wrong in it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Op lists in a process with an out-of-tree accelerator, which has PrivateUse1 and its autocast."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The region itself: entered anywhere, shared by threads, left in order, with torch's arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """What a precision report counts, beside an independent count; where it happened; how it reads."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

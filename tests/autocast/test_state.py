@@ -1,7 +1,5 @@
 """A thread's state as a value, and what carries or leaves it: threads, generators, coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -7,8 +7,6 @@ fused with an addition, and so rounded once instead of twice; what cannot be com
 run in a process of its own, in which Triton does not interpret.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """A scaler attached to a hook: the same skips as without, also where inputs are uneven."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``register(model, "auto")``: which way wins, and one choice for all ranks."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What leaves a host, read from its interface: network namespaces are the hosts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

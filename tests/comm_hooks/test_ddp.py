@@ -1,7 +1,5 @@
 """Hooks under DDP beside DDP without one, and beside torch's own hooks."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """What rounding took comes back, through skips, scales, other buckets and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

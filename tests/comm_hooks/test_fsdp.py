@@ -1,7 +1,5 @@
 """FSDP2 and FSDP1 through a wire, on real ranks, against the float64 mean without shards."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

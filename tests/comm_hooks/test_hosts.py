@@ -1,7 +1,5 @@
 """Which ranks are on which hosts: one table, from which all ranks come to the same."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

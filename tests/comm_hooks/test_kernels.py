@@ -1,7 +1,5 @@
 """Triton's kernels against the reference, to the bit, by Triton's interpreter on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

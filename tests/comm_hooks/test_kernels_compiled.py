@@ -1,7 +1,5 @@
 """Triton's kernels can be compiled for GPUs, which needs none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

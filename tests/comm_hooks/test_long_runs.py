@@ -1,7 +1,5 @@
 """What a month-long run would find: failures that say what failed, copies, hooks that come late."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

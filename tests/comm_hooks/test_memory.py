@@ -1,7 +1,5 @@
 """What a hook needs in memory beyond torch's own reduction, counted in bytes of storages."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

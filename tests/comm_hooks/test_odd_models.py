@@ -1,7 +1,5 @@
 """Odd parameters: none, complex, small among large; torch's defaults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

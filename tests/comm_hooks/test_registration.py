@@ -1,7 +1,5 @@
 """One call for every wrapper: what it refuses, on every rank alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

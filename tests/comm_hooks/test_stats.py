@@ -1,7 +1,5 @@
 """What a hook says of itself."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The formats against float64: how exactly gradients arrive, and what is never lost."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

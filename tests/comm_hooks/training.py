@@ -1,7 +1,5 @@
 """Train small models under DDP on this rank, with a hook and beside it without one."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Faults as data: what goes wrong, on which rank, in which step, and programs drawn of them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Whatever goes wrong, all ranks end equal and right, or all with an error that names the cause."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults.declared import Fault, Program, draw

@@ -1,7 +1,5 @@
 """A small model of text and real text for it, shared by the tests beside this file."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training through `initialize`, beside the same loop written by hand in torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A model cast to a lower precision: what is cast, what stays, and what goes in and comes out."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import NamedTuple

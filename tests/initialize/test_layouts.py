@@ -1,7 +1,5 @@
 """The same training in every layout and at every level, on real ranks, beside one process alone."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What cannot work is refused before anything is changed, in one line that says what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

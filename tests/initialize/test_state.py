@@ -1,7 +1,5 @@
 """What an Amp saves, and what it loads: its own, another level's, torch's and Apex's."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

@@ -3,8 +3,6 @@
 python -m tests.launch.chaos [--kills 30] [--seed 0] [--flags="--shard -1 --async-save"]
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The text that runs are trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Start the launcher as its users do, or call it on the pool's ranks, and read what it leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -6,8 +6,6 @@ Both runs go on at the same time. The page is printed; the exit code is 1 if som
 loss scale left its place, or a record of the run in pieces is another.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """The launcher as a job: killed, asked to end, and given a bad flag under torchrun."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

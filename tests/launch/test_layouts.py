@@ -1,7 +1,5 @@
 """Every layout trains to the losses of one process, and goes on from any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

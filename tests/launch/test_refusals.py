@@ -1,7 +1,5 @@
 """What cannot be done ends in one sentence and exit code 2, and leaves everything as it was."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields

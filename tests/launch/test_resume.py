@@ -1,7 +1,5 @@
 """A run that is killed, stopped or taken elsewhere goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

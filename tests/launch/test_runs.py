@@ -1,7 +1,5 @@
 """What a run is asked for by its flags, and what it leaves: data, models, optimizers, text."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The launcher on two hosts with networks of their own: by torchrun as documented, and by Slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """``python -m tests.model``: every model and every planted fault, as a table."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.model.check import MISSING, RUNS, check

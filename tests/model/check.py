@@ -1,7 +1,5 @@
 """Check the models of the protocol with SPIN, and that each planted fault is found."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

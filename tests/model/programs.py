@@ -4,8 +4,6 @@ SPIN walks the model at random and prints what each rank calls, what it finds in
 what it steps; the same calls on a `DistGradScaler` must step and raise alike.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

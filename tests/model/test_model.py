@@ -1,7 +1,5 @@
 """The models hold, each planted fault is found, and real ranks do what the model's do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -4,8 +4,6 @@
 status is 1 where a fault is not found.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Planted faults as data: an exact replacement in one file, and the tests that must find it."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import dataclass

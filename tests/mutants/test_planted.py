@@ -1,7 +1,5 @@
 """Planted faults do not rot: each still has a place in today's code."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tests.mutants.planted import ROOT, planted, recorded

@@ -1,7 +1,5 @@
 """The cells of layouts x optimizers x orders x faults, each a small program."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable, Iterator

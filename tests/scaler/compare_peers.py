@@ -4,8 +4,6 @@
 of ``test_invariant.py``; ``--scalers`` picks some of the three. The table is Markdown.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

@@ -4,8 +4,6 @@ All ranks agree on skipped, scale and parameters; a skipped step changes nothing
 the float64 reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.ranks import RankError, RankPool

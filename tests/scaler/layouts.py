@@ -1,7 +1,5 @@
 """Every way a model is spread over 4 ranks, made of torch's and fairscale's own wrappers."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A layout builds the model on this rank, runs backward as a user would, plants a 
 rank's own gradients, and gathers the full parameters. It knows nothing of scalers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models that lie on several devices of one process. On the CPU they are as any other."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Layouts whose gradients or parameters are of other kinds than dense float32."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

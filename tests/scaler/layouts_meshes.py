@@ -1,7 +1,5 @@
 """Layouts in which parameters or activations live on a mesh of their own: experts, sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

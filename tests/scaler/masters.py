@@ -1,7 +1,5 @@
 """The fp32-master loop that everybody writes by hand, and float16 models to train by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Programs of training steps with faults, and what one rank saw of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

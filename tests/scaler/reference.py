@@ -1,7 +1,5 @@
 """What a step should have done, in float64 and without any wrapper or scaler."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

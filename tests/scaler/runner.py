@@ -1,7 +1,5 @@
 """Run programs on this rank, beside the float64 reference, and note what happened."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Small training steps for the scaler's tests: a parameter whose gradient is what the test says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

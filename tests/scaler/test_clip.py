@@ -1,7 +1,5 @@
 """clip_grad_norm_: the norm of the whole model, of which every rank may hold a part."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

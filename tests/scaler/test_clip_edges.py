@@ -1,7 +1,5 @@
 """Clipping at odd places: two dimensions of replicas, and gradients of which some are unscaled."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

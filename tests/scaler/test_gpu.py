@@ -1,7 +1,5 @@
 """The scaler on a real accelerator, beside torch's own and beside the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

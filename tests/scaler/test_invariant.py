@@ -8,8 +8,6 @@ scaler, comes through as torch's own error on all ranks, with parameters unchang
 none is given) outside pytest, tells every cell that breaks the invariant and counts them.
 """
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

@@ -6,8 +6,6 @@ it; and the flows of trainers by name. The reference is a sum of numbers that fl
 so what a step subtracts is right to the bit or wrong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """A loss that is scaled after ``unscale_``: its backward pass is refused at ``step``, no other."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

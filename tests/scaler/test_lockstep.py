@@ -5,8 +5,6 @@ Programs of such events, in every order, are `test_random_programs`; ranks witho
 that die and links that are cut are `tests.faults`.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

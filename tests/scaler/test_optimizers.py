@@ -1,7 +1,5 @@
 """Optimizers that take the flag themselves, wrappers of frameworks, and steps that fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

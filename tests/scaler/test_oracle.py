@@ -5,8 +5,6 @@ parameters, bit for bit. The one documented difference is that our scale stays w
 where torch's leaves them, torch's is put back to the bound before the next call.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Who overflowed: the log of a skip, the report after it, the end of a run that skips for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Each program takes a class and runs on torch's and on ours, to the same values. 
 packages are run in ``tests/trainers``, random calls in `test_oracle`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 every program that breaks the invariant and counts them. Other faults are in `tests.faults`.
 """
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

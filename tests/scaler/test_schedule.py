@@ -1,7 +1,5 @@
 """How the loss scale moves: torch's kernel, Megatron's and DeepSpeed's rules on Python numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints, pickles and copies: torch's five keys both ways, and what a schedule adds."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

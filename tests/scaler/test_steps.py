@@ -4,8 +4,6 @@ In one process; `test_oracle` compares steps with torch's to the bit, and the ce
 `test_invariant` and `test_random_programs` with float64.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers as frameworks wrap or write them, for tests of what the scaler makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

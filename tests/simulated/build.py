@@ -5,8 +5,6 @@ compiler, the flags and the sources: nothing is compiled where nothing changed. 
 process build while others wait. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import fcntl

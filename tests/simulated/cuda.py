@@ -4,8 +4,6 @@ The library must be there before torch, so this module imports torch in function
 processes that use it are spawned. What torch's CPU build lacks of ``torch.cuda`` is put there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

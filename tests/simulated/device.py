@@ -4,8 +4,6 @@ A process that has loaded it can never be without it again, so tests run in proc
 (`tests.simulated.pools`), and only the functions that run there may import this module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -11,8 +11,6 @@ should be, or not as on the CPU, is printed; what was run goes to FILE, a line e
 again, so that a run that was stopped is taken up by the same command.
 """
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

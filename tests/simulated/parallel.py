@@ -1,7 +1,5 @@
 """DataParallel's primitives, which torch has for CUDA alone: scatter, gather, broadcast."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Regions and op lists where an out-of-tree device is loaded: on it, on the CPU, in threads."""
 
-from __future__ import annotations
-
 import concurrent.futures
 from typing import Any
 

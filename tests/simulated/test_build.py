@@ -1,7 +1,5 @@
 """The library is for one torch and needs a compiler, and nobody gets it unasked."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The same device called "cuda", for what looks at that name: one process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any

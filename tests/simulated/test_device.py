@@ -4,8 +4,6 @@ That its numbers are the CPU's, every test of a job asks. What goes wrong on it 
 in `test_planted_faults`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The late process group: what each collective gives, when it is there, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

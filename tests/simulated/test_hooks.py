@@ -1,7 +1,5 @@
 """Communication hooks on simulated devices: as on the CPU; streams, lanes and launches."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest.mock import patch

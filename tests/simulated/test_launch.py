@@ -1,7 +1,5 @@
 """launch/train.py with --device sim: in each layout the losses that it has on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

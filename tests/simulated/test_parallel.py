@@ -1,7 +1,5 @@
 """Several devices in one process: DataParallel, parallel_apply and threads of their own."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 from typing import Any

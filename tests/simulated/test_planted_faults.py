@@ -4,8 +4,6 @@ Every function makes the mistake or not, and returns what a test can see of it. 
 under the schedules named beside it; the right way gives the right numbers under every schedule.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -4,8 +4,6 @@ Each job is run on the CPU and, under every schedule, on the device. A sample of
 is compared to the bit; ``python -m tests.simulated.long_run`` runs all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Several on simulated devices: a model over two, more optimizers than one message has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Two ranks on simulated devices, beside two on the CPU: wrappers, hooks, stages, levels."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `make test-trainers` installs them all.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

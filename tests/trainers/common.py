@@ -1,7 +1,5 @@
 """What the tests of trainers share: a small model and data, and an inf planted on one rank."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

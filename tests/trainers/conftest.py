@@ -1,7 +1,5 @@
 """Ranks with time enough to import a trainer on a busy machine, and the table of versions."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.util
 import platform

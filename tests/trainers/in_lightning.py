@@ -1,7 +1,5 @@
 """Runs in Lightning's Trainer, for ranks: to import this imports Lightning."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Accelerate with distamp's scaler, beside the same loop with torch's."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

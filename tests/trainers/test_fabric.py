@@ -1,7 +1,5 @@
 """Lightning's Fabric with distamp's plugins, beside the same loop with its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

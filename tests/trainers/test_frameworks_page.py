@@ -1,7 +1,5 @@
 """The code of docs/frameworks.md, run as it stands, on two ranks of which one overflows."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import operator

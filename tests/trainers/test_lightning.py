@@ -1,7 +1,5 @@
 """Lightning's Trainer with distamp's plugins and callbacks, beside the same run with its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

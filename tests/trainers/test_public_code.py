@@ -6,8 +6,6 @@ is installed, its own class is run. In one process the losses, scales and weight
 torch's to the bit, through an overflow; on two ranks of which one overflows, both stay equal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable

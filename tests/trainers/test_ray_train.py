@@ -1,7 +1,5 @@
 """The Ray Train example, as a user would run it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer and TRL's trainers with distamp's scaler, beside torch's."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from types import SimpleNamespace

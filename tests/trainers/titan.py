@@ -1,7 +1,5 @@
 """torchtitan's Trainer made to run on a CPU, with a tokenizer and text of its own."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable, Iterator
