@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives import count_collectives
-from tests.ranks import Died, RankError, mesh, subgroup
+from tests.ranks import Died, RankError
 
 
 def _sum(x: float) -> tuple[int, float]:
@@ -63,41 +63,6 @@ def test_a_death_may_be_part_of_a_test_and_a_skip_skips_it(new_ranks):
     assert pool.run(_goes_wrong, "dies", may_die=[1]) == ["peer lost", Died(1, -signal.SIGKILL)]
     with pytest.raises(pytest.skip.Exception, match="said by a rank"):
         pool.run(_goes_wrong, "skips")
-
-
-def _pid_and_group() -> tuple[int, bool]:
-    return os.getpid(), dist.is_initialized()
-
-
-def test_a_group_may_be_none_or_fresh_and_comes_with_fresh_processes(ranks2):
-    kept = ranks2.run(_pid_and_group)
-    assert [group for _, group in ranks2.run(_pid_and_group, group="none")] == [False, False]
-    fresh = ranks2.run(_pid_and_group, group="fresh")
-    assert not set(fresh) & set(kept)
-    assert ranks2.run(_pid_and_group) == fresh
-    ranks2.run(dist.destroy_process_group)
-    assert ranks2.run(dist.get_rank) == [0, 1]
-
-
-def _make_groups() -> tuple[int, int]:
-    dist.new_group([0])
-    mesh((2,), ("dp",))
-    subgroup([0, 1])
-    return os.getpid(), len(dist.distributed_c10d._world.pg_map)
-
-
-def _a_mesh_of_its_own() -> int:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    return os.getpid()
-
-
-def test_groups_a_call_made_are_dropped_and_meshes_of_its_own_with_their_processes(ranks2):
-    kept = ranks2.run(_make_groups, group="fresh")
-    assert ranks2.run(_make_groups) == kept
-    assert ranks2.run(_a_mesh_of_its_own) == [pid for pid, _ in kept]
-    assert not {*ranks2.run(os.getpid)} & {pid for pid, _ in kept}
 
 
 def _collectives() -> list[list[tuple[str, int]]]:

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.shaped import run_on_hosts
 from distamp import comm_hooks
-from distamp.comm_hooks import fsdp2
-from distamp.comm_hooks.auto import as_it_is, choose, timed_choice
+from distamp.comm_hooks.auto import choose, timed_choice
 from tests import netns
 from tests.comm_hooks.training import BOUNDS, agreed, full_gradients, gradients, inputs, mlp
 from tests.ranks import logged, mesh
@@ -89,18 +88,6 @@ def test_all_ranks_choose_alike_and_the_first_says_so(ranks4, wrapper):
         assert answer["choice"] == choice
         assert answer["line"].startswith(str(choice))
         assert rank == 0 or not answer["said"]
-
-
-def _uncompressed_replicas() -> float:
-    """The error of replicas for which ``auto`` chose no format."""
-    model, options = _wrap("replicas")
-    state = comm_hooks.CommHookState(as_it_is(torch.float32))
-    fsdp2.wrapped(model, options["replicas"]).attach(state, False)
-    return _beside_ddp(model)[1]
-
-
-def test_replicas_are_averaged_where_no_format_was_chosen(ranks4):
-    assert max(ranks4.run(_uncompressed_replicas)) < 1e-6
 
 
 def _slow_on_one_rank(ways: list[str]) -> str:

@@ -179,27 +179,6 @@ def test_roots_never_share_a_buffer_in_flight(sim_ranks):
     assert max(sim_ranks(4).run(_roots, True)) > 0.04
 
 
-def _second_awaited(count: int) -> tuple[bool, bool]:
-    """With so many lanes: whether a bucket is averaged where the host waits for the next one."""
-    from tests.simulated.device import peek
-
-    with patch.object(lanes, "COUNT", count):
-        state = register(DistributedDataParallel(nn.Linear(8, 8).to(here())), "fp16")
-        buckets = [torch.full((5000,), 1.0 + dist.get_rank(), device=here()) for _ in range(2)]
-        waiting = [state.average(each, [nn.Parameter(each)]) for each in buckets]
-    waiting[1].wait()
-    arrived = bool((buckets[1].cpu() == 1.5).all())
-    found = bool((peek(buckets[0]) == 1.5).all())
-    waiting[0].wait()
-    return found, arrived
-
-
-def test_a_bucket_is_encoded_and_sent_while_another_is_on_its_way(sim2):
-    # With one lane the second could not be encoded before the first was there.
-    assert sim2.run(_second_awaited, 2) == [(False, True)] * 2
-    assert sim2.run(_second_awaited, 1) == [(True, True)] * 2
-
-
 class _Launches(TorchDispatchMode):
     """Counts what a device would launch, bytes that are allocated, and pinned memory."""
 

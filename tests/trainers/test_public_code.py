@@ -22,7 +22,6 @@ from tests.trainers.common import FAULT, data, digest, faulty, model, rank
 
 STEPS = 7
 SCALE = 2.0**8
-MICRO = 2
 
 
 class Step(NamedTuple):
@@ -53,24 +52,6 @@ class Job:
 def scaler_of_torchs(**settings: Any) -> Any:
     """Torch's name, looked up when a trainer makes its scaler."""
     return torch.amp.GradScaler("cpu", **{"init_scale": SCALE, **settings})
-
-
-def nanogpt(job: Job) -> None:
-    """karpathy/nanoGPT, train.py: micro-steps, clip, step, update, zero_grad(set_to_none)."""
-    scaler = scaler_of_torchs()
-    for inputs, targets in job.batches:
-        parts = list(zip(inputs.chunk(MICRO), targets.chunk(MICRO), strict=True))
-        for number, part in enumerate(parts):
-            if isinstance(job.model, DistributedDataParallel):
-                job.model.require_backward_grad_sync = number == len(parts) - 1
-            loss = job.loss(*part) / MICRO
-            scaler.scale(loss).backward()
-        scaler.unscale_(job.optimizer)
-        nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
-        scaler.step(job.optimizer)
-        scaler.update()
-        job.optimizer.zero_grad(set_to_none=True)
-        job.note(loss, scaler)
 
 
 def icefall(job: Job) -> None:
@@ -156,7 +137,7 @@ def fastai(job: Job) -> None:
         job.note(loss, scaler)
 
 
-PATTERNS: list[Callable[[Job], None]] = [nanogpt, icefall, sd_scripts, infinity, fastai]
+PATTERNS: list[Callable[[Job], None]] = [icefall, sd_scripts, infinity, fastai]
 
 
 def train(number: int, ours: bool, fault: bool = True) -> list[Step]:
@@ -165,7 +146,7 @@ def train(number: int, ours: bool, fault: bool = True) -> list[Step]:
     inputs, targets = data(4 * STEPS * 2).tensors
     mine = list(zip(inputs[rank() :: 2].split(4), targets[rank() :: 2].split(4), strict=True))
     if dist.is_initialized():
-        faulty(net, FAULT * (MICRO if pattern is nanogpt else 1))
+        faulty(net, FAULT)
         net = DistributedDataParallel(net.half() if pattern is sd_scripts else net)
     elif fault:
         mine[FAULT][1].fill_(torch.inf)
