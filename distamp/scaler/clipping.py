@@ -70,18 +70,19 @@ def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
         StageError: Parameters belong to none of ``optimizers``.
     """
     parameters = _parameters(given)
+    wanted: set[int] | None = None
     if isinstance(given, Tensor) or not hasattr(unwrapped(given), "param_groups"):
         wanted = {id(p) for p in parameters}
     else:
-        optimizers, wanted = [given], set()
+        optimizers = [given]
     owners: list[Any] = []
     measured: list[Clipped] = []
-    left = set(wanted)
+    left = set(wanted or ())
     for optimizer in optimizers:
         source = source_of(optimizer)
         pairs, filled = source.stepped(), source.parameters()
         held = {id(p) for p in filled} | {id(p) for _, p in pairs}
-        if wanted and not held & wanted:
+        if wanted is not None and not held & wanted:
             continue
         owners.append(optimizer)
         left -= held
@@ -89,11 +90,11 @@ def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
         measured += [
             Clipped(parameter, stepped, part)
             for parameter, stepped in pairs
-            if not wanted or {id(parameter), id(stepped)} & wanted
+            if wanted is None or {id(parameter), id(stepped)} & wanted
         ]
     if left:
         raise StageError(
-            f"{len(left)} of {len(wanted)} parameters belong to no optimizer this scaler has seen "
+            f"{len(left)} of {len(parameters)} parameters belong to no optimizer this scaler has seen "
             "yet, so it does not know whether their gradients are still scaled. Give "
             "clip_grad_norm_ the optimizer, or call add_optimizer(optimizer) first"
         )

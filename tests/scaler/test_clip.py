@@ -79,6 +79,7 @@ GIVEN: dict[str, Callable[[nn.Module, Any], Any]] = {
     "parameters": lambda model, optimizer: list(model.parameters()),
     "generator": lambda model, optimizer: model.parameters(),
     "tensor": lambda model, optimizer: next(model.parameters()),
+    "nothing": lambda model, optimizer: [],
 }
 NUMBERS = [(1e-3, 2.0), (1e3, 2.0), (1e-3, 1.0), ("1e-3", "inf"), (torch.tensor(0.1), 2)]
 
@@ -98,6 +99,8 @@ def test_in_one_process_it_clips_as_torch_does_and_reads_numbers_as_torch_does(g
             else:
                 scaler.scale(loss).backward()
                 scaler.add_optimizer(optimizer)
+                if given == "nothing":
+                    scaler.unscale_(optimizer)  # which no clip of nothing does
                 norm = scaler.clip_grad_norm_(GIVEN[given](model, optimizer), max_norm, norm_type)
             results.append([norm, *(p.grad for p in model.parameters())])
         torch.testing.assert_close(results[1], results[0])
