@@ -61,6 +61,10 @@ def cells(
 
 
 def sample(layout: str, count: int) -> list[tuple[str, str, str, str]]:
-    """The same ``count`` cells of one layout at every call."""
-    every = list(cells([layout]))
-    return random.Random(layout).sample(every, min(count, len(every)))
+    """The same ``count`` cells of one layout at every call, with one of its optimizers.
+
+    A cell without a fault is the first step of every other.
+    """
+    chance = random.Random(layout)
+    kind = chance.choice(ALL_LAYOUTS[layout].kinds or tuple(KINDS))
+    return chance.sample([each for each in cells([layout], [kind]) if each[3] != "none"], count)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -56,21 +55,15 @@ class FSDP1(World):
                 for name, p in self.model.named_parameters()
             }
 
-    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        # FullyShardedDataParallel.clip_grad_norm_ knows the whole model, not one optimizer.
-        gradients = [p.grad for p in self.owned(optimizer) if p.grad is not None]
-        total = torch.zeros((), device=here())
-        for gradient in gradients:
-            total += gradient.square().sum()
-        dist.all_reduce(total)
-        factor = min(1.0, max_norm / (total.sqrt().item() + 1e-6))
-        for gradient in gradients:
-            gradient *= factor
-        return total.sqrt()
-
 
 class FSDP1OrigParams(FSDP1):
     settings: ClassVar[dict[str, Any]] = {"use_orig_params": True}
+
+
+def shard_layers(net: nn.Module, **settings: Any) -> nn.Module:
+    for name in LAYERS:
+        fully_shard(getattr(net, name), **settings)
+    return fully_shard(net, **settings)
 
 
 class FSDP2(World):
@@ -79,10 +72,7 @@ class FSDP2(World):
     policy: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        settings = {"mesh": mesh(self.shape, self.names), **self.policy}
-        for name in LAYERS:
-            fully_shard(getattr(net, name), **settings)
-        return fully_shard(net, **settings)
+        return shard_layers(net, mesh=mesh(self.shape, self.names), **self.policy)
 
 
 class FSDP2Offload(FSDP2):
@@ -133,9 +123,7 @@ class FSDP2TP(World):
     def wrap(self, net: nn.Module) -> nn.Module:
         both = mesh((2, WORLD // 2), ("dp", "tp"))
         parallelize_module(net, both["tp"], {name: style() for name, style in _PLAN.items()})
-        for name in LAYERS:
-            fully_shard(getattr(net, name), mesh=both["dp"])
-        return fully_shard(net, mesh=both["dp"])
+        return shard_layers(net, mesh=both["dp"])
 
     def shard_of(self, rank: int) -> int:
         return rank // (WORLD // 2)
@@ -156,13 +144,9 @@ class TwoMeshes(World):
     """One optimizer holds DTensors of a one- and of a two-dimensional mesh."""
 
     def wrap(self, net: nn.Module) -> nn.Module:
+        meshes = mesh((WORLD,), ("shard",)), mesh((2, WORLD // 2), ("replicate", "shard"))
         for name in LAYERS:
-            over = (
-                mesh((WORLD,), ("shard",))
-                if name in HALVES[0]
-                else mesh((2, WORLD // 2), ("replicate", "shard"))
-            )
-            fully_shard(getattr(net, name), mesh=over)
+            fully_shard(getattr(net, name), mesh=meshes[name in HALVES[1]])
         return net
 
 
@@ -237,7 +221,7 @@ class Pipeline(World):
     def part_names(self) -> list[list[str]]:
         return [[n for n in self.initial if n.endswith(s)] for s in (".weight", ".bias")]
 
-    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> Tensor:
+    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
         rank = self.rank
         for step in range(micro):
 
@@ -256,7 +240,6 @@ class Pipeline(World):
         if rank != WORLD - 1 and type(scaler).__module__.startswith("torch."):
             # torch's scalers assert where scale() was never called; this rank sees no loss.
             scaler.scale(torch.zeros((), device=here()))
-        return torch.zeros((), device=here())
 
     def full_parameters(self) -> dict[str, Tensor]:
         name = LAYERS[self.rank]

@@ -58,6 +58,7 @@ class Layout:
     on_average: ClassVar[bool] = False
     norm_tolerance: ClassVar[float] = 1e-4
     overflows_in_sum: ClassVar[bool] = False
+    reference_class: ClassVar[type[Reference]] = Reference
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -117,19 +118,12 @@ class Layout:
         """A batch as the model takes it."""
         return x.to(here(), torch.float32)
 
-    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> Tensor:
-        """Forward and backward of each microbatch; ``factors`` multiply this rank's losses.
-
-        Returns this rank's loss, unscaled, for optimizers that want it.
-        """
-        total = torch.zeros((), device=here())
+    def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
+        """Forward and backward of each microbatch; ``factors`` multiply this rank's losses."""
         for step in range(micro):
             with self.accumulating() if step + 1 < micro else contextlib.nullcontext():
                 x = self.inputs(batch(iteration, step, self.shard_of(self.rank)))
-                loss = loss_of(self.model(x).float()) * factors[step]
-                scaler.scale(loss).backward()
-                total += loss.detach().to(here())
-        return total
+                scaler.scale(loss_of(self.model(x).float()) * factors[step]).backward()
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -151,25 +145,18 @@ class Layout:
         parts = self.part_names()
         if optimizers == 1:
             parts = [[name for part in parts for name in part]]
-        return Reference(self.initial, parts, self.forward64, kind, self.shards)
+        return self.reference_class(self.initial, parts, self.forward64, kind, self.shards)
 
-    def plant(self, optimizer: torch.optim.Optimizer, value: float, where: int) -> bool:
-        """Write ``value`` into one element of this rank's gradients; False if it has none."""
+    def plant(self, optimizer: torch.optim.Optimizer, value: float, where: int) -> None:
+        """Write ``value`` into one element of this rank's gradients, if it has any."""
         gradients = [
             local
             for p in self.owned(optimizer)
             if p.grad is not None and (local := local_values(p.grad)).numel() > 0
         ]
-        if not gradients:
-            return False
-        flat = gradients[where % len(gradients)].view(-1)
-        flat[where % flat.numel()] = value
-        return True
-
-    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """torch's clipping for this layout, for scalers that have none of their own."""
-        norm = torch.nn.utils.clip_grad_norm_(self.owned(optimizer), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if gradients:
+            flat = gradients[where % len(gradients)].view(-1)
+            flat[where % flat.numel()] = value
 
 
 def local_values(gradient: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 
 from tests.ranks import mesh, subgroup
-from tests.scaler.layouts_base import LAYERS, WORLD, DDPExperts, World, _ExpertNet
-from tests.scaler.reference import BATCH, Kind, Net, Reference
+from tests.scaler.layouts import FSDP2, shard_layers
+from tests.scaler.layouts_base import WORLD, DDPExperts, World, _ExpertNet
+from tests.scaler.reference import BATCH, Net, Reference
 
 __all__ = ["MESH_LAYOUTS"]
 
@@ -22,12 +23,11 @@ EXPERTS = 2
 class _ExpertReference(Reference):
     """The gradient of an expert is the mean over the ranks that hold it, as FSDP2 leaves it."""
 
-    def backward(self, iteration: int, micro: int, last: float = 1.0) -> Tensor:
-        total = super().backward(iteration, micro, last)
+    def backward(self, iteration: int, micro: int, last: float = 1.0) -> None:
+        super().backward(iteration, micro, last)
         for name, parameter in self.parameters.items():
             if "@" in name and parameter.grad is not None:
                 parameter.grad *= EXPERTS / WORLD
-        return total
 
 
 class MeshExperts(DDPExperts):
@@ -37,6 +37,7 @@ class MeshExperts(DDPExperts):
     """
 
     clips = True
+    reference_class = _ExpertReference
 
     def make_net(self) -> nn.Module:
         return _ExpertNet(*self.widths, used=True)
@@ -52,9 +53,7 @@ class MeshExperts(DDPExperts):
             for parameter in net.expert.parameters():
                 parameter += 0.01 * (self.rank % EXPERTS)
         fully_shard(net.expert, mesh=over["expert_shard"])
-        for name in LAYERS:
-            fully_shard(getattr(net, name), mesh=mesh((WORLD,), ("shard",)))
-        return fully_shard(net, mesh=mesh((WORLD,), ("shard",)))
+        return shard_layers(net, mesh=mesh((WORLD,), ("shard",)))
 
     def accumulating(self) -> Any:
         return World.accumulating(self)
@@ -72,12 +71,6 @@ class MeshExperts(DDPExperts):
             if "@" not in name or name.endswith(f"@{shard % EXPERTS}")
         }
         return functional_call(_ExpertNet(*self.widths, used=True).to("meta"), mine, (x,))
-
-    def reference(self, kind: Kind, optimizers: int) -> Reference:
-        parts = self.part_names()
-        if optimizers == 1:
-            parts = [[name for part in parts for name in part]]
-        return _ExpertReference(self.initial, parts, self.forward64, kind, self.shards)
 
 
 # -- context parallel ------------------------------------------------------------------------------
@@ -122,7 +115,7 @@ class _AttentionNet(Net):
         return self.tail(torch.tanh(self.head(x + weights @ everyone)))
 
 
-class ContextParallel(World):
+class ContextParallel(FSDP2):
     """Each sequence is cut in two; parameters are sharded over sequences and their parts at once.
 
     Ranks 0 and 1 hold one sequence, ranks 2 and 3 another.
@@ -136,11 +129,6 @@ class ContextParallel(World):
             for first in range(0, WORLD, SEQUENCE_RANKS)
         ]
         return _AttentionNet(*self.widths, group=groups[self.rank // SEQUENCE_RANKS])
-
-    def wrap(self, net: nn.Module) -> nn.Module:
-        for name in LAYERS:
-            fully_shard(getattr(net, name), mesh=mesh((WORLD,), ("shard",)))
-        return fully_shard(net, mesh=mesh((WORLD,), ("shard",)))
 
     def shard_of(self, rank: int) -> int:
         return rank // SEQUENCE_RANKS

@@ -106,13 +106,11 @@ class Reference:
             for part in self.parts
         ]
 
-    def backward(self, iteration: int, micro: int, last: float = 1.0) -> Tensor:
+    def backward(self, iteration: int, micro: int, last: float = 1.0) -> None:
         """Set every gradient, the sum over microbatches of the mean over shards.
 
-        ``last`` multiplies the loss of the last microbatch. Returns the loss, of all microbatches
-        and shards alike.
+        ``last`` multiplies the loss of the last microbatch.
         """
-        total = torch.zeros((), dtype=torch.float64)
         for parameter in self.parameters.values():
             parameter.grad = None
         for step in range(micro):
@@ -124,11 +122,9 @@ class Reference:
             if step == micro - 1:
                 loss = loss * last
             loss.backward()
-            total += loss.detach()
         for name, parameter in self.parameters.items():
             if "@" in name and parameter.grad is not None:
                 parameter.grad *= self._shards
-        return total
 
     def largest(self, shard: int, iteration: int) -> float:
         """The largest gradient of one shard's first microbatch, before any reduction."""

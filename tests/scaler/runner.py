@@ -243,11 +243,7 @@ class Runner:
     def _step_one(self, index: int, iteration: Iteration, outcome: Outcome) -> None:
         optimizer, scaler = self.optimizers[index], self.scaler
         if iteration.order == "clip":
-            if hasattr(scaler, "clip_grad_norm_"):
-                norm = scaler.clip_grad_norm_(optimizer, MAX_NORM, sharded=self.layout.sharded)
-            else:
-                scaler.unscale_(optimizer)
-                norm = self.layout.clip(optimizer, MAX_NORM)
+            norm = scaler.clip_grad_norm_(optimizer, MAX_NORM, sharded=self.layout.sharded)
             outcome.norms.append((float(norm), self.reference.norm(index)))
             self.reference.clip(index, MAX_NORM)
         elif iteration.order == "unscale":

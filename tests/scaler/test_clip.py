@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -68,12 +69,6 @@ def test_the_norm_is_that_of_the_whole_model(ranks4, name):
 # -- one process, and a disabled scaler: as torch --------------------------------------------------
 
 
-def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 GIVEN: dict[str, Callable[[nn.Module, Any], Any]] = {
     "optimizer": lambda model, optimizer: optimizer,
     "parameters": lambda model, optimizer: list(model.parameters()),
@@ -84,26 +79,30 @@ GIVEN: dict[str, Callable[[nn.Module, Any], Any]] = {
 NUMBERS = [(1e-3, 2.0), (1e3, 2.0), (1e-3, 1.0), ("1e-3", "inf"), (torch.tensor(0.1), 2)]
 
 
+def _clipped(scaler: Any, given: str, *numbers: Any) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
+    if scaler is None:
+        loss.backward()
+        what = GIVEN["parameters" if given == "optimizer" else given](model, None)
+        norm = nn.utils.clip_grad_norm_(what, *numbers)
+    else:
+        scaler.scale(loss).backward()
+        scaler.add_optimizer(optimizer)
+        if given == "nothing":
+            scaler.unscale_(optimizer)  # which no clip of nothing does
+        norm = scaler.clip_grad_norm_(GIVEN[given](model, optimizer), *numbers)
+    return [norm, *(p.grad for p in model.parameters())]
+
+
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 @pytest.mark.parametrize("given", GIVEN)
 def test_in_one_process_it_clips_as_torch_does_and_reads_numbers_as_torch_does(given, enabled):
-    for max_norm, norm_type in NUMBERS:
-        results = []
-        for scaler in (None, cpu_scaler(enabled=enabled)):
-            model, optimizer = _model()
-            loss = model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
-            if scaler is None:
-                loss.backward()
-                what = GIVEN["parameters" if given == "optimizer" else given](model, None)
-                norm = nn.utils.clip_grad_norm_(what, max_norm, norm_type)
-            else:
-                scaler.scale(loss).backward()
-                scaler.add_optimizer(optimizer)
-                if given == "nothing":
-                    scaler.unscale_(optimizer)  # which no clip of nothing does
-                norm = scaler.clip_grad_norm_(GIVEN[given](model, optimizer), max_norm, norm_type)
-            results.append([norm, *(p.grad for p in model.parameters())])
-        torch.testing.assert_close(results[1], results[0])
+    for numbers in NUMBERS:
+        ours = _clipped(cpu_scaler(enabled=enabled), given, *numbers)
+        torch.testing.assert_close(ours, _clipped(None, given, *numbers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -162,35 +161,25 @@ def _clip(*gradients: float, marks: tuple[str, ...] = (), **declared: Any) -> fl
     return norm
 
 
-def _first(parameter: Tensor) -> bool:
-    return parameter.numel() == 1
-
-
-def _others(parameter: Tensor) -> bool:
-    return parameter.numel() > 1
-
-
-def _every(_: Tensor) -> bool:
-    return True
-
-
 PARTS: dict[str, Callable[[int], float | str]] = {
     "replicas": lambda rank: _clip(3.0, 4.0),
     "parts, not declared": lambda rank: _clip(3.0 + rank),
-    "a part by True": lambda rank: _clip(3.0 + rank, sharded=_every),
+    "a part by True": lambda rank: _clip(3.0 + rank, sharded=lambda _: True),
     "a part over a group": lambda rank: _clip(3.0 + rank, sharded=lambda _: dist.group.WORLD),
     "a part over a mesh": lambda rank: _clip(3.0 + rank, sharded=lambda _: mesh((2,), ("d",))),
     "a replica whose last bits differ": lambda rank: _clip(
-        3.0 + 1e-4 * rank, 4.0, replicated=_every
+        3.0 + 1e-4 * rank, 4.0, replicated=lambda _: True
     ),
     "a replica beside a part": lambda rank: _clip(
-        3.0, 0.0 if rank else 4.0, replicated=_first, sharded=_others
+        3.0,
+        0.0 if rank else 4.0,
+        replicated=lambda p: p.numel() == 1,
+        sharded=lambda p: p.numel() > 1,
     ),
     "tensor_model_parallel": lambda rank: _clip(3.0 + rank, marks=("tensor_model_parallel",)),
-    "shared": lambda rank: _clip(5.0, marks=("shared",) * rank, sharded=_every),
+    "shared": lambda rank: _clip(5.0, marks=("shared",) * rank, sharded=lambda _: True),
     "not finite": lambda rank: _clip(INF if rank else 1.0, 1.0),
 }
-FIVES = {"a replica whose last bits differ": 5.0, "not finite": math.inf}
 
 
 def _part(name: str) -> float | str:
@@ -204,39 +193,58 @@ def test_each_parameter_is_counted_once(ranks2, name):
             assert "GradientError" in found
             assert "sharded=" in found
         else:
-            assert found == pytest.approx(FIVES.get(name, 5.0), rel=1e-4)
+            expected = math.inf if name == "not finite" else 5.0
+            assert found == pytest.approx(expected, rel=1e-4)
 
 
-def _overflowed() -> Any:
-    parameter, optimizer = sgd(1.0, 1.0)
-    scaler = cpu_scaler()
-    backward(scaler, parameter, [0.25, INF if dist.get_rank() else 0.25])
-    norm = scaler.clip_grad_norm_(optimizer, 0.1).item()
-    scaler.step(optimizer)
-    return math.isfinite(norm), parameter.grad[0].item(), scaler.stepped(optimizer)
+def _norm_of_replicas() -> float:
+    grid, twice = mesh((2, 2), ("a", "b")), [Replicate(), Replicate()]
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(3), grid, twice))
+    weight.grad = DTensor.from_local(torch.full((3,), 4.0), grid, twice)
+    scaler = cpu_scaler(4.0)
+    scaler.scale(torch.ones(()))
+    return scaler.clip_grad_norm_(torch.optim.SGD([weight], lr=1.0), 1.0).item()
+
+
+def test_a_replica_in_both_dimensions_of_a_mesh_counts_once(ranks4):
+    assert ranks4.run(_norm_of_replicas) == [pytest.approx(math.sqrt(3))] * 4
+
+
+def test_gradients_that_are_unscaled_already_are_clipped_with_those_that_are_not():
+    (first, one), (second, other) = sgd(0.0, 0.0), sgd(0.0, 0.0)
+    scaler = cpu_scaler(4.0)
+    scaler.add_optimizer(one, other)
+    scaler.scale(first.sum() + second.sum()).backward()
+    scaler.unscale_(one)
+    assert scaler.clip_grad_norm_([first, second], 1.0).item() == pytest.approx(2.0)
+    for optimizer in (one, other):
+        scaler.step(optimizer)
+    assert torch.cat([first, second]).tolist() == pytest.approx([-0.5] * 4, abs=1e-5)
+
+
+def _in_a_row(*gradients: float) -> Any:
+    """Of each clip in a row: its norm, the warnings, what is left of a gradient beside this one."""
+    scaler, (parameter, optimizer), told = cpu_scaler(), sgd(1.0, 1.0), []
+    for gradient in gradients:
+        optimizer.zero_grad()
+        backward(scaler, parameter, [0.25, gradient if dist.get_rank() else 3.0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            norm = scaler.clip_grad_norm_(optimizer, 1e6).item()
+        warned = ["sharded=" in str(each.message) for each in caught]
+        scaler.step(optimizer)
+        told.append((math.isfinite(norm), warned, parameter.grad[0].item()))
+        scaler.update()
+    return told, scaler.step_counts(optimizer).skipped
 
 
 def test_a_norm_that_is_not_finite_changes_nothing(ranks2):
-    assert ranks2.run(_overflowed) == [(False, 0.25, False)] * 2
-
-
-def _parts_that_come_later() -> Any:
-    """Replicas, of which one holds another gradient once a clip has agreed."""
-    scaler, (parameter, optimizer), told = cpu_scaler(), sgd(), []
-    for factor in (3.0, 3.0 + dist.get_rank()):
-        optimizer.zero_grad()
-        backward(scaler, parameter, factor)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            scaler.clip_grad_norm_(optimizer, 1e6)
-        told.append(["sharded=" in str(each.message) for each in caught])
-        scaler.step(optimizer)
-        scaler.update()
-    return told
+    assert ranks2.run(_in_a_row, INF) == [([(False, [], 0.25)], 1)] * 2
 
 
 def test_once_a_clip_has_agreed_replicas_that_differ_are_told_by_a_warning(ranks2):
-    assert ranks2.run(_parts_that_come_later) == [[[], [True]]] * 2
+    expected = [(True, [], 0.25), (True, [True], 0.25)]
+    assert ranks2.run(_in_a_row, 3.0, 4.0) == [(expected, 0)] * 2
 
 
 def _undeclared_and_declared(model: nn.Module, x: Tensor, cut: Any) -> tuple[Any, float]:

@@ -23,7 +23,7 @@ from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Iteration, Program
 
 # Of each of the ways to spread a model, and of each kind of gradient or parameter.
-SAMPLED_CELLS, SAMPLED_OF_KINDS = 5, 2
+SAMPLED_CELLS, SAMPLED_OF_KINDS = 4, 2
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +73,11 @@ def test_an_overflow_made_by_the_reduction_is_skipped_everywhere(judge, kind):
     assert _wrong(judge, [("FSDP2 in fp16", kind, "step", "sum")]) == {}
 
 
-def test_the_same_gradients_summed_in_float32_do_not_overflow(new_ranks):
-    program = cell("FSDP2 in fp16, reduced in fp32", "SGD for-loop", "step", "sum")
-    assert "iteration 1: the fault did not land" in Judge(new_ranks(WORLD)).judge(program)[0]
-
-
-ASTRAY_LAYOUTS = ["DDP", "FSDP1", "FSDP2", "FSDP2 x TP", "ZeRO", "pipeline"]
-
-
-@pytest.mark.parametrize("layout", ASTRAY_LAYOUTS)
-def test_a_rank_that_unscales_by_itself_goes_on_with_the_others(judge, layout):
-    program = Program(layout, "SGD for-loop", (Iteration(), Iteration()), 2, astray=("call", 2))
-    assert judge.judge(program) == [[]]
-
-
-@pytest.mark.parametrize("what", ["swap", "scale"])
-@pytest.mark.parametrize("layout", ASTRAY_LAYOUTS)
-def test_a_rank_astray_stops_every_rank_with_a_lockstep_error(judge, layout, what):
-    program = Program(layout, "SGD for-loop", (Iteration(), Iteration()), 2, astray=(what, 2))
-    assert judge.judge(program) == [[]]
+@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2", "FSDP2 x TP", "ZeRO", "pipeline"])
+def test_a_rank_astray_stops_every_rank_and_one_that_unscales_by_itself_goes_on(judge, layout):
+    for what in ("swap", "scale", "call"):
+        program = Program(layout, "SGD for-loop", (Iteration(), Iteration()), 2, astray=(what, 2))
+        assert judge.judge(program) == [[]], what
 
 
 # -- the judge itself can tell right from wrong -------------------------------------------------
@@ -104,9 +90,7 @@ def test_torch_s_scaler_is_judged_right_where_it_is_right(ranks):
 @pytest.mark.parametrize(
     ("scaler", "layout", "kind", "order", "fault", "complaint"),
     [
-        ("torch", "DDP, experts", "SGD for-loop", "step", "inf", "should have skipped"),
         ("torch", "FSDP1", "Adam foreach", "unscale", "nan", "should have skipped"),
-        ("sharded", "FSDP1", "AdamW fused", "step", "inf", "should have skipped"),
         ("sharded", "DDP", "Adam fused", "unscale", "none", "raised RuntimeError"),
         ("sharded", "DDP", "SGD fused", "unscale", "every rank", "parameters"),
     ],

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
@@ -23,9 +22,9 @@ from distamp.scaler import MasterParameters
 from tests.ranks import mesh
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
-DRAWS, ALL_DRAWS = 100, 20_000
-ZEROED = ["to None", "in place", "by hand", "data"]
-MADE = ["scaled", "scaled list", "set", "added"]
+DRAWS, ALL_DRAWS = 60, 20_000
+ZEROED = ["to None", "in place", "by hand"]
+MADE = ["scaled", "set", "added"]
 
 
 class Trained:
@@ -38,13 +37,11 @@ class Trained:
 
     def zero(self, how: str) -> None:
         self.sums, self.used = [0.0, 0.0], False
-        if how in ("to None", "in place"):
+        if how != "by hand":
             self.optimizer.zero_grad(set_to_none=how == "to None")
+            return
         for p in self.parameters:
-            if p.grad is not None and how == "by hand":
-                p.grad = torch.zeros_like(p)
-            elif p.grad is not None:
-                p.grad.data.zero_()
+            p.grad = None if p.grad is None else torch.zeros_like(p)
 
     def make(self, scaler: DistGradScaler, how: str, value: float, places: list[int]) -> None:
         """Add ``value``, times the scale, to the gradients at these places, or set them to it."""
@@ -53,16 +50,15 @@ class Trained:
             self.sums[i] = value + (0.0 if how == "set" else self.sums[i])
         losses = [(p * value).sum() for p in parameters]
         if how == "scaled":
-            scaler.scale(sum(losses)).backward()
-        elif how == "scaled list":
             torch.autograd.backward(scaler.scale(losses))
-        else:
-            found = torch.autograd.grad(scaler.scale(sum(losses)), parameters)
-            for p, new in zip(parameters, found, strict=True):
-                if p.grad is None or how == "set":
-                    p.grad = new
-                else:
-                    p.grad.add_(new)
+            return
+        for p, new in zip(
+            parameters, torch.autograd.grad(scaler.scale(losses), parameters), strict=True
+        ):
+            if p.grad is None or how == "set":
+                p.grad = new
+            else:
+                p.grad.add_(new)
 
     def step(self, scaler: DistGradScaler, unscale: bool) -> None:
         if unscale:
@@ -184,9 +180,7 @@ def _wrapped(how: str) -> nn.Module:
     layer = nn.Linear(4, 4, bias=False)
     if how == "FSDP2":
         return fully_shard(layer, mesh=mesh((2,), ("shard",)))
-    if how == "TP":
-        return parallelize_module(layer, mesh((2,), ("shard",)), ColwiseParallel())
-    return DistributedDataParallel(layer, gradient_as_bucket_view=how == "bucket views")
+    return DistributedDataParallel(layer, gradient_as_bucket_view=True)
 
 
 def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
@@ -196,10 +190,10 @@ def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
         model: Any = _wrapped(how)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
         for number in range(4):
-            if not (number == 2 and zeroed == "kept"):
+            kept = zeroed == "kept" and number in (1, 2)
+            if not (kept and number == 2):
                 optimizer.zero_grad(set_to_none=zeroed == "to None")
-            kept = number == 1 and zeroed == "kept"
-            waits = kept and isinstance(model, DistributedDataParallel)
+            waits = kept and number == 1 and how != "FSDP2"
             with model.no_sync() if waits else contextlib.nullcontext():
                 scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
             if number != 1:
@@ -208,12 +202,12 @@ def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
             elif not kept or isinstance(scaler, DistGradScaler):
                 scaler.update(256.0)
         weight: Any = next(model.parameters()).detach()
-        values.append(weight.full_tensor() if hasattr(weight, "full_tensor") else weight.clone())
+        values.append(weight.full_tensor() if how == "FSDP2" else weight.clone())
     return values
 
 
 @pytest.mark.parametrize("zeroed", ["to None", "in place", "kept"])
-@pytest.mark.parametrize("how", ["DDP", "bucket views", "FSDP2", "TP"])
+@pytest.mark.parametrize("how", ["DDP in bucket views", "FSDP2"])
 def test_a_step_is_left_out_under_a_wrapper(ranks2, how, zeroed):
     for ours, theirs in ranks2.run(_leaves_out_a_step, how, zeroed):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -22,7 +22,6 @@ from tests.scaler.steps import (
 )
 from tests.scaler.wrappers import Accelerated, Bare, Fabric, Lightning
 
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
 
 
@@ -56,8 +55,7 @@ def test_an_optimizer_of_the_protocol_is_handed_what_torch_hands_it(unscale):
         for gradient in (0.25, INF, 0.25):
             iteration(scaler, optimizer, parameter, gradient, unscale=unscale)
             assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
-        assert parameter.item() == 0.5
-        seen.append(optimizer.seen)
+        seen.append([parameter.item(), *optimizer.seen])
     assert seen[0] == seen[1]
 
 
@@ -91,55 +89,58 @@ def test_a_skipped_step_leaves_no_momentum():
 
 
 class AsksTheScaler(torch.optim.SGD):
-    """Unscales and skips by what it asks the scaler, in one of three ways."""
+    """Unscales and skips by what it asks the scaler, in one of two ways."""
 
     _step_supports_amp_scaling = True
-    how = "_check_inf_per_device"
+    unscales = False
 
     def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
-        (parameter,) = self.param_groups[0]["params"]
-        if self.how == "unscale_":
+        if self.unscales:
             grad_scaler.unscale_(self)
             found = grad_scaler._found_inf_per_device(self)
-        elif self.how == "get_scale":
-            found = {0: 1.0 - parameter.grad.isfinite().float()}
         else:
             found = grad_scaler._check_inf_per_device(self)
         if sum(flag.item() for flag in found.values()):
             return "skipped inside"
-        if self.how != "unscale_":
-            parameter.grad.div_(grad_scaler.get_scale())
+        if not self.unscales:
+            self.param_groups[0]["params"][0].grad.div_(grad_scaler.get_scale())
         super().step()
         return "stepped"
 
 
-def _asked(how: str, make: Any, overflows: bool) -> Any:
-    parameter = leaf(1.0)
-    optimizer, scaler = AsksTheScaler([parameter], lr=1.0), make()
-    optimizer.how = how
-    returned = []
-    for gradient in (0.25, INF if overflows else 0.25, 0.25):
+def _asked(unscales: bool, make: Any = cpu_scaler) -> Any:
+    """The second iteration overflows on one rank."""
+    (parameter, scaler), returned = (leaf(1.0), make()), []
+    optimizer = AsksTheScaler([parameter], lr=1.0)
+    optimizer.unscales = unscales
+    bad = 0.25 if dist.is_initialized() and dist.get_rank() else INF
+    for gradient in (0.25, bad, 0.25):
         with pytest.warns(FutureWarning, match="stop passing itself"):
             returned.append(iteration(scaler, optimizer, parameter, gradient))
     return returned, parameter.item(), scaler.get_scale()
 
 
-def _asked_where_rank_0_overflows(how: str) -> Any:
-    return _asked(how, cpu_scaler, dist.get_rank() == 0)
-
-
-@pytest.mark.parametrize("how", ["_check_inf_per_device", "unscale_", "get_scale"])
-def test_an_optimizer_that_takes_the_scaler_is_given_it(ranks2, how):
+@pytest.mark.parametrize("unscales", [False, True], ids=["_check_inf_per_device", "unscale_"])
+def test_an_optimizer_that_takes_the_scaler_is_given_it(ranks2, unscales):
     expected = (["stepped", "skipped inside", "stepped"], 0.5, 512.0)
-    assert _asked(how, cpu_scaler, True) == expected
-    if how != "get_scale":  # it asks for no check, which torch's update refuses
-        assert _asked(how, torch_scaler, True) == expected
+    assert _asked(unscales) == _asked(unscales, torch_scaler) == expected
     # Whatever it looks at, it is not called on several ranks where one of them overflowed.
     expected = (["stepped", None, "stepped"], 0.5, 512.0)
-    assert ranks2.run(_asked_where_rank_0_overflows, how) == [expected] * 2
+    assert ranks2.run(_asked, unscales) == [expected] * 2
 
 
 # -- wrappers --------------------------------------------------------------------------------------
+
+
+class Forwards:
+    """Passes every name on, ``step`` and torch's mark of fused optimizers too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "Lightning": Lightning,
@@ -179,39 +180,20 @@ def test_a_wrapper_and_what_it_wraps_are_one_optimizer(name, through, fused):
     assert [scaler.step_counts(o) for o in both] == [StepCounts(taken=3, skipped=1)] * 2
 
 
-@pytest.mark.parametrize("name", ["Lightning", "Fabric", "Accelerate"])
-def test_a_wrapper_steps_as_what_it_wraps(name):
+@pytest.mark.parametrize("how", ["plain", "fused", "masters"])
+@pytest.mark.parametrize("wrap", [Lightning, Fabric, Accelerated, Forwards])
+def test_a_wrapper_steps_as_what_it_wraps(wrap, how):
     """Without unscale_, and with masters behind it."""
-    for dtype in (torch.float32, torch.float16):
-        parameter = leaf(1.0, dtype=dtype)
-        inner = torch.optim.SGD([parameter], lr=1.0)
-        masters = dtype is torch.float16 and MasterParameters(inner)
-        scaler = cpu_scaler(fp16_grads="master" if masters else "error")
-        for gradient in (0.25, INF, 0.5):
-            iteration(scaler, WRAPPERS[name](inner), parameter, gradient)
-            inner.zero_grad()
-        assert (parameter.item(), scaler.get_scale()) == (0.25, 512.0), dtype
-
-
-class Forwards:
-    """Passes every name on, ``step`` and torch's mark of fused optimizers too."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-
-@FUSED
-def test_gradients_are_unscaled_once_by_a_wrapper_that_forwards_a_fused_optimizers_mark(fused):
-    parameter, inner = sgd(fused=fused)
-    scaler, optimizer = cpu_scaler(), Forwards(inner)
+    if how == "fused" and wrap is not Forwards:
+        pytest.skip("it forwards the mark, and drops the flag")
+    masters = how == "masters"
+    parameter = leaf(1.0, dtype=torch.float16 if masters else torch.float32)
+    inner = torch.optim.SGD([parameter], lr=1.0, fused=how == "fused")
+    _kept = masters and MasterParameters(inner)
+    scaler = cpu_scaler(fp16_grads="master" if masters else "error")
     for gradient in (0.25, INF, 0.5):
+        iteration(scaler, wrap(inner), parameter, gradient)
         inner.zero_grad()
-        backward(scaler, parameter, gradient)
-        scaler.step(optimizer)
-        scaler.update()
     assert (parameter.item(), scaler.get_scale()) == (pytest.approx(0.25, abs=1e-5), 512.0)
 
 
@@ -230,12 +212,11 @@ class Breaks(torch.optim.SGD):
         return super().step(closure)
 
 
-@FUSED
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @UNSCALE
 def test_an_exception_inside_a_step_leaves_nothing_behind_and_may_be_retried(fused, unscale):
-    parameter = leaf(1.0)
+    parameter, scaler = leaf(1.0), cpu_scaler()
     optimizer = Breaks([parameter], lr=1.0, fused=fused)
-    scaler = cpu_scaler()
     backward(scaler, parameter, 0.25)
     if unscale:
         scaler.unscale_(optimizer)
@@ -248,14 +229,12 @@ def test_an_exception_inside_a_step_leaves_nothing_behind_and_may_be_retried(fus
 
 
 def test_what_is_no_optimizer_is_named():
-    parameter, optimizer = sgd()
-    scaler = cpu_scaler()
-    scaler.scale(parameter.sum()).backward()
-    for call, wrong in (
-        (c, w) for c in ("unscale_", "step") for w in ([optimizer], parameter, None)
-    ):
-        with pytest.raises(TypeError, match=f"expected an optimizer, not {type(wrong).__name__}"):
-            getattr(scaler, call)(wrong)
+    (parameter, optimizer), scaler = sgd(), cpu_scaler()
+    backward(scaler, parameter, 0.25)
+    for wrong in ([optimizer], parameter, None):
+        for call in (scaler.unscale_, scaler.step):
+            with pytest.raises(TypeError, match=f"an optimizer, not {type(wrong).__name__}"):
+                call(wrong)
     with pytest.raises(TypeError, match="at least one optimizer"):
         scaler.unscale_()
     optimizer.param_groups[0]["params"] = [1.0]

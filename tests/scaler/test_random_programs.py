@@ -20,7 +20,7 @@ from tests.scaler.layouts import LAYOUTS, WORLD
 from tests.scaler.programs import Fault, Iteration, Program
 from tests.scaler.reference import KINDS
 
-DRAWS = 25
+DRAWS = 12
 ALL_DRAWS = 10_000
 PARTS = 20
 
