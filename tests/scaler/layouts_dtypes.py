@@ -1,7 +1,7 @@
 """Layouts whose gradients or parameters are of other kinds than dense float32."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from tests.scaler.layouts_base import Alone
 from tests.scaler.layouts_meshes import MESH_LAYOUTS
 from tests.scaler.reference import KINDS, Net
 
-__all__ = ["ALL_LAYOUTS"]
+__all__ = ["ALL_LAYOUTS", "Parameters"]
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def _policy(param: torch.dtype, reduce: torch.dtype) -> dict[str, MixedPrecisionPolicy]:
@@ -25,85 +27,52 @@ def _policy(param: torch.dtype, reduce: torch.dtype) -> dict[str, MixedPrecision
     }
 
 
-class FSDP2Float16(FSDP2):
-    """Computed and reduced in float16: a sum of finite gradients can overflow on the way."""
-
-    policy = _policy(torch.float16, torch.float16)
-    init_scale = 2.0**10
-    on_average = True
-    tolerance = 2e-4
-    norm_tolerance = 5e-3
-    overflows_in_sum = True
+def _with(base: type[Layout], **settings: Any) -> type[Layout]:
+    return type(base.__name__, (base,), settings)
 
 
-class FSDP2Float16Compute(FSDP2Float16):
-    policy = _policy(torch.float16, torch.float32)
-    overflows_in_sum = False
-
-
-class FSDP2BFloat16(FSDP2):
-    policy = _policy(torch.bfloat16, torch.float32)
-    on_average = True
-    tolerance = 1e-3
-    norm_tolerance = 5e-2
-
-
-class FSDP2BFloat16Float16(FSDP2BFloat16):
-    """Computed in bfloat16 and reduced in float16."""
-
-    policy = _policy(torch.bfloat16, torch.float16)
-    init_scale = 2.0**10
-    overflows_in_sum = True
-
-
+# Computed and reduced in these dtypes. A sum of finite gradients can overflow in float16.
+_FLOAT16 = {"init_scale": 2.0**10, "on_average": True, "tolerance": 2e-4, "norm_tolerance": 5e-3}
+_BFLOAT16 = {"on_average": True, "tolerance": 1e-3, "norm_tolerance": 5e-2}
 # torch's fused SGD on CPU leaves most elements of half-precision parameters as they were.
 _HALF_SGD = ("SGD for-loop", "SGD foreach")
 
 
-class _Parameters(Layout):
+class Parameters(Layout):
     """Parameters, gradients and optimizer state in ``dtype``."""
 
-    dtype: ClassVar[torch.dtype]
+    dtype: ClassVar[torch.dtype] = F16
     on_average = True
 
     def make_net(self) -> nn.Module:
-        return Net(*self.widths).to(self.dtype)
+        return super().make_net().to(self.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
         return x.to(here(), self.dtype)
 
 
-class _Float16Parameters(_Parameters):
-    dtype = torch.float16
-    fp16_grads = "inplace"
-    init_scale = 2.0**8
-    tolerance = 5e-4
-    norm_tolerance = 1e-2
+class DDPParameters(Parameters, DDP):
+    pass
+
+
+class FSDP2Parameters(Parameters, FSDP2):
+    pass
+
+
+_FLOAT16_PARAMETERS: dict[str, Any] = {
+    "fp16_grads": "inplace",
+    "init_scale": 2.0**8,
+    "tolerance": 5e-4,
+    "norm_tolerance": 1e-2,
     # Adam's and Adagrad's squares of small gradients are zero in float16, scaler or none.
-    kinds = _HALF_SGD
-
-
-class DDPFloat16Parameters(_Float16Parameters, DDP):
-    pass
-
-
-class FSDP2Float16Parameters(_Float16Parameters, FSDP2):
-    pass
-
-
-class _BFloat16Parameters(_Parameters):
-    dtype = torch.bfloat16
-    tolerance = 3e-3
-    norm_tolerance = 8e-2
-    kinds = (*_HALF_SGD, *(name for name in KINDS if not name.startswith("SGD")))
-
-
-class DDPBFloat16Parameters(_BFloat16Parameters, DDP):
-    pass
-
-
-class FSDP2BFloat16Parameters(_BFloat16Parameters, FSDP2):
-    pass
+    "kinds": _HALF_SGD,
+}
+_BFLOAT16_PARAMETERS: dict[str, Any] = {
+    "dtype": BF16,
+    "tolerance": 3e-3,
+    "norm_tolerance": 8e-2,
+    "kinds": (*_HALF_SGD, *(name for name in KINDS if not name.startswith("SGD"))),
+}
 
 
 class _TokenNet(Net):
@@ -138,14 +107,16 @@ class DDPSparse(_Sparse, DDP):
 ALL_LAYOUTS: dict[str, type[Layout]] = {
     **LAYOUTS,
     **MESH_LAYOUTS,
-    "FSDP2 in fp16": FSDP2Float16,
-    "FSDP2 in fp16, reduced in fp32": FSDP2Float16Compute,
-    "FSDP2 in bf16, reduced in fp32": FSDP2BFloat16,
-    "FSDP2 in bf16, reduced in fp16": FSDP2BFloat16Float16,
-    "DDP, fp16 parameters": DDPFloat16Parameters,
-    "FSDP2, fp16 parameters": FSDP2Float16Parameters,
-    "DDP, bf16 parameters": DDPBFloat16Parameters,
-    "FSDP2, bf16 parameters": FSDP2BFloat16Parameters,
+    "FSDP2 in fp16": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F16), overflows_in_sum=True),
+    "FSDP2 in fp16, reduced in fp32": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F32)),
+    "FSDP2 in bf16, reduced in fp32": _with(FSDP2, **_BFLOAT16, policy=_policy(BF16, F32)),
+    "FSDP2 in bf16, reduced in fp16": _with(
+        FSDP2, **_BFLOAT16, policy=_policy(BF16, F16), init_scale=2.0**10, overflows_in_sum=True
+    ),
+    "DDP, fp16 parameters": _with(DDPParameters, **_FLOAT16_PARAMETERS),
+    "FSDP2, fp16 parameters": _with(FSDP2Parameters, **_FLOAT16_PARAMETERS),
+    "DDP, bf16 parameters": _with(DDPParameters, **_BFLOAT16_PARAMETERS),
+    "FSDP2, bf16 parameters": _with(FSDP2Parameters, **_BFLOAT16_PARAMETERS),
     "alone, sparse": AloneSparse,
     "DDP, sparse": DDPSparse,
 }

@@ -1,6 +1,7 @@
 """Run programs on this rank, beside the float64 reference, and note what happened."""
 
 import contextlib
+import functools
 import pickle
 import warnings
 import zlib
@@ -21,23 +22,6 @@ from tests.scaler.reference import KINDS, Reference, ScaleRule
 
 MAX_NORM = 0.05
 VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
-
-
-class _NoScaler:
-    """What a loop without a scaler does; finds out what the optimizer itself can."""
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
-
-    def update(self) -> None: ...
-
-    def get_scale(self) -> float:
-        return 1.0
 
 
 def _distamp(program: Program, layout: Layout) -> Any:
@@ -74,7 +58,7 @@ SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
     "distamp": _distamp,
     "torch": _torch,
     "sharded": _sharded,
-    "none": lambda program, layout: _NoScaler(),
+    "none": lambda program, layout: torch.amp.GradScaler(device_type(), enabled=False),
 }
 
 
@@ -90,7 +74,7 @@ class Runner:
     def __init__(self, program: Program, scaler: str) -> None:
         self.program = program
         self.layout = layout_named(program.layout)()
-        self._new_scaler = SCALERS[scaler]
+        self.new_scaler = functools.partial(SCALERS[scaler], program, self.layout)
         self.scaler = self.new_scaler()
         self.real = scaler != "none"
         kind = KINDS[program.kind]
@@ -103,9 +87,6 @@ class Runner:
         self.rule = ScaleRule(program.init_scale, growth_interval=program.growth_interval)
         if not self.real:
             self.rule.scale = 1.0
-
-    def new_scaler(self) -> Any:
-        return self._new_scaler(self.program, self.layout)
 
     def run(self) -> list[Outcome]:
         outcomes = []

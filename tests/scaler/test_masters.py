@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterable
@@ -18,21 +17,21 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp.errors import SettingError, StageError
 from distamp.scaler import MasterParameters, master_params, masters_of
 from tests.scaler.layouts import LAYOUTS
-from tests.scaler.masters import ByHand, half_mlp, master_scaler
+from tests.scaler.layouts_dtypes import Parameters
+from tests.scaler.masters import ByHand, Job, adamw, half_mlp, loss_of, master_scaler
 from tests.scaler.reference import KINDS
 from tests.scaler.steps import INF, cpu_scaler
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+    "AdamW": adamw,
     "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
     "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
     "SGD momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
     "SGD fused": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, fused=True),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
 }
-adamw = OPTIMIZERS["AdamW"]
 ZERO_GRADS: dict[str, Callable[[Any, nn.Module, MasterParameters], None]] = {
     "optimizer": lambda o, m, ms: o.zero_grad(),
     "optimizer in place": lambda o, m, ms: o.zero_grad(set_to_none=False),
@@ -40,13 +39,6 @@ ZERO_GRADS: dict[str, Callable[[Any, nn.Module, MasterParameters], None]] = {
     "model in place": lambda o, m, ms: m.zero_grad(set_to_none=False),
     "masters": lambda o, m, ms: ms.zero_grad(),
 }
-
-
-def loss_of(model: nn.Module, batch: int, factor: float = 1.0) -> Tensor:
-    """The loss of one seeded batch."""
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
-    dtype = next(model.parameters()).dtype
-    return (model(x.to(dtype)).float() - 1.0).square().mean() * factor
 
 
 def equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
@@ -339,19 +331,9 @@ def test_a_scaler_and_an_optimizer_must_both_know_of_masters(call):
         assert used.item() == 1.0
 
 
-def _half_layout(name: str) -> Any:
-    """The layout of this name over a model that was cast to float16 first."""
-    base: Any = LAYOUTS[name]
-
-    class Half(base):
-        def make_net(self) -> nn.Module:
-            return super().make_net().half()
-
-    return Half()
-
-
 def _refused(name: str) -> tuple[str, bool]:
-    layout = _half_layout(name)
+    """Over a model that was cast to float16 first."""
+    layout = type("Half", (Parameters, LAYOUTS[name]), {})()
     parameters = [p for part in layout.parts() for p in part]
     optimizer = layout.optimizer(KINDS["SGD for-loop"], parameters)
     with pytest.raises(ValueError) as error:
@@ -369,37 +351,6 @@ def test_shards_are_refused_with_what_to_do(ranks4, name):
 
 
 # -- checkpoints, and weights that something else writes -------------------------------------------
-
-
-class Job:
-    """A model, an optimizer, masters and a scaler, made anew as after a restart."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.model = half_mlp(seed)
-        self.optimizer = adamw(self.model.parameters())
-        self.masters = MasterParameters(self.optimizer)
-        self.scaler = master_scaler()
-        self.parts = {"model": self.model, "optimizer": self.optimizer, "masters": self.masters}
-
-    def train(self, *steps: int) -> Job:
-        for step in steps:
-            self.optimizer.zero_grad()
-            self.scaler.scale(loss_of(self.model, step)).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        return self
-
-    def saved(self) -> dict[str, Any]:
-        """What a file holds, read back without unpickling anything but tensors."""
-        file = io.BytesIO()
-        torch.save({name: part.state_dict() for name, part in self.parts.items()}, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
-    def values(self) -> list[Tensor]:
-        state = self.optimizer.state_dict()["state"].values()
-        kept = [v for each in state for v in each.values() if isinstance(v, Tensor)]
-        return [*self.model.parameters(), *master_params(self.optimizer), *kept]
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(["model", "optimizer", "masters"])])

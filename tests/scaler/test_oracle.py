@@ -45,7 +45,6 @@ CALLS = st.one_of(
     ),
     st.tuples(st.just("unscale_"), INDEX),
     st.tuples(st.just("step"), INDEX),
-    st.tuples(st.just("closure"), INDEX),
     st.tuples(st.just("update")),
     st.tuples(st.just("update"), SCALE, st.sampled_from(["float", "tensor"])),
     st.tuples(st.just("set_growth_factor"), st.sampled_from([2.0, 1.5, 3.0, 1.001])),
@@ -53,7 +52,6 @@ CALLS = st.one_of(
     st.tuples(st.just("set_growth_interval"), st.integers(1, 3)),
     st.tuples(st.just("reload")),
     st.tuples(st.just("exchange")),
-    st.tuples(st.just("load empty")),
     st.tuples(st.just("pickle")),
     st.tuples(st.just("zero_grad"), INDEX),
 )
@@ -116,7 +114,7 @@ class World:
     def call(self, name: str, *args: Any) -> Any:
         if name.startswith("set_"):
             return getattr(self.scaler, name)(*args)
-        return getattr(self, "do_" + name.replace(" ", "_"))(*args)
+        return getattr(self, "do_" + name)(*args)
 
     def do_backward(self, index: int, coefficients: tuple[float, ...], form: str) -> Any:
         if index in self.unscaled:
@@ -148,11 +146,6 @@ class World:
         self._have_gradients(index)
         return self.scaler.step(self.optimizers[index])
 
-    def do_closure(self, index: int) -> Any:
-        if self.scaler.is_enabled():
-            return None
-        return self.scaler.step(self.optimizers[index], closure=lambda: 1.0)
-
     def do_update(self, new_scale: float | None = None, form: str = "float") -> None:
         self.scaler.update(
             torch.tensor(new_scale) if form == "tensor" and new_scale is not None else new_scale
@@ -166,9 +159,6 @@ class World:
 
     def do_reload(self) -> None:
         self.scaler.load_state_dict(self.scaler.state_dict())
-
-    def do_load_empty(self) -> None:
-        self.scaler.load_state_dict({})
 
     def do_pickle(self) -> None:
         self.scaler = pickle.loads(pickle.dumps(self.scaler))
