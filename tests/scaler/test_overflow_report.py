@@ -16,12 +16,9 @@ from tests.scaler.steps import INF, NAN, cpu_scaler, error_of, iteration, leaf, 
 WEIGHT = torch.tensor([[INF, 2048.0], [-INF, NAN], [0.0, -4096.0]])
 
 
-class Net(nn.Module):
+def net() -> Any:
     """Two layers with names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 1)
+    return nn.ModuleDict({"first": nn.Linear(2, 3), "second": nn.Linear(3, 1)})
 
 
 def by_its_parameters(model: nn.Module) -> torch.optim.Optimizer:
@@ -46,7 +43,7 @@ def rows(report: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_report_counts_and_names_and_is_a_table_for_people():
-    scaler, model = cpu_scaler(), Net()
+    scaler, model = cpu_scaler(), net()
     optimizer = by_its_parameters(model)
     step(scaler, model, optimizer, {"first.weight": WEIGHT, "second.bias": torch.full((1,), NAN)})
     report = scaler.overflow_report(model)
@@ -65,7 +62,7 @@ NAMED: dict[str, Callable[[Any], Any]] = {
     "scaler": by_its_parameters,
     "optimizer": lambda model: torch.optim.SGD(model.named_parameters(), lr=1.0),
     "nothing": lambda model: torch.optim.SGD(
-        [{"params": [*part.parameters()]} for part in (model.first, model.second)], lr=1.0
+        [{"params": [*part.parameters()]} for part in model.values()], lr=1.0
     ),
 }
 
@@ -73,7 +70,7 @@ NAMED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
 @pytest.mark.parametrize("by", NAMED)
 def test_names_come_from_the_model_the_scaler_or_the_optimizer(by, masters):
-    model = Net().half() if masters else Net()
+    model = net().half() if masters else net()
     named = model.named_parameters() if by == "scaler" else None
     scaler = cpu_scaler(named_parameters=named, fp16_grads="master" if masters else "error")
     optimizer = NAMED[by](model)
@@ -106,7 +103,7 @@ def test_a_report_covers_every_optimizer_and_kind_of_gradient():
 
 
 def _reported(bad: list[int]) -> Any:
-    scaler, model = cpu_scaler(), Net()
+    scaler, model = cpu_scaler(), net()
     optimizer = by_its_parameters(model)
     step(scaler, model, optimizer, {"first.weight": WEIGHT} if dist.get_rank() in bad else {})
     if error := error_of(scaler.overflow_report):

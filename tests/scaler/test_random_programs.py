@@ -138,13 +138,9 @@ def main() -> None:
                 print(program, *wrong, sep="\n    ", flush=True)
 
         _draw(tell, draws, seed)
-    _summary(seen[0], "programs", seed, seen[1], start)
-
-
-def _summary(draws: int, what: str, seed: int, broken: int, start: float) -> None:
     print(
-        f"{datetime.date.today()}, torch {torch.__version__}: {draws} {what} drawn from seed "
-        f"{seed}, {broken} broke the invariant; {time.monotonic() - start:.0f} s"
+        f"{datetime.date.today()}, torch {torch.__version__}: {seen[0]} programs drawn from seed "
+        f"{seed}, {seen[1]} broke the invariant; {time.monotonic() - start:.0f} s"
     )
 
 

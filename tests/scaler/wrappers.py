@@ -56,13 +56,6 @@ class Accelerated(torch.optim.Optimizer):
     def param_groups(self) -> Any:
         return self.optimizer.param_groups
 
-    @property
-    def defaults(self) -> Any:
-        return self.optimizer.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
     def step(self, closure: Any = None) -> Any:
         return self.optimizer.step(closure)
 
