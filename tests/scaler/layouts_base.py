@@ -134,7 +134,11 @@ class Layout:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Name -> full value, of every parameter this rank holds or can gather."""
-        return {name: _full(p) for name, p in self.net.named_parameters()}
+        whole = {
+            name: p.full_tensor() if isinstance(p, DTensor) else p
+            for name, p in self.net.named_parameters()
+        }
+        return {name: p.detach().cpu().clone() for name, p in whole.items()}
 
     def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
         return functional_call(Net(*self.widths).to("meta"), dict(parameters), (x,))
@@ -163,11 +167,6 @@ def local_values(gradient: Tensor) -> Tensor:
     """The dense storage behind a gradient on this rank."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return local._values() if local.is_sparse else local
-
-
-def _full(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu().clone()
 
 
 class Alone(Layout):

@@ -32,8 +32,7 @@ def judge(ranks):
 
 
 def _wrong(judge, wanted):
-    programs = [cell(*each) for each in wanted]
-    found = judge.judge(*programs)
+    found = judge.judge(*(cell(*each) for each in wanted))
     return {each: wrong for each, wrong in zip(wanted, found, strict=True) if wrong}
 
 

@@ -62,7 +62,6 @@ def inside_of_backward(cls: Class) -> Any:
 
 # -- torch's inner names ---------------------------------------------------------------------------
 
-
 AGAIN: list[Callable[[Any, int], Any]] = [
     lambda records, key: records[key].update(stage=OptState.READY),
     lambda records, key: records.pop(key),
@@ -103,9 +102,8 @@ def records_that_are_read(cls: Class) -> Any:
 def records_that_a_framework_writes(cls: Class) -> Any:
     scaler, (p, optimizer) = _made(cls), sgd()
     backward(scaler, p, 0.25)
-    record = scaler._per_optimizer_states[id(optimizer)]
-    record["found_inf_per_device"] = {CPU: torch.ones(())}
-    record["stage"] = OptState.UNSCALED
+    written = {"found_inf_per_device": {CPU: torch.ones(())}, "stage": OptState.UNSCALED}
+    scaler._per_optimizer_states[id(optimizer)].update(written)
     scaler.step(optimizer)
     scaler.update()
     return p.item(), scaler.get_scale()
