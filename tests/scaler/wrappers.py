@@ -56,6 +56,9 @@ class Accelerated(torch.optim.Optimizer):
     def param_groups(self) -> Any:
         return self.optimizer.param_groups
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
     def step(self, closure: Any = None) -> Any:
         return self.optimizer.step(closure)
 
