@@ -1,7 +1,5 @@
 """The scaler beside everything else in a process: threads, memory, torch.compile, defaults."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

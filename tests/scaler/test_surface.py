@@ -1,7 +1,5 @@
 """torch's surface: names, signatures, settings, the order of calls, what may be scaled."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
