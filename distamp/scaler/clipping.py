@@ -94,8 +94,8 @@ def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
         ]
     if left:
         raise StageError(
-            f"{len(left)} of {len(parameters)} parameters belong to no optimizer this scaler has seen "
-            "yet, so it does not know whether their gradients are still scaled. Give "
+            f"{len(left)} of {len(parameters)} parameters belong to no optimizer this scaler has "
+            "seen yet, so it does not know whether their gradients are still scaled. Give "
             "clip_grad_norm_ the optimizer, or call add_optimizer(optimizer) first"
         )
     multiplied = {id(p): p for p in (*parameters, *(each.stepped for each in measured))}
