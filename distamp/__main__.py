@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout {options.timeout:g}: it is seconds, above 0")
     found = diagnose(options.timeout)
     if os.environ.get("RANK", "0") == "0":
         print(found.to_json() if options.json else found)

@@ -130,8 +130,9 @@ def _check_optimizers(
         if strange and (left_out or strange == len(parameters)):
             raise SettingError(
                 f"{strange} of the {len(parameters)} parameters of optimizer {number} ({kind}) do "
-                "not belong to the model; a wrapper that shards replaces parameters, so make the "
-                "optimizer after it, from model.parameters()"
+                "not belong to the model as it is now; a wrapper that shards replaces parameters, "
+                "so make the optimizer after it, from model.parameters(), and call initialize "
+                "before the first forward pass"
             )
         if precision.master_weights and kind in ("ZeroRedundancyOptimizer", "OSS"):
             raise SettingError(

@@ -88,6 +88,13 @@ class MasterParameters(GradientSource):
         optimizer.zero_grad = self._reaching_the_model(optimizer)  # type: ignore[method-assign]
         set_source(optimizer, self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy or a pickle, which would step masters that belong to no model."""
+        raise StageError(
+            "master parameters cannot be copied or pickled: copy the model, make an optimizer and "
+            "MasterParameters(optimizer) for it, and load their state_dict()"
+        )
+
     # -- who belongs to whom ----------------------------------------------------------------------
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:

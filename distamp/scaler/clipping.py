@@ -273,7 +273,7 @@ def differing(sums: Tensor, norm_type: float) -> str | None:
             "of one model, and those of several ranks are the same. If they are replicas (as what "
             "the plan of tensor parallel leaves out, between the groups of HYBRID_SHARD, under "
             "NO_SHARD, or beside data parallel), declare over which ranks a parameter is cut: "
-            "sharded=lambda p: p.device_mesh for DTensors, else group_or_mesh; or "
+            "sharded=lambda p: getattr(p, 'device_mesh', None), or group_or_mesh; or "
             "replicated=lambda p: True"
         )
     return None

@@ -289,7 +289,7 @@ def test_groups_added_later_and_parameters_that_thaw_get_masters():
 
 
 def test_masters_that_cannot_be_are_refused_with_what_to_do():
-    parameter, optimizer, _ = one_master(1.0)
+    parameter, optimizer, masters = one_master(1.0)
     fp32 = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     meta = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=F16, device="meta"))], lr=1.0)
     refused: dict[str, Any] = {"cast the model": fp32, "Optimizer, not list": [fp32]}
@@ -299,6 +299,8 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
             MasterParameters(given)
     with pytest.raises(StageError, match="closure"):
         optimizer.step(lambda: parameter.float().sum())
+    with pytest.raises(StageError, match="copied"):
+        copy.deepcopy((optimizer, masters))
     optimizer.add_param_group({"params": [parameter]})
     with pytest.raises(ValueError, match="has a master"):
         optimizer.step()
