@@ -23,7 +23,7 @@ from tests.ranks import mesh
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
 DRAWS, ALL_DRAWS = 60, 20_000
-ZEROED = ["to None", "in place", "by hand"]
+ZEROED = ["to None", "in place", "by hand", "data"]
 MADE = ["scaled", "set", "added"]
 
 
@@ -37,11 +37,13 @@ class Trained:
 
     def zero(self, how: str) -> None:
         self.sums, self.used = [0.0, 0.0], False
-        if how != "by hand":
+        if how in ("to None", "in place"):
             self.optimizer.zero_grad(set_to_none=how == "to None")
-            return
         for p in self.parameters:
-            p.grad = None if p.grad is None else torch.zeros_like(p)
+            if how == "by hand" and p.grad is not None:
+                p.grad = torch.zeros_like(p)
+            elif how == "data" and p.grad is not None:
+                p.grad.data.zero_()
 
     def make(self, scaler: DistGradScaler, how: str, value: float, places: list[int]) -> None:
         """Add ``value``, times the scale, to the gradients at these places, or set them to it."""
