@@ -312,8 +312,10 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
 def test_a_scaler_and_an_optimizer_must_both_know_of_masters(call):
     arguments = [1.0] if call == "clip_grad_norm_" else []
     plain, (parameter, optimizer, _) = half(1.0), one_master(1.0)
+    make_it, inplace = "make it with fp16_grads='master'", cpu_scaler(fp16_grads="inplace")
     for scaler, used, holds, says in (
-        (cpu_scaler(), parameter, optimizer, "make it with fp16_grads='master'"),
+        (cpu_scaler(), parameter, optimizer, make_it),
+        (inplace, parameter, optimizer, make_it),
         (master_scaler(), plain, torch.optim.SGD([plain]), r"MasterParameters\(optimizer\) before"),
     ):
         backward(scaler, used)

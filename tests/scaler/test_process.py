@@ -94,6 +94,7 @@ def test_what_is_gone_is_gone_and_leaves_nothing_in_a_scaler(masters: bool) -> N
 
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "unscale_": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.step(optimizer)),
     "clip_grad_norm_": lambda scaler, optimizer: (
         scaler.clip_grad_norm_(optimizer, 0.5, norm_type=1.0),
         scaler.step(optimizer),

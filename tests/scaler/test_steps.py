@@ -110,12 +110,14 @@ def test_sparse_gradients_are_as_dense_ones(values, unscale):
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_float16_gradients_are_refused_where_torch_refuses_them_and_stay_as_they_were(call):
     for scaler in (torch_scaler(), cpu_scaler()):
-        narrow = leaf(1.0, dtype=torch.float16)
-        optimizer = torch.optim.SGD([narrow], lr=1.0)
-        backward(scaler, narrow, 0.25)
+        wide, narrow = leaf(1.0), leaf(1.0, dtype=torch.float16)
+        optimizer = torch.optim.SGD([wide, narrow], lr=1.0)
+        for parameter in (wide, narrow):
+            backward(scaler, parameter, 0.25)
         with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients"):
             getattr(scaler, call)(optimizer)
-        assert (narrow.item(), narrow.grad.item()) == (1.0, 256.0)
+        assert (wide.item(), narrow.item()) == (1.0, 1.0)
+    assert (wide.grad.item(), narrow.grad.item()) == (256.0, 256.0)
 
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)
