@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import threading
 from collections import Counter
 from typing import Any
@@ -195,6 +196,17 @@ def test_another_thread_that_runs_the_model_is_followed():
     assert "exp" not in modules_of(report), "the thread itself was not asked about"
 
 
+def test_copies_carry_no_recorder():
+    model, buffer = mlp(), io.BytesIO()
+    with precision_report(model) as report:
+        copied = copy.deepcopy(model)
+        torch.save(model, buffer)
+        copied(torch.randn(4, 8))
+    assert modules_of(report)["addmm"] == OUTSIDE
+    buffer.seek(0)
+    torch.load(buffer, weights_only=False)(torch.randn(4, 8))
+
+
 @pytest.mark.parametrize("lengths", [(5000, 3), (3, 5000)])
 def test_the_longest_sum_of_several_is_found(lengths):
     with precision_report() as report:
@@ -287,6 +299,14 @@ def test_the_table_has_modules_alike_as_one_and_those_of_two_classes_apart(repor
     column = lines[1].index("calls")
     shown = [int(line[column : column + 5].replace(",", "")) for line in lines[2:]]
     assert sum(shown) == report.totals.calls
+
+
+def test_rich_shows_the_same_cells(report):
+    rich = pytest.importorskip("rich.console")
+    out = io.StringIO()
+    rich.Console(width=200, file=out).print(report)
+    assert "0.*.linear1" in out.getvalue()
+    assert f"{report.totals.calls:,} kernels" in out.getvalue()
 
 
 def test_json_comes_back_equal_and_another_file_is_refused_by_name(report, tmp_path):

@@ -222,6 +222,25 @@ def test_fsdp1s_hooks_run_on_a_cpu(ranks, world, hook, strategy, bound):
     assert max(ranks(world).run(_fsdp1, hook, strategy)) < bound
 
 
+def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    values = torch.randn(world, world * 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    state = LowPrecisionState(dist.group.WORLD, parameter_type)
+    state.gradient_predivide_factor, state.gradient_postdivide_factor = 1.0, 7.0
+    output = torch.empty(70, dtype=dtype)
+    fsdp_fp16_compress_hook(state, values[rank].clone(), output)
+    assert output.dtype == parameter_type
+    exact = values.double().sum(0)[rank * 70 :][:70] / 7
+    return float((output.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("parameter_type", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_hook_casts_to_the_parameters_dtype(ranks4, dtype, parameter_type):
+    bound = 4e-3 if parameter_type == torch.bfloat16 else ERRORS["fp16"]
+    assert max(ranks4.run(_direct, dtype, parameter_type)) < bound
+
+
 # -- what cannot be --------------------------------------------------------------------------------
 
 

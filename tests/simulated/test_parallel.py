@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import distamp
-from distamp.autocast import DataParallel
+from distamp.autocast import DataParallel, parallel_apply
 
 SCHEDULES = [("late", 0), ("random", 3)]
 
@@ -64,6 +64,25 @@ def test_replicas_compute_in_the_region_and_train_as_one_model(sim, dtype):
         torch.testing.assert_close(parameters, alone, **tolerance)
         assert scales == [64.0, 32.0, 32.0, 32.0]
         assert seen == [(f"sim:{i}", dtype or torch.float32) for i in range(3)]
+
+
+def _applied(dtype: torch.dtype) -> Any:
+    devices = [f"sim:{i}" for i in range(3)]
+    modules = [nn.Linear(8, 4).to(device) for device in devices]
+    inputs = [torch.ones(2, 8, device=device) for device in devices]
+    with region(dtype):
+        outputs = parallel_apply(modules, inputs, devices=[0, 1, 2])
+        alone = [module(x) for module, x in zip(modules, inputs, strict=True)]
+    same = all(map(torch.equal, (y.cpu() for y in outputs), (y.cpu() for y in alone)))
+    return [(str(y.device), y.dtype) for y in outputs], same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parallel_apply_computes_in_the_region_on_every_device(sim, dtype):
+    for schedule, seed in SCHEDULES:
+        where, same = sim.one(_applied, dtype, schedule=schedule, seed=seed)
+        assert where == [(f"sim:{i}", dtype) for i in range(3)]
+        assert same
 
 
 def _in_threads() -> Any:
