@@ -21,7 +21,7 @@ from tests.ranks import RankError, RankPool
 
 pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.timeout(600)]
 
-RUN = (*TINY, *FP16, "--dropout", 0.1, "--steps", 24, "--save-every", 3)
+RUN = (*TINY, *FP16, "--dropout", 0.1, "--steps", 15, "--save-every", 3)
 
 
 def killed_after(
