@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -130,7 +132,10 @@ class Metrics:
             self.say(f"stopped as asked; go on with --resume {run}")
         self.say(f"Results are in {run}")
         if self._of_text:
-            self.say(f'For text from it:\n  python -m launch.sample {run} --prompt "def "')
+            # `make` activates no environment: the interpreter is named as it is called from here.
+            python = os.path.relpath(sys.executable)
+            python = "python" if python.startswith("..") else python
+            self.say(f'For text from it:\n  {python} -m launch.sample {run} --prompt "def "')
 
     def close(self) -> None:
         """Write what is left, and draw the curves."""
