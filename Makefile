@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUN ?= runs/readme
-# Ranks, test workers and BLAS threads share the same cores.
-JOBS ?= 2
+# Ranks, test workers and BLAS threads share the same cores; three workers keep two cores busy.
+JOBS ?= 3
 
 # The trainers' own packages, beside those of the other tests.
 TRAINERS := .venv-trainers
