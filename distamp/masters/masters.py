@@ -46,8 +46,8 @@ class MasterParameters(GradientSource):
     Differs from ``apex.amp`` in that the masters are in the optimizer's ``param_groups`` and two of
     torch's hooks around ``step`` convert the gradients and write the parameters back.
     ``optimizer.zero_grad`` is wrapped on the optimizer, as torch's learning-rate schedules wrap
-    ``step``: it clears the model's gradients too. The optimizer's state moves to the masters, in
-    float32. Parameters of other dtypes (a batch norm in float32) do not change, and frozen ones get
+    ``step``: it clears the model's gradients too. State that the optimizer has in float32 moves to
+    the masters. Parameters of other dtypes (a batch norm in float32) do not change, and frozen ones get
     a master in the first step after they begin to require gradients.
 
     Create it once, after you cast and wrap the model and create the optimizer: in one process, in
@@ -61,7 +61,8 @@ class MasterParameters(GradientSource):
     Raises:
         TypeError: Not an optimizer.
         ValueError: No parameter needs a master, the optimizer has masters already, or it steps
-            shards (FSDP, tensor parallel) or this rank's share (ZeroRedundancyOptimizer, OSS).
+            shards (FSDP, tensor parallel) or this rank's share (ZeroRedundancyOptimizer, OSS), or
+            its state is in half precision: it was loaded too early.
 
     Example::
 
@@ -375,6 +376,21 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             f"{name} holds parameters on the meta device, which have no values to copy: "
             "materialise the model (model.to_empty(device=...), then load or initialise it) first"
         )
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        rounded = [key for key, value in state.items() if _low_and_used(value)]
+        if parameter.dtype in _LOW and rounded:
+            raise SettingError(
+                f"{name} has its state ({', '.join(rounded)}) in {parameter.dtype}, where small "
+                "second moments are zero: its load_state_dict rounds to the dtype of the "
+                "parameters. Make the masters first (initialize, or MasterParameters), then load"
+            )
+
+
+def _low_and_used(state: Any) -> bool:
+    """Return whether it is in half precision, and not the constant that Adagrad begins with."""
+    low = isinstance(state, Tensor) and state.dtype in _LOW and state.numel() > 1
+    return low and bool((state != state.max()).any())
 
 
 def _refuse_sharded(parameter: Tensor) -> None:

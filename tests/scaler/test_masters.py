@@ -294,6 +294,10 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
     meta = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=F16, device="meta"))], lr=1.0)
     refused: dict[str, Any] = {"cast the model": fp32, "Optimizer, not list": [fp32]}
     refused |= {"to_empty": meta, "has master parameters already": optimizer}
+    loaded = torch.optim.SGD([half(1.0, 2.0)], lr=1.0, momentum=0.9)
+    state = {"state": {0: {"momentum_buffer": torch.tensor([1e-9, 1.0])}}}
+    loaded.load_state_dict(state | {"param_groups": loaded.state_dict()["param_groups"]})
+    refused[r"\(momentum_buffer\) in torch.float16.*then load"] = loaded
     for words, given in refused.items():
         with pytest.raises((ValueError, TypeError), match=words):
             MasterParameters(given)
