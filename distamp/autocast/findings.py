@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distamp.autocast.report import OpRow, PrecisionReport, collapsed
 
-__all__ = ["Finding", "findings", "show"]
+__all__ = ["FP16_LOSS", "Finding", "findings", "show"]
 
 _HALF = ("float16", "bfloat16")
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp")
@@ -34,6 +34,16 @@ class Finding:
     op: str
     what: str
     fix: str
+
+
+FP16_LOSS = Finding(
+    "warning",
+    "fp16-loss",
+    "",
+    "loss_fn",
+    "the loss is fp16: scaled by 65536 it overflows above 1",
+    "take the loss of .float() inputs",
+)
 
 
 def findings(report: PrecisionReport) -> tuple[Finding, ...]:
@@ -66,8 +76,8 @@ _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
         "fp16-loss",
         "warning",
         lambda row: "loss" in row.function + row.op and _out(row) == "float16",
-        "the loss is fp16: scaled by 65536 it overflows above 1",
-        "take the loss of .float() inputs",
+        FP16_LOSS.what,
+        FP16_LOSS.fix,
     ),
     (
         "half-softmax",

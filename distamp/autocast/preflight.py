@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
-from distamp.autocast.findings import Finding, findings, show
+from distamp.autocast.findings import FP16_LOSS, Finding, findings, show
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.op_names import autocast_key
 from distamp.autocast.recording import precision_report
@@ -117,8 +117,9 @@ def preflight(
     ):
         try:
             output = model(*fakes.fakes_of(tuple(args)), **fakes.fakes_of(dict(kwargs)))
-            if loss_fn is not None:
-                loss_fn(output)
+            loss = None if loss_fn is None else loss_fn(output)
+            if isinstance(loss, Tensor) and loss.dtype is torch.float16:
+                failed = (replace(FP16_LOSS, op=fakes.function),)
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
             what = f"stops here: {type(error).__name__}: {first}"
@@ -127,7 +128,8 @@ def preflight(
             failed = (Finding("error", "fails", at, fakes.function, what, fix),)
     about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
     done = PrecisionReport(report.rows, report.model, about)
-    return Preflight(done, (*failed, *_forbidden(done, device_type), *findings(done)))
+    found = (*failed, *_forbidden(done, device_type), *findings(done))
+    return Preflight(done, tuple(dict.fromkeys(found)))
 
 
 def _lists_of(device_type: str) -> OpLists:

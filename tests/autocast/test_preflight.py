@@ -145,6 +145,20 @@ def test_what_torch_forbids_on_the_device_is_an_error(device_type, refused):
     assert [each.rule for each in result.errors] == ["forbidden"] * refused
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [
+        (torch.mean, ["fp16-loss"]),
+        (lambda y: y.relu().amax(), ["fp16-loss"]),
+        (lambda y: F.l1_loss(y, y), []),  # in fp32 by the device's lists
+        (lambda y: y.float().mean(), []),
+    ],
+)
+def test_a_loss_in_fp16_is_found_however_it_was_reduced(loss_fn, found):
+    half = Calls(lambda x: x.half())
+    assert [it.rule for it in preflight(half, X, dtype=FP16, loss_fn=loss_fn).findings] == found
+
+
 def test_json_has_report_and_findings(tmp_path):
     result = preflight(Calls(lambda x: F.softmax(x.half(), -1)), X, "cpu", FP16)
     assert [each.rule for each in result.findings] == ["half-softmax"]
