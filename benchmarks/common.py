@@ -5,33 +5,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-__all__ = ["Ratio", "environment", "interleave", "markdown", "ratio", "slowest"]
+__all__ = ["environment", "interleave", "markdown", "ratio", "slowest"]
 
+# Seconds by contender, one for each round.
 Timings = dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How long something takes beside a peer, from ratios taken round by round.
-
-    Args:
-        median: Of the ratios; below 1 is faster than the peer.
-        low: Their lower quartile.
-        high: Their upper quartile.
-        rounds: How many ratios there are.
-    """
-
-    median: float
-    low: float
-    high: float
-    rounds: int
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def interleave(
@@ -40,6 +21,7 @@ def interleave(
     *,
     warmup: int = 3,
     before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
     """Time every contender once in each round, so that a busy machine is busy for all of them.
 
@@ -52,31 +34,28 @@ def interleave(
         rounds: Timed rounds.
         warmup: Rounds before those, not timed.
         before: Called before each contender, not timed: restores the data, waits for other ranks.
-
-    Returns:
-        Seconds of wall time, by contender, one for each round.
+        clock: Seconds; ``time.thread_time`` leaves out what else the machine does.
     """
-    names = list(contenders)
-    timings: Timings = {name: [] for name in names}
+    timings: Timings = {name: [] for name in contenders}
     order = random.Random(0)
     for number in range(-warmup, rounds):
-        for name in order.sample(names, len(names)):
+        for name in order.sample(list(contenders), len(contenders)):
             before()
             _synchronize()
-            start = time.perf_counter()
+            start = clock()
             contenders[name]()
             _synchronize()
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             if number >= 0:
                 timings[name].append(seconds)
     return timings
 
 
-def ratio(mine: list[float], peers: list[float]) -> Ratio:
-    """Return the quartiles of ``mine / peers``, round by round."""
+def ratio(mine: list[float], peers: list[float]) -> str:
+    """Return the median of ``mine / peers``, round by round, and its quartiles."""
     ratios = [a / b for a, b in zip(mine, peers, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Ratio(median, low, high, len(ratios))
+    return f"{median:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def slowest(ranks: list[Timings]) -> Timings:
@@ -95,28 +74,20 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def environment() -> str:
     """Return the device and the versions that a figure depends on, in one line."""
+    versions = f"torch {torch.__version__}, python {platform.python_version()}"
     if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        module = torch.get_device_module(accelerator)
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
         device = f"{torch.accelerator.device_count()} x {module.get_device_name()}"
     else:
-        device = f"CPU only ({_cpu_model()}, {torch.get_num_threads()} thread)"
-    versions = f"torch {torch.__version__}, python {platform.python_version()}"
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+        cpu = f"{len(names)} x {names[0]}" if names else platform.machine()
+        device = f"CPU only ({cpu}, {torch.get_num_threads()} thread)"
     if torch.version.cuda is not None and torch.cuda.is_available():
         versions += f", CUDA {torch.version.cuda}"
         if torch.distributed.is_nccl_available():
             versions += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     return f"{device}; {versions}"
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
 
 
 def _synchronize() -> None:

@@ -12,48 +12,47 @@ nothing. What is calculated says so.
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from benchmarks import comm_hooks_step, scaler_round
 from benchmarks.common import environment, markdown, ratio, slowest
 from tests.ranks import RankPool
 
-Table = tuple[list[str], list[list[str]]]
 ELEMENTS = 16
 # Of the layers of a model that is nothing but tensors, and of one that is nothing but bytes.
 THIN, WIDE = 16, 1024
 
 
-def _rounds(ranks: Iterable[int], cases: Sequence[tuple[int, int]]) -> Table:
-    """A round on so many ranks, of each case of parameters and optimizers."""
-    rows = []
-    for size in ranks:
-        with RankPool(size, timeout=600) as pool:
-            for parameters, optimizers in cases:
-                rounds = max(20, min(300, 200_000 // parameters // size**2))
-                given = parameters, ELEMENTS, optimizers, rounds
-                times = scaler_round.compared(pool, *given)
-                rows.append([str(size), f"{parameters:,}", str(optimizers), *times])
-    beside = [f"of {peer}" for peer in scaler_round.PEERS]
-    return ["ranks", "parameters", "optimizers", "ms", *beside], rows
+def _rounds(ranks: int, cases: Iterable[tuple[int, int]]) -> list[list[str]]:
+    """A round of each case of parameters and optimizers."""
+    return [
+        row
+        for size, count in cases
+        for row in scaler_round.compared(
+            ranks, [(size, ELEMENTS, count)], max(20, min(300, 200_000 // size // ranks**2))
+        )
+    ]
 
 
-def parameters() -> Table:
+def parameters() -> str:
     """The round against the number of parameters."""
-    return _rounds([1], [(count, 1) for count in (10, 100, 1_000, 10_000)])
+    rows = _rounds(1, [(count, 1) for count in (10, 100, 1_000, 10_000)])
+    return markdown(scaler_round.HEADER, rows)
 
 
-def optimizers() -> Table:
+def optimizers() -> str:
     """The round against the number of optimizers: one `step_all`, and torch's loop."""
-    return _rounds([1, 2], [(640, count) for count in (1, 4, 16, 64)])
+    cases = [(640, count) for count in (1, 4, 16, 64)]
+    return markdown(scaler_round.HEADER, _rounds(1, cases) + _rounds(2, cases))
 
 
-def ranks() -> Table:
+def ranks() -> str:
     """The round against the number of ranks."""
-    return _rounds([1, 2, 4, 8], [(100, 1)])
+    rows = [row for size in (1, 2, 4, 8) for row in _rounds(size, [(100, 1)])]
+    return markdown(scaler_round.HEADER, rows)
 
 
-def message() -> Table:
+def message() -> str:
     """Calculated: what a rank sends for a step of four optimizers with gradients of one dtype.
 
     A ring passes on 2 (N - 1) pieces, a tree goes up and down log2 N levels.
@@ -64,39 +63,31 @@ def message() -> Table:
         ours = ["1", "8 (32 on a device)", waits]
         sharded = ["4", "16", f"four times {waits}"]
         rows += [[f"{size:,}", "distamp, `step_all`", *ours], ["", "ShardedGradScaler", *sharded]]
-    return ["ranks", "", "all-reduces", "bytes", "hops in a row, ring or tree"], rows
+    return markdown(["ranks", "", "all-reduces", "bytes", "hops in a row, ring or tree"], rows)
 
 
-def _exchanges(cases: Iterable[tuple[str, int, int, int, int | None]]) -> Table:
+def _exchanges(cases: Iterable[tuple[str, int, int, int, int | None]]) -> str:
     """A training step of each case: its name, ranks, width, layers and ranks on a host."""
-    none, torchs, wires = comm_hooks_step.NONE, comm_hooks_step.TORCH, ["fp16", "int8"]
+    none, peer, wires = comm_hooks_step.NONE, comm_hooks_step.TORCH, ["fp16", "int8"]
     rows = []
-    for name, size, *model, per_host in cases:
+    for name, size, *model in cases:
         with RankPool(size, timeout=600) as pool:
-            found = pool.run(
-                comm_hooks_step.time_steps,
-                [none, torchs, *wires],
-                15,
-                *model,
-                ranks_per_host=per_host,
-            )
+            found = pool.run(comm_hooks_step.time_steps, [none, peer, *wires], 15, *model)
         times, sent = slowest([each for each, *_ in found]), found[0][1]
-        beside = [str(ratio(times[wire], times[torchs])) for wire in wires]
-        part = [f"{sent[wire] / sent[none]:.2f}" for wire in wires]
-        rows.append(
-            [name, str(size), f"{1e3 * statistics.median(times[torchs]):.3g}", *beside, *part]
-        )
-    bytes_sent = ["fp16 bytes", "int8 bytes"]
-    return ["", "ranks", "ms, torch's", "fp16 of torch's", "int8 of torch's", *bytes_sent], rows
+        cells = [ratio(times[wire], times[peer]) for wire in wires]
+        cells += [f"{sent[wire] / sent[none]:.2f}" for wire in wires]
+        rows.append([name, str(size), f"{1e3 * statistics.median(times[peer]):.3g}", *cells])
+    header = ["", "ranks", "ms, torch's", "fp16 of torch's", "int8 of torch's"]
+    return markdown([*header, "fp16 bytes", "int8 bytes"], rows)
 
 
-def tensors() -> Table:
+def tensors() -> str:
     """A step against the number of parameters, on two ranks; bytes of a rank, of fp32's."""
     counts = (10, 100, 1_000, 10_000)
     return _exchanges((f"{n:,} parameters", 2, THIN, n // 2, None) for n in counts)
 
 
-def hosts() -> Table:
+def hosts() -> str:
     """A step of 8 MB against the number of hosts of two ranks.
 
     Bytes: what a rank sends to other hosts (on one host: to the other rank), of an fp32 ring's.
@@ -104,7 +95,7 @@ def hosts() -> Table:
     return _exchanges((f"{n} x 2", 2 * n, WIDE, 2, 2) for n in (1, 2, 3, 4))
 
 
-PARTS: dict[str, Callable[[], Table]] = {
+PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part for part in (parameters, optimizers, ranks, message, tensors, hosts)
 }
 
@@ -115,7 +106,7 @@ def main() -> None:
     print(f"{environment()}; medians, ratios with quartiles", flush=True)
     for name in parser.parse_args().only:
         says = (PARTS[name].__doc__ or "").replace("\n    ", "\n").strip()
-        print(f"\n## {name.capitalize()}\n\n{says}\n\n{markdown(*PARTS[name]())}", flush=True)
+        print(f"\n## {name.capitalize()}\n\n{says}\n\n{PARTS[name]()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,191 +15,146 @@ torch.profiler records them, so they are exact and the same on every machine.
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import Timings, environment, interleave, markdown, ratio
+from benchmarks.common import environment, interleave, markdown, ratio
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
 
-OURS, PLAIN, FOREACH = "distamp", "by hand", "by hand, foreach"
 SCALE = 1024.0
-MIB = 2**20
 # Parameters, elements of each.
 CASES = ((10, 1_000_000), (100, 100_000), (1000, 10_000), (1000, 100))
+COUNTED = (64, 250_000)
 
 
-class ByHand:
-    """The usual loop, for float16 parameters with scaled gradients."""
+@dataclass(frozen=True)
+class Contender:
+    """Float16 parameters, the step on their float32 copies, and the bytes of those."""
 
-    def __init__(self, parameters: Sequence[Tensor], *, foreach: bool) -> None:
-        self.parameters = parameters
-        self.copies = [p.detach().float() for p in parameters]
-        self.optimizer = torch.optim.AdamW(self.copies, lr=1e-3, fused=True)
-        self.foreach = foreach
+    parameters: list[Tensor]
+    step: Callable[[], object]
+    optimizer: torch.optim.Optimizer
+    held: int
+
+    def set_gradients(self) -> None:
+        """Free all gradients, and set new ones as a backward pass would."""
+        self.optimizer.zero_grad()
+        for parameter in self.parameters:
+            parameter.grad = torch.full_like(parameter, 0.5)
+
+
+def _masters(parameters: list[Tensor]) -> Contender:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    masters = MasterParameters(optimizer)
+    device = parameters[0].device
+    scaler = DistGradScaler(device.type, init_scale=SCALE, fp16_grads="master")
+    scaler.scale(torch.ones((), device=device))
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Contender(parameters, step, optimizer, masters.nbytes)
+
+
+def _by_hand(parameters: list[Tensor], foreach: bool) -> Contender:
+    copies = [p.detach().float() for p in parameters]
+    optimizer = torch.optim.AdamW(copies, lr=1e-3, fused=True)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Take the gradients, check them, step the copies and write them back."""
-        if self.foreach:
-            self._foreach_step()
-            return
+    def step() -> None:
         finite = True
-        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+        for parameter, copy in zip(parameters, copies, strict=True):
             assert parameter.grad is not None
             copy.grad = parameter.grad.float() / SCALE
             finite = finite and bool(copy.grad.isfinite().all())
         if finite:
-            self.optimizer.step()
-            for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            optimizer.step()
+            for parameter, copy in zip(parameters, copies, strict=True):
                 parameter.copy_(copy)
 
-    def _foreach_step(self) -> None:
-        gradients = [torch.empty_like(copy) for copy in self.copies]
-        torch._foreach_copy_(gradients, [p.grad for p in self.parameters])
+    @torch.no_grad()
+    def foreach_step() -> None:
+        gradients = [torch.empty_like(copy) for copy in copies]
+        torch._foreach_copy_(gradients, [p.grad for p in parameters])
         torch._foreach_mul_(gradients, 1.0 / SCALE)
-        finite = torch.stack(torch._foreach_norm(gradients, 2.0)).isfinite().all()
-        if finite:
-            for copy, gradient in zip(self.copies, gradients, strict=True):
+        if torch.stack(torch._foreach_norm(gradients, 2.0)).isfinite().all():
+            for copy, gradient in zip(copies, gradients, strict=True):
                 copy.grad = gradient
-            self.optimizer.step()
-            torch._foreach_copy_(list(self.parameters), self.copies)
+            optimizer.step()
+            torch._foreach_copy_(parameters, copies)
 
-    def zero_grad(self) -> None:
-        """Free every gradient."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.optimizer.zero_grad()
-
-    @property
-    def held(self) -> int:
-        """Bytes of the float32 copies."""
-        return sum(copy.nbytes for copy in self.copies)
+    held = sum(copy.nbytes for copy in copies)
+    return Contender(parameters, foreach_step if foreach else step, optimizer, held)
 
 
-class Masters:
-    """The same with `MasterParameters` and the scaler."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = parameters
-        self.optimizer = torch.optim.AdamW(list(parameters), lr=1e-3, fused=True)
-        self.masters = MasterParameters(self.optimizer)
-        device = parameters[0].device.type
-        self.scaler = DistGradScaler(device, init_scale=SCALE, fp16_grads="master")
-        self.scaler.scale(torch.ones((), device=parameters[0].device))
-
-    def step(self) -> None:
-        """Let the scaler and the masters do so."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def zero_grad(self) -> None:
-        """Free every gradient."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.optimizer.zero_grad()
-
-    @property
-    def held(self) -> int:
-        """Bytes of the float32 copies."""
-        return self.masters.nbytes
+MAKES: dict[str, Callable[[list[Tensor]], Contender]] = {
+    "distamp": _masters,
+    "by hand": lambda parameters: _by_hand(parameters, False),
+    "by hand, foreach": lambda parameters: _by_hand(parameters, True),
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument(
-        "--parameters", type=int, nargs="+", help="of the cases, those with so many"
-    )
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    print(environment(), flush=True)
-    print("\nTime of a whole step (gradients to masters, AdamW, write-back), and its ratio:\n")
-    print(markdown(["parameters", "elements", "ms", PLAIN, FOREACH], []).rstrip())
-    for parameters, elements in CASES:
-        if arguments.parameters and parameters not in arguments.parameters:
-            continue
-        times = timed(parameters, elements, arguments.rounds, arguments.device)
-        beside = [str(ratio(times[OURS], times[peer])) for peer in (PLAIN, FOREACH)]
-        milliseconds = f"{1000 * statistics.median(times[OURS]):.3g}"
-        row = [f"{parameters:,}", f"{parameters * elements:,}", milliseconds, *beside]
-        print("| " + " | ".join(row) + " |", flush=True)
-    print("\nBytes for each element of the model, beside its own 2 and AdamW's 8:\n")
-    header = ["", "held between steps", "gradients after backward", "most in a step"]
-    rows = [[name, *map(_per_element, counted(name, arguments.device))] for name in CONTENDERS]
-    print(markdown(header, rows))
-
-
-def _contender(name: str, device: str, count: int, elements: int) -> Masters | ByHand:
+def made(name: str, device: str, count: int, elements: int) -> Contender:
+    """Return a contender with so many parameters of so many elements."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(elements, generator=generator) * 0.02 for _ in range(count)]
-    parameters = [torch.nn.Parameter(v.to(device, torch.float16)) for v in values]
-    if name == OURS:
-        return Masters(parameters)
-    return ByHand(parameters, foreach=name == FOREACH)
+    return MAKES[name]([torch.nn.Parameter(v.to(device, torch.float16)) for v in values])
 
 
-CONTENDERS = (OURS, PLAIN, FOREACH)
-
-
-def timed(count: int, elements: int, rounds: int, device: str) -> Timings:
-    """Return the times of one step of each contender, in turn."""
-    rivals = {name: _contender(name, device, count, elements) for name in CONTENDERS}
-    gradients = [torch.full((elements,), 0.5, dtype=torch.float16, device=device)] * count
+def timed(count: int, elements: int, rounds: int, device: str) -> list[str]:
+    """Return a row: the time of a step, and its ratio to each loop's."""
+    rivals = {name: made(name, device, count, elements) for name in MAKES}
 
     def before() -> None:
         for rival in rivals.values():
-            rival.zero_grad()
-            for parameter, gradient in zip(rival.parameters, gradients, strict=True):
-                parameter.grad = gradient
+            rival.set_gradients()
 
-    steps: dict[str, Callable[[], object]] = {name: rival.step for name, rival in rivals.items()}
-    return interleave(steps, rounds, before=before)
-
-
-def counted(name: str, device: str) -> tuple[float, float, float]:
-    """Return bytes for each element: held by copies, by gradients before, and most in a step."""
-    count, elements = 64, 250_000
-    held = 0
-
-    def two_iterations() -> None:
-        nonlocal held
-        rival = _contender(name, device, count, elements)
-        held = rival.held
-        for _ in range(2):  # AdamW makes its state in the first
-            rival.zero_grad()
-            _set_gradients(rival)
-            rival.step()
-
-    most = _most_allocated(two_iterations)
-    whole = count * elements
-    resident = whole * (2 + 8) + held
-    return held / whole, 2.0, (most - resident) / whole
+    steps = {name: rival.step for name, rival in rivals.items()}
+    mine, *peers = interleave(steps, rounds, before=before).values()
+    known = [f"{count:,}", f"{count * elements:,}", f"{1000 * statistics.median(mine):.3g}"]
+    return [*known, *(ratio(mine, peer) for peer in peers)]
 
 
-def _set_gradients(rival: Masters | ByHand) -> None:
-    for parameter in rival.parameters:
-        parameter.grad = torch.full_like(parameter, 0.5)
-
-
-def _most_allocated(function: Callable[[], object]) -> int:
-    """Return the largest sum of allocations less frees while ``function`` runs."""
+def counted(name: str, device: str) -> list[str]:
+    """Return a row: bytes for each element, held by copies and, besides, the most in a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
+        rival = made(name, device, *COUNTED)
+        for _ in range(2):  # AdamW makes its state in the first
+            rival.set_gradients()
+            rival.step()
     assert profiler.profiler is not None
     total = most = 0
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
         total += event.nbytes()
         most = max(most, total)
-    return most
+    elements = COUNTED[0] * COUNTED[1]
+    held = rival.held / elements
+    return [name, f"{held:.2f}", f"{most / elements - 2 - 8 - held:.2f}"]
 
 
-def _per_element(value: float) -> str:
-    return f"{value:.2f}"
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--parameters", type=int, nargs="+", help="of the cases, those of so many")
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    cases = [case for case in CASES if case[0] in (given.parameters or dict(CASES))]
+    rows = [timed(*case, given.rounds, given.device) for case in cases]
+    print(f"{environment()}\n\nTime of a whole step (gradients to masters, AdamW, write-back):\n")
+    peers = [f"of {name}" for name in MAKES if name != "distamp"]
+    print(markdown(["parameters", "elements", "ms", *peers], rows))
+    print(
+        "\nBytes for each element of the model, beside its own 2 and AdamW's 8; gradients are 2:\n"
+    )
+    header = ["", "held between steps", "most in a step"]
+    print(markdown(header, [counted(name, given.device) for name in MAKES]))
 
 
 if __name__ == "__main__":

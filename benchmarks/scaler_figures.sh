@@ -8,10 +8,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/figures.sh"
 
-part parts benchmarks.scaler_round --parts --ranks 1 2 --parameters 20 1000
-part small benchmarks.scaler_round --ranks 1 2 --parameters 20 --elements 16
+part small benchmarks.scaler_round --ranks 1 2 --elements 16
 part round benchmarks.scaler_round --ranks 1 2 4
-part fused benchmarks.scaler_round --ranks 1 2 --fused
-part sizes benchmarks.scaler_round --ranks 1 2 --parameters 10 100 1000 10000 --elements 1000
-part ranks benchmarks.scaler_round --ranks 8 --parameters 20
+part fused benchmarks.scaler_round --ranks 1 2 --elements 16 --fused
+part sizes benchmarks.scaler_round --ranks 1 2 --parameters 10 100 1000 10000 --optimizers 1 --elements 1000
+part ranks benchmarks.scaler_round --ranks 8 --parameters 20 --optimizers 1
 part collectives benchmarks.scaler_collectives

@@ -150,7 +150,7 @@ def rank() -> dict[str, Any]:
 def test_a_slow_link_is_sent_fewer_bytes():
     if reason := netns.missing():
         pytest.skip(reason)
-    first, second = run_on_hosts("tests.comm_hooks.test_auto", 2, "20mbit", 1500, {}, 240)
+    first, second = run_on_hosts("tests.comm_hooks.test_auto", 2, {}, 240, rate="20mbit")
     assert first == second
     assert first["sent"] in (["fp16"], ["int8"])
     assert "the link is the bottleneck" in first["line"]

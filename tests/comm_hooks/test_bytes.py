@@ -53,7 +53,7 @@ def _check(wrapper: str, hosts: int, local: int, shares: dict[str, float]) -> No
         pytest.skip(reason)
     options = {"wrapper": wrapper, "wires": list(shares)}
     where = "tests.comm_hooks.test_bytes"
-    ranks = run_on_hosts(where, hosts, None, 1500, options, 280, local=local)
+    ranks = run_on_hosts(where, hosts, options, 280, local=local)
     ring = 2 * (hosts - 1) / hosts * 4 * ROWS * COLUMNS
     for each in ranks:
         for wire, share in shares.items():
