@@ -47,8 +47,8 @@ class MasterParameters(GradientSource):
     torch's hooks around ``step`` convert the gradients and write the parameters back.
     ``optimizer.zero_grad`` is wrapped on the optimizer, as torch's learning-rate schedules wrap
     ``step``: it clears the model's gradients too. State that the optimizer has in float32 moves to
-    the masters. Parameters of other dtypes (a batch norm in float32) do not change, and frozen ones get
-    a master in the first step after they begin to require gradients.
+    the masters. Parameters of other dtypes (a batch norm in float32) do not change, and frozen ones
+    get a master in the first step after they begin to require gradients.
 
     Create it once, after you cast and wrap the model and create the optimizer: in one process, in
     DistributedDataParallel or DataParallel. With `DistGradScaler`, ``fp16_grads="master"`` unscales
@@ -325,7 +325,8 @@ class MasterParameters(GradientSource):
         pair = self._pairs[id(master)] = _Pair(parameter, master, _version(parameter))
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
-            optimizer.state[master] = _widened(state, parameter.dtype)
+            low = [key for key, value in state.items() if _is_low(value)]
+            optimizer.state[master] = state | {key: state[key].float() for key in low}
         return pair
 
 
@@ -378,7 +379,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         )
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
-        rounded = [key for key, value in state.items() if _low_and_used(value)]
+        # Adagrad's begins as a constant.
+        rounded = [k for k, v in state.items() if _is_low(v) and v.unique().numel() > 1]
         if parameter.dtype in _LOW and rounded:
             raise SettingError(
                 f"{name} has its state ({', '.join(rounded)}) in {parameter.dtype}, where small "
@@ -387,10 +389,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _low_and_used(state: Any) -> bool:
-    """Return whether it is in half precision, and not the constant that Adagrad begins with."""
-    low = isinstance(state, Tensor) and state.dtype in _LOW and state.numel() > 1
-    return low and bool((state != state.max()).any())
+def _is_low(state: Any) -> bool:
+    return isinstance(state, Tensor) and state.dtype in _LOW
 
 
 def _refuse_sharded(parameter: Tensor) -> None:
@@ -402,17 +402,6 @@ def _refuse_sharded(parameter: Tensor) -> None:
             "MixedPrecisionPolicy(param_dtype=torch.float16), or FSDP's MixedPrecision; its own "
             "float32 parameters are the masters then"
         )
-
-
-def _widened(state: Any, low: torch.dtype) -> Any:
-    """Return ``state`` with every tensor of dtype ``low`` in it as float32."""
-    if isinstance(state, Tensor):
-        return state.float() if state.dtype is low else state
-    if isinstance(state, dict):
-        return {key: _widened(value, low) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_widened(value, low) for value in state)
-    return state
 
 
 def _read(state: Any, own: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
