@@ -126,7 +126,11 @@ class Metrics:
         """Say how a run went, and what can be done with it."""
         run = self._config.run_dir
         self._bar.stop()
-        self.say(f"{step - skipped} steps taken, {skipped} skipped")
+        rows = read_records(run) if self._main else []
+        which = [str(row["step"]) for row in rows if not row.get("taken", True)]
+        which = ["...", *which[-8:]] if len(which) > 8 else which
+        shown = f" on every rank: {', '.join(which)}" if which else ""
+        self.say(f"{step - skipped} steps taken, {skipped} skipped{shown}")
         self.say(f"peak memory of rank 0: {peak_memory(self._device) / 2**30:.2f} GiB")
         if ended:
             self.say(f"stopped as asked; go on with --resume {run}")

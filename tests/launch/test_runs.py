@@ -4,6 +4,7 @@ import itertools
 import math
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from launch.config import Config, checkpoints_of, parse
 from launch.data import Data, Order, load_data
 from launch.model import build
 from launch.optim import part_of_peak
-from launch.train import main
+from launch.train import main, run
 from tests.launch import jobs
 from tests.launch.jobs import FP16, TINY, losses
 
@@ -204,6 +205,15 @@ def test_rate_and_average_wait_while_steps_are_skipped_and_go_on(text, tmp_path)
         if after["taken"]:
             averages[0].lerp_(jobs.weights(tmp_path, after["step"]), 0.5)
         torch.testing.assert_close(*averages)
+
+
+def test_the_last_lines_name_the_steps_that_were_skipped(text, tmp_path, capsys):
+    args = ("--data", text, *TINY, *FP16, "--steps", 12, "--run-dir", tmp_path)
+    with mock.patch("launch.metrics.draw"):
+        run(parse([*map(str, args)]), lambda: False)
+    skipped = [str(r["step"]) for r in jobs.records(tmp_path) if not r.get("taken", True)]
+    shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
+    assert f"{len(skipped)} skipped on every rank: {shown}\n" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
