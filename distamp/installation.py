@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -67,8 +65,8 @@ class Installation:
     """The result of `install`; a context manager whose end undoes it.
 
     Attributes:
-        late: The names outside torch that took torch's class before and keep it: the class, one
-            derived from it, a ``functools.partial`` of it, a function that has it as a default.
+        late: The names of modules outside torch that took torch's class before, or derived one from
+            it, and keep it. What keeps it otherwise (a default argument) is not found.
         first: False if distamp was already installed; then the end of this one changes nothing.
     """
 
@@ -167,41 +165,14 @@ def _with_settings(ours: type[Any], place: str, settings: dict[str, Any]) -> typ
 
 
 def _late() -> tuple[str, ...]:
-    """Return what outside torch still has one of torch's scaler classes, by name."""
+    """Return what modules outside torch still have one of torch's scaler classes, by name."""
     torchs = {theirs for theirs, _ in _put.values()}
-    modules = [(n, m) for n, m in list(sys.modules.items()) if isinstance(m, ModuleType)]
-    return tuple(
-        sorted(
-            found
-            for name, module in modules
-            if name.partition(".")[0] not in ("torch", "distamp")
-            for found in _keeping(name, vars(module), torchs)
-        )
-    )
-
-
-def _keeping(where: str, names: Mapping[str, Any], torchs: set[Any]) -> Iterator[str]:
-    """Yield the names in a module or class whose value is, or keeps, one of torch's classes."""
-    for name, value in list(names.items()):
-        if not torchs.isdisjoint(_kept_by(value)):
-            yield f"{where}.{name}"
-        elif _is_class(value) and value.__module__ == where:
-            yield from _keeping(f"{where}.{name}", vars(value), torchs)
-
-
-def _kept_by(value: Any, depth: int = 3) -> Iterator[type[Any]]:
-    """Yield the classes that a value is or keeps: derived, in a partial, or a default argument."""
-    kept: tuple[Any, ...] = ()
-    if _is_class(value):
-        yield from () if DistGradScaler in value.__mro__ else value.__mro__
-    elif isinstance(value, functools.partial):
-        kept = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, FunctionType):
-        kept = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    for each in kept if depth else ():  # a default may be the function itself
-        yield from _kept_by(each, depth - 1)
-
-
-def _is_class(value: Any) -> bool:
-    # isinstance() believes what proxies say that they are.
-    return issubclass(type(value), type)
+    found = []
+    for where, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and where.partition(".")[0] not in ("torch", "distamp"):
+            for name, value in list(vars(module).items()):
+                # isinstance() believes what proxies say that they are.
+                bases = value.__mro__ if issubclass(type(value), type) else ()
+                if not torchs.isdisjoint(bases) and DistGradScaler not in bases:
+                    found.append(f"{where}.{name}")
+    return tuple(sorted(found))
