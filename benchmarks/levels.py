@@ -272,7 +272,7 @@ def plot(runs: list[dict[str, Any]]) -> None:
             _, beside = _of(runs, task, level)
             axis.plot([place] * len(beside), beside, "o", color=f"C{place}")
         axis.set_title(task)
-        axis.set_xticks(range(len(LEVELS)), [level.replace(", ", "\n") for level in LEVELS])
+        axis.set_xticks(range(len(LEVELS)), [level.replace(" ", "\n", 1) for level in LEVELS])
         axis.tick_params(axis="x", labelsize=7)
     axes[0].set_ylabel("validation loss beside O0, %\n(each dot a seed, grey: 1 %)")
     figure.savefig(IMAGE, dpi=110, metadata={"Software": ""})
