@@ -42,7 +42,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "finite": (math.isfinite, "lr weight_decay clip init_scale"),
     "below 2^32": (lambda value: value < 2**32, "seed"),
     "at most 2000000": (lambda value: value <= 2e6, "timeout"),
-    f"one of {', '.join(WIRE_FORMATS)}, auto": (
+    f"{', '.join(WIRE_FORMATS)}, auto or None": (
         lambda value: value in (None, *WIRE_FORMATS, "auto"),
         "hook",
     ),
@@ -205,7 +205,7 @@ class Config:
         fits = min(replicate, shard) > 0 and replicate * shard * tp == world
         require(fits, f"{product} (torchrun --nproc-per-node)")
         alone = self.hook and (world == 1 or tp > 1)
-        require(not alone, f"--hook {self.hook}: it needs several ranks, and no --tp")
+        require(not alone, f"--hook {self.hook}: it needs several ranks, and no --tp; else --hook None")
         self._require(not gpt or self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
         multiple = f"a multiple of --replicate x --shard x --accumulate = {share}"
