@@ -205,7 +205,7 @@ class Config:
         fits = min(replicate, shard) > 0 and replicate * shard * tp == world
         require(fits, f"{product} (torchrun --nproc-per-node)")
         alone = self.hook and (world == 1 or tp > 1)
-        require(not alone, f"--hook {self.hook}: it needs several ranks, and no --tp; else --hook None")
+        self._require(not alone, "hook", "None on one rank, and with --tp")
         self._require(not gpt or self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
         multiple = f"a multiple of --replicate x --shard x --accumulate = {share}"
