@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -171,8 +172,10 @@ class HostLanes(Lanes):
                 return job(lane)
         except Exception as error:
             self._failure = self._failure or error
-            # Ranks that wait for this one hear of it as its connections end.
+            # Ranks that wait for this one hear of it as its connections end, which the locals of
+            # what failed would keep.
             self._backend = None
+            traceback.clear_frames(error.__traceback__)
             return error
 
     def _check(self) -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import time
 import warnings
 from typing import Any
 
@@ -33,6 +34,8 @@ def _fails(how: str, buckets: int) -> str:
     for step in range(5):
         if step == 2 and dist.get_rank() == 1:
             formats.encode = broken
+        if step == 2 and dist.get_rank() == 2 and how == "one hears late":
+            time.sleep(1)
         try:
             model(inputs(step, WIDTHS[0])).square().mean().backward()
         except RuntimeError as error:
@@ -44,8 +47,9 @@ def _fails(how: str, buckets: int) -> str:
 
 
 @pytest.mark.parametrize("buckets", [1, 6])
-def test_an_exchange_that_fails_on_one_rank_is_raised_on_every_rank(new_ranks, buckets):
-    found = new_ranks(3, group_timeout=60).run(_fails, "raises", buckets)
+@pytest.mark.parametrize("how", ["raises", "one hears late"])
+def test_an_exchange_that_fails_on_one_rank_is_raised_on_every_rank(new_ranks, how, buckets):
+    found = new_ranks(3, group_timeout=120).run(_fails, how, buckets)
     assert all(message.startswith("in pass 2: ") for message in found)
     assert "out of memory" in found[1]
 
