@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.autocast [regions] [ops] [report] [--rounds 40]
 
-Of ``regions`` and ``report`` both sides of a comparison run in turn; printed are medians and their
-quartiles, of the thread's own processor time. ``ops`` calls each op on tensors that nobody has to
-cast, with and without a region, before a region has listed it and after; printed is the least of
-many short runs.
+Of ``regions`` and ``report`` all sides of a comparison run in turn; printed are medians and their
+quartiles, of ``regions`` in the thread's own processor time. ``ops`` calls each op on tensors that
+nobody has to cast, with and without a region, before a region has listed it and after; printed is
+the least of many short runs.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def regions(rounds: int) -> str:
         ours, peers = (timeit.Timer(each, globals=names) for each in statements)
         sides = {"ours": lambda: ours.timeit(2000), "peer's": lambda: peers.timeit(2000)}  # noqa: B023
         times = interleave(sides, rounds, clock=time.thread_time)
-        least = [f"{statistics.median(each) / 2000 * 1e6:.2f}" for each in times.values()]
-        rows.append([name, *least, ratio(*times.values())])
+        middle = [f"{statistics.median(each) / 2000 * 1e6:.2f}" for each in times.values()]
+        rows.append([name, *middle, ratio(*times.values())])
     return markdown(["", "ours, us", "peer's, us", "ratio [quartiles]"], rows)
 
 

@@ -12,7 +12,7 @@ nothing. What is calculated says so.
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks import comm_hooks_step, scaler_round
 from benchmarks.common import environment, markdown, ratio, slowest
@@ -23,15 +23,12 @@ ELEMENTS = 16
 THIN, WIDE = 16, 1024
 
 
-def _rounds(ranks: int, cases: Iterable[tuple[int, int]]) -> list[list[str]]:
+def _rounds(ranks: int, cases: Sequence[tuple[int, int]]) -> list[list[str]]:
     """A round of each case of parameters and optimizers."""
-    return [
-        row
-        for size, count in cases
-        for row in scaler_round.compared(
-            ranks, [(size, ELEMENTS, count)], max(20, min(300, 200_000 // size // ranks**2))
-        )
-    ]
+    rounds = [max(20, min(300, 200_000 // size // ranks**2)) for size, _ in cases]
+    sizes = [(size, ELEMENTS, count) for size, count in cases]
+    whole = [(*each, some) for each, some in zip(sizes, rounds, strict=True)]
+    return list(scaler_round.compared(ranks, whole))
 
 
 def parameters() -> str:

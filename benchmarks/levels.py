@@ -12,10 +12,10 @@ first of them has, with as many steps, is not run again: remove it to train all 
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,12 +154,14 @@ def train(name: str, level: str, seed: int, steps: int) -> dict[str, Any]:
     for step in range(steps):
         inputs, targets = (each.chunk(ranks)[rank] for each in task.batch(seed, step))
         amp.zero_grad()
-        with _Saved(amp.model) as saved:
+        measured = step == steps // 2
+        saved = _Saved(amp.model)
+        with saved if measured else contextlib.nullcontext():
             loss = loss_of(amp, inputs, targets)
         amp.backward(loss)
-        held = _gradient_bytes(amp)
+        held = _gradient_bytes(amp) if measured else 0
         amp.clip_grad_norm_(1.0)
-        if step == steps // 2:
+        if measured:
             memory = _memory(amp, max(held, _gradient_bytes(amp)), saved.bytes)
         if amp.step():
             schedule.step()
@@ -172,30 +174,22 @@ def train(name: str, level: str, seed: int, steps: int) -> dict[str, Any]:
     return {**known, "loss": loss.item(), "skipped": skipped, "memory": memory}
 
 
-class _Saved(AbstractContextManager[Any]):
+class _Saved(saved_tensors_hooks):
     """Counts what autograd keeps inside, each storage once and parameters not at all."""
 
     def __init__(self, model: nn.Module) -> None:
-        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        held: list[Tensor] = []  # alive, so that no storage's place is used again
+        self._known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._held: list[Tensor] = []  # alive, so that no storage's place is used again
         self.bytes = 0
+        super().__init__(self._pack, lambda tensor: tensor)
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                known.add(storage.data_ptr())
-                held.append(tensor.detach())
-                self.bytes += storage.nbytes()
-            return tensor
-
-        self._hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-
-    def __enter__(self) -> "_Saved":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._known.add(storage.data_ptr())
+            self._held.append(tensor.detach())
+            self.bytes += storage.nbytes()
+        return tensor
 
 
 def _memory(amp: Amp, gradients: int, activations: int) -> dict[str, int]:

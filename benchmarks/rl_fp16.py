@@ -32,7 +32,7 @@ from benchmarks.common import environment, markdown
 from distamp import DistGradScaler
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WHOLE = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+WHOLE = StateDictOptions(full_state_dict=True)
 # Of each update, by run: the KL divergence, the gap and the reward.
 Runs = dict[str, list[list[dict[str, float]]]]
 

@@ -11,7 +11,7 @@ GradScaler sends nothing.
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ SCALERS: dict[str, Any] = {
     "ShardedGradScaler": ShardedGradScaler,
     "GradScaler": torch.amp.GradScaler,
 }
-HEADER = ["ranks", "parameters", "elements", "optimizers", "ms", *(f"of {p}" for p in SCALERS)]
-HEADER.remove("of distamp")
+PEERS = [f"of {name}" for name in SCALERS if name != "distamp"]
+HEADER = ["ranks", "parameters", "elements", "optimizers", "ms", *PEERS]
 
 
 class NoStep(torch.optim.Optimizer):
@@ -50,21 +50,18 @@ class NoFusedStep(NoStep):
 
 def compared(
     ranks: int,
-    cases: Sequence[tuple[int, int, int]],
-    rounds: int,
+    cases: Iterable[tuple[int, int, int, int]],
     fused: bool = False,
     device: str = "cpu",
-) -> list[list[str]]:
-    """Return a row of `HEADER` for each case: parameters, their elements, optimizers."""
-    rows = []
+) -> Iterator[list[str]]:
+    """Yield a row of `HEADER` for each case: parameters, their elements, optimizers, rounds."""
     with RankPool(ranks, timeout=600) as pool:
-        for case in cases:
-            times = slowest(pool.run(_measure, *case, rounds, fused, device))
-            ours, *peers = times.values()
-            known = [f"{ranks}", f"{case[0]:,}", f"{case[0] * case[1]:,}", f"{case[2]}"]
+        for parameters, elements, optimizers, rounds in cases:
+            given = parameters, elements, optimizers, rounds, fused, device
+            ours, *peers = slowest(pool.run(_measure, *given)).values()
+            known = [f"{ranks}", f"{parameters:,}", f"{parameters * elements:,}", f"{optimizers}"]
             beside = [ratio(ours, each) for each in peers]
-            rows.append([*known, f"{1000 * statistics.median(ours):.3g}", *beside])
-    return rows
+            yield [*known, f"{1000 * statistics.median(ours):.3g}", *beside]
 
 
 def _measure(
@@ -115,12 +112,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="of parameters, gradients and scale")
     given = parser.parse_args()
     print(f"{environment()}\n\n{markdown(HEADER, [])}", flush=True)
+    cases = []
+    for size in given.parameters:
+        rounds = given.rounds * (10 if size * given.elements < 10**6 else 1)
+        cases += [(size, given.elements, count, rounds) for count in given.optimizers]
     for ranks in given.ranks:
-        for size in given.parameters:
-            rounds = given.rounds * (10 if size * given.elements < 10**6 else 1)
-            cases = [(size, given.elements, count) for count in given.optimizers]
-            for row in compared(ranks, cases, rounds, given.fused, given.device):
-                print("| " + " | ".join(row) + " |", flush=True)
+        for row in compared(ranks, cases, given.fused, given.device):
+            print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,13 +49,14 @@ def main() -> None:
     parser.add_argument("--local", type=int, default=1, help="ranks of each host")
     parser.add_argument("--congestion", help="TCP's congestion control, if not the machine's own")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=CONTENDERS, help="some of them, and auto")
+    parser.add_argument("--only", nargs="+", help="of the contenders, and auto")
     given = parser.parse_args()
+    names = given.only or (CONTENDERS if given.wrapper == "ddp" else (FP32, "fp16", "bf16"))
     print(environment(), flush=True)
     ranks = run_on_hosts(
         "benchmarks.shaped_link",
         given.hosts,
-        {"wrapper": given.wrapper, "names": given.only, "rounds": given.rounds},
+        {"wrapper": given.wrapper, "names": names, "rounds": given.rounds},
         7200,
         local=given.local,
         rate=given.rate,
