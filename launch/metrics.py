@@ -126,10 +126,12 @@ class Metrics:
         """Say how a run went, and what can be done with it."""
         run = self._config.run_dir
         self._bar.stop()
-        rows = read_records(run) if self._main else []
+        rows = read_records(run) if self._main and skipped else []
         which = [str(row["step"]) for row in rows if not row.get("taken", True)]
+        # With --log-every some steps have no record.
+        shown = "" if len(which) == skipped else ", among those with a record"
         which = ["...", *which[-8:]] if len(which) > 8 else which
-        shown = f" on every rank: {', '.join(which)}" if which else ""
+        shown = f" on every rank{shown}: {', '.join(which)}" if which else ""
         self.say(f"{step - skipped} steps taken, {skipped} skipped{shown}")
         self.say(f"peak memory of rank 0: {peak_memory(self._device) / 2**30:.2f} GiB")
         if ended:
