@@ -105,7 +105,7 @@ def preflight(
     args = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
     args = () if kwargs else args
     lists = None if device_type == "cpu" else _lists_of(device_type)
-    failed: tuple[Finding, ...] = ()
+    found: tuple[Finding, ...] = ()
     fakes = _FakeOnCPU(model, example_inputs)
     with (
         _left_alone(model),
@@ -119,17 +119,16 @@ def preflight(
             output = model(*fakes.fakes_of(tuple(args)), **fakes.fakes_of(dict(kwargs)))
             loss = None if loss_fn is None else loss_fn(output)
             if isinstance(loss, Tensor) and loss.dtype is torch.float16:
-                failed = (replace(FP16_LOSS, op=fakes.function),)
+                found = (replace(FP16_LOSS, op=fakes.function),)
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
             what = f"stops here: {type(error).__name__}: {first}"
             fix = "use precision_report on a real step, if this only fails with fake tensors"
             at = max(running.parents - {"Global"}, key=len, default="").partition(".")[2]
-            failed = (Finding("error", "fails", at, fakes.function, what, fix),)
+            found = (Finding("error", "fails", at, fakes.function, what, fix),)
     about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
     done = PrecisionReport(report.rows, report.model, about)
-    found = (*failed, *_forbidden(done, device_type), *findings(done))
-    return Preflight(done, tuple(dict.fromkeys(found)))
+    return Preflight(done, (*found, *_forbidden(done, device_type), *findings(done)))
 
 
 def _lists_of(device_type: str) -> OpLists:

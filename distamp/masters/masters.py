@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from distamp.errors import SettingError, StageError
 from distamp.gradients import is_dtensor, local_gradients, refuse_fp16
@@ -325,8 +326,7 @@ class MasterParameters(GradientSource):
         pair = self._pairs[id(master)] = _Pair(parameter, master, _version(parameter))
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
-            low = [key for key, value in state.items() if _is_low(value)]
-            optimizer.state[master] = state | {key: state[key].float() for key in low}
+            optimizer.state[master] = tree_map(lambda v: v.float() if _is_low(v) else v, state)
         return pair
 
 
@@ -379,8 +379,7 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         )
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
-        # Adagrad's begins as a constant.
-        rounded = [k for k, v in state.items() if _is_low(v) and v.unique().numel() > 1]
+        rounded = [key for key, value in state.items() if any(map(_was_used, tree_leaves(value)))]
         if parameter.dtype in _LOW and rounded:
             raise SettingError(
                 f"{name} has its state ({', '.join(rounded)}) in {parameter.dtype}, where small "
@@ -391,6 +390,11 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_low(state: Any) -> bool:
     return isinstance(state, Tensor) and state.dtype in _LOW
+
+
+def _was_used(state: Any) -> bool:
+    """Return whether it is in half precision and not constant, as Adagrad's is at first."""
+    return _is_low(state) and state.numel() > 0 and bool(state.min() < state.max())
 
 
 def _refuse_sharded(parameter: Tensor) -> None:
