@@ -9,20 +9,14 @@ from distamp import cuda as cuda
 from distamp.autocast import (
     AutocastState,
     DataParallel,
-    Finding,
     OpLists,
-    PrecisionReport,
-    Preflight,
     autocast,
     checkpoint,
     checkpoint_contexts,
     custom_bwd,
     custom_fwd,
-    findings,
     parallel_apply,
     pin_precision,
-    precision_report,
-    preflight,
     propagate,
 )
 from distamp.errors import (
@@ -37,6 +31,14 @@ from distamp.errors import (
 from distamp.initialize import cast_model, initialize
 from distamp.installation import install, uninstall
 from distamp.precision import Precision
+from distamp.report import (
+    Finding,
+    PrecisionReport,
+    Preflight,
+    findings,
+    precision_report,
+    preflight,
+)
 from distamp.scaler import DistGradScaler
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distamp.autocast import preflight
+from distamp.report import preflight
 from distamp.doctor import diagnose
 
 __all__ = ["main", "parser"]

@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "sources": {"gradients", "optimizers"},
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
+    "report": {*FOUNDATION, "autocast"},
     "scaler": {*FOUNDATION, *GRADIENTS, "masters"},
     "comm_hooks": {*FOUNDATION, "host"},
     # The documents' other spellings, thin modules over the rooms.
@@ -39,6 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "": {
         *FOUNDATION,
         "autocast",
+        "report",
         "scaler",
         "comm_hooks",
         "initialize",
@@ -47,8 +49,8 @@ ROOMS: dict[str, set[str]] = {
         "cuda",
     },
     # Tries every other room, and what `import distamp` gives.
-    "doctor": {"", *FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize"},
-    "__main__": {*FOUNDATION, "autocast", "scaler", "comm_hooks", "initialize", "doctor"},
+    "doctor": {"", *FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize"},
+    "__main__": {*FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize", "doctor"},
 }
 # Behind extras: only inside functions.
 OPTIONAL = {"rich", "matplotlib", "fairscale", "numpy", "triton"}

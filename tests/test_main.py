@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distamp.__main__ import main
-from distamp.autocast import preflight
+from distamp.report import preflight
 from tests.autocast.counting import Calls
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from distamp import autocast
-from distamp.autocast import AutocastState, OpLists, precision_report, propagate
+from distamp import autocast, precision_report
+from distamp.autocast import AutocastState, OpLists, propagate
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),

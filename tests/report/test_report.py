@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distamp
-from distamp import OpLists, PrecisionReport, precision_report
-from distamp.autocast import findings
+from distamp import OpLists, PrecisionReport, findings, precision_report
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
 from tests.ranks import RankPool, mesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from distamp.autocast.report import OpRow, PrecisionReport, collapsed
+from distamp.report.rows import OpRow, PrecisionReport, collapsed
 
 __all__ = ["FP16_LOSS", "Finding", "findings", "show"]
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from distamp.autocast.op_names import schema_of
-from distamp.autocast.report import OUTSIDE, OpRow, PrecisionReport
+from distamp.report.rows import OUTSIDE, OpRow, PrecisionReport
 
 __all__ = ["module_names", "precision_report"]
 

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
-from distamp.autocast.findings import FP16_LOSS, Finding, findings, show
+from distamp.report.findings import FP16_LOSS, Finding, findings, show
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.op_names import autocast_key
-from distamp.autocast.recording import precision_report
+from distamp.report.recording import precision_report
 from distamp.autocast.region import autocast
-from distamp.autocast.report import PrecisionReport
+from distamp.report.rows import PrecisionReport
 
 __all__ = ["Preflight", "preflight"]
 

@@ -1,0 +1,15 @@
+"""What ran in which precision: reports of real passes and of foreseen ones."""
+
+from distamp.report.findings import Finding, findings
+from distamp.report.preflight import Preflight, preflight
+from distamp.report.recording import precision_report
+from distamp.report.rows import PrecisionReport
+
+__all__ = [
+    "Finding",
+    "PrecisionReport",
+    "Preflight",
+    "findings",
+    "precision_report",
+    "preflight",
+]
