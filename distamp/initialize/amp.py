@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import autocast
+from distamp.clipping import Declared
 from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
 from distamp.gradients import is_dtensor
@@ -25,7 +26,6 @@ from distamp.scaler import (
     master_params,
     masters_of,
 )
-from distamp.scaler.clipping import Declared
 
 __all__ = ["Amp", "StepResult"]
 

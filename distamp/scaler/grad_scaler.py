@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
-from distamp import host
+from distamp import clipping, host
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import GradientError, LossScaleCollapse, StageError
 from distamp.gradients import carry_over, flag_of
 from distamp.optimizers import find_closure, innermost, unwrapped
 from distamp.protocols import CommHook
-from distamp.scaler import clipping, late, overflow, settings
+from distamp.scaler import late, overflow, settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_schedule, read_state, written_schedule
 from distamp.scaler.groups import Group, GroupLike, check_group
 from distamp.scaler.joining import TakeOver
