@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from distamp.report import preflight
 from distamp.doctor import diagnose
+from distamp.report import preflight
 
 __all__ = ["main", "parser"]
 

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
-from distamp.report.findings import FP16_LOSS, Finding, findings, show
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.op_names import autocast_key
-from distamp.report.recording import precision_report
 from distamp.autocast.region import autocast
+from distamp.report.findings import FP16_LOSS, Finding, findings, show
+from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport
 
 __all__ = ["Preflight", "preflight"]
