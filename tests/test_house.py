@@ -22,14 +22,15 @@ ROOMS: dict[str, set[str]] = {
     "callers": set(),
     # Gradients, from parameters to local tensors: what a scaler and masters stand on.
     "host": set(),
+    "groups": {"errors", "host"},
     "optimizers": set(),
     "gradients": {"errors", "host", "optimizers"},
     "sources": {"gradients", "optimizers"},
-    "clipping": {"errors", *GRADIENTS},
+    "clipping": {"errors", "groups", *GRADIENTS},
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
     "report": {*FOUNDATION, "autocast"},
-    "scaler": {*FOUNDATION, *GRADIENTS, "clipping", "masters"},
+    "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "masters"},
     "comm_hooks": {*FOUNDATION, "host"},
     # The documents' other spellings, thin modules over the rooms.
     "cuda": {"autocast", "scaler"},

@@ -19,11 +19,11 @@ from distamp import clipping, host
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import GradientError, LossScaleCollapse, StageError
 from distamp.gradients import carry_over, flag_of
+from distamp.groups import Group, GroupLike, check_group, gather_sums
 from distamp.optimizers import find_closure, innermost, unwrapped
 from distamp.protocols import CommHook
 from distamp.scaler import late, overflow, settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_schedule, read_state, written_schedule
-from distamp.scaler.groups import Group, GroupLike, check_group
 from distamp.scaler.joining import TakeOver
 from distamp.scaler.optimizer_state import (
     OWN,
@@ -891,7 +891,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         )
         everyone = sums.view(1, 3)
         if group is not None:
-            everyone = own.ranks.gather_sums(group, sums)
+            everyone = gather_sums(group, sums)
             self._compare_norms(everyone, norm_type)
         norm = clipping.total(everyone, norm_type)
         clipping.clip_(chosen.multiplied, norm, max_norm)
@@ -916,7 +916,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         mine = clipping.local_sums(
             chosen.measured, norm_type, device, group.size, replicated, sharded
         )
-        everyone = self._distamp.ranks.gather_sums(group, mine)
+        everyone = gather_sums(group, mine)
         self._compare_norms(everyone, norm_type)
         norm = clipping.total(everyone, norm_type)
         clipping.clip_(chosen.multiplied, norm, max_norm)

@@ -29,15 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
 from distamp.errors import GradientError, LockstepError, SettingError, StageError
-from distamp.scaler.groups import Group, GroupLike, resolve
+from distamp.groups import Group, GroupLike, reach, resolve
 
 __all__ = ["Call", "Flag", "Found", "Ranks"]
 
 #: Whether some rank overflowed: a bool where the host knows, else 0-d bool on a device.
 Flag: TypeAlias = "bool | Tensor"
 
-# By torch's newer name where there is, which does not warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _WORDS = 8
 _HALF = 0xFFFFFFFF
 _SUM = dist.AllreduceOptions()
@@ -251,7 +249,7 @@ class Ranks:
             words = torch.tensor(word, dtype=torch.int64, device="cpu")
         else:
             words = _device_words(group, digest, found)
-        _reach(group, _reduce, group.process_group, words)
+        reach(group, _reduce, group.process_group, words)
         if self._scales and not group.on_host:
 
             def read(values: list[float]) -> None:
@@ -307,16 +305,8 @@ class Ranks:
         if group is None:
             return [value]
         values: list[Any] = [None] * group.size
-        _reach(group, dist.all_gather_object, values, value, group.process_group)
+        reach(group, dist.all_gather_object, values, value, group.process_group)
         return values
-
-    def gather_sums(self, group: Group, sums: Tensor) -> Tensor:
-        """Return every rank's float64, of shape (ranks, sums), on the device of ``sums``."""
-        mine = host.moved(sums, group.device)
-        shape = group.size, sums.numel()
-        everyone = torch.empty(shape, dtype=torch.float64, device=group.device)
-        _reach(group, _all_gather, everyone.view(-1), mine, group.process_group)
-        return host.moved(everyone, sums.device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -342,19 +332,6 @@ def _device_words(group: Group, digest: int, found: Sequence[Flag]) -> Tensor:
 
 def _reduce(group: dist.ProcessGroup, words: Tensor) -> None:
     group.allreduce([words], _SUM).wait()
-
-
-def _reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
-    """Call a collective; where it fails, say what it likely was."""
-    try:
-        collective(*given)
-    except RuntimeError as error:
-        raise LockstepError(
-            f"rank {group.global_rank} lost its peers while agreeing on found_inf: a rank died, "
-            "its scaler is not enabled, or it did not make the same scaler call within the group's "
-            "timeout. If only some ranks train, give those a group of their own: "
-            f"DistGradScaler(process_group=...) ({error})"
-        ) from error
 
 
 _KNOWN: tuple[type[Exception], ...] = (

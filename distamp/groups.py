@@ -1,22 +1,26 @@
-"""Over which ranks a scaler agrees, and where its messages lie."""
+"""Over which ranks something is agreed on, and where its messages lie."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
-from distamp.errors import StageError
+from distamp.errors import LockstepError, StageError
 
-__all__ = ["Group", "GroupLike", "check_group", "resolve"]
+__all__ = ["Group", "GroupLike", "check_group", "gather_sums", "reach", "resolve"]
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
 _AVAILABLE = dist.is_available()
+# By torch's newer name where there is, which does not warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _DESTROYED = (
     "the process group of this scaler was destroyed; set scaler.process_group to the new one "
     "(or to None for the default group)"
@@ -103,3 +107,25 @@ def _message_device(process_group: ProcessGroup, preferred: torch.device) -> tor
     if "cpu" in backends:
         return torch.device("cpu")
     return torch.device(next(iter(backends)), torch.accelerator.current_device_index())
+
+
+def reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
+    """Call a collective; where it fails, say what it likely was."""
+    try:
+        collective(*given)
+    except RuntimeError as error:
+        raise LockstepError(
+            f"rank {group.global_rank} lost its peers while agreeing on found_inf: a rank died, "
+            "its scaler is not enabled, or it did not make the same scaler call within the group's "
+            "timeout. If only some ranks train, give those a group of their own: "
+            f"DistGradScaler(process_group=...) ({error})"
+        ) from error
+
+
+def gather_sums(group: Group, sums: Tensor) -> Tensor:
+    """Return every rank's float64, of shape (ranks, sums), on the device of ``sums``."""
+    mine = host.moved(sums, group.device)
+    shape = group.size, sums.numel()
+    everyone = torch.empty(shape, dtype=torch.float64, device=group.device)
+    reach(group, _all_gather, everyone.view(-1), mine, group.process_group)
+    return host.moved(everyone, sums.device)
