@@ -20,7 +20,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from distamp.autocast.op_names import Category, autocast_key, schema_of
-from distamp.autocast.thread_state import Mark, mark, never_compiled
+from distamp.autocast.thread_state import Mark, local, mark, never_compiled, reentrant_checkpoint
+from distamp.errors import SettingError
 
 __all__ = ["register", "rules_of"]
 
@@ -85,6 +86,12 @@ class _Kernel:
         category = rules_of.get(mark(), {}).get(self._slot)
         if category is None and self._torchs is not None:
             return self._run_torchs(keys, *args, **kwargs)
+        if category is not None and reentrant_checkpoint() not in (None, local.listed_in):
+            raise SettingError(
+                "torch.utils.checkpoint with use_reentrant=True recomputes without the op lists of "
+                f"this region, and {self._slot[0]} is on one; call distamp.checkpoint in its "
+                "place, or pass use_reentrant=False, context_fn=distamp.checkpoint_contexts"
+            )
         explicit = kwargs.get("dtype") or (len(args) > self._dtype_at and args[self._dtype_at])
         # The number of x * 2 arrives as it is, and an overload takes tensors alone.
         plain = all(i >= len(args) or isinstance(args[i], Tensor) for i in self._tensors_at)

@@ -32,8 +32,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from distamp.autocast.op_lists import OpLists, follow, followed, with_lists
 from distamp.autocast.op_names import nearest
 from distamp.autocast.suspension import suspendable_kind, wrap
-from distamp.autocast.thread_state import local, never_compiled
-from distamp.errors import RegionError
+from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
+from distamp.errors import RegionError, SettingError
 
 __all__ = ["autocast"]
 
@@ -84,6 +84,8 @@ class autocast(torchs_autocast):
         ValueError: ``device_type`` is not a string, or ``cache_enabled`` is not True, False or
             None.
         TypeError: ``dtype`` is not a :class:`torch.dtype`, or ``ops`` not an :class:`OpLists`.
+        SettingError: On entering with ``ops`` inside a non-strict ``torch.export``; or a listed op
+            runs in torch's reentrant checkpoint, which recomputes without the lists.
         RuntimeError: This torch has no autocast for ``device_type``.
         RegionError: On leaving: another thread, or a region entered later is still open.
 
@@ -124,7 +126,10 @@ class autocast(torchs_autocast):
         ops: OpLists | None = None,
     ) -> None:
         if not isinstance(device_type, str):
-            raise ValueError(f"device_type must be a string such as 'cuda', got {device_type!r}")
+            raise ValueError(
+                f"Expected `device_type` of type `str`, got: `{type(device_type)}`; pass its type "
+                "alone, such as 'cuda' or device.type"
+            )
         self._enabled = enabled = bool(enabled)
         if not is_dynamo_compiling() and (device_type, dtype, enabled) not in _accepted:
             self._enabled = _judged(device_type, dtype, enabled)
@@ -172,12 +177,20 @@ class autocast(torchs_autocast):
         found_dtype = get_autocast_dtype(device)
         found_caches = is_autocast_cache_enabled()
         found_lists = None
+        export = _export_mode() if _is_torch_function_mode_enabled() else None
         if self.ops is not None:
-            found_lists = followed()
-            follow(with_lists(found_lists, device, self.ops))
-        exported = _is_torch_function_mode_enabled() and _tell_export(
-            _enter_autocast, (device, dtype, self._enabled, caches)
-        )
+            if export is not None:
+                raise SettingError(
+                    "torch.export records a region, and its graph has no place for op lists: it "
+                    "would compute by torch's own. Export without ops=, and enter "
+                    "autocast(..., ops=...) around the call of the exported program"
+                )
+            found_lists = followed(), local.listed_in
+            local.listed_in = reentrant_checkpoint()
+            follow(with_lists(found_lists[0], device, self.ops))
+        exported = export is not None
+        if export is not None:
+            export.__torch_function__(_enter_autocast, (), (device, dtype, self._enabled, caches))
         local.regions.append(
             (self, is_autocast_enabled(device), found_dtype, found_caches, found_lists, exported)
         )
@@ -213,9 +226,10 @@ class autocast(torchs_autocast):
         set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(caches)
         if lists is not None:
-            follow(lists)
-        if exported:
-            _tell_export(_exit_autocast, ())
+            follow(lists[0])
+            local.listed_in = lists[1]
+        if exported and (export := _export_mode()) is not None:
+            export.__torch_function__(_exit_autocast, (), ())
         return False
 
     def _refuse_to_leave(self, regions: list[Any]) -> NoReturn:
@@ -263,7 +277,9 @@ def _judged(device_type: str, dtype: Any, enabled: bool) -> bool:
     known: list[str] = torch._C._autocast_supported_devices()
     if device_type.partition(":")[0] not in known:
         hint = nearest(device_type, known)
-        raise RuntimeError(f"unsupported autocast device_type {device_type!r}{hint}")
+        raise RuntimeError(
+            f"User specified an unsupported autocast device_type '{device_type}'{hint}"
+        )
     # Not entered to ask, as an export would record it.
     stays: bool = vars(torchs_autocast(device_type, dtype, enabled))["_enabled"]
     if stays is enabled:
@@ -295,12 +311,9 @@ def _drop_casts_after_optimizer_steps() -> None:
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: clear_autocast_cache())
 
 
-def _tell_export(call: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Let export record entering or leaving a region in its graph, as torch's class does."""
+def _export_mode() -> Any:
+    """Return what records regions in the graph of an export, as of torch's class; None without."""
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
-    for mode in torch.overrides._get_current_function_mode_stack():
-        if isinstance(mode, PreDispatchTorchFunctionMode):
-            mode.__torch_function__(call, (), args)
-            return True
-    return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)), None)

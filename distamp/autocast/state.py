@@ -20,7 +20,7 @@ from torch.utils import checkpoint as torchs
 
 from distamp.autocast.op_lists import Lists, follow, followed
 from distamp.autocast.suspension import suspendable_kind, wrap
-from distamp.autocast.thread_state import local, never_compiled
+from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
 
 __all__ = [
     "AutocastState",
@@ -100,13 +100,14 @@ def _applied(state: AutocastState) -> Iterator[AutocastState]:
     found = AutocastState.capture()
     # A region of the block's own must end in the block, and none of the caller's can.
     regions, local.regions = local.regions, []
+    listed_in, local.listed_in = local.listed_in, reentrant_checkpoint()
     nesting = torch.autocast_increment_nesting()
     _set(state)
     torch.clear_autocast_cache()
     try:
         yield state
     finally:
-        local.regions = regions
+        local.regions, local.listed_in = regions, listed_in
         _set(found)
         # More than once where the block left a region open.
         while torch.autocast_decrement_nesting() >= nesting:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["MARKS", "Mark", "ThreadState", "local", "mark", "never_compiled"]
+__all__ = [
+    "MARKS",
+    "Mark",
+    "ThreadState",
+    "local",
+    "mark",
+    "never_compiled",
+    "reentrant_checkpoint",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -25,10 +36,13 @@ class ThreadState(threading.local):
 
     Attributes:
         regions: The regions, outermost first, and what each found.
+        listed_in: In which reentrant checkpoint the op lists in force were entered; see
+            `reentrant_checkpoint`.
     """
 
     def __init__(self) -> None:
         self.regions: list[_Region] = []
+        self.listed_in: int | None = None
 
 
 local = ThreadState()
@@ -49,6 +63,20 @@ def mark() -> Mark | None:
     if not torch.is_autocast_enabled(_HIGH):
         return None
     return torch.get_autocast_dtype(_HIGH), torch.get_autocast_dtype(_LOW)
+
+
+def reentrant_checkpoint() -> int | None:
+    """Return which call of torch's reentrant checkpoint this thread runs in; None outside.
+
+    It recomputes with nothing but torch's own state, so op lists that were entered outside of it
+    are not in force then.
+    """
+    if torch.is_grad_enabled():  # it runs its function without
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return None if frame is None else id(frame)
 
 
 def never_compiled(fn: _F) -> _F:

@@ -14,7 +14,7 @@ from distamp.errors import SettingError
 from distamp.initialize.wrappers import recognise
 from distamp.precision import Precision
 
-__all__ = ["cast_as", "cast_model", "layout_of"]
+__all__ = ["cast_as", "cast_model", "check_frozen", "layout_of"]
 
 _M = TypeVar("_M", bound=nn.Module)
 _MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and pickles keep
@@ -48,7 +48,8 @@ def cast_model(
         ``model`` itself.
 
     Raises:
-        SettingError: The model is wrapped or sharded already, or was cast to another dtype before.
+        SettingError: The model is wrapped or sharded already, or was cast to another dtype before;
+            or it has frozen parameters in the other half precision.
 
     Source: Apex's documentation of O2, and Micikevicius et al., 2018, section 3.1. Apex casts batch
     norms without affine parameters; here their statistics stay in float32 too.
@@ -71,6 +72,7 @@ def cast_model(
         )
     if not precision.casts_model or before is not None:
         return model
+    check_frozen(model, precision)
     for module in model.modules():
         kept = precision.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
         dtype = torch.float32 if kept else precision.param
@@ -85,6 +87,28 @@ def cast_model(
     if precision.output is not None:
         model.register_forward_hook(functools.partial(_cast_outputs, precision.output))
     return model
+
+
+def check_frozen(model: nn.Module, precision: Precision) -> None:
+    """Refuse a level that cannot compute with the frozen parameters as they are.
+
+    Only what is trained must have the level's dtype. A region casts the rest op by op; without one
+    they are in the level's dtype, or float32, which is cast to it.
+
+    Raises:
+        SettingError: Frozen parameters are in half precision at O0, or in another one than the
+            level's, where a cast would lose range or precision.
+    """
+    halves = {torch.float16: "O2", torch.bfloat16: "bf16-O2"}
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad and p.dtype in halves}
+    others = frozen - {precision.param}
+    if others and not precision.autocasts:
+        dtype = others.pop()
+        way = f"take bf16 or O1, or {halves[dtype]}"
+        raise SettingError(
+            f"{precision.level} computes in {precision.compute} and the model has frozen "
+            f"parameters in {dtype}; {way}, or cast them yourself: parameter.data.to(...)"
+        )
 
 
 def cast_as(model: nn.Module) -> Precision | None:

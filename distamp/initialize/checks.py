@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from distamp.errors import SettingError
-from distamp.initialize.casting import cast_as, layout_of
-from distamp.initialize.wrappers import Wrapping, norms_cast_along
+from distamp.initialize.casting import cast_as, check_frozen, layout_of
+from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 
@@ -36,18 +36,24 @@ def check(
     Raises:
         SettingError: See the texts.
     """
-    device = next((p.device.type for each in models for p in each.parameters()), None)
+    device = next(filter(None, map(compute_device, models)), None)
     if device is None:
         raise SettingError("initialize needs a model with parameters: there is nothing to train")
+    if device.type == "meta":
+        raise SettingError(
+            "the model is on 'meta' and has no values yet; materialise it first, by "
+            "model.to_empty(device=...) and its initialisation or a checkpoint, then initialize"
+        )
     _check_optimizers(models, optimizers, precision)
     for model, wrapping in zip(models, wrappings, strict=True):
         _check_model(model, wrapping, precision)
     _check_comm_hook(wrappings, comm_hook, replicas)
-    return device
+    return device.type
 
 
 def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
-    half = _HALF & {parameter.dtype for parameter in model.parameters()}
+    check_frozen(model, precision)
+    half = _HALF & {p.dtype for p in model.parameters() if p.requires_grad}
     if wrapping.policies:
         _check_policies(model, wrapping, precision, half)
     elif precision.casts_model:
@@ -55,7 +61,8 @@ def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> 
     elif half:
         raise SettingError(
             f"{precision.level} trains float32 parameters and the model has some in {half.pop()}; "
-            "leave out model.half() or cast_model(), or take O2, whose model is cast"
+            "leave out model.half() or cast_model(), or take O2, whose model is cast; what stays "
+            "frozen, as the base under adapters, may be in any dtype: requires_grad_(False)"
         )
 
 

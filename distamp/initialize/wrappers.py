@@ -13,12 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from distamp.errors import StageError
+from distamp.gradients import is_dtensor
 
 __all__ = [
     "DDP",
     "SHARDED_DDP",
     "OnePassEach",
     "Wrapping",
+    "compute_device",
     "norms_cast_along",
     "pause_sync",
     "recognise",
@@ -65,6 +67,21 @@ def recognise(model: nn.Module) -> Wrapping:
     inner = _uncompiled(model.get_submodule("module")) if wraps else model
     policies = frozenset((dtype, _policy(p)[1]) for _, p in named if (dtype := _policy(p)[0]))
     return Wrapping(name, inner, policies)
+
+
+def compute_device(model: nn.Module) -> torch.device | None:
+    """Return where a model computes, which under CPU offload is not where its parameters rest.
+
+    None for a model without parameters. Of a DTensor it is the device type of its mesh.
+    """
+    for part in model.modules():
+        if _name(part) == _FSDP1:
+            return part.compute_device  # type: ignore[return-value]
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            return torch.device(parameter.device_mesh.device_type)
+        return parameter.device
+    return None
 
 
 def norms_cast_along(

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from distamp import autocast, precision_report
 from distamp.autocast import AutocastState, OpLists, propagate
+from distamp.errors import SettingError
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -155,3 +156,14 @@ def test_what_a_function_contains_follows_the_lists(name, whole):
         got = run(X)
     # In fp32 to the last bits; in bf16 it would differ by about one part in a hundred.
     torch.testing.assert_close(got.float(), want, rtol=1e-5, atol=1e-5)
+
+
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast("cpu", ops=LISTS):
+            return x @ x
+
+
+def test_an_export_that_would_drop_the_lists_of_a_region_is_refused():
+    with pytest.raises(SettingError, match="no place for op lists"):
+        torch.export.export(Listed(), (X,))

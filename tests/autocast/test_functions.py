@@ -18,6 +18,7 @@ from distamp import (
     custom_bwd,
     custom_fwd,
 )
+from distamp.errors import SettingError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OURS, TORCHS = (custom_fwd, custom_bwd), (torch.amp.custom_fwd, torch.amp.custom_bwd)
@@ -101,13 +102,13 @@ def block() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8), nn.Tanh())
 
 
-def region_inside(model: Any, x: Tensor) -> Tensor:
+def region_inside(model: Any, x: Tensor, reentrant: bool = False) -> Tensor:
     def forward(x: Tensor) -> Tensor:
         with autocast("cpu", ops=LISTS):
             return model(x)
 
     with autocast("cpu", enabled=False):
-        return torchs.checkpoint(forward, x, use_reentrant=False)
+        return torchs.checkpoint(forward, x, use_reentrant=reentrant)
 
 
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -119,6 +120,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         model, x, use_reentrant=False, context_fn=checkpoint_contexts
     ),
     "a region inside": region_inside,
+    "a region inside a reentrant one": lambda model, x: region_inside(model, x, True),
     "torch's options": lambda model, x: checkpoint(
         lambda x, *, scale: model(x) * scale,
         x,
@@ -140,3 +142,15 @@ def gradients(way: str) -> list[Any]:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_bit_for_bit_those_without_checkpointing(way):
     assert all(map(torch.equal, gradients(way), gradients("plain")))
+
+
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: autocast("cpu")(model)])
+def test_a_reentrant_one_of_torchs_that_would_recompute_without_the_lists_is_refused(around):
+    model, x = block(), X.clone().requires_grad_()
+    with autocast("cpu", ops=LISTS):
+        with pytest.raises(SettingError, match=r"call distamp\.checkpoint"):
+            torchs.checkpoint(around(model), x, use_reentrant=True)
+        with torch.no_grad():
+            assert model(x).dtype is FP32
+    with autocast("cpu"):  # without lists it is right, and stays
+        torchs.checkpoint(model, x, use_reentrant=True).float().sum().backward()

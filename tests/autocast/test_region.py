@@ -162,10 +162,14 @@ def test_functions_methods_and_modules_can_be_decorated():
 @pytest.mark.parametrize(
     ("args", "error", "says"),
     [
-        ((torch.device("cpu"),), ValueError, "device_type"),
+        ((torch.device("cpu"),), ValueError, "^Expected `device_type` of type `str`, got: "),
         (("cpu", "fp16"), TypeError, "got 'fp16'; did you mean 'float16'"),
         (("cpu", None, True, "step"), ValueError, "True, False or None, got 'step'"),
-        (("cudaa",), RuntimeError, "did you mean 'cuda'"),
+        (
+            ("cudaa",),
+            RuntimeError,
+            "^User specified an unsupported autocast device_type 'cudaa'; did you mean 'cuda'",
+        ),
         (("meta", BF16), RuntimeError, "device_type"),
     ],
 )

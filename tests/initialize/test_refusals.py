@@ -41,6 +41,13 @@ def refused(model: nn.Module, level: str, optimizer: Any = None, **overrides: An
     return said
 
 
+def adapted(base: torch.dtype) -> nn.Module:
+    """A frozen base in half precision with a trained layer after it."""
+    model = net()
+    model.requires_grad_(False).to(base).output.to(torch.float32).requires_grad_(True)
+    return model
+
+
 ALONE: dict[str, tuple[Callable[[], str], str]] = {
     "unknown level": (lambda: refused(net(), "O4"), "must be one of"),
     "batch norms at O1": (
@@ -54,6 +61,9 @@ ALONE: dict[str, tuple[Callable[[], str], str]] = {
         "the constant 128",
     ),
     "a scale at O0": (lambda: refused(net(), "O0", init_scale=4.0), "loss_scale='dynamic'"),
+    "a half base at O0": (lambda: refused(adapted(HALF), "O0"), "take bf16 or O1, or O2"),
+    "a bfloat16 base at O2": (lambda: refused(adapted(torch.bfloat16), "O2"), "or bf16-O2"),
+    "a float16 base at bf16-O3": (lambda: refused(adapted(HALF), "bf16-O3"), "or O2"),
     "half at O0": (lambda: refused(net().half(), "O0"), "model.half"),
     "half at O1": (lambda: refused(net().half(), "O1"), "model.half"),
     "bfloat16 at bf16": (lambda: refused(net().bfloat16(), "bf16"), "leave out model."),
@@ -99,6 +109,11 @@ def test_a_setting_that_cannot_work(case):
 def test_what_apex_took_and_this_does_not_names_its_replacement(name, hint):
     with pytest.raises(TypeError, match=hint):
         initialize(net(), None, "O1", **{name: 1})
+
+
+def test_a_model_without_values():
+    with pytest.raises(SettingError, match="materialise it first"):
+        initialize(nn.Linear(2, 2, device="meta"), None, "bf16")
 
 
 def test_what_is_neither_model_nor_optimizer():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import distamp
@@ -212,6 +212,25 @@ def test_a_joined_hook_over_devices_of_one_process(sim2, wire):
     for schedule, seed in SCHEDULES:
         found = sim2.run(_hooked_over_two_devices, wire, schedule=schedule, seed=seed)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _offloaded(level: str) -> Any:
+    """One step where parameters rest on the CPU and compute on the device."""
+    net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(here())
+    over = mesh((2,), ("shard",), device="sim")
+    model = fully_shard(net, mesh=over, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"init_scale": 64.0} if level == "O1" else {}
+    amp = distamp.initialize(model, optimizer, level, **settings)
+    with amp.autocast():
+        out = amp.model(_input(1))
+    amp.backward(out.float().square().mean())
+    return out.dtype, bool(amp.clip_grad_norm_(1.0) > 0), bool(amp.step())
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("bf16", torch.bfloat16)])
+def test_a_level_runs_where_offloaded_parameters_compute(sim2, level, dtype):
+    assert sim2.run(_offloaded, level) == [(dtype, True, True)] * 2
 
 
 @pytest.mark.usefixtures("sim2")
