@@ -2,8 +2,7 @@
 
 A TorchDispatchMode sees every kernel, below autograd and autocast, casts included. It cannot see
 who asked for a cast; a TorchFunctionMode, above autocast, can: ``Tensor.to`` passes it by name.
-It also sees the autograd nodes that a function made, and writes on them whose they are, so that
-backward can be given to modules.
+It also sees the autograd nodes that a function made, and writes on them which one it was.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from distamp.autocast.op_names import schema_of
-from distamp.report.rows import OUTSIDE, OpRow, PrecisionReport
+from distamp.report.following import Follower, FollowingMode, Owner, mark, tensors_in
+from distamp.report.rows import OpRow, PrecisionReport
 
-__all__ = ["module_names", "precision_report"]
+__all__ = ["precision_report"]
 
 _any_autocast = torch._C._is_any_autocast_enabled
-_in_backward = torch._C._current_graph_task_id
 # Kernels that may give a tensor another dtype; aten::to is whole in inference mode.
 _CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 # Those that write into half of what they are given.
@@ -39,132 +37,64 @@ _CONVERSIONS = frozenset(
     + ("chalf", "cfloat", "cdouble")
 )
 _GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
-# Components of names that wrappers add: FSDP1 and fairscale, torch.compile, checkpoint wrappers.
-_WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 _SUMS = frozenset({"sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm", "mean"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear"})
-_NODE_KEY = "distamp.owner"
 
 
-# Whose an op or an autograd node is: module, function, and the cause of casts in it.
-_Owner = tuple[str, str, str]
-_NOBODY: _Owner = (OUTSIDE, "", "")
-
-
-class _Thread(threading.local):
-    """What one thread is doing."""
-
-    def __init__(self) -> None:
-        # The modules that run, innermost last: name, phase, whether autocast was on, module.
-        self.frames: list[tuple[str, str, bool, nn.Module]] = []
-        # The torch function that runs, and the cause of casts in it.
-        self.function = ""
-        self.cause = ""
-        self.modes: ExitStack | None = None
-
-
-class _Recorder:
+class _Recorder(Follower):
     """Counts what a model runs, from entry to exit; any thread that runs it is followed."""
 
-    def __init__(self, model: nn.Module | None = None, closed: bool = True) -> None:
-        self.names = {} if model is None else module_names(model)
-        self.closed = closed
-        self._parameters = {
-            id(parameter): name
-            for module, name in self.names.items()
-            for parameter in module.parameters(recurse=False)
-        }
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__(*models)
         # Of a wrapper and the module in it, which share a name, the module's class.
         self._kinds = {name: type(module).__name__ for module, name in self.names.items()}
         self._counts: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
-        self._thread = _Thread()
+        self._function = _Function()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave an empty, closed one in a copied or pickled module."""
-        return _Recorder, ()
-
-    def close(self) -> None:
-        """Count nothing any more, in whatever thread the model runs."""
-        self.closed = True
-
-    def modes(self) -> ExitStack:
-        """Enter the modes of this thread; closing what is returned leaves them."""
-        with ExitStack() as stack:
-            stack.enter_context(_Kernels(self))
-            stack.enter_context(_Functions(self))
-            return stack.pop_all()
-
-    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
-        """A module's forward begins in this thread."""
-        if self.closed:
-            return
-        thread = self._thread
-        # Autograd's own threads inherit the modes.
-        if not thread.frames and not any(
-            isinstance(mode, _Kernels) and mode.recorder is self
-            for mode in _get_current_dispatch_mode_stack()
-        ):
-            thread.modes = self.modes()
-        phase = "forward" if _in_backward() == -1 else "recompute"
-        thread.frames.append((name, phase, _any_autocast(), module))
-
-    def leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A module's forward has ended, by return or by an exception."""
-        thread = self._thread
-        if self.closed or all(frame[3] is not module for frame in thread.frames):
-            return
-        while thread.frames.pop()[3] is not module:
-            pass
-        _mark(output, inputs, (name, "", ""))
-        if not thread.frames and thread.modes is not None:
-            thread.modes.close()
-            thread.modes = None
+    def modes(self) -> tuple[Any, ...]:
+        """Both."""
+        return _Kernels(self), _Functions(self)
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a torch function, and note which one while it runs."""
         name = getattr(func, "__name__", "")
         if name in _GETTERS or self.closed:
             return func(*args, **kwargs)
-        thread = self._thread
-        found = thread.function, thread.cause
+        thread = self._function
+        found = thread.name, thread.cause
         asked = name in _CONVERSIONS or kwargs.get("dtype") is not None
-        thread.function = name.strip("_")
+        thread.name = name.strip("_")
         thread.cause = "autocast" if _any_autocast() and not asked else "explicit"
         try:
             out = func(*args, **kwargs)
-            _mark(out, (args, kwargs), self._owner()[0])
+            mark(out, (args, kwargs), self._owner()[0])
             return out
         finally:
-            thread.function, thread.cause = found
+            thread.name, thread.cause = found
 
-    def _owner(self) -> tuple[_Owner, str]:
+    def _owner(self) -> tuple[Owner, str]:
         """Whose the kernel that runs is, and in which phase it does."""
-        thread = self._thread
-        if thread.frames:
-            module, phase, autocast, _ = thread.frames[-1]
-            cause = thread.cause or ("autocast" if autocast else "explicit")
-            return (module, thread.function, cause), phase
-        if _in_backward() == -1:
-            return (OUTSIDE, thread.function, thread.cause or "explicit"), "forward"
-        node: Any = torch._C._current_autograd_node()
-        if hasattr(node, "variable"):
-            module = self._parameters.get(id(node.variable), OUTSIDE)
-            return (module, "accumulate_grad", "autograd"), "backward"
-        module, function, cause = _NOBODY if node is None else node.metadata.get(_NODE_KEY, _NOBODY)
+        owner, phase, node = self.running()
+        function = self._function
+        if phase != "backward":
+            on = any(frame.autocast for frame in self.frames()[-1:])
+            cause = function.cause or ("autocast" if on else "explicit")
+            return Owner(owner.module, function.name, cause), phase
+        cause = "autograd"
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            cause = thread.cause or "autograd"
-        elif type(node).__name__ != "ToCopyBackward0":
+            cause = function.cause or cause
+        elif type(node).__name__ == "ToCopyBackward0":
             # The gradient of a cast has its cause; what another's kernel casts is autograd's.
-            cause = "autograd"
-        return (module, function, cause), "backward"
+            cause = owner.cause
+        return Owner(owner.module, owner.function, cause), phase
 
     def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Count one kernel call."""
         name, view, runs = _kernel_of(func)
         if self.closed or not runs:
             return
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         casts = _casts_of(name, inputs, outputs)
         (module, function, cause), phase = self._owner()
         if not casts or name not in _CASTS:
@@ -185,15 +115,17 @@ class _Recorder:
             return tuple([OpRow(*key, *counts) for key, counts in self._counts.items()])
 
 
-class _Kernels(TorchDispatchMode):
+class _Function(threading.local):
+    """The torch function that one thread runs, and the cause of casts in it."""
+
+    name = ""
+    cause = ""
+
+
+class _Kernels(FollowingMode):
     """Shows a recorder every kernel call of this thread."""
 
-    # flex_attention, cond and the like are one kernel; what they run inside is not seen.
-    supports_higher_order_operators = True
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
+    follower: _Recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -201,7 +133,7 @@ class _Kernels(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self.recorder.record(func, args, kwargs, out)
+            self.follower.record(func, args, kwargs, out)
         return out
 
 
@@ -229,17 +161,6 @@ def _kernel_of(func: Any) -> tuple[str, bool, bool]:
     name = schema_of(func).name
     view = bool(func.is_view) or name == "aten::_unsafe_view"
     return name.removeprefix("aten::"), view, func.namespace != "prim"
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts; torch's pytrees take five times as long."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [tensor for each in values for tensor in _tensors(each)]
 
 
 def _dtypes(tensors: list[Tensor]) -> tuple[str, ...]:
@@ -270,34 +191,6 @@ def _length(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
         # Of addmm's three tensors the product's are the last two.
         return inputs[0 if name == "linear" else 1 if name.startswith("add") else 0].shape[-1]
     return 0
-
-
-def _mark(outputs: Any, inputs: Any, owner: _Owner) -> None:
-    """Write on the autograd nodes between inputs and outputs whose they are."""
-    todo = [each.grad_fn for each in _tensors(outputs) if each.grad_fn is not None]
-    if not todo:
-        return
-    stop = {each.grad_fn for each in _tensors(inputs)}
-    while todo:
-        node: Any = todo.pop()
-        if node in stop or _NODE_KEY in node.metadata or hasattr(node, "variable"):
-            continue
-        node.metadata[_NODE_KEY] = owner
-        todo.extend(each for each, _ in node.next_functions if each is not None)
-
-
-def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Every module of the model once, with the name it has without wrappers around it."""
-    names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
-        head, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(head)
-        above = names.get(parent, "")
-        # DataParallel and its like add nothing of their own.
-        alone = list(parent.children()) == [module] and not [*parent.parameters(recurse=False)]
-        wrapped = leaf in _WRAPPERS or (leaf == "module" and alone)
-        names[module] = above if wrapped or not name else f"{above}.{leaf}".lstrip(".")
-    return names
 
 
 @contextmanager
@@ -332,20 +225,11 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
         raise TypeError(
             f"precision_report takes the model, a torch.nn.Module, got {type(model).__name__}"
         )
-    recorder = _Recorder(model, closed=False)
+    recorder = _Recorder(*() if model is None else (model,))
     inside = [type(module).__name__ for module, name in recorder.names.items() if not name]
     with ExitStack() as stack:
-        stack.callback(recorder.close)
-        for module, name in recorder.names.items():
-            enter = functools.partial(recorder.enter, name)
-            leave = functools.partial(recorder.leave, name)
-            for handle in (
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
         if "torch._dynamo" in sys.modules:
             # Under a dispatch mode torch.compile gives a function up, for good.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(recorder.modes())
+        stack.enter_context(recorder.following())
         yield PrecisionReport(recorder.rows, "".join(inside[-1:]))
