@@ -19,6 +19,7 @@ from distamp.autocast import (
     pin_precision,
     propagate,
 )
+from distamp.clipping import clip_grad_norm_
 from distamp.errors import (
     DistampError,
     GradientError,
@@ -67,6 +68,7 @@ __all__ = [
     "cast_model",
     "checkpoint",
     "checkpoint_contexts",
+    "clip_grad_norm_",
     "custom_bwd",
     "custom_fwd",
     "findings",

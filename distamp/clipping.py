@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,20 +12,33 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distamp.errors import SettingError, StageError
-from distamp.gradients import flag_of, is_dtensor, local_gradients, multiply, norms_of
+from distamp.errors import GradientError, SettingError, StageError
+from distamp.gradients import (
+    flag_of,
+    is_dtensor,
+    local_gradients,
+    local_of,
+    multiply,
+    power_of,
+    summed,
+)
+from distamp.groups import Group, GroupLike, gather_sums, resolve
 from distamp.optimizers import unwrapped
 from distamp.sources import source_of
 
 __all__ = [
     "Chosen",
     "Declared",
+    "Share",
     "choose",
     "choose_unscaled",
     "clip_",
+    "clip_grad_norm_",
     "differing",
+    "local_square",
     "local_sums",
     "positive",
+    "share_of",
     "total",
 ]
 
@@ -32,20 +46,25 @@ __all__ = [
 Declared: TypeAlias = "Callable[[Tensor], bool | ProcessGroup | DeviceMesh | None]"
 
 _NEAR = 1e-5
+# What every rank has a part of, what each has a copy of, and what is taken for a part although
+# several ranks may hold it, and nothing says so.
+_PART, _REPLICA, _UNSURE = range(3)
+# By which Megatron and FSDP1 mark a parameter.
+_MARKS = frozenset(("shared", "tensor_model_parallel", "_fsdp_flattened"))
+_attributes = operator.attrgetter("__dict__")
+_is_sparse = operator.attrgetter("is_sparse")
 
 
-class Clipped(NamedTuple):
-    """One tensor to clip.
+class Share(NamedTuple):
+    """What one optimizer steps on this rank.
 
     Args:
-        parameter: The model's.
-        stepped: Whose gradient is measured and clipped.
+        pairs: A parameter of the model, and whose gradient is measured in its place.
         part: Whether a wrapper gives each rank another share of the parameters.
     """
 
-    parameter: Tensor
-    stepped: Tensor
-    part: bool
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    part: bool = False
 
 
 class Chosen(NamedTuple):
@@ -53,13 +72,20 @@ class Chosen(NamedTuple):
 
     Args:
         owners: The optimizers whose gradients they are.
-        measured: What the norm is of.
+        shares: What the norm is of.
         multiplied: Whose gradients are clipped: those, and what other ranks step.
     """
 
     owners: list[Any]
-    measured: list[Clipped]
+    shares: list[Share]
     multiplied: list[Tensor]
+
+
+def share_of(optimizer: Any) -> Share:
+    """Return what an optimizer, or the one it wraps, steps on this rank."""
+    source = source_of(optimizer)
+    pairs = source.stepped()
+    return Share(pairs, len(pairs) < len(source.parameters()))
 
 
 def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
@@ -67,47 +93,61 @@ def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
 
     Raises:
         TypeError: Something given is neither.
-        StageError: Parameters belong to none of ``optimizers``.
+        StageError: Parameters with gradients belong to none of ``optimizers``.
     """
-    parameters = _parameters(given)
-    wanted: set[int] | None = None
-    if isinstance(given, Tensor) or not hasattr(unwrapped(given), "param_groups"):
-        wanted = {id(p) for p in parameters}
-    else:
+    wanted: dict[int, Tensor] = {}
+    if _is_optimizer(given):
         optimizers = [given]
+        multiplied = {id(p): p for p in source_of(given).parameters()}
+    else:
+        wanted = {id(p): p for p in _parameters(given)}
+        multiplied = dict(wanted)
+        if not wanted:
+            optimizers = []
     owners: list[Any] = []
-    measured: list[Clipped] = []
-    left = set(wanted or ())
+    shares: list[Share] = []
+    left = {key for key, parameter in wanted.items() if parameter.grad is not None}
     for optimizer in optimizers:
-        source = source_of(optimizer)
-        pairs, filled = source.stepped(), source.parameters()
-        held = {id(p) for p in filled} | {id(p) for _, p in pairs}
-        if wanted is not None and not held & wanted:
-            continue
+        share = share_of(optimizer)
+        pairs = share.pairs
+        if wanted:
+            held = {id(p) for pair in pairs for p in pair}
+            held.update(map(id, source_of(optimizer).parameters()))
+            if not held & wanted.keys():
+                continue
+            left -= held
+            pairs = [pair for pair in pairs if not wanted.keys().isdisjoint(map(id, pair))]
         owners.append(optimizer)
-        left -= held
-        part = len(pairs) < len(filled)
-        measured += [
-            Clipped(parameter, stepped, part)
-            for parameter, stepped in pairs
-            if wanted is None or {id(parameter), id(stepped)} & wanted
-        ]
+        shares.append(Share(pairs, share.part))
+        multiplied.update((id(stepped), stepped) for _, stepped in pairs)
     if left:
         raise StageError(
-            f"{len(left)} of {len(parameters)} parameters belong to no optimizer this scaler has "
-            "seen yet, so it does not know whether their gradients are still scaled. Give "
+            f"{len(left)} of {len(wanted)} parameters have gradients and belong to no optimizer "
+            "this scaler has seen yet, so it does not know whether those are still scaled. Give "
             "clip_grad_norm_ the optimizer, or call add_optimizer(optimizer) first"
         )
-    multiplied = {id(p): p for p in (*parameters, *(each.stepped for each in measured))}
-    return Chosen(owners, measured, list(multiplied.values()))
+    return Chosen(owners, shares, list(multiplied.values()))
+
+
+def choose_unscaled(given: Any) -> Chosen:
+    """Return what is clipped by an optimizer or parameters whose gradients nobody scales."""
+    if not _is_optimizer(given):
+        parameters = _parameters(given)
+        return Chosen([], [Share([(p, p) for p in parameters])], parameters)
+    source, share = source_of(given), share_of(given)
+    multiplied = [stepped for _, stepped in share.pairs]
+    if source.casts and multiplied:  # optimizer.step() then takes them from the masters
+        one = flag_of(True, multiplied[0].device)
+        source.unscale(one, torch.zeros_like(one), True)
+    return Chosen([], [share], source.parameters() if share.part else multiplied)
+
+
+def _is_optimizer(given: Any) -> bool:
+    return not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups")
 
 
 def _parameters(given: Any) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given]
-    if hasattr(unwrapped(given), "param_groups"):
-        return source_of(given).parameters()
-    parameters = list(given)
+    parameters = [given] if isinstance(given, Tensor) else list(given)
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
             raise TypeError(
@@ -117,37 +157,26 @@ def _parameters(given: Any) -> list[Tensor]:
     return parameters
 
 
-def choose_unscaled(given: Any) -> Chosen:
-    """Return what is clipped by an optimizer or parameters whose gradients nobody scales."""
-    parameters = _parameters(given)
-    if isinstance(given, Tensor) or not hasattr(unwrapped(given), "param_groups"):
-        return Chosen([], [Clipped(p, p, False) for p in parameters], parameters)
-    source = source_of(given)
-    pairs = source.stepped()
-    if source.casts and pairs:  # optimizer.step() then takes them from the masters
-        one = flag_of(True, pairs[0][1].device)
-        source.unscale(one, torch.zeros_like(one), True)
-    part = len(pairs) < len(source.parameters())
-    return Chosen([], [Clipped(*pair, part) for pair in pairs], [stepped for _, stepped in pairs])
-
-
-def positive(name: str, value: Any) -> float:
+def positive(name: str, value: Any, or_zero: bool = False) -> float:
     """Return an argument as a float; torch's function takes ``"inf"`` and tensors too.
 
     Raises:
-        SettingError: It is no number above 0.
+        SettingError: It is no number above 0, or 0 where that is allowed.
     """
     try:
         number = float(value)
     except (TypeError, ValueError):
-        number = 0.0
-    if not number > 0:
-        raise SettingError(f"{name} must be > 0, not {value!r}")
+        number = math.nan
+    if not (number > 0 or (or_zero and number == 0)):
+        raise SettingError(f"{name} must be {'>=' if or_zero else '>'} 0, not {value!r}")
     return number
 
 
+# -- this rank's part ------------------------------------------------------------------------------
+
+
 def local_sums(
-    clipped: Sequence[Clipped],
+    shares: Iterable[Share],
     norm_type: float,
     device: torch.device,
     size: int = 1,
@@ -157,7 +186,7 @@ def local_sums(
     """Return what this rank's gradients add to the power of the norm.
 
     Args:
-        clipped: What is measured.
+        shares: What is measured.
         norm_type: The order of the norm.
         device: Of the result.
         size: Ranks that hold the model.
@@ -170,36 +199,96 @@ def local_sums(
 
     Raises:
         SettingError: A parameter is declared both.
-        GradientError: A gradient is ``Partial``.
     """
-    parts: list[Tensor] = []
-    replicas: list[Tensor] = []
-    unsure: list[Tensor] = []
-    norms = norms_of([each.stepped for each in clipped], norm_type, device)
-    for each, norm in zip(clipped, norms, strict=True):
-        weight, sure = _weight(each, size, replicated, sharded)
-        power = norm if math.isinf(norm_type) else norm.pow(norm_type)
-        if weight is None:
-            replicas.append(power)
+    powers = _powers(shares, norm_type, device, size, replicated, sharded)
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([powers.get(kind, none) for kind in (_PART, _REPLICA, _UNSURE)])
+
+
+def local_square(
+    shares: Iterable[Share],
+    device: torch.device,
+    size: int = 1,
+    replicated: Declared | None = None,
+    sharded: Declared | None = None,
+) -> Tensor:
+    """Return what this rank adds to the square of the norm: 0-d float64, to be summed over ranks.
+
+    One number, so it cannot tell that what it counts as replicas differs between ranks, or that
+    what it counts as parts is held by several; `local_sums` can.
+    """
+    powers = _powers(shares, 2.0, device, size, replicated, sharded)
+    if size > 1 and _REPLICA in powers:
+        powers[_REPLICA] = powers[_REPLICA] / size
+    found = list(powers.values())
+    if not found:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
+
+
+def _powers(
+    shares: Iterable[Share],
+    norm_type: float,
+    device: torch.device,
+    size: int,
+    replicated: Declared | None,
+    sharded: Declared | None,
+) -> dict[int, Tensor]:
+    """Return for each kind what it adds to the power of the norm: 0-d float64."""
+    alike: dict[tuple[int, float], list[Tensor]] = {}
+    placed: dict[Any, float] = {}
+    for share in shares:
+        gradients = [gradient for _, p in share.pairs if (gradient := p.grad) is not None]
+        if replicated is None and sharded is None and _are_plain(share, gradients):
+            alike.setdefault((_PART if share.part else _REPLICA, 1.0), []).extend(gradients)
             continue
+        for parameter, stepped in share.pairs:
+            if (gradient := stepped.grad) is None:
+                continue
+            key = _counted(parameter, stepped, share.part, size, replicated, sharded, placed)
+            alike.setdefault(key, []).append(summed(gradient))
+    powers: dict[int, Tensor] = {}
+    for (kind, weight), tensors in alike.items():
+        power = power_of(tensors, norm_type, device)
         if math.isinf(norm_type):
             weight = float(weight > 0)
-        (parts if sure or size == 1 else unsure).append(power * weight)
-    return torch.stack([_added(each, norm_type, device) for each in (parts, replicas, unsure)])
+        if weight != 1.0:
+            power = power * weight
+        if kind in powers:
+            both = torch.stack([powers[kind], power])
+            power = both.amax() if math.isinf(norm_type) else both.sum()
+        powers[kind] = power
+    return powers
 
 
-def _added(values: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    if not values:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    stacked = torch.stack(values)
-    return stacked.max() if math.isinf(norm_type) else stacked.sum()
+def _are_plain(share: Share, gradients: list[Tensor]) -> bool:
+    """Return whether nothing in a share needs a look at each; asked of all at once, in C."""
+    if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
+        return False
+    marks = map(_attributes, map(operator.itemgetter(0), share.pairs))
+    return all(map(_MARKS.isdisjoint, marks))
 
 
-def _weight(
-    each: Clipped, size: int, replicated: Declared | None, sharded: Declared | None
-) -> tuple[float | None, bool]:
-    """Return what a part of it counts, None for a replica; and whether that is sure."""
-    parameter = each.parameter
+def _counted(
+    parameter: Tensor,
+    stepped: Tensor,
+    part: bool,
+    size: int,
+    replicated: Declared | None,
+    sharded: Declared | None,
+    placed: dict[Any, float],
+) -> tuple[int, float]:
+    """Return as which kind a gradient counts, and by how much.
+
+    Args:
+        parameter: The model's.
+        stepped: Whose gradient it is.
+        part: Whether each rank has another share.
+        size: Ranks that hold the model.
+        replicated: As declared.
+        sharded: As declared.
+        placed: What the placements seen in this call count.
+    """
     is_replica = replicated is not None and bool(replicated(parameter))
     cut = None if sharded is None else sharded(parameter)
     if is_replica and cut:
@@ -208,30 +297,36 @@ def _weight(
             "sharded=; declare it replicated if every rank has the same values, else sharded"
         )
     if is_replica:
-        return 1.0 / size, True
+        return _PART, 1.0 / size
     if getattr(parameter, "shared", None) is True:
-        return 0.0, True
-    placed = _share(each.stepped) if is_dtensor(each.stepped) else 1.0
+        return _PART, 0.0
+    share = 1.0
+    if is_dtensor(stepped):
+        key = id(stepped.device_mesh), stepped.placements
+        if key not in placed:
+            placed[key] = _share(stepped)
+        share = placed[key]
     if isinstance(cut, (ProcessGroup, DeviceMesh)):
-        return placed * cut.size() / size, True
+        return _PART, share * cut.size() / size
     if cut:
-        return placed, True
-    if is_dtensor(each.stepped):
-        return placed, each.stepped.device_mesh.size() >= size
-    if each.part or getattr(parameter, "tensor_model_parallel", None) is True:
-        return 1.0, True
+        return _PART, share
+    if is_dtensor(stepped):
+        return (_PART if stepped.device_mesh.size() >= size else _UNSURE), share
+    if part or getattr(parameter, "tensor_model_parallel", None) is True:
+        return _PART, 1.0
     if getattr(parameter, "_fsdp_flattened", False):
-        return 1.0, False
-    return None, True
+        return (_PART if size == 1 else _UNSURE), 1.0
+    return _REPLICA, 1.0
 
 
-def _share(parameter: Tensor) -> float:
+def _share(parameter: Any) -> float:
     """Return what the local part of a DTensor counts, of whose mesh some ranks hold the same."""
-    if not is_dtensor(parameter):
-        return 1.0
     mesh = parameter.device_mesh
     replicas = [mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate()]
-    return 1.0 / math.prod(replicas)
+    return 1.0 / float(math.prod(replicas))
+
+
+# -- the whole -------------------------------------------------------------------------------------
 
 
 def total(sums: Tensor, norm_type: float) -> Tensor:
@@ -247,27 +342,31 @@ def total(sums: Tensor, norm_type: float) -> Tensor:
     return (parts.sum() + unsure.sum() + replicas.mean()).pow(1.0 / norm_type).float()
 
 
-def differing(sums: Tensor, norm_type: float) -> str | None:
+def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
     """Return what has to be declared, where the ranks' sums contradict what was assumed.
 
     Nothing is said where a value is not finite.
+
+    Args:
+        sums: What `local_sums` is on every rank, as the host read it.
+        norm_type: The order of the norm.
     """
-    if not bool(sums.isfinite().all()):
+    if not all(math.isfinite(value) for each in sums for value in each):
         return None
-    _, replicas, unsure = sums.unbind(1)
-    least, most = (replicas.min(), replicas.max())
-    if not math.isinf(norm_type):
-        least, most = least.pow(1.0 / norm_type), most.pow(1.0 / norm_type)
-    if float(most - least) > _NEAR * float(most):
+    root = 1.0 if math.isinf(norm_type) else 1.0 / norm_type
+    replicas = [each[_REPLICA] ** root for each in sums]
+    least, most = min(replicas), max(replicas)
+    if most - least > _NEAR * most:
         return (
             "clip_grad_norm_ counts plain tensors as replicas, and the norms of their gradients "
-            f"differ between ranks, from {float(least):g} to {float(most):g}. If each rank holds "
+            f"differ between ranks, from {least:g} to {most:g}. If each rank holds "
             "other parameters or parts (experts, stages), declare those: sharded=lambda p: p is "
             "such a part, or the group over which it is cut; "
             "if they are replicas whose gradients differ, replicated=lambda p: True"
         )
-    apart = (unsure - unsure.unsqueeze(1)).abs() <= _NEAR * unsure
-    if bool(unsure.min() > 0) and bool((apart.sum(1) > 1).all()):
+    unsure = [each[_UNSURE] for each in sums]
+    twice = [sum(abs(a - b) <= _NEAR * a for b in unsure) > 1 for a in unsure]
+    if min(unsure) > 0 and all(twice):
         return (
             "clip_grad_norm_ counts shards of FSDP, or DTensors on a part of the ranks, as parts "
             "of one model, and those of several ranks are the same. If they are replicas (as what "
@@ -283,8 +382,98 @@ def differing(sums: Tensor, norm_type: float) -> str | None:
 def clip_(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply gradients so that ``norm`` becomes at most ``max_norm``, as torch's clip does.
 
-    A norm that is not finite changes nothing: the step will be skipped, and what overflowed stays
-    to be reported.
+    Where the host knows that nothing is to be clipped, nothing is multiplied. A norm that is not
+    finite changes nothing: the step will be skipped, and what overflowed stays to be reported.
     """
     coefficient = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
-    multiply(local_gradients(clipped), torch.where(norm.isfinite(), coefficient, 1.0))
+    coefficient = torch.where(norm.isfinite(), coefficient, 1.0)
+    if not norm.is_cpu or coefficient.item() < 1.0:
+        multiply(local_gradients(clipped), coefficient)
+
+
+def clip_grad_norm_(
+    parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    process_group: GroupLike = None,
+    replicated: Declared | None = None,
+    sharded: Declared | None = None,
+) -> Tensor:
+    """Clip gradients that nobody scales by the norm of the whole model, in any layout.
+
+    Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the same arguments. Each
+    rank gives what it holds: a DTensor counts by its placements, FSDP1's shards, the shares of
+    ZeroRedundancyOptimizer and OSS and Megatron's ``tensor_model_parallel`` are parts, and any
+    other tensor is a replica, unless it is declared. Every rank of the group must call it. It reads
+    the ranks' norms on the host, to see that replicas are alike. The methods of
+    `distamp.DistGradScaler` do not wait for that on a device, and unscale first.
+
+    Args:
+        parameters: An optimizer, or parameters with gradients of any shapes.
+        max_norm: The largest norm after clipping; >= 0.
+        norm_type: The order of the norm; > 0, inf for the largest magnitude.
+        error_if_nonfinite: Raise where the norm is inf or NaN, on every rank, as torch does. Else
+            such gradients stay as they are.
+        foreach: Without effect; for calls written for torch's function.
+        process_group: The ranks that have a part of the model; None for the default group.
+        replicated: Takes a parameter; returns whether every rank has the same values, even if
+            rounding makes their gradients differ.
+        sharded: Takes a parameter; returns whether every rank has a different part, or the group
+            or mesh over which it is cut.
+
+    Returns:
+        The norm before clipping: 0-d float32, the same on every rank.
+
+    Raises:
+        SettingError: A number is out of range, or a parameter is declared both.
+        TypeError: ``parameters`` has something else than Tensors.
+        GradientError: What counts as a replica differs between ranks, or another rank raised.
+        RuntimeError: The norm is not finite, under ``error_if_nonfinite``.
+    """
+    found, chosen = resolve(process_group), Chosen([], [], [])
+    size = 1 if found is None else found.size()
+    device = torch.device("cpu")
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    error: Exception | None = None
+    try:
+        max_norm = positive("max_norm", max_norm, or_zero=True)
+        norm_type = positive("norm_type", norm_type)
+        chosen = choose_unscaled(parameters)
+        if chosen.multiplied:
+            device = local_of(chosen.multiplied[0]).device
+        sums = local_sums(chosen.shares, norm_type, device, size, replicated, sharded)
+    except Exception as raised:
+        if size == 1:
+            raise
+        error = raised
+    everyone = sums.view(1, 3)
+    if found is not None and size > 1:
+        everyone = _agreed(Group(found, device), sums, norm_type, error)
+    norm = total(everyone, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and leave the gradients as they are, "
+            "set `error_if_nonfinite=False`"
+        )
+    clip_(chosen.multiplied, norm, max_norm)
+    return norm
+
+
+def _agreed(group: Group, sums: Tensor, norm_type: float, error: Exception | None) -> Tensor:
+    """Return the sums of all ranks; raise on every rank what one of them demands."""
+    mine = torch.cat((sums, sums.new_full((1,), float(error is not None))))
+    everyone = gather_sums(group, mine)
+    rows = everyone.tolist()
+    if any(row[3] for row in rows):
+        failed = [rank for rank, row in zip(group.global_ranks, rows, strict=True) if row[3]]
+        raise error or GradientError(
+            f"clip_grad_norm_ failed on rank {failed[0]}, which says why; nothing is clipped here"
+        )
+    why = differing([row[:3] for row in rows], norm_type)
+    if why is not None:
+        raise GradientError(why)
+    return everyone[:, :3]

@@ -6,17 +6,16 @@ several devices and dtypes. Everything after it sees plain local tensors.
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from distamp import host
-from distamp.errors import GradientError
-from distamp.optimizers import parameter_names
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -27,10 +26,10 @@ __all__ = [
     "is_dtensor",
     "local_gradients",
     "local_of",
-    "local_part",
     "multiply",
-    "norms_of",
+    "power_of",
     "refuse_fp16",
+    "summed",
     "unscale",
     "version_of",
 ]
@@ -55,22 +54,15 @@ def flag_of(value: bool, device: torch.device | str) -> Tensor:
     return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
-def local_gradients(
-    parameters: Iterable[Tensor], owner: torch.optim.Optimizer | None = None
-) -> list[Tensor]:
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the local, dense storage of every gradient there is.
 
-    Args:
-        parameters: The parameters of one optimizer.
-        owner: Names the parameters in errors.
-
-    Raises:
-        GradientError: A DTensor gradient is ``Partial``: its local value is only a summand.
+    Of a ``Partial`` DTensor, as the norms of sequence parallel have, it is this rank's summand.
     """
     gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
     # Both questions are asked of all at once, in C; most models are dense and plain throughout.
     if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
-        return list(_behind_wrappers(parameters, owner))
+        return list(_behind_wrappers(parameters))
     return gradients
 
 
@@ -80,14 +72,13 @@ _values = operator.methodcaller("_values")
 version_of = operator.attrgetter("_version")
 
 
-def _behind_wrappers(
-    parameters: Iterable[Tensor], owner: torch.optim.Optimizer | None
-) -> Iterator[Tensor]:
-    for index, parameter in enumerate(parameters):
+def _behind_wrappers(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        gradient = local_part(gradient, owner, index)
+        with torch.no_grad():  # without a graph, this is the local tensor itself, not a view of it
+            gradient = local_of(gradient)
         if gradient.is_sparse:
             if gradient.dtype is torch.float16 and not gradient.is_coalesced():
                 # Rows that come twice may add up beyond 65504, so the sums are what is checked; in
@@ -95,25 +86,6 @@ def _behind_wrappers(
                 gradient = parameter.grad = gradient.float().coalesce().half()
             gradient = _values(gradient)
         yield gradient
-
-
-def local_part(gradient: Tensor, owner: torch.optim.Optimizer | None, index: int) -> Tensor:
-    """Return this rank's part of a gradient, the ``index``-th of its owner.
-
-    Raises:
-        GradientError: It is a ``Partial`` DTensor.
-    """
-    if not is_dtensor(gradient):
-        return gradient
-    if any(placement.is_partial() for placement in gradient.placements):
-        name = list(parameter_names(owner))[index] if owner is not None else f"number {index}"
-        raise GradientError(
-            f"the gradient of {name} is a DTensor with placements {gradient.placements}: a Partial "
-            "gradient is one summand and says nothing about the sum. Reduce it first, for example "
-            "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
-        )
-    with torch.no_grad():  # without a graph, to_local is the local tensor itself, not a view of it
-        return gradient.to_local()
 
 
 def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
@@ -183,29 +155,50 @@ def multiply(gradients: list[Tensor], factor: Tensor) -> None:
 
 
 @torch.no_grad()
-def norms_of(parameters: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
-    """Return the norm of each local gradient as 0-d float64 on ``device``; 0 where there is none.
+def power_of(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the sum of ``|x| ** norm_type`` over all elements, or the largest for inf.
 
-    A sparse gradient is measured by the sums of rows that come more than once.
+    Three kernels for each device and dtype of theirs, and one that adds them.
+
+    Args:
+        gradients: Local dense tensors, of any devices and dtypes.
+        norm_type: The order of the norm; > 0.
+        device: Of the result.
+
+    Returns:
+        0-d float64; 0 without gradients.
     """
-    none = torch.zeros((), dtype=torch.float64, device=device)
-    norms = [none] * len(parameters)
-    alike: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-    for place, parameter in enumerate(parameters):
-        if parameter.grad is None:
-            continue
-        local = local_part(parameter.grad, None, place)
-        if local.is_sparse:
-            half = local.dtype is torch.float16
-            local = (local.float() if half else local).coalesce().values()
-        if local.numel():
-            places, tensors = alike.setdefault((local.device, local.dtype), ([], []))
-            places.append(place)
-            tensors.append(local)
-    for (_, dtype), (places, tensors) in alike.items():
+    if math.isinf(norm_type):  # of no element there is no largest
+        gradients = [gradient for gradient in gradients if gradient.numel()]
+    powers: list[Tensor] = []
+    for (_, dtype), ((group,), _) in _grouped(gradients).items():
         # float16 squares overflow from 256 on.
         wide = torch.float32 if dtype.itemsize < 4 else None
-        found = torch.stack(torch._foreach_norm(tensors, norm_type, wide)).double()
-        for place, norm in zip(places, found.to(device).unbind(), strict=True):
-            norms[place] = norm
-    return norms
+        norms = torch.stack(torch._foreach_norm(group, norm_type, wide))
+        norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64)
+        powers.append(host.moved(norm if math.isinf(norm_type) else norm**norm_type, device))
+    if len(powers) == 1:
+        return powers[0]
+    if not powers:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(powers).amax() if math.isinf(norm_type) else torch.stack(powers).sum()
+
+
+@torch.no_grad()
+def summed(gradient: Tensor) -> Tensor:
+    """Return this rank's part of a gradient as its norm sees it: sums, where it is summands.
+
+    Rows of a sparse one that come twice are added up, in float32 where they are float16; a
+    ``Partial`` DTensor is reduced over its mesh, which all ranks of that do together.
+    """
+    if is_dtensor(gradient):
+        if any(placement.is_partial() for placement in gradient.placements):
+            from torch.distributed.tensor import Replicate
+
+            kept = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            gradient = gradient.redistribute(placements=kept)
+        gradient = gradient.to_local()
+    if gradient.is_sparse:
+        half = gradient.dtype is torch.float16
+        gradient = _values((gradient.float() if half else gradient).coalesce())
+    return gradient

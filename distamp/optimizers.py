@@ -38,10 +38,12 @@ def parameter_names(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return the optimizer that steps this rank's share for a wrapper that splits the parameters.
 
-    ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part.
+    ZeroRedundancyOptimizer and fairscale's OSS hold all parameters, and an optimizer over a part;
+    a method gathers the states of all parts. One that steps a part of its parameters by another
+    optimizer, and the rest itself, as Muon with an AdamW inside, has no share.
     """
     attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
-    if _INSIDE.isdisjoint(attributes):
+    if _INSIDE.isdisjoint(attributes) or not hasattr(optimizer, "consolidate_state_dict"):
         return None
     held = [attributes[name] for name in _HOLDING if name in attributes]
     return next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)

@@ -53,7 +53,7 @@ class GradientSource:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            gradients = local_gradients(parameters_of(self._holds), self._holds)
+            gradients = local_gradients(parameters_of(self._holds))
             return unscale(gradients, inv_scale, found_inf, allow_fp16=allow_fp16)
         finally:
             torch._C._set_grad_enabled(recording)

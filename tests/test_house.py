@@ -49,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {*FOUNDATION, "optimizers", "autocast", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
+        "clipping",
         "autocast",
         "report",
         "scaler",

@@ -155,7 +155,7 @@ class MasterParameters(GradientSource):
                 staying.append(parameter)
             elif parameter.grad is not None:
                 moves.append((parameter, stepped))
-        others = local_gradients(staying, self._held())
+        others = local_gradients(staying)
         refuse_fp16([gradient.dtype for gradient in others])
         self._taken = False
         for pair in pairs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -832,7 +833,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
 
         Args:
             optimizer_or_parameters: An optimizer, or parameters of this scaler's optimizers.
-            max_norm: The largest norm after clipping; > 0.
+            max_norm: The largest norm after clipping; >= 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
             replicated: Takes a parameter of the model; returns whether every rank of the group has
                 the same values, even if rounding makes their gradients differ.
@@ -846,7 +847,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         Raises:
             StageError: The gradients of the given parameters are not unscaled, and the parameters
                 belong to no optimizer that this scaler has seen.
-            SettingError: ``max_norm`` or ``norm_type`` is not a positive number, or a parameter is
+            SettingError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is
                 declared both.
             GradientError: What counts as a replica differs between ranks; says what to declare.
         """
@@ -868,7 +869,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             for _, record in ready:
                 check_unscale(record)
             # Last, so that where they are wrong the ranks go on alike after update().
-            max_norm = clipping.positive("max_norm", max_norm)
+            max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
             norm_type = clipping.positive("norm_type", norm_type)
         except Exception as raised:
             error = raised
@@ -876,7 +877,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         def measure() -> None:
             nonlocal sums
             sums = clipping.local_sums(
-                chosen.measured, norm_type, scale.device, size, replicated, sharded
+                chosen.shares, norm_type, scale.device, size, replicated, sharded
             )
 
         declared = [replicated is not None, sharded is not None]
@@ -906,7 +907,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         sharded: clipping.Declared | None,
     ) -> Tensor:
         """Clip where the scaler is disabled: no message but the norms, and in one process torch."""
-        max_norm = clipping.positive("max_norm", max_norm)
+        max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
         norm_type = clipping.positive("norm_type", norm_type)
         chosen = clipping.choose_unscaled(given)
         device = chosen.multiplied[0].device if chosen.multiplied else torch.device("cpu")
@@ -914,7 +915,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if group is None:
             return torch.nn.utils.clip_grad_norm_(chosen.multiplied, max_norm, norm_type)
         mine = clipping.local_sums(
-            chosen.measured, norm_type, device, group.size, replicated, sharded
+            chosen.shares, norm_type, device, group.size, replicated, sharded
         )
         everyone = gather_sums(group, mine)
         self._compare_norms(everyone, norm_type)
@@ -927,10 +928,10 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         own = self._distamp
 
         def read(values: Sequence[float]) -> None:
-            found = torch.tensor(values, dtype=torch.float64, device="cpu").view(-1, 3)
+            found = [values[place : place + 3] for place in range(0, len(values), 3)]
             why = clipping.differing(found, norm_type)
             if why is None:
-                own.clips_agree = own.clips_agree or bool(found.isfinite().all())
+                own.clips_agree = own.clips_agree or all(map(math.isfinite, values))
             elif own.clips_agree:
                 warnings.warn(why, stacklevel=stacklevel_of_caller())
             else:

@@ -76,7 +76,14 @@ GIVEN: dict[str, Callable[[nn.Module, Any], Any]] = {
     "tensor": lambda model, optimizer: next(model.parameters()),
     "nothing": lambda model, optimizer: [],
 }
-NUMBERS = [(1e-3, 2.0), (1e3, 2.0), (1e-3, 1.0), ("1e-3", "inf"), (torch.tensor(0.1), 2)]
+NUMBERS = [
+    (0.0, 2.0),
+    (1e-3, 2.0),
+    (1e3, 2.0),
+    (1e-3, 1.0),
+    ("1e-3", "inf"),
+    (torch.tensor(0.1), 2),
+]
 
 
 def _clipped(scaler: Any, given: str, *numbers: Any) -> list[Any]:
@@ -126,13 +133,16 @@ def test_what_cannot_be_clipped_is_named():
     (parameter, optimizer), model = sgd(1.0, 2.0), nn.Sequential(nn.Linear(1, 1))
     scaler = cpu_scaler()
     backward(scaler, parameter, [3.0, 4.0])
-    for bad in (0.0, -1.0, "much", None, math.nan):
+    for bad in (-1.0, "much", None, math.nan):
         for name, given in {"max_norm": (bad, 2.0), "norm_type": (1.0, bad)}.items():
-            with pytest.raises(SettingError, match=f"{name} must be > 0, not"):
+            with pytest.raises(SettingError, match=f"{name} must be >=? 0, not"):
                 scaler.clip_grad_norm_(optimizer, *given)
+    with pytest.raises(SettingError, match="norm_type must be > 0, not 0"):
+        scaler.clip_grad_norm_(optimizer, 1.0, 0.0)
     for given in (model.named_parameters(), model.children()):
         with pytest.raises(TypeError, match=r"such as model\.parameters\(\), not (tuple|Linear)"):
             scaler.clip_grad_norm_(given, 1.0)
+    model(torch.ones(1)).backward()
     with pytest.raises(StageError, match="Give clip_grad_norm_ the optimizer"):
         scaler.clip_grad_norm_(model.parameters(), 1.0)
     for declared in ("sharded", "replicated"):  # nothing to a process alone
