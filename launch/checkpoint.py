@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distamp.initialize import Amp
-from launch.config import Config, UsageError, checkpoints_of
+from launch.config import Config
+from launch.folder import checkpoints_of, remove
 from launch.parallel import Layout
+from launch.usage import UsageError
 
 # What torch raises where a file is not there, not whole, or of another model.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError)
@@ -175,8 +176,7 @@ class Checkpoints:
     def _prune(self) -> None:
         for old in checkpoints_of(self._config.run_dir)[self._config.keep :]:
             if self._layout.rank == 0:
-                (old / ".metadata").unlink()  # from here on it is none
-                shutil.rmtree(old, ignore_errors=True)
+                remove(old)
 
     def read(self, path: Path) -> None:
         """Put the run into the state of a checkpoint; every rank calls this.
@@ -228,13 +228,6 @@ class Checkpoints:
             tensor.copy_(buffers[name])
         for hook, saved in zip(self._amp.comm_hooks, hooks, strict=False):
             hook.load_state_dict(saved)
-
-
-def forget_after(run: Path, step: int | None) -> None:
-    """Let the checkpoints after a step, of a future that will be another, count no longer."""
-    for path in checkpoints_of(run):
-        if step is None or int(path.name.removeprefix("step-")) > step:
-            (path / ".metadata").unlink()
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

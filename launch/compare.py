@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.config import flag, program, read_config, require
+from launch.config import read_config
 from launch.metrics import Record, draw, read_records
+from launch.usage import flag, program, require
 
 
 def compare(runs: list[Path]) -> Table:

@@ -1,27 +1,17 @@
 """What a run is asked to do: one dataclass, which tyro makes the command line of."""
 
-import contextlib
-import functools
-import importlib
-import inspect
-import io
-import itertools
 import json
 import math
 import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from distamp import Precision
 from distamp.comm_hooks import WIRE_FORMATS
+from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
+from launch.usage import UsageError, flag, near, read_flags, require
 
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1"}
@@ -56,21 +46,6 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "of name=value": (lambda value: all("=" in pair for pair in value), "model_args"),
 }
-
-
-class UsageError(Exception):
-    """What a user asked for cannot be done; one sentence says what can."""
-
-
-def require(holds: object, sentence: str) -> None:
-    """Raise `UsageError` unless something holds."""
-    if not holds:
-        raise UsageError(sentence)
-
-
-def flag(name: str) -> str:
-    """Return the flag of an attribute."""
-    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -186,6 +161,11 @@ class Config:
         """The dtypes of ``--precision``, and what goes with them."""
         return Precision.of(_LEVELS.get(self.precision, self.precision))
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run in ``--run-dir`` goes on, and keeps what it has."""
+        return self.resume is not None and run_of(self.resume).resolve() == self.run_dir.resolve()
+
     def check(self, world: int) -> None:
         """Refuse what no machine could run.
 
@@ -209,8 +189,8 @@ class Config:
         self._require(not gpt or self.heads % tp == 0, "heads", f"a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
         multiple = f"a multiple of --replicate x --shard x --accumulate = {share}"
-        near = -(-self.batch // share) * share
-        self._require(self.batch % share == 0, "batch", f"{multiple} (say {near})")
+        rounded = -(-self.batch // share) * share
+        self._require(self.batch % share == 0, "batch", f"{multiple} (say {rounded})")
 
     def layout(self, world: int) -> tuple[int, int, int]:
         """Return how many copies of the model there are, ranks that shard one, and tensor ranks.
@@ -233,13 +213,6 @@ class Config:
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole, or as it was before."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def read_config(run: Path) -> Config:
     """Read the flags of a run.
 
@@ -259,25 +232,6 @@ def read_config(run: Path) -> Config:
         raise UsageError(f"{path}: it is not the config.json of a run") from None
 
 
-def checkpoints_of(run: Path) -> list[Path]:
-    """Return the whole checkpoints of a run, the newest first: torch writes .metadata last."""
-    return sorted((p.parent for p in run.glob("checkpoints/step-*/.metadata")), reverse=True)
-
-
-def checkpoint_of(resume: Path, flag: str = "") -> tuple[Path, Path]:
-    """Return the folder of a run, and its newest checkpoint or the one that is named.
-
-    Raises:
-        UsageError: There is no whole one.
-    """
-    resume = resume.absolute()
-    run = resume.parents[1] if resume.name.startswith("step-") else resume
-    whole = [path for path in checkpoints_of(run) if resume in (run, path)]
-    what = "no whole checkpoint there" if resume.is_dir() else "no such run"
-    require(whole, f"{flag}{resume}: {what}")
-    return run, whole[0]
-
-
 def parse(args: Sequence[str] | None = None) -> Config:
     """Read the command line; where a run is resumed, its flags are the defaults.
 
@@ -291,7 +245,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
     """
     prog = "launch/train.py"
     given: Config = read_flags(Config, prog, args)
-    again = given.auto_resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    again = given.auto_resume or began_here(given.run_dir)
     resume = given.run_dir if again and checkpoints_of(given.run_dir) else given.resume
     if resume is not None:
         run, _ = checkpoint_of(resume, "--resume ")
@@ -301,101 +255,3 @@ def parse(args: Sequence[str] | None = None) -> Config:
     given = replace(given, resume=resume, overwrite=given.overwrite or again)
     given.check(int(os.environ.get("WORLD_SIZE", "1")))
     return given
-
-
-def read_flags(f: Any, prog: str, args: Sequence[str] | None = None, **default: Any) -> Any:
-    """Call ``f`` with what the command line says, by tyro; ``--help`` prints, and ends.
-
-    Args:
-        f: A class or a function.
-        prog: What the program is called.
-        args: None: those of the process.
-        default: ``default=`` an instance, whose values count where no flag is given.
-
-    Raises:
-        UsageError: A flag or a value cannot be read.
-    """
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            found, unknown = tyro.cli(
-                f,
-                prog=prog,
-                args=args,
-                return_unknown_args=True,
-                console_outputs=_speaks(),
-                **default,
-            )
-    except SystemExit as done:
-        if not done.code:
-            raise
-        # tyro draws a box around it, with a rule below what is wrong.
-        lines = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]
-        fault = " ".join(itertools.takewhile(lambda line: "──" not in line, lines))
-        raise UsageError(fault.removeprefix("Error parsing ")) from None
-    if unknown:
-        hint = near(unknown[0], map(flag, inspect.signature(f).parameters))
-        raise UsageError(f"{unknown[0]}: no such flag or value{hint}")
-    return found
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """Return a question after what is known and written alike, or nothing."""
-    return "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
-
-
-def program(name: str, main: Callable[..., None]) -> int:
-    """Run a function as ``python -m NAME``, its arguments as flags; return the exit code."""
-
-    @functools.wraps(main)
-    def later(*args: Any, **flags: Any) -> Callable[[], None]:
-        return functools.partial(main, *args, **flags)
-
-    return refusing(lambda: read_flags(later, f"python -m {name}")())
-
-
-def refusing(body: Callable[[], None]) -> int:
-    """Run the body of a program; return its exit code, which is 2 if the user asked too much.
-
-    Every rank finds the same fault. The first of each machine prints it and ends, upon which
-    torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off.
-    """
-    try:
-        body()
-        return 0
-    except UsageError as error:
-        if _speaks():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
-    time.sleep(10)
-    return 2
-
-
-def _speaks() -> bool:
-    """Whether this is the first rank of its machine."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Turn ``name=value`` into keyword arguments; a value is JSON, or else text."""
-    found: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
-    for name, text in found.items():
-        with contextlib.suppress(ValueError):
-            found[name] = json.loads(text)
-    return found
-
-
-def load_own(flag: str, name: str) -> Any:
-    """Import ``module:name``, also from the folder in which the run was started.
-
-    Raises:
-        UsageError: If it is not there.
-    """
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{flag} {name}: {error}") from None

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from launch.config import Config, UsageError, load_own, require
+from launch.config import Config
+from launch.stop import die_with_parent
+from launch.usage import UsageError, load_own, require
 
 Tokens = np.ndarray[Any, Any]
 # What distributions put among the standard library, and what they leave out of it.
@@ -126,6 +128,7 @@ def batches(
         examples,
         batch_sampler=order,
         num_workers=workers,
+        worker_init_fn=die_with_parent,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else it draws from the one that dropout goes on with
     )

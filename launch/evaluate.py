@@ -12,10 +12,12 @@ from torch import nn
 
 from distamp import autocast
 from launch.checkpoint import load_weights
-from launch.config import Config, checkpoint_of, program, read_config
+from launch.config import Config, read_config
 from launch.data import Data, load_data
+from launch.folder import checkpoint_of
 from launch.model import build, fill, is_empty, loss_of, mean_loss
 from launch.parallel import Layout, pick_device
+from launch.usage import program
 
 
 @torch.no_grad()

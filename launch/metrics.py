@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
-from launch.config import Config, UsageError, write_whole
+from launch.config import Config
 from launch.data import Data
+from launch.folder import begin, write_whole
 from launch.model import blocks_of
-from launch.parallel import Layout
+from launch.parallel import Layout, on_first
+from launch.usage import UsageError
 
 Record = dict[str, Any]
 
@@ -34,7 +36,7 @@ class Metrics:
         step: From which the run goes on.
 
     Raises:
-        UsageError: The folder cannot be written to.
+        UsageError: The folder cannot be written to, or another process does.
     """
 
     def __init__(
@@ -53,11 +55,7 @@ class Metrics:
         self._utilisation = flops_per_example(model, config, data) / peak
         self._targets, self._of_text = data.targets, data.of_text
         self._board: Any = None
-        if self._main:
-            try:
-                self._open(step)
-            except OSError as error:
-                raise UsageError(f"--run-dir {config.run_dir}: {error.strerror}") from None
+        on_first(layout, lambda: self._open(step))
         console = Console(highlight=False, soft_wrap=True, quiet=not self._main)
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=config.steps, completed=step)
@@ -72,9 +70,9 @@ class Metrics:
 
     def _open(self, step: int) -> None:
         config, path = self._config, self._config.run_dir / "metrics.jsonl"
-        config.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = begin(config.run_dir, step if config.goes_on else None)
         # What came after the checkpoint comes again.
-        kept = read_records(config.run_dir) if step and path.exists() else []
+        kept = read_records(config.run_dir) if config.goes_on and path.exists() else []
         lines = [json.dumps(row) + "\n" for row in kept if row["step"] <= step]
         write_whole(config.run_dir / "config.json", config.to_json())
         write_whole(path, "".join(lines))
@@ -150,6 +148,7 @@ class Metrics:
             self._board.close()
         if self._main:
             self._file.close()
+            self._lock.close()
             draw([self._config.run_dir], self._config.run_dir / "curves.png")
 
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from launch.config import Config, UsageError, arguments, load_own, require
+from launch.config import Config
 from launch.data import Data
+from launch.usage import UsageError, arguments, load_own, require
 
 
 class Residual(nn.Linear):

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from launch.config import Config, UsageError, load_own, require
+from launch.config import Config
 from launch.model import blocks_of
 from launch.parallel import cut_over
+from launch.usage import UsageError, load_own, require
 
 
 def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from launch.config import Config, require
+from launch.config import Config
 from launch.model import GPT, blocks_of
+from launch.usage import UsageError, require
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -114,6 +115,26 @@ class Layout:
         if self.world > 1:
             dist.all_reduce(packed)
         return [value / self.tp for value in packed.tolist()]
+
+
+def on_first(layout: Layout, do: Callable[[], object]) -> None:
+    """Do something on the first rank, while the others wait for it.
+
+    Raises:
+        UsageError: It was refused, or its file; on every rank.
+    """
+    refused: list[str | None] = [None]
+    if layout.rank == 0:
+        try:
+            do()
+        except UsageError as error:
+            refused = [str(error)]
+        except OSError as error:
+            refused = [f"{error.filename}: {error.strerror}"]
+    if layout.world > 1:
+        dist.broadcast_object_list(refused)
+    if refused[0] is not None:
+        raise UsageError(refused[0])
 
 
 def prepare_blocks(model: nn.Module, config: Config) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from distamp import autocast
-from launch.config import program, require
 from launch.evaluate import load_run
+from launch.usage import program, require
 
 
 @torch.no_grad()

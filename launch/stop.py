@@ -1,7 +1,9 @@
 """SIGTERM, Ctrl-C and a time limit as requests: a step is finished and saved before the end."""
 
+import ctypes
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,3 +31,12 @@ def listening(minutes: float = math.inf) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def die_with_parent(*_: object) -> None:
+    """Have Linux kill this process where its parent dies: torchrun, or the rank of a reader.
+
+    Nobody else would end a rank whose torchrun was killed, and it would go on writing.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

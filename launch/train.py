@@ -24,10 +24,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from distamp import cast_model, initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
-from launch.checkpoint import Checkpoints, State, forget_after
-from launch.config import Config, UsageError, checkpoint_of, parse, refusing, require
+from launch.checkpoint import Checkpoints, State
+from launch.config import Config, parse
 from launch.data import Data, Order, batches, load_data
 from launch.evaluate import evaluate
+from launch.folder import checkpoint_of
 from launch.metrics import Metrics, Record
 from launch.model import build, fill, is_empty, loss_of
 from launch.optim import Rates, make_optimizers
@@ -40,13 +41,16 @@ from launch.parallel import (
     prepare_blocks,
     settle,
 )
-from launch.stop import listening
+from launch.stop import die_with_parent, listening
+from launch.usage import UsageError, refusing, require
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; return the exit code."""
 
     def body() -> None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()
         config = parse(args)
         with listening(config.max_time) as asked:
             run(config, asked)
@@ -75,12 +79,12 @@ def start_from(config: Config) -> Path | None:
     Raises:
         UsageError: There is none, or another run is in the way.
     """
-    run, resume = (None, None) if config.resume is None else checkpoint_of(config.resume)
+    resume = None if config.resume is None else checkpoint_of(config.resume)[1]
     there = next(p for p in (config.run_dir, *config.run_dir.absolute().parents) if p.exists())
     writable = there.is_dir() and os.access(there, os.W_OK)
     require(writable, f"--run-dir {config.run_dir}: {there} cannot be written to")
-    same = run is not None and run.resolve() == config.run_dir.resolve()
-    free = same or config.overwrite or not (config.run_dir / "metrics.jsonl").exists()
+    begun = (config.run_dir / "metrics.jsonl").exists()
+    free = config.goes_on or config.overwrite or not begun
     hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"
     require(free, f"--run-dir {config.run_dir}: it has a run; {hint}")
     return resume
@@ -115,8 +119,7 @@ def make_ready(config: Config, data: Data, device: torch.device, resume: Path | 
     checkpoints = Checkpoints(config, layout, state, amp, device)
     if resume is not None:
         checkpoints.read(resume)
-    if layout.rank == 0:
-        forget_after(config.run_dir, None if resume is None else state.progress.step)
+    # Nothing in the run's folder changes before this.
     metrics = Metrics(config, data, inner, layout, device, state.progress.step)
     return Job(config, data, device, layout, model, amp, state, checkpoints, metrics)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from launch.config import checkpoints_of
+from launch.folder import checkpoints_of
 from tests.launch import jobs
 from tests.launch.test_jobs import killed_after
 from tests.ranks import RankPool

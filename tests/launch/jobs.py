@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from launch.config import UsageError, parse
+from launch.config import parse
 from launch.train import run
+from launch.usage import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 # A model small enough that the processes' start is most of a run.

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -79,6 +80,56 @@ def test_run_that_one_rank_is_asked_to_end_saves_and_exits_with_0(new_ranks, tex
     last = jobs.records(tmp_path)[-1]["step"]
     assert last < 100_000
     assert (tmp_path / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()
+
+
+def outlives_torchrun(run: Path, args: Sequence[object]) -> bool:
+    """Train in a grandchild, whose parent is killed as a torchrun would be."""
+    here, there = os.pipe()
+    if (torchrun := os.fork()) == 0:
+        if os.fork() == 0:
+            os.environ["TORCHELASTIC_RUN_ID"] = "none"
+            os.write(there, str(os.getpid()).encode())
+            with jobs.here():
+                main([*map(str, args), "--run-dir", str(run)])
+            os._exit(0)
+        time.sleep(jobs.TIMEOUT_S)
+    os.close(there)
+    rank = int(os.read(here, 32))
+    jobs.until(run, 3)
+    os.kill(torchrun, signal.SIGKILL)
+    os.waitpid(torchrun, 0)
+    ended, _, _ = select.select([here], [], [], 20.0)  # the other end closes with its process
+    if not ended:
+        os.kill(rank, signal.SIGKILL)
+    return not ended
+
+
+def test_ranks_end_with_a_torchrun_that_was_killed(new_ranks, text, tmp_path):
+    args = ("--data", text, *TINY, "--steps", 100_000)
+    assert new_ranks(1).run(outlives_torchrun, tmp_path, args, group="none") == [False]
+
+
+def test_restart_goes_on_with_its_own_run_and_leaves_others_alone(text, tmp_path, monkeypatch):
+    args = ("--data", text, *TINY, "--steps", 2, "--keep", 0)
+    rows = jobs.train(tmp_path / "other", args)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ("TORCHELASTIC_RESTART_COUNT", "1"),
+        ("TORCHELASTIC_RUN_ID", "none"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", str(store.port)),
+    ):
+        monkeypatch.setenv(name, value)
+    assert "it has a run" in jobs.refusal(*args, "--run-dir", tmp_path / "other")
+    jobs.train(tmp_path / "own", args)
+    assert "it has a run" in jobs.refusal(*args, "--run-dir", tmp_path / "other")
+    assert jobs.records(tmp_path / "other") == rows
+    # Without a checkpoint it starts again, with one it goes on.
+    saved = jobs.train(tmp_path / "own", (*args, "--keep", 1))
+    again = jobs.train(tmp_path / "own", (*args, "--steps", 3))
+    assert again[: len(saved)] == saved == rows
+    assert again[-1]["step"] == 3
 
 
 def test_bad_flag_is_one_sentence_and_every_rank_exits_with_2(tmp_path):

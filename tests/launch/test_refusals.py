@@ -1,6 +1,8 @@
 """What cannot be done ends in one sentence and exit code 2, and leaves everything as it was."""
 
 import itertools
+import os
+import socket
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -8,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from launch.config import Config, checkpoints_of, flag
+from launch.config import Config
+from launch.folder import begin, checkpoints_of
 from launch.train import main
+from launch.usage import flag
 from tests.launch import jobs
 from tests.launch.jobs import TINY
 
@@ -149,6 +153,15 @@ def test_a_loss_that_is_not_finite_ends_a_run_before_its_checkpoint(text, tmp_pa
     args = ("--data", text, *TINY, "--lr", "1e30", "--warmup", "0", "--steps", "5")
     assert "--lr" in refused(capsys, *args, "--run-dir", tmp_path)
     assert not checkpoints_of(tmp_path)
+
+
+def test_ranks_leave_a_folder_alone_to_which_another_process_writes(ranks2, text, tmp_path):
+    args = ("--data", text, *TINY, "--steps", 2, "--run-dir", tmp_path, "--overwrite")
+    with begin(tmp_path, None):
+        said = ranks2.run(jobs.refusal, *args)
+    assert said[0] == said[1]
+    assert f"process {os.getpid()} on {socket.gethostname()}" in said[0]
+    assert ranks2.run(jobs.refusal, *args) == ["was not refused"] * 2
 
 
 @pytest.mark.parametrize(

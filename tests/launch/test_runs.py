@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from launch import compare, evaluate, sample
-from launch.config import Config, checkpoints_of, parse
+from launch.config import Config, parse
 from launch.data import Data, Order, load_data
+from launch.folder import checkpoints_of
 from launch.model import build
 from launch.optim import part_of_peak
 from launch.train import main, run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import checkpoints_of
+from launch.folder import checkpoints_of
 from tests import netns
 from tests.launch import jobs
 from tests.launch.jobs import ROOT, TINY, until

@@ -1,0 +1,119 @@
+"""The folder of a run: its checkpoints, who began it, and who writes to it now."""
+
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+
+from launch.usage import UsageError, require
+
+# Of the word that says which torchrun a run belongs to, in the store of its agent.
+_KEY = "launch/run"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole, or as it was before."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return the whole checkpoints of a run, the newest first: torch writes .metadata last."""
+    return sorted((p.parent for p in run.glob("checkpoints/step-*/.metadata")), reverse=True)
+
+
+def run_of(resume: Path) -> Path:
+    """Return the folder of the run that is named, or whose checkpoint is."""
+    resume = resume.absolute()
+    return resume.parents[1] if resume.name.startswith("step-") else resume
+
+
+def checkpoint_of(resume: Path, flag: str = "") -> tuple[Path, Path]:
+    """Return the folder of a run, and its newest checkpoint or the one that is named.
+
+    Raises:
+        UsageError: There is no whole one.
+    """
+    resume, run = resume.absolute(), run_of(resume)
+    whole = [path for path in checkpoints_of(run) if resume in (run, path)]
+    what = "no whole checkpoint there" if resume.is_dir() else "no such run"
+    require(whole, f"{flag}{resume}: {what}")
+    return run, whole[0]
+
+
+def began_here(run: Path) -> bool:
+    """Whether the torchrun that started this process has begun the run in a folder, or resumed it.
+
+    So a restart of its ranks tells its own run from another's. Its agents keep a random word in
+    their store as long as they live, and the run has the same.
+    """
+    path = run / "lock"
+    words = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return len(words) == 2 and words[1] == _word_of_agents()
+
+
+def _word_of_agents() -> str | None:
+    if (store := _store_of_agents()) is None:
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # --rdzv-id
+        return None if name == "none" else name
+    return store.get(_KEY).decode() if store.check([_KEY]) else None
+
+
+def _store_of_agents() -> dist.Store | None:
+    """Return what outlives the ranks; there is none with TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+
+
+def begin(run: Path, after: int | None) -> IO[str]:
+    """Take a folder for a run of this process; on the first rank alone.
+
+    Args:
+        run: The folder.
+        after: The step after which the run that is there goes on; None: what is there is replaced.
+
+    Returns:
+        The file whose lock holds the folder, until it is closed or the process ends.
+
+    Raises:
+        UsageError: Another process holds it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    lock = (run / "lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.readline().strip() or "another process"
+        raise UsageError(f"--run-dir {run}: {holder} trains there; end it first") from None
+    except OSError as error:  # a file system without locks
+        print(f"Warning: {run} cannot be locked: {error.strerror}", file=sys.stderr, flush=True)
+    store, word = _store_of_agents(), secrets.token_hex(8)
+    if store is None:
+        word = _word_of_agents() or word
+    else:  # first, so that no restart takes a run for its own that it had not begun
+        store.set(_KEY, word)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n{word}\n")
+    lock.flush()
+    for path in run.glob("checkpoints/step-" + "[0-9]" * 8):
+        if after is None or int(path.name.removeprefix("step-")) > after:
+            remove(path)
+    for events in run.glob("tensorboard/events.*") if after is None else ():
+        events.unlink()
+    return lock
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; one that is half gone is none."""
+    (checkpoint / ".metadata").unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
