@@ -1,6 +1,7 @@
 """What ran in which precision: reports of real passes and of foreseen ones."""
 
 from distamp.report.findings import Finding, findings
+from distamp.report.mismatch import mismatch
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport
@@ -10,6 +11,7 @@ __all__ = [
     "PrecisionReport",
     "Preflight",
     "findings",
+    "mismatch",
     "precision_report",
     "preflight",
 ]
