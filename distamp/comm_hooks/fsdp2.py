@@ -1,4 +1,4 @@
-"""FSDP2's gradients through a wire, by the hook points that torch documents.
+"""FSDP2's gradients, and ``replicate``'s, through a wire, by the hook points that torch documents.
 
 They are a reduce-scatter of one's own (``set_custom_reduce_scatter``) and, after it, a hook between
 replicas (``set_all_reduce_hook``). Imported when it is used: torch's FSDP takes a second to import.
@@ -6,6 +6,7 @@ replicas (``set_all_reduce_hook``). Imported when it is used: torch's FSDP takes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.state import CommHookState, fits
 from distamp.comm_hooks.wrapped import Wrapped
 
 __all__ = ["WireReduceScatter", "wrapped"]
@@ -109,18 +110,20 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
     params = [[each.sharded_param for each in group.fsdp_params] for group in groups]
     numels = [sum(each.numel() for each in some) for some in params]
     meshes = [mesh for group in groups for mesh in torch_compat.mesh_groups(group)]
-    shards = list(dict.fromkeys(group.mesh_info.shard_process_group for group in groups))
-    dtypes = []
+    shards = list(dict.fromkeys(filter(None, map(torch_compat.shards_of, groups))))
+    if not shards:
+        # Of `replicate`, whose mesh has replicas alone.
+        replicas = meshes[0]
+    dtypes: Counter[torch.dtype] = Counter()
     for group, some in zip(groups, params, strict=True):
-        narrowest = min((each.dtype for each in some), key=_itemsize)
-        dtypes.append(group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or narrowest)
-    size = shards[0].size()
+        dtypes[_reduced_in(group)] += sum(each.numel() for each in some)
+    size = next(group.size() for group in (*shards, replicas) if group is not None)
     return Wrapped(
         groups=list(dict.fromkeys([*meshes, *([] if replicas is None else [replicas])])),
         shards=shards,
         replicas=replicas,
         feedback=False,
-        dtypes=sorted(dtypes, key=_itemsize),
+        dtypes=[dtype for dtype, _ in dtypes.most_common()],
         devices=[groups[0].device],
         numel=-(-max(numels) // size) * size,
         what=f"{sum(numels)} elements",
@@ -129,8 +132,13 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
     )
 
 
-def _itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+def _reduced_in(group: Any) -> torch.dtype:
+    """Return the dtype in which gradients of a parameter group are reduced."""
+    policy = group.mp_policy
+    trained = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+    own = trained[0].dtype if trained else torch.float32
+    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or own
+    return found
 
 
 def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> str | None:
@@ -144,7 +152,7 @@ def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> s
     custom = torch_compat.custom_reduce_scatter(group)
     if custom is not None:
         return f"{name} has a custom reduce-scatter already ({custom}): register one hook only"
-    if replicas is None:
+    if replicas is None or torch_compat.shards_of(group) is None:
         return None
     if torch_compat.is_hsdp(group):
         return (
@@ -174,15 +182,21 @@ def _attach(
     """Fill torch's hook points: through the wire of ``state``, or uncompressed."""
     modules = [module for module, _ in pairs]
     for module, group in pairs:
+        replicate, dtype = torch_compat.shards_of(group) is None, _reduced_in(group)
+        through = compressed and fits(state.wire, dtype)
         comm = WireReduceScatter(state, group, modules, replicas)  # type: ignore[arg-type]
-        if compressed:
+        if through:
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
-            if torch_compat.is_hsdp(group):
+            if replicate:
+                torch_compat.replicas_to_hook(group)
+            elif torch_compat.is_hsdp(group):
                 state.counts.fallbacks[_ALL_REDUCED_BY_TORCH] += 1
-        if replicas is not None:
+        elif compressed:
+            state.counts.fallbacks[f"module whose {dtype} gradients go as they are"] += 1
+        if replicas is not None and (through or not replicate):
             # Of these torch knows nothing: without a hook they would differ.
             plain = partial(_average, group, replicas)
-            module.set_all_reduce_hook(comm.between_replicas if compressed else plain)
+            module.set_all_reduce_hook(comm.between_replicas if through else plain)
 
 
 def _refuse(failure: str, *_: Any) -> None:

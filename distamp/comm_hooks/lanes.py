@@ -1,6 +1,6 @@
 """Two lanes beside the backward pass: while one bucket is on the wire, the next one is encoded.
 
-On a host each exchange has a thread, and messages go by a gloo backend of the hook's own. On a
+On a host each lane has a thread, and messages go by a gloo backend of the hook's own. On a
 device a lane is a stream of high priority on which the calling thread puts everything, and messages
 go by communicators of the hook's own.
 """
@@ -12,6 +12,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -116,7 +117,9 @@ class HostLanes(Lanes):
 
     def __init__(self, name: str, group: ProcessGroup, levels: Levels, stats: HookStats) -> None:
         super().__init__(torch.device("cpu"))
-        self._last: dict[int, threading.Thread] = {}
+        # One thread a lane, which takes its jobs in turn, and which the interpreter joins before it
+        # ends: a thread that it finds still in torch aborts the process.
+        self._workers = [ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes]
         self._over: threading.Event | None = None
         self._failure: Exception | None = None
         self._backend: Any = torch_compat.new_gloo(name, group)
@@ -126,20 +129,17 @@ class HostLanes(Lanes):
         """See `Lanes.submit`."""
         self._check()
         lane = self.next()
-        last, done = self._last.get(lane.index), Future[Any]()
+        done = Future[Any]()
         before, over = self._over, threading.Event()
 
         def run() -> None:
-            if last is not None:
-                last.join()
             lane.before, lane.over = before, over
             outcome = self._outcome(job, lane)
             with lane.turn():
                 done.set_result(outcome)
 
         self._over = over
-        self._last[lane.index] = threading.Thread(target=run, name="distamp-comm-hook", daemon=True)
-        self._last[lane.index].start()
+        self._workers[lane.index].submit(run)
         # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
         # a callback, which starts no collective, it arrives as an error.
         return done.then(_value_or_raise)

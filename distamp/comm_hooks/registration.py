@@ -141,10 +141,10 @@ def _check(
             f"{wire.name} needs error feedback, which sharded gradients have not: use "
             f"DistributedDataParallel, or one of {allowed}"
         )
-    for dtype in wrapped.dtypes:
-        if not fits(wire, dtype):
-            raise ValueError(
-                f"format {wire.name!r} takes {wire.block_bytes / 256:.3g} bytes an element, and "
-                f"gradients are reduced in {dtype}, which takes {dtype.itemsize}: choose "
-                f"{allowed or 'no format'} or no hook, or reduce in torch.float32"
-            )
+    dtype = wrapped.dtypes[0]
+    if not fits(wire, dtype):
+        raise ValueError(
+            f"format {wire.name!r} takes {wire.block_bytes / 256:.3g} bytes an element, and "
+            f"gradients are reduced in {dtype}, which takes {dtype.itemsize}: choose "
+            f"{allowed or 'no format'} or no hook, or reduce in torch.float32"
+        )

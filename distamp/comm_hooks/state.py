@@ -313,9 +313,9 @@ class CommHookState:
 
     def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
+        stepped = None if parameters is None else {*map(WeakIdRef, parameters)}
         for (_, _, references), bucket in self._buckets.items():
-            stepped = references if parameters is None else map(WeakIdRef, parameters)
-            if {*stepped} & {*references}:
+            if stepped is None or not stepped.isdisjoint(references):
                 for residual in bucket.residuals:
                     # What rounding took of a step that is not taken belongs to nothing.
                     residual.mul_(1 - moved(found_inf, residual.device))

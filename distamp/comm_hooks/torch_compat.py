@@ -7,6 +7,7 @@ Each is used through a function here and tested against the torch that is instal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ __all__ = [
     "not_compiled",
     "param_groups",
     "reduce_scatter",
+    "replicas_to_hook",
+    "shards_of",
 ]
 
 
@@ -182,3 +185,26 @@ def is_hsdp(group: Any) -> bool:
     """Return whether torch all-reduces a parameter group between replicas by itself."""
     found = _private(group, "_is_hsdp") and group.mesh_info.replicate_process_group.size() > 1
     return bool(found)
+
+
+def shards_of(group: Any) -> ProcessGroup | None:
+    """Return the ranks that a parameter group is sharded over; None under ``replicate``."""
+    found: ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
+    return found
+
+
+def replicas_to_hook(group: Any) -> None:
+    """Let torch reduce a parameter group over its shards alone: replicas are left to the hook.
+
+    Parameters keep their mesh; what changes is what torch reads when it reduces.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    known: Any = group.mesh_info
+    kind: Any = common.FSDPMeshInfo if shards_of(group) else common.DataParallelMeshInfo
+    left = kind(**{each.name: getattr(known, each.name) for each in fields(kind) if each.init})
+    if shards_of(group):
+        left.reduce_scatter_process_group = known.reduce_scatter_process_group
+    if group.post_forward_mesh_info == known:
+        group.post_forward_mesh_info = left
+    group.mesh_info = left

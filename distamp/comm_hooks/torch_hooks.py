@@ -114,7 +114,9 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 def ddp(model: DistributedDataParallel) -> Wrapped:
     """Return a DDP module as `register` takes it."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    ignored = model.parameters_to_ignore
+    named = model.module.named_parameters()
+    trained = [p for name, p in named if p.requires_grad and name not in ignored]
     numels: Counter[torch.dtype] = Counter()
     for each in trained:
         numels[each.dtype.to_real()] += reals_in(each)

@@ -23,7 +23,8 @@ class Wrapped:
         shards: Over which gradients are reduce-scattered; none under DDP.
         replicas: Over which they, or shards of them, are averaged.
         feedback: Whether gradients come in the same buckets at every step, as DDP's do.
-        dtypes: In which they are reduced; first the one by which `auto` chooses.
+        dtypes: In which they are reduced; first the one of most, which a format must fit. What it
+            does not fit is reduced as it is.
         devices: Where they lie.
         numel: How many are exchanged together, where most are.
         what: The model in words.
@@ -52,6 +53,5 @@ class Wrapped:
         return [
             name
             for name, wire in WIRE_FORMATS.items()
-            if all(fits(wire, dtype) for dtype in self.dtypes)
-            and wire.needs_error_feedback <= self.feedback
+            if fits(wire, self.dtypes[0]) and wire.needs_error_feedback <= self.feedback
         ]

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdRef
 
 from distamp import DistGradScaler, comm_hooks
 from tests.comm_hooks.training import agreed, inputs, mlp
@@ -137,6 +139,28 @@ def test_epochs_of_uneven_inputs_and_plain_steps_after_them(ranks, counts, wire,
     for error, same in ranks(len(counts)).run(_beside_torch, wire, counts, bad):
         assert error < bound
         assert same
+
+
+def _compared(buckets: int) -> int:
+    """How often parameters are looked up when a step ends, beside those that are stepped."""
+    state, parameters = comm_hooks.CommHookState("int8"), []
+    for _ in range(buckets):
+        parameters.append(nn.Parameter(torch.zeros(700)))
+        state.average(torch.zeros(700), parameters[-1:]).wait()
+    counted, hashed = 0, WeakIdRef.__hash__
+
+    def count(self: WeakIdRef) -> int:
+        nonlocal counted
+        counted += 1
+        return hashed(self)
+
+    with patch.object(WeakIdRef, "__hash__", count):
+        state.step_ended(parameters, torch.zeros(()))
+    return counted
+
+
+def test_a_step_looks_at_no_parameter_more_than_twice(ranks2):
+    assert max(ranks2.run(_compared, 40)) <= 2 * 40
 
 
 # -- bad input -------------------------------------------------------------------------------------

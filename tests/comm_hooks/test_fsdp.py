@@ -159,6 +159,31 @@ def test_replicas_are_averaged_through_the_wire_and_torchs_hsdp_says_that_it_doe
         assert fallbacks == {uncompressed: 3}
 
 
+def _replicated(dtypes: bool) -> tuple[float, int, dict[str, int]]:
+    """``replicate``, and of which one small layer is in bf16."""
+    from torch.distributed._composable import replicate_with_fsdp
+
+    model, over = Net(), mesh((dist.get_world_size(),), ("replicate",))
+    for each in (model.first, model.second):
+        replicate_with_fsdp.replicate(each, mesh=over)
+    policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+    if dtypes:
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    replicate_with_fsdp.replicate(model.last, mesh=over, mp_policy=policy)
+    state = register(model, "fp16")
+    loss_of(model, dist.get_rank()).backward()
+    stats = state.stats()
+    return error(model), stats.exchanges, dict(stats.fallbacks)
+
+
+@pytest.mark.parametrize("dtypes", [False, True])
+def test_replicate_is_hooked_and_a_small_layer_of_another_dtype_refuses_nothing(ranks2, dtypes):
+    for found, exchanges, fallbacks in ranks2.run(_replicated, dtypes):
+        assert found < (3e-2 if dtypes else 2 * ERRORS["fp16"])
+        assert exchanges == (2 if dtypes else 3)
+        assert sum(fallbacks.values()) == dtypes
+
+
 def _fails() -> tuple[list[str], bool]:
     """What passes say after one that fails on rank 1, and whether an optimizer has gradients."""
     model, rank = sharded(), dist.get_rank()

@@ -90,6 +90,24 @@ def test_a_compiled_model_is_registered_as_one_that_is_not(ranks2, wrapper):
     assert min(ranks2.run(_compiled, wrapper)) > 0
 
 
+def _ignored() -> int:
+    """A model most of whose parameters, in bf16, DDP ignores."""
+    net: Any = mlp(*WIDTHS)
+    layers = net[:]
+    net.extra = torch.nn.Linear(300, 300, dtype=torch.bfloat16)
+    names = ["extra.weight", "extra.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+    net.forward = layers.forward
+    model = DistributedDataParallel(net)
+    state = comm_hooks.register(model, "fp16")
+    model(inputs(0, WIDTHS[0])).square().mean().backward()
+    return state.stats().exchanges
+
+
+def test_parameters_that_ddp_ignores_have_no_say_in_the_format(ranks2):
+    assert min(ranks2.run(_ignored)) > 0
+
+
 def _pair(pairs: list[list[int]]) -> Any:
     """The group of two ranks that this rank is in."""
     made = {tuple(pair): subgroup(pair) for pair in pairs}
