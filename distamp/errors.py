@@ -49,16 +49,7 @@ class LockstepError(DistampError, RuntimeError):
 
 
 class LossScaleCollapse(DistampError, RuntimeError):
-    """More steps in a row were skipped than ``max_consecutive_skips`` allows.
-
-    Attributes:
-        report: The ``OverflowReport`` of the step that reached the limit, or None if there could
-            be none.
-    """
-
-    def __init__(self, message: str, report: object | None = None) -> None:
-        super().__init__(message)
-        self.report = report
+    """``max_consecutive_skips`` steps in a row were skipped; every rank raises it."""
 
 
 class RegionError(DistampError, RuntimeError):

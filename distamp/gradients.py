@@ -31,7 +31,6 @@ __all__ = [
     "refuse_fp16",
     "summed",
     "unscale",
-    "version_of",
 ]
 
 
@@ -68,8 +67,6 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 _is_sparse = operator.attrgetter("is_sparse")
 _values = operator.methodcaller("_values")
-#: How often a tensor was written to.
-version_of = operator.attrgetter("_version")
 
 
 def _behind_wrappers(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -92,10 +89,14 @@ def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
     """Refuse to unscale float16 gradients in place, where they underflow.
 
     Raises:
-        ValueError: A gradient is float16 (torch's own text).
+        ValueError: A gradient is float16 (torch's own sentence, and what to do).
     """
     if torch.float16 in dtypes:
-        raise ValueError("Attempting to unscale FP16 gradients.")
+        raise ValueError(
+            "Attempting to unscale FP16 gradients. They underflow in place. Keep parameters in "
+            "float32 under autocast; or make the scaler with fp16_grads='master' and "
+            "MasterParameters(optimizer); or fp16_grads='inplace', as ShardedGradScaler does"
+        )
 
 
 def unscale(

@@ -105,7 +105,9 @@ def initialize(
         "fp16_grads": "master" if precision.master_weights else fp16_grads,
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
-        "named_parameters": [pair for each in models for pair in each.named_parameters()],
+        "named_parameters": [
+            pair for m in models for pair in (*m.named_parameters(), *m.named_buffers())
+        ],
     }
     moving, first = _schedule(precision, schedule, init_scale)
     scaler = measuring = DistGradScaler(

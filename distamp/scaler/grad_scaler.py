@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
@@ -23,7 +23,7 @@ from distamp.gradients import carry_over, flag_of
 from distamp.groups import Group, GroupLike, check_group, gather_sums
 from distamp.optimizers import find_closure, innermost, unwrapped
 from distamp.protocols import CommHook
-from distamp.scaler import late, overflow, settings
+from distamp.scaler import overflow, settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_schedule, read_state, written_schedule
 from distamp.scaler.joining import TakeOver
 from distamp.scaler.optimizer_state import (
@@ -35,7 +35,6 @@ from distamp.scaler.optimizer_state import (
     as_tensor,
     check_step,
     check_unscale,
-    is_carried,
     leaves_garbage,
     merged,
     stepping,
@@ -97,29 +96,31 @@ class _Own:
         "clips_agree",
         "hooks",
         "hysteresis",
-        "losses",
-        "made_with",
+        "kept",
         "names",
         "optimizers",
         "ranks",
+        "scaled",
         "settings",
+        "skipped_at",
     )
 
     def __init__(self, given: Settings, begun: tuple[float, int], ranks: Ranks) -> None:
         self.settings = given
-        # Of parameters, for the log and the report.
-        self.names: Mapping[Tensor, str] = {}
+        # Of parameters and buffers, for the log and the report.
+        self.names: MutableMapping[Tensor, str] = {}
         # Scale and growth tracker as last set from outside; what follows, all ranks do alike.
         self.begun = begun
         self.ranks = ranks
         # The credit of a schedule that forgives overflows; a tensor from the first update on.
         self.hysteresis: int | Tensor = given.schedule.initial_hysteresis
-        # How many losses were scaled: gradients of an optimizer that was not looked at since the
-        # last wait for their step.
-        self.losses = 0
-        # The scale of the last loss, where update() has moved it since: an optimizer that is seen
-        # for the first time may hold gradients of it.
-        self.made_with: float | Tensor | None = None
+        # Whether a loss was ever scaled here: ranks tell each other.
+        self.scaled = False
+        # torch's records of what was unscaled before an update() and not stepped, where another
+        # optimizer was: trainers unscale all, then step and update one by one.
+        self.kept: dict[int, dict[str, Any]] = {}
+        # The scale of the last step that was skipped, for a report after update().
+        self.skipped_at: float | None = None
         self.optimizers = OptimizerStates()
         self.hooks: list[CommHook] = []
         # Whether a clip has found replicas alike: what differs later is told as a warning.
@@ -133,9 +134,9 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     one message for each ``unscale_`` or ``step``, for plain, fused, sharded and empty gradients.
     Differs from ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`` in that it does so
     for every optimizer and layout, and in the order of ``growth_factor`` and ``backoff_factor``.
-    The scale always stays within ``[min_scale, max_scale]``. When it changes, gradients that wait
-    for their step are multiplied by new / old, so they are always divided by what they were made
-    with.
+    The scale always stays within ``[min_scale, max_scale]``. When it changes, gradients that no
+    call looked at in this iteration are multiplied by new / old, so they are divided by what they
+    were made with; those that were looked at are yours, and stay as they are.
 
     Args:
         device: Device type of the loss scale, such as ``"cuda"``. None: the accelerator if there is
@@ -159,7 +160,9 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             optimizer's `MasterParameters`.
         max_consecutive_skips: Raise `LossScaleCollapse` at this many skipped steps of one optimizer
             in a row.
-        named_parameters: ``model.named_parameters()``, for names in `overflow_report`.
+        named_parameters: ``model.named_parameters()``, for names in `overflow_report` and in the
+            log of skipped steps; add ``model.named_buffers()``, and that log names those which are
+            not finite.
 
     Raises:
         SettingError: A setting is outside its range (a ValueError, and an AssertionError as in
@@ -250,35 +253,24 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
             scale, _ = self._check_scale_growth_tracker("scale")
-        own.losses += 1
-        own.made_with = None
+        own.scaled = True
+        own.kept.clear()
         for hook in own.hooks:
             hook.scale_changed(scale)
         if output.dtype is torch.float16:
             output = output.float()  # which 65536 would overflow
         if scale.device != output.device:
             scale = host.moved(scale, output.device)
-        result = output * scale
-        if self._per_optimizer_states:
-            self._watch(result)
-        return result
-
-    def _watch(self, scaled: Tensor) -> None:
-        """Note of optimizers that are unscaled whether the backward pass of a loss is theirs."""
-        records = self._per_optimizer_states
-        for key in [key for key, record in records.items() if is_carried(record)]:
-            del records[key]  # gradients of an earlier iteration count no more
-        waiting = [
-            (records[id(innermost(optimizer))], optimizer)
-            for optimizer, _ in self._distamp.optimizers.live()
-            if self.is_unscaled(optimizer)
-        ]
-        late.watch(scaled, [(r[OWN], source_of(o)) for r, o in waiting if OWN in r])
+        return output * scale
 
     # -- unscale ---------------------------------------------------------------------------------
 
     @_outside_the_graph
-    def unscale_(self, *optimizers: torch.optim.Optimizer) -> None:
+    def unscale_(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         """Divide the optimizers' gradients by the loss scale and agree on found-inf.
 
         Like ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. It is
@@ -287,6 +279,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
 
         Args:
             optimizers: Those whose gradients you want to clip or read before ``step``.
+            optimizer: One more, by torch's name.
 
         Raises:
             StageError: Called twice for an optimizer, or after its ``step``.
@@ -297,15 +290,13 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        if not optimizers:
+        given = optimizers if optimizer is None else (*optimizers, optimizer)
+        if not given:
             raise TypeError("unscale_() needs at least one optimizer")
-        records = [self._record(optimizer) for optimizer in optimizers]
+        records = [self._record(each) for each in given]
         for record in records:
-            if record["stage"] is not OptState.READY:
-                if all(map(is_carried, records)):
-                    return  # unscaled before the last update, and no loss was scaled since
-                check_unscale(record)
-        pairs = list(zip(optimizers, records, strict=True))
+            check_unscale(record)
+        pairs = list(zip(given, records, strict=True))
         self._look("step", scale, pairs, [False] * len(pairs))
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
@@ -323,14 +314,18 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             records[id(given)] = record
         return record
 
+    def _record_to_step(self, given: Any) -> dict[str, Any]:
+        """Return the record that ``step`` goes by: of this iteration, or kept of the last."""
+        kept = self._distamp.kept
+        if kept and (key := id(innermost(given))) in kept:
+            self._per_optimizer_states[key] = kept.pop(key)
+        record = self._record(given)
+        check_step(record)
+        return record
+
     def _state(self, given: Any) -> OptimizerState:
-        own = self._distamp
-        state = own.optimizers.find(given)
-        if state is None:
-            state = own.optimizers.add(given)
-            if own.made_with is not None and self._scale is not None:
-                carry_over(source_of(given).parameters(), self._scale / own.made_with)
-        return state
+        optimizers = self._distamp.optimizers
+        return optimizers.find(given) or optimizers.add(given)
 
     def _look(
         self,
@@ -384,7 +379,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
     ) -> None:
         """Write down what torch's own name for it finds in one optimizer's gradients."""
         own = self._distamp
-        state.used = own.losses or own.ranks.iteration
+        if own.kept:
+            own.kept.pop(id(innermost(given)), None)
         found_inf = flag_of(False, scale.device)
         factor = flag_of(True, scale.device) if only_check else _inverse(scale)
         allow_fp16 = only_check or own.settings.fp16_grads == "inplace"
@@ -436,7 +432,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 tuple(map(own.ranks.place, states)),
                 own.settings.text + arguments,
                 own.begun,
-                own.losses > 0,
+                own.scaled,
             )
             agreed = own.ranks.agree(group, call, flags, error)
         except Exception:
@@ -470,16 +466,14 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             The result of ``optimizer.step``; None for a skipped step.
 
         Raises:
-            StageError: A second ``step`` before ``update``, gradients added after ``unscale_``, or
-                a closure.
+            StageError: A second ``step`` before ``update``, or a closure.
             LossScaleCollapse: ``max_consecutive_skips`` was reached.
             ValueError, GradientError, LockstepError: As for `unscale_`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
-        record = self._record(optimizer)
-        check_step(record)
+        record = self._record_to_step(optimizer)
         is_ready = record["stage"] is OptState.READY
         if (args or kwargs) and find_closure(args, kwargs) is not None:
             error = StageError(
@@ -509,9 +503,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
         scale, _ = self._check_scale_growth_tracker("step")
-        records = [self._record(optimizer) for optimizer in optimizers]
-        for record in records:
-            check_step(record)
+        records = [self._record_to_step(optimizer) for optimizer in optimizers]
         pairs = list(zip(optimizers, records, strict=True))
         ready = [pair for pair in pairs if pair[1]["stage"] is OptState.READY]
         if ready:
@@ -649,18 +641,19 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             state.counts = (taken + 1, before, 0)
             return
         own, limit = self._distamp, self._distamp.settings.max_consecutive_skips
+        own.skipped_at = float(scale)
         state.counts = (taken, before + 1, in_a_row + 1)
         if own.ranks.rank == 0:
             # Where the scale still is a tensor, the gradients still are as they were.
-            names = own.names if isinstance(scale, Tensor) else None
-            overflow.log_skip(unwrapped(given), taken + before + 1, float(scale), ranks, names)
+            as_it_was = isinstance(scale, Tensor)
+            at = own.skipped_at
+            overflow.log_skip(unwrapped(given), taken + before + 1, at, ranks, own.names, as_it_was)
         if limit is not None and in_a_row + 1 == limit:
             state.counts = (taken, before + 1, 0)
-            report = self._report(None)
             raise LossScaleCollapse(
-                f"{limit} steps in a row were skipped; the loss scale is "
-                f"{self.get_scale():g}\n{report}",
-                report,
+                f"{limit} steps in a row were skipped, the last at loss scale {own.skipped_at:g}. "
+                "Which gradients, and on which rank: catch this, and before zero_grad() call "
+                "overflow_report() on every rank"
             )
 
     # -- update ----------------------------------------------------------------------------------
@@ -670,7 +663,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """Update the scale by the schedule, or set it, and begin the next iteration.
 
         Like ``torch.amp.GradScaler.update``, but the scale stays within its bounds, and gradients
-        that wait for their step are multiplied by new / old.
+        that no call looked at in this iteration are multiplied by new / old.
 
         Args:
             new_scale: The new scale: a float, an int, or a tensor of one element.
@@ -686,10 +679,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         on_host = scale.is_cpu
         before: float | Tensor = scale.item() if on_host else scale.clone()
         if new_scale is None:
-            flags: list[Tensor] = []
-            for record in records.values():
-                if not is_carried(record):
-                    flags += record["found_inf_per_device"].values()
+            flags = [f for r in records.values() for f in r["found_inf_per_device"].values()]
             if not flags:
                 raise StageError("No inf checks were recorded prior to update.")
             found_inf = flags[0]
@@ -705,26 +695,30 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             own.ranks.steps += 1
         if not on_host or scale.item() != before:
             self._carry_over(scale, before)
+        stages = {key: record["stage"] for key, record in records.items()}
+        if OptState.STEPPED not in stages.values():
+            own.kept.clear()
+        elif OptState.UNSCALED in stages.values():
+            own.kept |= {k: r for k, r in records.items() if stages[k] is OptState.UNSCALED}
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        for key, record in records.items():
-            # Where no loss is scaled, none will tell when unscaled gradients have been replaced.
-            if record["stage"] is OptState.UNSCALED and own.losses and OWN in record:
-                record[OWN].carried = True
-                self._per_optimizer_states[key] = record
         own.ranks.iteration += 1
         for hook in own.hooks:
             hook.iteration_ended()
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
-        """Multiply gradients that wait for their step by what the scale was multiplied by."""
-        own = self._distamp
-        if own.losses and own.made_with is None:
-            own.made_with = before
-        # A clock that runs by losses, and by iterations on a rank that scales none.
-        now = own.losses or own.ranks.iteration
-        waiting = [o for o, state in own.optimizers.live() if state.used != now]
+        """Multiply what no call looked at in this iteration by what the scale was multiplied by."""
+        known = [optimizer for optimizer, _ in self._distamp.optimizers.live()]
+        waiting = [optimizer for optimizer in known if not self._was_looked_at(optimizer)]
         if waiting:
-            carry_over((p for o in waiting for p in source_of(o).parameters()), scale / before)
+            looked_at = [o for o in known if self._was_looked_at(o)]
+            theirs = {id(p) for o in looked_at for p in source_of(o).parameters()}
+            parameters = (p for o in waiting for p in source_of(o).parameters())
+            carry_over((p for p in parameters if id(p) not in theirs), scale / before)
+
+    def _was_looked_at(self, optimizer: Any) -> bool:
+        key = id(innermost(optimizer))
+        record = self._per_optimizer_states.get(key) or self._distamp.kept.get(key)
+        return record is not None and bool(record["found_inf_per_device"])
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -744,7 +738,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         """Return whether the optimizer's gradients are unscaled and wait for their ``step``."""
         if not self._enabled:
             return False
-        record = self._per_optimizer_states.get(id(innermost(optimizer)))
+        key = id(innermost(optimizer))
+        record = self._per_optimizer_states.get(key) or self._distamp.kept.get(key)
         return record is not None and record["stage"] is OptState.UNSCALED
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -777,7 +772,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         state = self._asked("found_inf", optimizer)
         scale = self._scale
         device = _HOST if scale is None else scale.device
-        record, flag = self._per_optimizer_states.get(id(innermost(optimizer))), state.last_step
+        key, flag = id(innermost(optimizer)), state.last_step
+        record = self._per_optimizer_states.get(key) or self._distamp.kept.get(key)
         if record is not None and OWN in record:
             flag = merged(list(record["found_inf_per_device"].values()), device)
         if flag is None:
@@ -859,7 +855,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         size = 1 if group is None else group.size
         ready: list[_Given] = []
         chosen = clipping.Chosen([], [], [])
-        sums = torch.zeros(3, dtype=torch.float64, device=scale.device)
+        # On a device an error is raised at the next call: until then it is a norm of NaN.
+        sums = torch.full((3,), math.nan, dtype=torch.float64, device=scale.device)
         try:
             if not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups"):
                 self._state(given)
@@ -895,8 +892,20 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             everyone = gather_sums(group, sums)
             self._compare_norms(everyone, norm_type)
         norm = clipping.total(everyone, norm_type)
+        self._skip_unless_finite(norm, chosen.owners)
         clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm
+
+    def _skip_unless_finite(self, norm: Tensor, owners: Iterable[Any]) -> None:
+        """Let all skip that a norm was measured over, where it is not finite."""
+        if host.is_host(norm.device) and norm.isfinite():
+            return
+        not_finite = norm.isfinite().logical_not().float()
+        for record in map(self._record, owners):
+            flags = [not_finite, *record["found_inf_per_device"].values()]
+            record["found_inf_per_device"] = {
+                norm.device: as_tensor(merged(flags, norm.device), norm.device)
+            }
 
     def _clip_unscaled(
         self,
@@ -914,6 +923,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         group = self._group(device)
         if group is None:
             return torch.nn.utils.clip_grad_norm_(chosen.multiplied, max_norm, norm_type)
+        self._distamp.ranks.settle()  # nothing else of a disabled scaler reads the last clip's
         mine = clipping.local_sums(
             chosen.shares, norm_type, device, group.size, replicated, sharded
         )
@@ -955,21 +965,19 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         Raises:
             StageError: No rank has such a gradient; raised on every rank.
         """
-        report = self._report(model)
-        if not report.overflows:
-            raise StageError(
-                "overflow_report() found no inf or NaN in any gradient of any rank: call it after "
-                "a skipped step and before zero_grad()"
-            )
-        return report
-
-    def _report(self, model: torch.nn.Module | None) -> OverflowReport:
         own = self._distamp
+        own.ranks.settle()
         optimizers = [optimizer for optimizer, _ in own.optimizers.live()]
         named = overflow.gradients_by_name(optimizers, own.names, model)
         mine = list(overflow.find_overflows(named, own.ranks.rank))
         overflows = tuple(each for theirs in own.ranks.gather(mine) for each in theirs)
-        return OverflowReport(self.get_scale(), overflows)
+        if not overflows:
+            raise StageError(
+                "overflow_report() found no inf or NaN in any gradient of any rank: call it after "
+                "a skipped step and before zero_grad()"
+            )
+        after_update = not self._per_optimizer_states and own.skipped_at is not None
+        return OverflowReport(own.skipped_at if after_update else self.get_scale(), overflows)
 
     def attach(self, hook_state: object) -> None:
         """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.
@@ -1146,7 +1154,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         own = self._distamp
-        if not all(map(is_carried, self._per_optimizer_states.values())):
+        if self._per_optimizer_states:
             raise StageError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."

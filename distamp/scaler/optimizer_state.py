@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ __all__ = [
     "as_tensor",
     "check_step",
     "check_unscale",
-    "is_carried",
     "leaves_garbage",
     "merged",
     "stepping",
@@ -54,33 +53,40 @@ class OptimizerState:
     Attributes:
         optimizer: Weakly, the first that was given, which holds its gradients: ZeRO's, not the one
             inside.
-        used: The scaler's clock when its gradients were last looked at; they wait otherwise.
+        inside: What is inside all wrappers, which a wrapper and what it wraps share.
         counts: Steps that were taken, that were skipped, and skipped ones since the last taken.
         last_step: The flag of the last step, for `DistGradScaler.stepped`.
     """
 
-    __slots__ = ("__weakref__", "counts", "last_step", "optimizer", "used")
+    __slots__ = ("__weakref__", "counts", "inside", "last_step", "optimizer")
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.used = -1
+        self.optimizer = _reference(optimizer)
+        self.inside = _reference(innermost(optimizer))
         self.counts = (0, 0, 0)
         self.last_step: Flag | None = None
+
+
+def _reference(optimizer: Any) -> Callable[[], Any]:
+    """Return a weak reference; where a class has ``__slots__`` and allows none, a strong one."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
 
 
 class OptimizerStates:
     """The states of the optimizers that a scaler has seen, which are held weakly."""
 
     def __init__(self) -> None:
-        # By what is inside all wrappers, so that a wrapper and what it wraps share one.
-        self._states: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
+        # By the id of what is inside all wrappers, for some are unhashable.
+        self._states: dict[int, OptimizerState] = {}
 
     def find(self, given: Any) -> OptimizerState | None:
         """Return the state of an optimizer; None if it was never seen, or is none."""
-        try:
-            return self._states.get(innermost(given))
-        except TypeError:  # what cannot be referred to weakly
-            return None
+        inside = innermost(given)
+        state = self._states.get(id(inside))
+        return state if state is not None and state.inside() is inside else None
 
     def add(self, given: Any) -> OptimizerState:
         """Return the state of an optimizer that is seen for the first time.
@@ -99,7 +105,9 @@ class OptimizerStates:
                 if not isinstance(parameter, Tensor):
                     name = type(parameter).__name__
                     raise TypeError(f"expected param to be torch.Tensor, got {name}")
-        state = self._states[innermost(optimizer)] = OptimizerState(optimizer)
+        kept = {key: s for key, s in self._states.items() if s.inside() is not None}
+        state = OptimizerState(optimizer)
+        self._states = {**kept, id(state.inside()): state}
         return state
 
     def live(self) -> Iterator[tuple[Any, OptimizerState]]:
@@ -121,20 +129,10 @@ class Agreed:
     Args:
         state: Of the optimizer; None where an error came before it was found.
         ranks: Those that overflowed, where the host knows.
-        late: Whether a backward pass has changed the gradients since they were unscaled.
-        carried: Whether they were unscaled before an ``update``, and wait for their step.
     """
 
     state: OptimizerState | None
     ranks: tuple[int, ...] | None = None
-    late: bool = False
-    carried: bool = False
-
-
-def is_carried(record: dict[str, Any]) -> bool:
-    """Return whether gradients were unscaled before an ``update`` and wait for their step."""
-    own: Agreed | None = record.get(OWN)
-    return own is not None and own.carried and record["stage"] is OptState.UNSCALED
 
 
 def check_unscale(record: dict[str, Any]) -> None:
@@ -148,15 +146,9 @@ def check_unscale(record: dict[str, Any]) -> None:
 
 
 def check_step(record: dict[str, Any]) -> None:
-    """Refuse a second ``step``, and one over gradients that arrived after ``unscale_``."""
+    """Refuse a second ``step``, with torch's own words."""
     if record["stage"] is OptState.STEPPED:
         raise StageError("step() has already been called since the last update().")
-    if record["stage"] is OptState.UNSCALED and OWN in record and record[OWN].late:
-        raise StageError(
-            "backward() through a scaled loss added gradients after unscale_(): scaled and "
-            "unscaled gradients are now summed. Call unscale_() after the last backward() of "
-            "the iteration; nothing was stepped"
-        )
 
 
 def merged(flags: Sequence[Tensor], device: torch.device) -> Flag:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distamp.gradients import local_gradients
+from distamp.gradients import local_gradients, local_of
 from distamp.optimizers import describe, parameter_names, parameters_of
 from distamp.sources import source_of
 
@@ -46,7 +46,7 @@ class OverflowReport:
     """Every overflow of one skipped step, the same value on every rank.
 
     Args:
-        scale: The loss scale when the report was taken.
+        scale: The loss scale of the gradients: after ``update()``, that of the skipped step.
         overflows: By rank and then in the order of the parameters.
     """
 
@@ -117,7 +117,8 @@ def log_skip(
     step: int,
     scale: float,
     ranks: Sequence[int] | None,
-    names: Mapping[Tensor, str] | None,
+    names: MutableMapping[Tensor, str],
+    as_it_was: bool,
 ) -> None:
     """Say at INFO that a step was skipped, and why.
 
@@ -126,19 +127,32 @@ def log_skip(
         step: The number of the step.
         scale: The loss scale.
         ranks: Those that overflowed, where they are known.
-        names: Given where the gradients still are as they were, to find the parameter.
+        names: Of parameters and buffers; a buffer that is named as not finite is taken out.
+        as_it_was: Whether the gradients still are as they were, to find the parameter.
     """
     if not _log.isEnabledFor(logging.INFO):
         return
-    found = () if names is None else find_overflows(gradients_by_name([optimizer], names), 0)
+    found = find_overflows(gradients_by_name([optimizer], names), 0) if as_it_was else ()
     first = next((f", first in {overflow.name}" for overflow in found), "")
     some = "s" if ranks and len(ranks) > 1 else ""
     where = f" on rank{some} {', '.join(map(str, ranks))}" if ranks else ""
+    spoilt = ", ".join(_spoilt(names))
     _log.info(
-        "step %d of %s was skipped: inf or NaN in the gradients%s%s, at loss scale %g",
+        "step %d of %s was skipped: inf or NaN in the gradients%s%s, at loss scale %g%s",
         step,
         describe(optimizer),
         where,
         first,
         scale,
+        f"; the forward pass left inf or NaN in {spoilt}, which a skip does not undo"
+        * bool(spoilt),
     )
+
+
+@torch.no_grad()
+def _spoilt(names: MutableMapping[Tensor, str]) -> list[str]:
+    """Return the names of buffers that are not finite, and take them out: each is told once."""
+    buffers = [
+        t for t in names if not t.requires_grad and t.grad is None and t.dtype.is_floating_point
+    ]
+    return [names.pop(each) for each in buffers if not local_of(each).isfinite().all()]

@@ -241,8 +241,10 @@ class Ranks:
         error: Exception | None,
     ) -> list[Found]:
         scales = self._scales or call.scaled
-        digest = self._digest(call, start, scales) + (error is not None) & 0x7FFFFFFF
+        digest = self._digest(call, start, scales)
+        # Of ranks without an error: one that all of them share differs from it on each.
         expected = digest * group.size & _HALF
+        digest = digest + (error is not None) & 0x7FFFFFFF
         counted = self.iteration, self.steps
         if group.on_host:
             word = digest << 32 | sum(map(bool, found))

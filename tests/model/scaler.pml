@@ -61,7 +61,7 @@ byte position[RANKS];
 typedef Scaler {
     byte scale;
     byte begun;
-    bit losses;
+    bit scaled;
     byte iteration;
     bit scales;
     bit arriving;           /* a reply that the host has not read */
@@ -70,7 +70,7 @@ typedef Scaler {
     mtype stage[2];
     bit checked[2];
     bit found_inf[2];
-    bit carried[2];
+    bit kept[2];            /* unscaled before an update(), for step alone */
     byte calls;             /* of step and update(new_scale), modulo 4 */
 };
 Scaler own[RANKS];
@@ -280,7 +280,7 @@ inline write_message(name) {
         :: own[me].iteration == 0 -> own[me].begun = own[me].scale
         :: else
         fi;
-        scaled[me] = own[me].losses;
+        scaled[me] = own[me].scaled;
         alike[me] = name;
 #ifndef FAULT_DIGEST_WITHOUT_OPTIMIZERS
         alike[me] = alike[me] + 2 * about;
@@ -294,7 +294,7 @@ inline write_message(name) {
 #ifndef FAULT_DIGEST_WITHOUT_CALLS
         alike[me] = alike[me] + 512 * own[me].calls;
 #endif
-        digest[me] = alike[me] + 2048 * (own[me].scales || own[me].losses);
+        digest[me] = alike[me] + 2048 * (own[me].scales || own[me].scaled);
 #ifdef FAULT_LINEAR_DIGEST
         digest[me] = name + about + own[me].iteration + own[me].begun + own[me].calls + 1;
         digest[me] = digest[me] + error[me]
@@ -328,9 +328,9 @@ inline agree(name) {
     :: else ->
         if
 #ifdef FAULT_ONLY_THE_RANK_WITH_AN_ERROR_GATHERS
-        :: sent_error[me] || !(own[me].scales || own[me].losses) -> compare()
+        :: sent_error[me] || !(own[me].scales || own[me].scaled) -> compare()
 #else
-        :: differs[me] || sent_error[me] || !(own[me].scales || own[me].losses) -> compare()
+        :: differs[me] || sent_error[me] || !(own[me].scales || own[me].scaled) -> compare()
 #endif
         :: else
         fi;
@@ -354,7 +354,7 @@ inline agree(name) {
 #else
                 own[me].found_inf[o] = (noted >> o) & 1;
 #endif
-                own[me].carried[o] = 0;
+                own[me].kept[o] = 0;
                 by[2 * me + o] = messages;
                 parted[2 * me + o] = any_error || !all_alike
             :: else
@@ -410,7 +410,7 @@ inline close() {
                 own[me].stage[o] = STEPPED;
                 own[me].checked[o] = 1;
                 own[me].found_inf[o] = 1;
-                own[me].carried[o] = 0
+                own[me].kept[o] = 0
             :: else
             fi;
             o++
@@ -449,7 +449,7 @@ inline apply(o) {
         fi;
         printf("%d stepped %d taken %d scale %d\n", me, o, !own[me].found_inf[o], own[me].scale);
         own[me].stage[o] = STEPPED;
-        own[me].carried[o] = 0;
+        own[me].kept[o] = 0;
         own[me].calls = (own[me].calls + 1) % 4
     }
 }
@@ -461,26 +461,27 @@ inline count_taken(o) {
     fi
 }
 
-inline forget_carried() {
-    if :: own[me].carried[0] -> reset(0) :: else fi;
-    if :: own[me].carried[1] -> reset(1) :: else fi
+inline forget_kept(mask) {
+    if :: (mask & 1) && own[me].kept[0] -> reset(0) :: else fi;
+    if :: (mask & 2) && own[me].kept[1] -> reset(1) :: else fi
 }
 
 inline reset(o) {
     own[me].stage[o] = READY;
     own[me].checked[o] = 0;
     own[me].found_inf[o] = 0;
-    own[me].carried[o] = 0;
+    own[me].kept[o] = 0;
     by[2 * me + o] = 0;
     parted[2 * me + o] = 0
 }
 
 inline end_iteration() {
+    a_step = (own[me].stage[0] == STEPPED || own[me].stage[1] == STEPPED);
     o = 0;
     do
     :: o < 2 ->
         if
-        :: own[me].stage[o] == UNSCALED && own[me].losses -> own[me].carried[o] = 1
+        :: own[me].stage[o] == UNSCALED && a_step -> own[me].kept[o] = 1
         :: else -> reset(o)
         fi;
         o++
@@ -490,7 +491,8 @@ inline end_iteration() {
     own[me].iteration++
 }
 
-#define COUNTED(o) (own[me].checked[o] && !own[me].carried[o])
+#define COUNTED(o) (own[me].checked[o] && !own[me].kept[o])
+#define CLIPS(o) (!IS(o, STEPPED) && !own[me].kept[o])
 
 inline advance() {
     if
@@ -507,7 +509,7 @@ inline choose(mine) {
     if
     :: program[mine] == 0 ->
         if
-        :: FITS(!own[me].losses) -> program[mine] = SCALE
+        :: FITS(!own[me].scaled) -> program[mine] = SCALE
         :: FITS(IS(0, READY)) -> program[mine] = UNSCALE_; over[mine] = 1
         :: FITS(IS(1, READY)) -> program[mine] = UNSCALE_; over[mine] = 2
         :: FITS(IS(0, READY) && IS(1, READY)) -> program[mine] = UNSCALE_; over[mine] = 3
@@ -515,8 +517,8 @@ inline choose(mine) {
         :: FITS(!IS(1, STEPPED)) -> program[mine] = STEP; over[mine] = 2
         /* step_all */
         :: FITS(!IS(0, STEPPED) && !IS(1, STEPPED)) -> program[mine] = STEP; over[mine] = 3
-        :: FITS(!IS(0, STEPPED)) -> program[mine] = CLIP_GRAD_NORM_; over[mine] = 1
-        :: FITS(!IS(0, STEPPED) && !IS(1, STEPPED)) -> program[mine] = CLIP_GRAD_NORM_; over[mine] = 3
+        :: FITS(CLIPS(0)) -> program[mine] = CLIP_GRAD_NORM_; over[mine] = 1
+        :: FITS(CLIPS(0) && CLIPS(1)) -> program[mine] = CLIP_GRAD_NORM_; over[mine] = 3
         :: FITS(COUNTED(0) || COUNTED(1)) -> program[mine] = UPDATE
         :: FITS(IS(0, STEPPED)) -> program[mine] = UPDATE_TO
 #ifdef GROUPS
@@ -553,6 +555,7 @@ inline differ() {
 
 proctype Rank(byte me) {
     byte about, closing, noted, value, i, o, left, input;
+    bit a_step;
 #ifdef FAULT_OWN_FLAG
     byte mine;
 #endif
@@ -562,7 +565,7 @@ proctype Rank(byte me) {
     atomic {
     skip;
 next:
-        closing = 0; noted = 0; call = 0; about = 0; value = 0; left = 0; where = 0; input = 0;
+        closing = 0; noted = 0; call = 0; about = 0; value = 0; left = 0; where = 0; input = 0; a_step = 0;
         if
         :: position[me] == CALLS -> goto ended
         :: else
@@ -582,13 +585,10 @@ next:
         fi;
         printf("%d %e %d value %d\n", me, call, about, value);
     if
-    :: call == SCALE -> d_step { own[me].losses = 1; forget_carried() }
+    :: call == SCALE -> d_step { own[me].scaled = 1; forget_kept(3) }
 
     :: call == UNSCALE_ ->
-        if
-        :: (!(about & 1) || own[me].carried[0]) && (!(about & 2) || own[me].carried[1]) -> goto next
-        :: else
-        fi;
+        d_step { forget_kept(about) };
         if
         :: (about & 1) && own[me].stage[0] != READY -> goto alone
         :: (about & 2) && own[me].stage[1] != READY -> goto alone
@@ -614,6 +614,8 @@ next:
         if :: left & 2 -> apply(FUSED) :: else fi
 
     :: call == CLIP_GRAD_NORM_ ->
+        left = about;
+        d_step { forget_kept(about) };
         if
         :: (about & 1) && own[me].stage[0] == STEPPED -> error[me] = 1
         :: (about & 2) && own[me].stage[1] == STEPPED -> error[me] = 1
@@ -627,7 +629,21 @@ next:
             set_stage(about, UNSCALED);
             look(1)
         fi;
-        reach(GATHER_PAIRS)
+        reach(GATHER_PAIRS);
+        d_step {
+            /* A norm that is not finite, as where a rank could not look, skips all it is of. */
+            if
+#ifndef FAULT_NORM_SKIPS_ONLY_ITS_OWN
+            :: any_error || ((left & 1) && own[me].found_inf[0]) || ((left & 2) && own[me].found_inf[1]) ->
+                if :: left & 1 -> own[me].found_inf[0] = 1 :: else fi;
+                if :: left & 2 -> own[me].found_inf[1] = 1 :: else fi
+#endif
+            :: else
+            fi;
+            /* One norm over both: none is stepped unclipped beside one that is skipped. */
+            assert(left != 3 || own[me].found_inf[0] == own[me].found_inf[1]);
+            left = 0
+        }
 
     :: call == UPDATE ->
         if
@@ -671,7 +687,7 @@ next:
         settle();                                   /* join_hook */
 #endif
         if
-        :: own[me].losses -> left = 0           /* none at all: where it scaled one before */
+        :: own[me].scaled -> left = 0           /* none at all: where it scaled one before */
         :: left = 1
         :: left = 2
         fi;
@@ -685,7 +701,7 @@ next:
                     if :: joined_found = 0 :: joined_found = 1 :: joined_found = 2 fi
                 :: else
                 fi;
-                own[me].losses = 1;
+                own[me].scaled = 1;
                 own[me].stage[0] = UNSCALED;
                 own[me].checked[0] = 1;
                 own[me].found_inf[0] = (joined_found >> input) & 1;

@@ -1,11 +1,13 @@
 """Several on simulated devices: a model over two, more optimizers than one message has."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, host
 from distamp.errors import LockstepError
 from distamp.masters import MasterParameters
 
@@ -73,3 +75,81 @@ def _out_of_lockstep() -> tuple[list[float], str]:
 
 def test_a_fused_step_out_of_lockstep_is_taken_by_nobody(sim2):
     assert sim2.run(_out_of_lockstep) == [([0.75, 0.75, 0.75], "refused")] * 2
+
+
+def _shared_error(how: str) -> tuple[float, float, bool]:
+    """An error that every rank has, at a step whose reply the host reads late."""
+    weight = torch.ones(1, device="sim", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.25, fused=True)
+    scaler = DistGradScaler("sim", init_scale=2.0)
+    refused = False
+    for number in range(3):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        try:
+            if number == 1:
+                scaler.clip_grad_norm_(optimizer, -1.0 if how == "max_norm" else 1.0, norm_type=-1)
+            scaler.step(optimizer)
+        except ValueError:
+            refused = True
+        gradient = weight.grad.item()
+        scaler.update()
+        if refused:
+            break
+    return weight.item(), gradient, refused
+
+
+@pytest.mark.parametrize("how", ["max_norm", "norm_type"])
+def test_an_error_that_all_ranks_share_steps_nothing(sim2, how):
+    assert sim2.run(_shared_error, how) == [(0.75, 1.0, True)] * 2
+
+
+def _clips_without_a_scale() -> int:
+    """How many copies are on their way to the host after many clips."""
+    weight = torch.ones(1, device="sim", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.25, fused=True)
+    scaler = DistGradScaler("sim", enabled=False)
+    made = []
+    real = host.HostCopy.__init__
+
+    def counting(copy: host.HostCopy, source: torch.Tensor) -> None:
+        made.append(weakref.ref(copy))
+        real(copy, source)
+
+    host.HostCopy.__init__ = counting
+    try:
+        for _ in range(20):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+    finally:
+        host.HostCopy.__init__ = real
+    return sum(copy() is not None for copy in made)
+
+
+def test_a_disabled_scalers_clips_keep_no_copies(sim2):
+    assert max(sim2.run(_clips_without_a_scale)) <= 1
+
+
+def _not_finite_over_two() -> list[float]:
+    """One norm over two optimizers, one of which is not finite on one rank."""
+    weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights]
+    scaler = DistGradScaler("sim", init_scale=2.0)
+    scaler.add_optimizer(*optimizers)
+    for bad in (False, True):
+        for weight in weights:
+            weight.grad = None
+        scaler.scale(torch.stack(weights).sum() * 100.0).backward()
+        if bad and dist.get_rank():
+            weights[1].grad.fill_(torch.nan)
+        scaler.clip_grad_norm_(weights, 2.0**0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    return [round(weight.item(), 4) for weight in weights]
+
+
+def test_all_skip_that_a_norm_was_measured_over_where_it_is_not_finite(sim2):
+    assert sim2.run(_not_finite_over_two) == [[0.0, 0.0]] * 2
