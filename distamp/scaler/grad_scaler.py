@@ -337,7 +337,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         error: Exception | None = None,
         arguments: str = "",
         then: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Flag:
         """Look at the gradients of optimizers on this rank; all ranks agree on the flags.
 
         Args:
@@ -348,6 +348,9 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             error: What is wrong with the call itself; every rank raises it.
             arguments: What else ranks compare.
             then: What else is done on this rank before they agree.
+
+        Returns:
+            Whether ranks differ, where the host does not know yet; else False, for that raises.
         """
         group = self._group(scale.device)
         states: list[OptimizerState] = []
@@ -366,8 +369,9 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             if group is None:
                 raise
             error = raised
-        if group is not None:
-            self._agree(group, name, scale, given, states, error, arguments)
+        if group is None:
+            return False
+        return self._agree(group, name, scale, given, states, error, arguments)
 
     def _look_at(
         self,
@@ -414,8 +418,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
         states: Sequence[OptimizerState],
         error: Exception | None = None,
         arguments: str = "",
-    ) -> None:
-        """Replace this rank's flags by what all ranks agree on, in one message."""
+    ) -> Flag:
+        """Replace this rank's flags by what all ranks agree on, in one message; see `_look`."""
         own, records = self._distamp, [record for _, record in given]
         try:
             flags: list[Flag] = [False] * len(given)
@@ -434,7 +438,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 own.begun,
                 own.scaled,
             )
-            agreed = own.ranks.agree(group, call, flags, error)
+            # One more, which no rank sets: on a device it is set where ranks differ.
+            *agreed, differ = own.ranks.agree(group, call, [*flags, False], error)
         except Exception:
             # Some ranks have unscaled their gradients when another finds that it cannot: a second
             # try would unscale them twice. So this iteration has no step of theirs.
@@ -448,6 +453,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             record[OWN] = Agreed(state, found.ranks)
             if error is not None:  # which is raised with the others', later
                 record["stage"] = OptState.UNSCALED
+        return differ.flag
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -530,7 +536,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 flags = list(record["found_inf_per_device"].values())
         agreed: Agreed = record[OWN]
         state = agreed.state or self._state(optimizer)
-        own.ranks.steps += 1
+        own.ranks.count_step(state)
         flag: Flag
         if fused := takes_flags(optimizer):
             flag = merged(flags, scale.device)
@@ -878,7 +884,7 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             )
 
         declared = [replicated is not None, sharded is not None]
-        self._look(
+        differ = self._look(
             "clip_grad_norm_",
             scale,
             ready,
@@ -892,17 +898,20 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
             everyone = gather_sums(group, sums)
             self._compare_norms(everyone, norm_type)
         norm = clipping.total(everyone, norm_type)
-        self._skip_unless_finite(norm, chosen.owners)
+        self._skip_unless_finite(norm, differ, chosen.owners)
         clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm
 
-    def _skip_unless_finite(self, norm: Tensor, owners: Iterable[Any]) -> None:
-        """Let all skip that a norm was measured over, where it is not finite."""
+    def _skip_unless_finite(self, norm: Tensor, differ: Flag, owners: Iterable[Any]) -> None:
+        """Let all skip that a norm was measured over, where it is not finite.
+
+        Not where ranks differ, which may be in what it was measured over: flags of before stay.
+        """
         if host.is_host(norm.device) and norm.isfinite():
             return
-        not_finite = norm.isfinite().logical_not().float()
+        not_finite = norm.isfinite().logical_or(as_tensor(differ, norm.device)).logical_not()
         for record in map(self._record, owners):
-            flags = [not_finite, *record["found_inf_per_device"].values()]
+            flags = [not_finite.float(), *record["found_inf_per_device"].values()]
             record["found_inf_per_device"] = {
                 norm.device: as_tensor(merged(flags, norm.device), norm.device)
             }
@@ -976,8 +985,8 @@ class DistGradScaler(torch.amp.GradScaler, Joinable):
                 "overflow_report() found no inf or NaN in any gradient of any rank: call it after "
                 "a skipped step and before zero_grad()"
             )
-        after_update = not self._per_optimizer_states and own.skipped_at is not None
-        return OverflowReport(own.skipped_at if after_update else self.get_scale(), overflows)
+        scale = None if self._per_optimizer_states else own.skipped_at
+        return OverflowReport(self.get_scale() if scale is None else scale, overflows)
 
     def attach(self, hook_state: object) -> None:
         """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.

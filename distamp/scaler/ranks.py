@@ -100,8 +100,9 @@ class Ranks:
         self.lost = lost
         # Counted from the first message over a group, so that a rank which joins can follow.
         self.iteration = 0
-        # Calls that change a rank and need no message, counted from there too: a step after
-        # unscale_, or a scale set to what it was set to before. One left out shows at the next.
+        # A sum over calls that change a rank and need no message, from there too: a step after
+        # unscale_, of this optimizer and no other, or a scale set to what it was set to before.
+        # One left out shows at the next message.
         self.steps = 0
         # Whether the ranks have told each other that one of them scales its loss.
         self._scales = False
@@ -179,6 +180,11 @@ class Ranks:
             place = self._places[optimizer] = self._next_place
             self._next_place += 1
         return place
+
+    def count_step(self, optimizer: object) -> None:
+        """Note that an optimizer steps, or skips."""
+        place = self._places.get(optimizer, 0)
+        self.steps += 1 + _checksum(f"step {place}") % 2**16
 
     # -- what the host learns later ----------------------------------------------------------------
 

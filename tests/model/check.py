@@ -92,6 +92,7 @@ for _model, _defines, _fault, _breaks in [
     ("scaler", "CALLS=5 GROUPS", "ITERATION_KEPT_IN_A_NEW_GROUP", _ALIKE),
     ("scaler", "CALLS=6 DEVICE JOINS DIFFERS", "REPLY_LEFT_AT_JOIN", STUCK),
     ("scaler", "CALLS=3", "NORM_SKIPS_ONLY_ITS_OWN", "left"),
+    ("scaler", "CALLS=5 DIFFERS", "STEPS_COUNTED_ALIKE", _TAKEN),
     ("scaler", "CALLS=4 JOINS", "BEGUN_KEPT_AFTER_JOIN", _ALIKE),
     ("scaler", "CALLS=4 JOINS", "NOTHING_TAKEN_OVER", _SCALE),
     ("exchange", "JOBS=2", "LANES_SHARE_MEMORY", "writer"),

@@ -71,7 +71,7 @@ typedef Scaler {
     bit checked[2];
     bit found_inf[2];
     bit kept[2];            /* unscaled before an update(), for step alone */
-    byte calls;             /* of step and update(new_scale), modulo 4 */
+    byte calls;             /* a sum of 1 or 4 a step, 2 an update(new_scale), modulo 16 */
 };
 Scaler own[RANKS];
 
@@ -294,12 +294,12 @@ inline write_message(name) {
 #ifndef FAULT_DIGEST_WITHOUT_CALLS
         alike[me] = alike[me] + 512 * own[me].calls;
 #endif
-        digest[me] = alike[me] + 2048 * (own[me].scales || own[me].scaled);
+        digest[me] = alike[me] + 8192 * (own[me].scales || own[me].scaled);
 #ifdef FAULT_LINEAR_DIGEST
         digest[me] = name + about + own[me].iteration + own[me].begun + own[me].calls + 1;
         digest[me] = digest[me] + error[me]
 #else
-        digest[me] = digest[me] + 4096 * error[me]
+        digest[me] = digest[me] + 16384 * error[me]
 #endif
     }
 }
@@ -450,7 +450,11 @@ inline apply(o) {
         printf("%d stepped %d taken %d scale %d\n", me, o, !own[me].found_inf[o], own[me].scale);
         own[me].stage[o] = STEPPED;
         own[me].kept[o] = 0;
-        own[me].calls = (own[me].calls + 1) % 4
+#ifdef FAULT_STEPS_COUNTED_ALIKE
+        own[me].calls = (own[me].calls + 1) % 16
+#else
+        own[me].calls = (own[me].calls + (o == PLAIN -> 1 : 4)) % 16
+#endif
     }
 }
 
@@ -631,10 +635,11 @@ next:
         fi;
         reach(GATHER_PAIRS);
         d_step {
-            /* A norm that is not finite, as where a rank could not look, skips all it is of. */
+            /* A norm that is not finite skips all it is of, but where ranks differ: in what? */
             if
+            :: any_error || !all_alike -> left = 0
 #ifndef FAULT_NORM_SKIPS_ONLY_ITS_OWN
-            :: any_error || ((left & 1) && own[me].found_inf[0]) || ((left & 2) && own[me].found_inf[1]) ->
+            :: !any_error && all_alike && (((left & 1) && own[me].found_inf[0]) || ((left & 2) && own[me].found_inf[1])) ->
                 if :: left & 1 -> own[me].found_inf[0] = 1 :: else fi;
                 if :: left & 2 -> own[me].found_inf[1] = 1 :: else fi
 #endif
@@ -656,7 +661,7 @@ next:
         d_step {
             own[me].scale = value;
             own[me].begun = value;
-            own[me].calls = (own[me].calls + 1) % 4;
+            own[me].calls = (own[me].calls + 2) % 16;
             end_iteration()
         }
 
@@ -715,11 +720,11 @@ next:
                 :: else
                 fi;
                 own[me].stage[0] = STEPPED;
-                own[me].calls = (own[me].calls + 1) % 4;
+                own[me].calls = (own[me].calls + 1) % 16;
                 if
                 /* The second input sets the scale, if the first did not overflow. */
                 :: input == 1 && !(joined_found & 1) -> own[me].scale = 2; own[me].begun = 2;
-                    own[me].calls = (own[me].calls + 1) % 4
+                    own[me].calls = (own[me].calls + 2) % 16
                 :: else -> advance()
                 fi;
                 end_iteration();

@@ -55,6 +55,14 @@ def leaves_out_a_step(job: Job, unscale: bool) -> None:
         job.scaler.update()
 
 
+def steps_another_after_unscale_of_both(job: Job) -> None:
+    for _ in range(2):
+        job.backward()
+        job.scaler.unscale_(job.a, job.b)
+        job.scaler.step(job.b if job.odd else job.a)
+        job.scaler.update()
+
+
 def sets_no_new_scale(job: Job) -> None:
     for _ in range(2):
         job.backward()
@@ -118,6 +126,7 @@ BEGINS = ["max_consecutive_skips", "scale", "growth_tracker"]
 DIFFERS: list[tuple[Callable[..., None], list[Any], list[str]]] = [
     (leaves_out_a_step, [False], ["rank 0: ", "rank 1: "]),
     (leaves_out_a_step, [True], ["rank 0: steps=", "rank 1: steps="]),
+    (steps_another_after_unscale_of_both, [], ["rank 0: steps=", "rank 1: steps="]),
     (sets_no_new_scale, [], ["rank 0: steps=", "rank 1: steps="]),
     (makes_another_call, [], ["rank 0: call='step'", "rank 1: call='clip_grad_norm_'"]),
     (steps_in_another_order, [False], ["SGD", "Adam"]),
