@@ -33,6 +33,9 @@ from distamp.initialize import cast_model, initialize
 from distamp.installation import install, uninstall
 from distamp.precision import Precision
 from distamp.report import (
+    Breach,
+    Breaches,
+    Contract,
     Finding,
     PrecisionReport,
     Preflight,
@@ -48,6 +51,9 @@ GradScaler = DistGradScaler
 
 __all__ = [
     "AutocastState",
+    "Breach",
+    "Breaches",
+    "Contract",
     "DataParallel",
     "DistGradScaler",
     "DistampError",

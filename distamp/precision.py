@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -15,6 +16,7 @@ from distamp.errors import SettingError
 __all__ = ["LEVELS", "Precision"]
 
 _HALF = (torch.float16, torch.bfloat16)
+_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,36 @@ class Precision:
             "loss_scale": _number(loss_scale),
         }
         return row.replaced(**{name: value for name, value in given.items() if value is not None})
+
+    def contract(self, *models: Any) -> dict[str, Any]:
+        """Return what this level promises of each part of a step: `Contract`'s arguments.
+
+        ``Contract(**precision.contract(model))`` is the contract; ``amp.check(step)`` checks it.
+
+        Args:
+            models: Whose parameters at a level that casts may be FSDP's float32 shards, which are
+                the masters, and whose batch norms stay float32.
+        """
+        param, compute = _SHORT[self.param], _SHORT[self.compute]
+        either = tuple(dict.fromkeys(("fp32", compute)))
+        named = [pair for model in models for pair in model.named_modules()]
+        norms = [name for name, each in named if "BatchNorm" in type(each).__name__]
+        # Without the names of DDP's wrapper and of torch.compile's.
+        norms = [re.sub(r"^((module|_orig_mod)\.)+", "", name) for name in norms]
+        kept = norms if self.casts_model and self.keep_batchnorm_fp32 else []
+        half = not models or any(p.dtype is self.param for m in models for p in m.parameters())
+        steps = "fp32" if self.master_weights or not self.casts_model else param
+        return {
+            "parameters": param if half else "fp32",
+            "compute": compute,
+            "norms": either,
+            "gather": either if self.autocasts else compute,
+            "reduce": _SHORT[self.reduce],
+            "activations": either if self.autocasts else compute,
+            "masters": steps,
+            "optimizer_state": steps,
+            "modules": {name: {"parameters": "fp32"} for name in kept},
+        }
 
     def replaced(self, **changes: object) -> Self:
         """Return a copy with some fields changed, checked as a whole."""

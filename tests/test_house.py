@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "clipping": {"errors", "groups", *GRADIENTS},
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
-    "report": {*FOUNDATION, "autocast"},
+    "report": {*FOUNDATION, "optimizers", "autocast"},
     "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "masters"},
     "comm_hooks": {*FOUNDATION, "host"},
     # The documents' other spellings, thin modules over the rooms.
@@ -41,6 +41,7 @@ ROOMS: dict[str, set[str]] = {
         "clipping",
         "masters",
         "autocast",
+        "report",
         "scaler",
         "comm_hooks",
     },

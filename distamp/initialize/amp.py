@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from distamp.gradients import is_dtensor
 from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
+from distamp.report import Breaches, Contract
 from distamp.scaler import (
     DistGradScaler,
     MasterParameters,
@@ -335,6 +336,19 @@ class Amp:
             model.zero_grad(set_to_none=to_none)
         for optimizer in self.optimizers:
             (masters_of(optimizer) or optimizer).zero_grad(set_to_none=to_none)
+
+    def check(self, step: Callable[[], Any]) -> Breaches:
+        """Run one step and compare the precisions that it used with those of the level.
+
+        Args:
+            step: Takes nothing; runs forward, backward and optimizer, as the loop does.
+
+        Returns:
+            What was not as the level says; see `Contract.check`, whose errors it has too.
+        """
+        words = self.precision.contract(*self.models)
+        words["reduce"] = [words["reduce"], *(hook.wire.name for hook in self.comm_hooks)]
+        return Contract(**words).check(step, self.models, self.optimizers)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """What ran in which precision: reports of real passes and of foreseen ones."""
 
+from distamp.report.contract import Breach, Breaches, Contract
 from distamp.report.findings import Finding, findings
 from distamp.report.mismatch import mismatch
 from distamp.report.preflight import Preflight, preflight
@@ -7,6 +8,9 @@ from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport
 
 __all__ = [
+    "Breach",
+    "Breaches",
+    "Contract",
     "Finding",
     "PrecisionReport",
     "Preflight",

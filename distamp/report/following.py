@@ -152,7 +152,7 @@ class Follower:
                 thread.modes.enter_context(mode)
         phase = "forward" if _in_backward() == -1 else "recompute"
         thread.frames.append(Frame(name, phase, _any_autocast(), module))
-        self.entered(module, inputs)
+        self.entered(module)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward has ended, by return or by an exception."""
@@ -168,7 +168,7 @@ class Follower:
             thread.modes.close()
             thread.modes = None
 
-    def entered(self, module: nn.Module, inputs: Any) -> None:
+    def entered(self, module: nn.Module) -> None:
         """Note that a module's forward begins; it is the last of `frames`."""
 
 

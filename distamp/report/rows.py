@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["OUTSIDE", "OpRow", "PrecisionReport", "ReportDifference", "Totals", "collapsed"]
+__all__ = [
+    "OUTSIDE",
+    "OpRow",
+    "PrecisionReport",
+    "ReportDifference",
+    "Totals",
+    "collapsed",
+    "short",
+    "text_table",
+]
 
 # The module column of what ran inside the block but outside every module of the model.
 OUTSIDE = "(outside)"
@@ -146,7 +155,7 @@ class PrecisionReport:
             collapse: Show modules whose names differ by an index alone as one (``h.*.attn``).
             views: Show ops that only give a new view, which compute nothing.
         """
-        return "\n".join([self._title(), *_text_table(_HEADINGS, self._cells(collapse, views))])
+        return "\n".join([self._title(), *text_table(_HEADINGS, self._cells(collapse, views))])
 
     def __str__(self) -> str:
         return self.table()
@@ -257,7 +266,13 @@ class ReportDifference:
             (sign, row.phase, row.module or "(model)", row.label, *_numbers(row))
             for sign, row in rows
         ]
-        return "\n".join(_text_table(("", *_HEADINGS), cells)) if cells else "no difference"
+        return "\n".join(text_table(("", *_HEADINGS), cells)) if cells else "no difference"
+
+
+def short(dtype: object) -> str:
+    """The name of a dtype in tables: ``"bf16"`` for ``torch.bfloat16``."""
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT.get(name, name)
 
 
 def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -288,10 +303,12 @@ def _merged(rows: Iterable[OpRow]) -> list[OpRow]:
     return list(merged.values())
 
 
-def _text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, its columns aligned; the last three are numbers."""
+def text_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 3
+) -> list[str]:
+    """Lines of a table, its columns aligned; the last ``numbers`` of them to the right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    sides = ["<"] * (len(widths) - 3) + [">"] * 3
+    sides = ["<"] * (len(widths) - numbers) + [">"] * numbers
     line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return [line.format(*cells).rstrip() for cells in (headings, *rows)]
 
@@ -299,8 +316,8 @@ def _text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 def _numbers(row: OpRow) -> tuple[str, ...]:
     """The cells of a row from its dtypes on."""
     return (
-        ", ".join(_SHORT.get(name, name) for name in row.inputs),
-        ", ".join(_SHORT.get(name, name) for name in row.outputs),
+        ", ".join(map(short, row.inputs)),
+        ", ".join(map(short, row.outputs)),
         f"{row.calls:,}",
         f"{row.casts:,}" if row.casts else "",
         f"{row.bytes_written / 1024:,.1f}" if row.casts else "",

@@ -1,0 +1,464 @@
+"""The contract of precisions: what was declared, checked on what one real step uses."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from distamp.errors import DistampError, SettingError
+from distamp.precision import Precision
+from distamp.report.observing import Observer, Seen
+from distamp.report.rows import collapsed, short, text_table
+
+__all__ = ["Breach", "Breaches", "Contract"]
+
+_NAMES = ("fp32", "bf16", "fp16", "fp8", "fp64", "int8", "uint8")
+_KEYS = {
+    "parameters": "the model's parameters, as they stand after the step",
+    "compute": "matrix products, convolutions and attention",
+    "norms": "what norms take: inputs and weights",
+    "gather": "parameters sent between ranks",
+    "reduce": "gradients sent between ranks",
+    "activations": "what tensor, sequence and pipeline parallel send",
+    "masters": "what the optimizer steps",
+    "optimizer_state": "the optimizer's state, such as moments",
+}
+
+Dtypes = str | torch.dtype | Sequence[str | torch.dtype]
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One way in which a step was not as declared, with all the places where it was so.
+
+    Attributes:
+        key: The contract's word, such as ``"reduce"``.
+        where: Module or parameter names, those alike but for an index as one (``h.*.attn``).
+        count: How many modules or parameters these are.
+        of: How many there are, of which this key was seen at all.
+        declared: The dtypes that were declared; empty where only ranks differ.
+        found: The dtype that was found; where ranks differ, that of each.
+        phase: ``"forward"``, ``"recompute"``, ``"backward"``, ``"after backward"``,
+            ``"optimizer"``, or several; ``""`` of what stands.
+        op: The kernels or collectives.
+        group: The ranks of a collective, such as ``"mesh_tp[2]"``: its mesh's name, and how many.
+        calls: How often, on one rank.
+        bytes: Of the tensors, on one rank.
+        ranks: On which ranks.
+        fix: What most likely puts it right; ``""`` where that is not known.
+    """
+
+    key: str
+    where: tuple[str, ...]
+    count: int
+    of: int
+    declared: tuple[str, ...]
+    found: str
+    phase: str = ""
+    op: str = ""
+    group: str = ""
+    calls: int = 0
+    bytes: int = 0
+    ranks: tuple[int, ...] = (0,)
+    fix: str = ""
+
+    def __str__(self) -> str:
+        places = ", ".join(each or "(model)" for each in self.where[:4])
+        more = f" and {len(self.where) - 4} more" if len(self.where) > 4 else ""
+        wanted = " or ".join(self.declared) or "the same on all ranks"
+        parts = [f"{self.key}: declared {wanted}, found {self.found}"]
+        parts.append(
+            f"{self.phase + ' ' if self.phase else ''}at {places}{more} ({self.count} of {self.of})"
+        )
+        if self.group:
+            parts.append(f"{self.op} over {self.group}")
+        parts.append(f"{self.bytes:,} B in {self.calls:,}")
+        return ", ".join(parts) + (f"\n    fix: {self.fix}" if self.fix else "")
+
+
+class Breaches(Sequence[Breach]):
+    """What a check found, the same on every rank: a sequence of `Breach`, false if there is none.
+
+    Attributes:
+        contract: What was declared.
+        seen: What was found of each key, by dtype: how many calls, or how many tensors.
+        unseen: What the check could not look into, and what did not run, a sentence each.
+    """
+
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+        self.seen: dict[str, dict[str, int]] = {}
+        self.unseen: tuple[str, ...] = ()
+        self._found: tuple[Breach, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._found[index]
+
+    def fill(self, ranks: Sequence[tuple[dict[Seen, tuple[int, int]], list[str]]]) -> None:
+        """Take what was seen on every rank: calls and bytes, and what was not."""
+        sums: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+        for rank, (rows, _) in enumerate(ranks):
+            for row, (calls, _) in rows.items():
+                sums[row.key, row.found][rank] += calls
+        for (key, found), by_rank in sorted(sums.items()):
+            self.seen.setdefault(key, {})[found] = max(by_rank.values())
+        self.unseen = tuple(dict.fromkeys(line for _, lines in ranks for line in lines))
+        order = [*_KEYS]
+        judged = self.contract.judge([rows for rows, _ in ranks])
+        self._found = tuple(sorted(judged, key=lambda each: (order.index(each.key), each.where)))
+
+    def __str__(self) -> str:
+        title = f"{len(self)} breach{'' if len(self) == 1 else 'es'} of the contract"
+        rows = []
+        for key, meaning in _KEYS.items():
+            declared = " or ".join(self.contract.declared(key)) or "-"
+            found = ", ".join(f"{n:,} {dtype}" for dtype, n in self.seen.get(key, {}).items())
+            broken = any(each.key == key for each in self)
+            kept = "-" if declared == "-" else "kept" if found else "nothing seen"
+            rows.append((key, declared, found or "-", "BROKEN" if broken else kept, meaning))
+        lines = [title, *text_table(("", "declared", "found", "", "what it is"), rows, numbers=0)]
+        lines += [f"{i}. {each}" for i, each in enumerate(self, 1)]
+        lines += [f"not seen: {each}" for each in self.unseen]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON types."""
+        return {
+            "contract": self.contract.to_dict(),
+            "breaches": [asdict(each) for each in self],
+            "seen": self.seen,
+            "unseen": list(self.unseen),
+        }
+
+    def to_json(self, path: str | PathLike[str]) -> None:
+        """Write it to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The dtypes that each part of a training step was declared to have.
+
+    torch has nothing like it: ``MixedPrecisionPolicy`` and ``autocast`` say what is wished, and
+    nobody tells whether it happens. `check` runs one step and compares. A dtype is written
+    ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8"`` or as a ``torch.dtype``; a tuple allows several.
+    What is left out is not checked.
+
+    Args:
+        parameters: The model's parameters, as they stand after the step.
+        compute: Matrix products, convolutions and attention: their first operand.
+        norms: What norms take, inputs and weights; of norms written in Python, what they average.
+        gather: Parameters between ranks: all-gathers of FSDP, broadcasts of sharded optimizers.
+        reduce: Gradients between ranks, as they are sent.
+        activations: What tensor, sequence and pipeline parallel send, forward and backward.
+        masters: What the optimizer steps: its own masters, or the parameters it was given.
+        optimizer_state: Its state, but for masters and numbers.
+        modules: Exceptions, by shell patterns over module names, in order; the last that matches
+            counts, for a module and all below it. A dtype stands for parameters, compute and norms;
+            or name the keys: ``{"lm_head": "fp32", "*.router": {"compute": "fp32"}}``.
+
+    Raises:
+        SettingError: There is no such dtype or key.
+
+    Example::
+
+        contract = distamp.Contract(parameters="fp32", compute="bf16", reduce="fp32")
+        breaches = contract.check(step, model, optimizer)
+        print(breaches)
+    """
+
+    parameters: Dtypes = ()
+    compute: Dtypes = ()
+    norms: Dtypes = ()
+    gather: Dtypes = ()
+    reduce: Dtypes = ()
+    activations: Dtypes = ()
+    masters: Dtypes = ()
+    optimizer_state: Dtypes = ()
+    modules: Mapping[str, Dtypes | Mapping[str, Dtypes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _KEYS:
+            object.__setattr__(self, name, _dtypes(name, getattr(self, name)))
+        exceptions: dict[str, dict[str, tuple[str, ...]]] = {}
+        for pattern, given in self.modules.items():
+            if not isinstance(given, Mapping):
+                given = dict.fromkeys(("parameters", "compute", "norms"), given)
+            for key in given.keys() - _KEYS.keys():
+                raise SettingError(
+                    f"modules[{pattern!r}] has {key!r}; a contract speaks of {', '.join(_KEYS)}"
+                )
+            exceptions[pattern] = {key: _dtypes(key, each) for key, each in given.items()}
+        object.__setattr__(self, "modules", exceptions)
+
+    @classmethod
+    def of(cls, level: str | Precision, *models: nn.Module) -> Self:
+        """Return the contract of a level, such as ``"bf16"``; see `Precision.contract`."""
+        return cls(**Precision.of(level).contract(*models))
+
+    def declared(self, key: str, where: str = "") -> tuple[str, ...]:
+        """Return what is declared for a key, of a module or parameter; empty: nothing."""
+        found: Any = getattr(self, key)
+        for pattern, exceptions in self.modules.items():
+            if key in exceptions and _matches(where, pattern):  # type: ignore[operator]
+                found = exceptions[key]  # type: ignore[index, call-overload]
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was declared, as JSON types; arguments of another one."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in given.items() if value}
+
+    def check(
+        self,
+        step: Callable[[], Any],
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> Breaches:
+        """Run one step, really, and compare what it used with what was declared.
+
+        Every rank calls it, where there are several; all return the same.
+
+        Args:
+            step: Takes nothing; runs forward, backward and optimizer, as the loop does.
+            model: That it trains, wrapped or not, compiled or not; or several.
+            optimizer: That it steps, or several; None leaves out what stands in it.
+
+        Raises:
+            SettingError: A pattern matches no module.
+            TypeError: ``model`` is not a module.
+            DistampError: ``step`` raised on another rank. Where it raises here, that is raised.
+        """
+        with self.watch(model, optimizer) as found:
+            step()
+        return found
+
+    @contextmanager
+    def watch(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> Iterator[Breaches]:
+        """As `check`, of what runs in the block; what is yielded is filled when it ends."""
+        models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        for each in models:
+            if not isinstance(each, nn.Module):
+                raise TypeError(f"model is a torch.nn.Module or several, got {type(each).__name__}")
+        given = () if optimizer is None else optimizer
+        observer = Observer(models, (given,) if hasattr(given, "step") else tuple(given))  # type: ignore[arg-type]
+        self._require_matches(observer.names.values())
+        found = Breaches(self)
+        try:
+            with observer.observing():
+                yield found
+        except BaseException as error:
+            _exchange(f"{type(error).__name__}: {error}")
+            raise
+        rows = {row: (calls, observer.bytes[row]) for row, calls in observer.calls.items()}
+        gathered = _exchange((rows, observer.unseen()))
+        for rank, each in enumerate(gathered):
+            if isinstance(each, str):
+                raise DistampError(
+                    f"the step that a contract watches raised on rank {rank}: {each}"
+                )
+        found.fill(gathered)
+
+    def judge(self, ranks: Sequence[Mapping[Seen, tuple[int, int]]]) -> Iterator[Breach]:
+        """Yield what is not as declared among what each rank saw, and where ranks differ."""
+        phases: dict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
+        dtypes: dict[tuple[str, str], dict[int, dict[str, None]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
+        for rank, rows in enumerate(ranks):
+            for row in rows:
+                dtypes[row.key, row.where][rank][row.found] = None
+                if not self.allows(row):
+                    phases[row.key, row.where, row.found, row.group][row.phase] = None
+        causes: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+        for (key, where, found, group), when in phases.items():
+            causes[key, self.declared(key, where), found, group, tuple(when)].add(where)
+            dtypes.pop((key, where), None)
+        for (key, where), by_rank in dtypes.items():
+            if len({frozenset(each) for each in by_rank.values()}) > 1:
+                each_rank = [f"{'/'.join(by_rank[r])} on rank {r}" for r in sorted(by_rank)]
+                causes[key, (), ", ".join(each_rank), "", None].add(where)
+        for (key, declared, found, group, _), names in causes.items():
+            of = [
+                {
+                    row: n
+                    for row, n in rows.items()
+                    if row.key == key
+                    and row.where in names
+                    and (not declared or (row.found, row.group) == (found, group))
+                }
+                for rows in ranks
+            ]
+            everywhere = {row.where for rows in ranks for row in rows if row.key == key}
+            yield _breach(key, declared, found, group, names, len(everywhere), of)
+
+    def allows(self, row: Seen) -> bool:
+        """Return whether what was seen is as declared, or nothing was."""
+        declared = self.declared(row.key, row.where)
+        return not declared or ("fp8" if "float8" in row.found else row.found) in declared
+
+    def _require_matches(self, names: Iterable[str]) -> None:
+        known = [*names]
+        for pattern in self.modules:
+            if not any(_matches(name, pattern) for name in known):
+                near = difflib.get_close_matches(pattern, known, 3, 0.3) or known[1:4]
+                raise SettingError(
+                    f"the contract's pattern {pattern!r} matches no module of the model; there are "
+                    f"{', '.join(near) or 'none with a name'}"
+                )
+
+
+def _dtypes(key: str, given: Any) -> tuple[str, ...]:
+    """Short names of the dtypes that were given for a key."""
+    names = tuple(
+        short(each) for each in ([given] if isinstance(given, str | torch.dtype) else given)
+    )
+    names = tuple("fp8" if name.startswith("float8") else name for name in names)
+    for name in names:
+        if name not in _NAMES:
+            raise SettingError(
+                f"{key} must be of {', '.join(_NAMES)}, or a torch.dtype, not {name!r}"
+            )
+    return names
+
+
+def _matches(where: str, pattern: str) -> bool:
+    """Whether a shell pattern matches a module, or one that it is in."""
+    parts = where.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+def _breach(
+    key: str,
+    declared: tuple[str, ...],
+    found: str,
+    group: str,
+    names: set[str],
+    total: int,
+    of: Sequence[Mapping[Seen, tuple[int, int]]],
+) -> Breach:
+    """One cause as a breach; ``of`` has what each rank saw of it."""
+    rows = dict.fromkeys(row for rows in of for row in rows)
+    shown = collapsed((name, "") for name in names)
+    breach = Breach(
+        key,
+        tuple(sorted(set(shown.values()))),
+        len(names),
+        total,
+        declared,
+        found,
+        ", ".join(dict.fromkeys(row.phase for row in rows)),
+        ", ".join(dict.fromkeys(row.op for row in rows)),
+        group,
+        max(sum(calls for calls, _ in rows.values()) for rows in of),
+        max(sum(size for _, size in rows.values()) for rows in of),
+        tuple(rank for rank, rows in enumerate(of) if rows),
+    )
+    return replace(breach, fix=next((fix for applies, fix in _FIXES if applies(breach)), ""))
+
+
+def _exchange(own: Any) -> list[Any]:
+    """What every rank has, in order."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [own]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)
+    return gathered
+
+
+_HALF = ("bf16", "fp16")
+
+
+def _half(breach: Breach) -> bool:
+    return breach.found in _HALF
+
+
+# When, and what most likely puts it right; the first that applies.
+_FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
+    (
+        lambda it: not it.declared,
+        "ranks train in different precisions: build, cast and wrap the model alike on all of them",
+    ),
+    (
+        lambda it: it.key == "parameters" and _half(it),
+        "the model was loaded or cast in half precision (from_pretrained(dtype=), .half(), "
+        "cast_model): load it in float32, before it is wrapped",
+    ),
+    (
+        lambda it: it.key == "parameters",
+        "cast the model before it is wrapped and before its optimizer is made: cast_model",
+    ),
+    (
+        lambda it: it.key == "compute" and it.found == "fp32",
+        "run the forward pass in autocast(...) or with FSDP's param_dtype; look for "
+        "autocast(enabled=False), .float() and pins in these modules",
+    ),
+    (
+        lambda it: it.key == "compute" and {it.found, *it.declared} == {*_HALF},
+        "pass dtype= to autocast, whose own default on CUDA is float16",
+    ),
+    (
+        lambda it: it.key == "compute",
+        "pin these modules: pin_precision(module, 'fp32'); or leave autocast around them",
+    ),
+    (
+        lambda it: it.key == "norms",
+        "keep these norms in float32: pin_precision(norm, 'fp32'), and under FSDP2 a fully_shard "
+        "of their own without param_dtype",
+    ),
+    (
+        lambda it: it.key == "gather" and "fp8" in it.declared,
+        "only FSDP2's fully_shard gathers float8: convert the model before it, with "
+        "enable_fsdp_float8_all_gather; DTensor.redistribute gathers what the weight is cast to",
+    ),
+    (
+        lambda it: it.key == "gather",
+        "it is the dtype of the parameters, or MixedPrecisionPolicy(param_dtype=) of this part",
+    ),
+    (
+        lambda it: it.key == "reduce" and "all_reduce" in it.op and it.phase == "backward",
+        "FSDP2 applies reduce_dtype to its own reduction alone, and sums over this mesh in "
+        "param_dtype: shard these modules with param_dtype=torch.float32",
+    ),
+    (
+        lambda it: it.key == "reduce" and "scatter" in it.op,
+        "pass reduce_dtype= to the MixedPrecisionPolicy of every part (FSDP1: MixedPrecision)",
+    ),
+    (
+        lambda it: it.key == "reduce",
+        "DDP sends gradients in their parameters' dtype, or in its communication hook's: look at "
+        "both",
+    ),
+    (
+        lambda it: it.key == "activations",
+        "cast before the layer that sends: the region's dtype does not reach DTensor's messages",
+    ),
+    (
+        lambda it: it.key == "masters" and _half(it),
+        "updates below half an ulp of these weights are lost: MasterParameters(optimizer), level "
+        "O2 or bf16-O2, or float32 shards with FSDP's param_dtype",
+    ),
+    (
+        lambda it: it.key == "optimizer_state",
+        "an optimizer makes its state in the dtype of what it steps: give it float32 masters, or "
+        "load the state in float32",
+    ),
+)

@@ -1,0 +1,327 @@
+"""What one step really uses, for a contract: parameters, products, norms, messages, states.
+
+A TorchDispatchMode sees kernels and collectives with their tensors, in every layout; dynamo is told
+to compile and run as if it were not there. Parameters and states are looked at when the step ended.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
+from distamp.report.following import Follower, FollowingMode, tensors_in
+from distamp.report.rows import collapsed, short
+
+__all__ = ["Observer", "Seen"]
+
+_PRODUCT = re.compile(
+    r"(^|_)(mm|addmm|bmm|baddbmm|mv|addmv|dot|matmul|linear|gemm)(_|$)"
+    r"|^_?(\w+_)?conv(olution|\d|_)|attention|_rnn|lstm|gru"
+)
+_NORM = re.compile(r"(layer|batch|group|rms|instance)_norm")
+# What a norm that is written in Python adds up with.
+_STATISTICS = frozenset({"mean", "var", "var_mean", "std", "sum", "rsqrt", "linalg_vector_norm"})
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+# What sends nothing, or is seen where it is sent.
+_NO_DATA = ("wait_tensor", "_wrap", "barrier", "monitored", "check", "recv", "irecv")
+_CASTS = frozenset({"_to_copy", "clone", "convert_element_type"})
+# Autograd nodes that only hand a gradient on.
+_HANDS_ON = re.compile(
+    r"(ToCopy|View|UnsafeView|T|Transpose|Alias|Detach|\w*Redistribute|_ToTorchTensor"
+    r"|_FromTorchTensor)Backward\d*"
+)
+# A message of so many numbers, sent by hand between backward and step, is of gradients.
+_FLAT = 1024
+
+
+class Seen(NamedTuple):
+    """One thing that ran or stood in one dtype.
+
+    Args:
+        key: The contract's word for it, such as ``"reduce"``.
+        where: A module or a parameter.
+        found: The dtype, by its short name.
+        op: The kernel or collective; ``""`` of what stands.
+        phase: ``"forward"``, ``"recompute"``, ``"backward"``, ``"optimizer"``; ``""`` of what
+            stands.
+        group: The ranks of a collective, such as ``"mesh_tp[2]"``.
+    """
+
+    key: str
+    where: str
+    found: str
+    op: str = ""
+    phase: str = ""
+    group: str = ""
+
+
+class Observer(Follower):
+    """Counts what a contract speaks of while a step runs; see `Seen`.
+
+    Args:
+        models: Whose modules have names.
+        optimizers: Whose states are looked at.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        super().__init__(*models, inside_compiled=False)
+        self.calls: Counter[Seen] = Counter()
+        self.bytes: Counter[Seen] = Counter()
+        self._optimizers = [unwrapped(each) for each in optimizers]
+        self._lock = threading.Lock()
+        self._ran: set[nn.Module] = set()
+        # Where parameters are, and casts of them; and of what was packed into bytes, its dtype.
+        self._stored: dict[StorageWeakRef, str] = {}
+        self._packed: dict[StorageWeakRef, str] = {}
+        # Open blocks of torch.profiler.record_function: FSDP and optimizers say there what they do.
+        self._blocks: list[str] = []
+
+    def modes(self) -> tuple[Any, ...]:
+        """One."""
+        return (_Kernels(self),)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe what runs in the block, and what stands at its end."""
+        self._stored = {_storage(each): name for each, name in self.named_parameters()}
+        with ExitStack() as stack:
+            for optimizer in self._optimizers:
+                stack.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
+            stack.enter_context(self.following())
+            yield
+        for each, name in self.named_parameters():
+            if each.is_floating_point():
+                self._count(Seen("parameters", name, short(each.dtype)), each)
+        for optimizer in self._optimizers:
+            self._look_at_state(inner_optimizer(optimizer) or optimizer)
+
+    def named_parameters(self) -> list[tuple[Tensor, str]]:
+        """Return every parameter as it is now, with its name; FSDP1's flat ones too."""
+        found: dict[int, tuple[Tensor, str]] = {}
+        for module, name in self.names.items():
+            own: dict[str, Any] = dict(module.named_parameters(recurse=False))
+            own["flat_param"] = getattr(module, "_flat_param", None)
+            for leaf, each in own.items():
+                if each is not None:
+                    found[id(each)] = (each, f"{name}.{leaf}".lstrip("."))
+        return [*found.values()]
+
+    # -- what modules and optimizers do --------------------------------------------------------
+
+    def entered(self, module: nn.Module) -> None:
+        """Count what a norm's own parameters are."""
+        self._ran.add(module)
+        if _is_norm(module):
+            frame = self.frames()[-1]
+            for each in module.parameters(recurse=False):
+                found = short(each.dtype)
+                self._count(Seen("norms", frame.name, found, "weight", frame.phase), each)
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        inner = inner_optimizer(optimizer) or optimizer
+        for index, each in enumerate(parameters_of(inner)):
+            # An optimizer that keeps masters of its own has them in its state.
+            state = inner.state.get(each, {})
+            masters = tensors_in([state[name] for name in state if "master" in str(name)])
+            for one in masters or [each]:
+                self._count(Seen("masters", self._name(each, index), short(one.dtype)), one)
+
+    def _look_at_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for index, (parameter, state) in enumerate(optimizer.state.items()):
+            for name, value in state.items() if isinstance(state, Mapping) else ():
+                for each in tensors_in(value):
+                    # Counts of steps and rates are numbers.
+                    if each.dim() and "master" not in str(name):
+                        where = f"{self._name(parameter, index)} ({name})"
+                        self._count(Seen("optimizer_state", where, short(each.dtype)), each)
+
+    def _name(self, parameter: Any, index: int) -> str:
+        """A parameter's name; of a master, which is no parameter of the model, its place."""
+        return self.parameters.get(id(parameter), (f"parameter {index} of the optimizer",))[0]
+
+    # -- what runs -----------------------------------------------------------------------------
+
+    def record(self, func: Any, args: Any, out: Any) -> None:
+        """Count one kernel or collective, if a contract speaks of it."""
+        name, namespace = str(func.__name__).split(".")[0], func.namespace
+        if self.closed:
+            return
+        if namespace == "profiler":
+            if "exit" not in name:
+                self._blocks.append(str(args[0]))
+            elif self._blocks:
+                self._blocks.pop()
+        elif namespace in _COLLECTIVES:
+            self._collective(name, namespace, args)
+        elif name in _CASTS or (name == "view" and isinstance(args[-1], torch.dtype)):
+            self._derived(name, args[0], out)
+        elif _PRODUCT.search(name) is not None:
+            self._kernel("compute", name, args)
+        elif _NORM.search(name) is not None or name in _STATISTICS:
+            self._kernel("norms", name, args)
+
+    def _derived(self, name: str, source: Tensor, out: Tensor) -> None:
+        """Remember casts of parameters, and the dtype of what was packed into bytes."""
+        if name != "view" and (stored := self._stored.get(_storage(source))) is not None:
+            self._stored[_storage(out)] = stored
+        elif source.is_floating_point() and not out.is_floating_point():
+            self._packed[_storage(source)] = short(source.dtype)
+
+    def _kernel(self, key: str, name: str, args: Any) -> None:
+        owner, phase, _ = self.running()
+        module = self.frames()[-1].module if self.frames() else None
+        floating = [each for each in tensors_in(args) if each.is_floating_point()]
+        if not floating or self._inside("Optimizer.step"):
+            return
+        if key == "compute":
+            # Tables of positions are not what is trained, nor is what runs beside the model.
+            tables = module is not None and "rotary" in type(module).__name__.lower()
+            beside = phase == "forward" and module is None
+            if tables or (beside and not any(each.requires_grad for each in floating)):
+                return
+            floating = floating[:1]
+        elif phase == "backward" or (name in _STATISTICS and not _is_norm(module)):
+            return
+        for found in dict.fromkeys(short(each.dtype) for each in floating):
+            self._count(Seen(key, owner.module, found, name, phase), floating[0])
+
+    def _collective(self, name: str, namespace: str, args: Any) -> None:
+        """Count what this rank gives into a collective, and find out what it is a part of."""
+        sent = (len(args) > 1 and tensors_in(args[1])) or tensors_in(args[0])
+        if not sent or name.startswith(_NO_DATA) or sum(each.numel() for each in sent) < 2:
+            return
+        key, where, phase = self._part(name, namespace, sent[0])
+        found = short(sent[0].dtype)
+        if not sent[0].is_floating_point():
+            # Numbers that were packed into bytes are told by what they were; others are counts.
+            found = self._packed.get(_storage(sent[0]), "")
+        if key and found:
+            self._count(Seen(key, where, found, name.strip("_"), phase, _group(args)), *sent)
+
+    def _part(self, name: str, namespace: str, sent: Tensor) -> tuple[str, str, str]:
+        """What a message is of (key; "" if of nothing that a contract speaks of), whose, when."""
+        owner, phase, node = self.running()
+        part = "gather" if "gather" in name or "broadcast" in name else "reduce"
+        block = self._blocks[-1] if self._blocks else ""
+        stored = self._stored.get(_storage(sent))
+        if self._inside("Optimizer.step"):
+            return part, stored or "", "optimizer"
+        if block.startswith(("FSDP::", "FullyShardedDataParallel._")):
+            named = re.search(r"\((.*)\)", block)
+            return part, named[1] if named else "" if "::" in block else owner.module, phase
+        if "send" in name:
+            return "activations", owner.module, phase
+        if phase == "backward":
+            parameter = _handed_to(node)
+            if parameter is None and node is not None:
+                return "activations", owner.module, phase
+            # A bucket is no single parameter's.
+            alone = parameter is not None and parameter.numel() == sent.numel()
+            return "reduce", self.parameters.get(id(parameter), "")[0] if alone else "", phase
+        if stored is not None:
+            return "gather", stored, phase
+        if self.frames() or self._inside("DistributedDataParallel"):
+            # In its forward pass DDP broadcasts buffers.
+            return "" if "broadcast" in name else "activations", owner.module, phase
+        gradients = [each.grad for each, _ in self.named_parameters() if each.grad is not None]
+        large = namespace == "c10d" and part == "reduce" and sent.numel() >= _FLAT
+        if large or _storage(sent) in map(_storage, gradients):
+            return "reduce", owner.module, "after backward"
+        return "" if namespace == "c10d" else "activations", owner.module, phase
+
+    def _inside(self, block: str) -> bool:
+        return any(each.startswith(block) for each in self._blocks)
+
+    def _count(self, seen: Seen, *tensors: Tensor) -> None:
+        with self._lock:
+            self.calls[seen] += 1
+            self.bytes[seen] += sum(each.numel() * each.element_size() for each in tensors)
+
+    def unseen(self) -> list[str]:
+        """Return what was not looked into, and what did not run, a sentence each."""
+        kinds = {(name, type(module).__name__) for module, name in self.names.items()}
+        shown = collapsed(kinds)
+        inside = {shown[self.names[each]] or "(model)" for each in self.compiled}
+        idle = {
+            shown[name] or "(model)"
+            for module, name in self.names.items()
+            if module not in self._ran | self.compiled and [*module.parameters(recurse=False)]
+        }
+        lines = []
+        if inside:
+            lines.append(
+                f"{', '.join(sorted(inside))}: compiled; matrix products and messages were seen, "
+                "norms and what fused kernels do inside were not"
+            )
+        if idle:
+            lines.append(f"{', '.join(sorted(idle))}: did not run in this step")
+        return lines
+
+
+class _Kernels(FollowingMode):
+    """Shows an observer every kernel call of this thread, and those that DTensors make."""
+
+    follower: Observer
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile do as without this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(each.__name__ == "DTensor" for each in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            self.follower.record(func, args, out)
+        return out
+
+
+def _is_norm(module: nn.Module | None) -> bool:
+    named = module is not None and "norm" in type(module).__name__.lower()
+    return named and not [*module.children()]  # type: ignore[union-attr]
+
+
+def _handed_to(node: Any) -> Tensor | None:
+    """The parameter whose gradient an autograd node only hands on."""
+    while node is not None and not hasattr(node, "variable"):
+        behind = [each for each, _ in node.next_functions if each is not None]
+        if len(behind) != 1 or _HANDS_ON.fullmatch(type(node).__name__) is None:
+            return None
+        node = behind[0]
+    return None if node is None else node.variable
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """What tells storages apart, also after they are freed; of a subclass, that of its data."""
+    while hasattr(tensor, "__tensor_flatten__"):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _group(args: Any) -> str:
+    """The ranks of a collective: what their mesh calls them, and how many they are."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group
+    for each in args[1:]:
+        try:
+            named = isinstance(each, str)
+            group = resolve(each) if named else distributed_c10d.ProcessGroup.unbox(each)
+        except (LookupError, RuntimeError, TypeError, ValueError):
+            continue
+        return f"{group.group_desc.replace('default_pg', 'all ranks')}[{group.size()}]"
+    return ""
