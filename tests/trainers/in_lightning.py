@@ -75,6 +75,19 @@ class Manual(Net):
         return [torch.optim.SGD(part.parameters(), lr=0.01) for part in self.net[::2]]
 
 
+class Turns(Manual):
+    """Two optimizers by hand: both are stepped, and one half has gradients in each turn."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        self.toggle_optimizer(optimizers[batch_idx // 2 % 2])
+        self.manual_backward((self.net(batch[0]).float() - batch[1]).square().mean())
+        self.untoggle_optimizer(optimizers[batch_idx // 2 % 2])
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
 class Flat(Net):
     """Wrapped in FSDP1 by itself, as Lightning does not tell it to be on the CPU."""
 

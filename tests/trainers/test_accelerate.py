@@ -235,6 +235,34 @@ def test_a_sharded_checkpoint_goes_on_with_the_count_it_was_saved_with(ranks2, t
         assert run.growth == (STEPS - FAULT - 1) + STEPS
 
 
+def states_around_a_checkpoint(folder: str) -> list[dict[str, float]]:
+    """The scaler's state when it was saved, two updates later, and after it was loaded again."""
+    accelerator = accelerator_with("ours", fsdp=2)
+    from distamp.integrations.accelerate import prepare
+
+    scaler, net = prepare(accelerator, init_scale=SCALE, growth_interval=3), model()
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    inputs, targets = (each[:2] for each in data().tensors)
+    states = []
+    for number in range(6):
+        accelerator.backward((net(inputs).float() - targets).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 3:
+            accelerator.save_state(folder)
+            states.append(scaler.state_dict())
+    states.append(scaler.state_dict())
+    accelerator.load_state(folder)
+    return [*states, scaler.state_dict()]
+
+
+def test_a_process_that_saved_goes_back_to_what_it_saved(ranks2, tmp_path):
+    """accelerate#4289: torch's scaler asserts there, and in a new process goes on from another."""
+    for saved, later, loaded in ranks2.run(states_around_a_checkpoint, str(tmp_path)):
+        assert (saved["scale"], saved["_growth_tracker"]) == (2 * SCALE, 1)
+        assert loaded == saved != later
+
+
 @pytest.mark.parametrize(
     ("first", "then"), [("before", None), (None, "before"), ("after", "after")]
 )

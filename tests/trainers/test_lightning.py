@@ -67,6 +67,17 @@ def test_by_hand_one_of_two_optimizers_skips_and_each_update_is_float64s(fault: 
     assert run.scale == SCALE / 2
 
 
+@in_ranks
+def test_an_optimizer_without_gradients_is_stepped_as_with_a_scale_of_one():
+    """Lightning#20116: torch's scaler has recorded no inf checks for it, and asserts."""
+    options = {"devices": 1, "module": "Turns", "fault": None}
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        fit(ours=False, **options)
+    scaled, unscaled = (fit(**options, init_scale=scale) for scale in (SCALE, 1.0))
+    assert scaled.weights == pytest.approx(unscaled.weights, rel=1e-6)
+    assert scaled.scale == SCALE
+
+
 @pytest.mark.parametrize("trainer", [{}, {"accumulate_grad_batches": 2}])
 @in_ranks
 def test_a_batch_without_a_loss_is_left_out_as_lightning_does(trainer: dict[str, Any]):

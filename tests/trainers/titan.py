@@ -46,6 +46,11 @@ def on_cpu() -> None:
     # Of a torch that is newer than what is tried here.
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda *_, **__: None
+    # As the train_step of torchtitan's main does since PR 4226, between clip and step.
+    trainer = sys.modules[Trainer.__module__]
+    utilities = types.SimpleNamespace(**vars(trainer.dist_utils))
+    utilities.clip_grad_norm_ = _asserted(trainer.dist_utils.clip_grad_norm_)
+    trainer.dist_utils = utilities
     original, steps = Trainer.forward_backward_step, [0]
 
     def with_fault(self: Any, **batch: Any) -> Tensor:
@@ -65,6 +70,15 @@ def on_cpu() -> None:
         return trainer
 
     Trainer.Config.build = built
+
+
+def _asserted(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def clipped(*args: Any, **kwargs: Any) -> Tensor:
+        norm = clip(*args, **kwargs)
+        torch._assert_async(norm.isfinite(), "the norm of the gradients is not finite")
+        return norm
+
+    return clipped
 
 
 def _causal(self: Any, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
