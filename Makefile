@@ -21,6 +21,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy hatchling editables wheel "setuptools<81"
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fairscale,tensorboard,report,test,lint,docs]"
+	@command -v spin > /dev/null || echo "Without SPIN (apt-get install spin) the protocol's models are not checked; ranks follow stored walks"
+	@command -v $${CXX:-c++} > /dev/null || echo "Without a C++ compiler the tests on a simulated accelerator are skipped"
 	@touch $(READY)
 
 train: $(READY)

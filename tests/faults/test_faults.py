@@ -5,8 +5,11 @@ import pytest
 from tests.faults.declared import Fault, Program, draw
 from tests.faults.run import Judge, complaints, run_on_rank
 
+# The others, and thousands more, in long runs.
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 
-@pytest.mark.parametrize("seed", range(4))
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_are_equal_or_all_say_what_went_wrong(seed):
     with Judge() as judge:
         assert judge.wrong(draw(50, seed)) == {}

@@ -1,8 +1,13 @@
-"""``python -m tests.model``: every model and every planted fault, as a table."""
+"""``python -m tests.model``: every model and every planted fault, as a table.
 
+With ``--store`` it writes the walks that real ranks follow where there is no SPIN.
+"""
+
+import json
 import sys
 
 from tests.model.check import MISSING, RUNS, check
+from tests.model.programs import DRAWN, STORED, version, walks
 
 
 def main() -> int:
@@ -10,6 +15,11 @@ def main() -> int:
     if MISSING:
         print(f"not found: {', '.join(MISSING)}")
         return 1
+    if "--store" in sys.argv:
+        stored = {f"{ranks} {' '.join(defines)}": walks(ranks, defines) for ranks, defines in DRAWN}
+        STORED.write_text(json.dumps({"version": version(), **stored}, indent=1) + "\n")
+        return 0
+    print(f"{version()}\n")
     wrong = 0
     print("| model | defines | result | states | depth | seconds |")
     print("|---|---|---|---|---|---|")

@@ -1,9 +1,11 @@
 """Programs for real ranks, drawn from the model's own runs, and what they do there.
 
 SPIN walks the model at random and prints what each rank calls, what it finds in its gradients, and
-what it steps; the same calls on a `DistGradScaler` must step and raise alike.
+what it steps; the same calls on a `DistGradScaler` must step and raise alike. What it printed is
+stored in walks.json, for machines without SPIN; ``python -m tests.model --store`` writes it anew.
 """
 
+import json
 import math
 import re
 import subprocess
@@ -18,7 +20,12 @@ from distamp import DistGradScaler
 from distamp.errors import GradientError
 from tests.model.check import FOLDER
 
-__all__ = ["Call", "Program", "draw", "run"]
+__all__ = ["DRAWN", "STORED", "Call", "Program", "draw", "run", "version", "walks"]
+
+STORED = FOLDER / "walks.json"
+# How many ranks, and of which model.
+DRAWN = ((2, ("CALLS=9",)), (2, ("CALLS=9", "ERROR")), (3, ("CALLS=9", "ERROR")))
+COUNT = 6
 
 # The model's scale is 0, 1 or 2: a power of two.
 SCALES = {0: 1.0, 1: 2.0, 2: 4.0}
@@ -44,20 +51,34 @@ class Program:
     raises: bool = False
 
 
-def draw(ranks: int, count: int, defines: Sequence[str]) -> list[list[Program]]:
-    """Draw at most so many programs, one a rank, which all end by themselves."""
-    drawn: list[list[Program]] = []
-    for seed in range(1, 20 * count):
-        if len(drawn) == count:
+def draw(ranks: int, defines: Sequence[str]) -> list[list[Program]]:
+    """The stored programs, one a rank, which all end by themselves."""
+    stored = json.loads(STORED.read_text())[f"{ranks} {' '.join(defines)}"]
+    found = [_program(ranks, lines) for lines in stored]
+    return [program for program in found if program is not None]
+
+
+def version() -> str:
+    """SPIN's own words; another version may walk otherwise."""
+    said = subprocess.run(["spin", "-V"], capture_output=True, text=True, check=True).stdout
+    return said.strip()
+
+
+def walks(ranks: int, defines: Sequence[str]) -> list[list[str]]:
+    """What SPIN prints of so many random walks through the model as it is."""
+    drawn: list[list[str]] = []
+    for seed in range(1, 20 * COUNT):
+        if len(drawn) == COUNT:
             break
-        program = _walk(ranks, seed, defines)
+        lines = _walk(ranks, seed, defines)
+        program = _program(ranks, lines)
         # Where a rank waits for one that is gone, no rank of a pool may follow.
         if program is not None and any(each.steps for each in program):
-            drawn.append(program)
+            drawn.append(lines)
     return drawn
 
 
-def _walk(ranks: int, seed: int, defines: Sequence[str]) -> list[Program] | None:
+def _walk(ranks: int, seed: int, defines: Sequence[str]) -> list[str]:
     command = [
         "spin",
         f"-n{seed}",
@@ -71,11 +92,14 @@ def _walk(ranks: int, seed: int, defines: Sequence[str]) -> list[Program] | None
         said = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
         ).stdout
+    lines = [line.split() for line in said.splitlines() if re.match(r" *\d [A-Za-z]", line)]
+    return [" ".join(words) for words in lines if words[1] != "processes"]
+
+
+def _program(ranks: int, lines: Sequence[str]) -> list[Program] | None:
     programs = [Program() for _ in range(ranks)]
-    for line in said.splitlines():
+    for line in lines:
         words = line.split()
-        if not re.match(r" *\d [A-Za-z]", line) or words[1] == "processes":
-            continue
         program = programs[int(words[0])]
         match words[1:]:
             case ["lost"] | ["timeout"]:

@@ -1,5 +1,6 @@
 """The models hold, each planted fault is found, and real ranks do what the model's do."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
 from tests.model.check import MISSING, RUNS, Run, check
-from tests.model.programs import draw, run
+from tests.model.programs import DRAWN, STORED, draw, run, version, walks
 from tests.ranks import RankPool
 
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")
@@ -44,14 +45,20 @@ def test_a_large_model_holds(each: Run) -> None:
 
 
 @needs_spin
-@pytest.mark.parametrize(
-    ("size", "defines"),
-    [(2, ("CALLS=9",)), (2, ("CALLS=9", "ERROR")), (3, ("CALLS=9", "ERROR"))],
-)
+@pytest.mark.parametrize(("size", "defines"), DRAWN)
+def test_the_stored_walks_are_the_models(size: int, defines: tuple[str, ...]) -> None:
+    """If not: python -m tests.model --store."""
+    stored = json.loads(STORED.read_text())
+    if stored["version"] != version():
+        pytest.skip(f"stored by {stored['version']}; this is {version()}")
+    assert stored[f"{size} {' '.join(defines)}"] == walks(size, defines)
+
+
+@pytest.mark.parametrize(("size", "defines"), DRAWN)
 def test_real_ranks_do_what_the_model_does(
     ranks: Callable[[int], RankPool], size: int, defines: tuple[str, ...]
 ) -> None:
-    programs = draw(size, 6, defines)
+    programs = draw(size, defines)
     assert programs
     on_ranks = ranks(size).run(run, programs, timeout=30)
     for rank, results in enumerate(on_ranks):

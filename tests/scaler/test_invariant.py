@@ -18,12 +18,12 @@ import torch
 from tests.ranks import RankPool
 from tests.scaler.cells import cell, cells, chain, sample
 from tests.scaler.judge import Judge
-from tests.scaler.layouts import LAYOUTS, WORLD
+from tests.scaler.layouts import WORLD
 from tests.scaler.layouts_dtypes import ALL_LAYOUTS
 from tests.scaler.programs import Iteration, Program
 
-# Of each of the ways to spread a model, and of each kind of gradient or parameter.
-SAMPLED_CELLS, SAMPLED_OF_KINDS = 4, 2
+# Of each layout; all of them in long runs.
+SAMPLED_CELLS = 1
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,7 @@ def wrong_cells(judge, layout, kind):
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_invariant_holds_on_a_sample_of_cells(judge, layout):
-    count = SAMPLED_CELLS if layout in LAYOUTS else SAMPLED_OF_KINDS
-    assert _wrong(judge, sample(layout, count)) == {}
+    assert _wrong(judge, sample(layout, SAMPLED_CELLS)) == {}
 
 
 @pytest.mark.slow

@@ -28,9 +28,9 @@ def _same(found: Rows, expected: Rows) -> None:
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        (2, "--hook int8"),
+        pytest.param(2, "--hook int8", marks=pytest.mark.slow),
         (2, "--shard -1 --hook fp16"),
-        (4, "--shard 2 --tp 2"),
+        pytest.param(4, "--shard 2 --tp 2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_on_ranks_is_as_on_the_cpu(sim_ranks, ranks, text, tmp_path, size, flags):
@@ -41,7 +41,9 @@ def test_a_run_on_ranks_is_as_on_the_cpu(sim_ranks, ranks, text, tmp_path, size,
     _same(found[0], expected[0])
 
 
-@pytest.mark.parametrize(("before", "after"), [("sim", "cpu"), ("cpu", "sim")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("sim", "cpu"), pytest.param("cpu", "sim", marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_on_another_device(sim, text, tmp_path, before, after):
     args = ("--data", text, *RUN, "--save-every", 2)
     expected = sim.one(jobs.train, tmp_path / "straight", (*args, "--device", "cpu"))
@@ -50,7 +52,7 @@ def test_a_run_goes_on_on_another_device(sim, text, tmp_path, before, after):
     _same(found, expected)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "O2"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("O2", marks=pytest.mark.slow)])
 def test_a_run_of_one_process_learns_as_on_the_cpu(sim, text, tmp_path, precision):
     args = ("--data", text, *RUN, "--precision", precision)
     expected = sim.one(jobs.train, tmp_path / "cpu", (*args, "--device", "cpu"))
