@@ -17,6 +17,7 @@ __all__ = ["LEVELS", "Precision"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_PINS = ("fp32", "fp16", "bf16", "fp32:keep", "fp16:keep", "bf16:keep")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Precision:
         master_weights: Whether the optimizer works on float32 copies of the parameters; None where
             parameters are float32 themselves.
         loss_scale: ``"dynamic"``, or a constant, where 1.0 is none.
+        pins: Modules in a precision of their own: pairs of a shell pattern over module names and
+            what `distamp.pin_precision` takes by name; of several that match, the last counts.
 
     Raises:
         SettingError: Something contradicts something else.
@@ -54,6 +57,7 @@ class Precision:
     keep_batchnorm_fp32: bool | None
     master_weights: bool | None
     loss_scale: float | Literal["dynamic"]
+    pins: tuple[tuple[str, str], ...] = ()
 
     @property
     def autocasts(self) -> bool:
@@ -100,6 +104,12 @@ class Precision:
         number = isinstance(scale, float) and math.isfinite(scale) and scale > 0
         if scale != "dynamic" and not number:
             raise SettingError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
+        for pattern, pin in self.pins:
+            if not isinstance(pattern, str) or pin not in _PINS:
+                raise SettingError(
+                    "precision must have shell patterns over module names, each with one of "
+                    f"{list(_PINS)}, not {pattern!r}: {pin!r}"
+                )
 
     @classmethod
     def of(
@@ -109,6 +119,7 @@ class Precision:
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | None = None,
         loss_scale: float | str | None = None,
+        precision: Mapping[str, str] | None = None,
     ) -> Precision:
         """Return a row of `LEVELS`, with some of it overridden as in Apex.
 
@@ -119,6 +130,7 @@ class Precision:
                 command line gives them. None keeps the row's value, here and below.
             master_weights: Overrides the row's.
             loss_scale: Overrides the row's; a number, also as text, or ``"dynamic"``.
+            precision: Its ``pins``, as a mapping: ``{"*.norm": "fp32", "lm_head": "fp32:keep"}``.
 
         Raises:
             SettingError: There is no such level, or the override contradicts it.
@@ -132,6 +144,7 @@ class Precision:
             "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
             "master_weights": master_weights,
             "loss_scale": _number(loss_scale),
+            "pins": None if precision is None else _pairs(precision),
         }
         return row.replaced(**{name: value for name, value in given.items() if value is not None})
 
@@ -168,6 +181,15 @@ class Precision:
     def replaced(self, **changes: object) -> Self:
         """Return a copy with some fields changed, checked as a whole."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _pairs(precision: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(precision, Mapping):
+        raise SettingError(
+            "precision must map patterns over module names to precisions, as in "
+            f"{{'*.norm': 'fp32'}}, not {precision!r:.80}"
+        )
+    return tuple(precision.items())
 
 
 def _number(value: object) -> object:

@@ -39,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "initialize": {
         *FOUNDATION,
         *GRADIENTS,
+        "groups",
         "clipping",
         "guard",
         "masters",

@@ -9,9 +9,11 @@ from torch import nn
 
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as, check_frozen, layout_of
-from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along
+from distamp.initialize.kept import Pins, pin_of
+from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along, pins_cast_along
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
+from distamp.report.following import module_names
 
 __all__ = ["check"]
 
@@ -28,6 +30,7 @@ def check(
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
+    pins: Pins,
     comm_hook: str | None,
     replicas: object,
 ) -> str:
@@ -47,6 +50,7 @@ def check(
     _check_optimizers(models, optimizers, precision)
     for model, wrapping in zip(models, wrappings, strict=True):
         _check_model(model, wrapping, precision)
+        _check_pins(model, wrapping, pins)
     _check_comm_hook(wrappings, comm_hook, replicas)
     return device.type
 
@@ -91,6 +95,18 @@ def _check_policies(
             f"{name} casts batch norm {cast[0]!r} to {precision.param} with the modules around it "
             f"({len(cast)} in all), and {level} keeps batch norms in float32; wrap each batch norm "
             "by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
+        )
+
+
+def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
+    fp32 = {module for module, pin in pins.items() if pin.startswith("fp32")}
+    fp32 |= {m for m in model.modules() if (p := pin_of(m)) and p.dtype is torch.float32}
+    names = module_names(model)
+    for module in pins_cast_along(model, fp32):
+        raise SettingError(
+            f"{names[module]!r} is to compute in fp32, and {wrapping.name} gathers its weights in "
+            "another dtype; wrap the module by itself, as one unit and without mixed precision, "
+            "before what is around it"
         )
 
 
