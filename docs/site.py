@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import posixpath
 import re
 import sys
@@ -101,9 +103,13 @@ def example(path: Path) -> str:
 
 def launcher() -> str:
     """Return the flags of ``launch/train.py``, from its own help."""
-    from launch.config import parser
+    import tyro
 
-    text = parser().format_help().strip()
+    from launch.config import Config
+
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        tyro.cli(Config, args=["--help"], prog="launch/train.py")
+    text = re.sub("\x1b\\[[0-9;]*m", "", shown.getvalue()).strip()
     page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", text, "```", ""]
     return "\n".join(page)
 
