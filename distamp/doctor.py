@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -18,10 +19,13 @@ from torch.utils.benchmark import Timer
 import distamp
 from distamp.autocast import autocast
 
-__all__ = ["Diagnosis", "diagnose", "milliseconds"]
+__all__ = ["Diagnosis", "advice", "diagnose", "for_tests", "milliseconds"]
 
 # What distamp works with where it is installed; none is imported to find out.
-_PACKAGES = ("triton", "fairscale", "lightning", "accelerate", "transformers", "trl", "rich")
+_PACKAGES = ("triton", "fairscale", "torchao", "lightning", "accelerate", "transformers", "trl")
+# What some tests need, and skip without.
+_FOR_TESTS = {"spin": "spin (apt-get install spin)", "c++": "a C++ compiler"}
+_LEVELS = {"float32": "O0", "bfloat16": "bf16", "float16": "O1"}
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class Diagnosis:
         precisions: Milliseconds of one small training step in each dtype, or why there is none.
         ranks: How many ranks answered; 1 without torchrun.
         problems: Facts that differ between ranks, with who has what, and ranks that do not answer.
+        advice: Which precisions are slow here, and which level to take.
     """
 
     facts: Mapping[str, str]
     precisions: Mapping[str, float | str]
     ranks: int
     problems: Sequence[str]
+    advice: Sequence[str] = ()
 
     def to_json(self) -> str:
         """Return all of it as JSON."""
@@ -51,6 +57,7 @@ class Diagnosis:
         rows = {**self.facts, "ranks": str(self.ranks)}
         for name, took in self.precisions.items():
             rows[name] = took if isinstance(took, str) else f"{took:.3g} ms for a small step"
+        rows["advice"] = "\n          ".join(self.advice) or "none"
         rows["problems"] = "\n          ".join(self.problems) or "none"
         page = "".join(f"\n{name:9} {row}" for name, row in rows.items())
         return f"distamp doctor{page}"
@@ -80,12 +87,35 @@ def diagnose(timeout: float = 30.0) -> Diagnosis:
         facts["cuda"] = f"{version}: {count} x {about.name} with {gib:.0f} GiB"
     elif accelerator is not None:
         facts[device] = f"{torch.accelerator.device_count()} devices"
+    facts["tests"] = for_tests()
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     precisions = {str(d).removeprefix("torch."): milliseconds(device, d) for d in dtypes}
     ranks, problems = 1, list[str]()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         ranks, problems = _compare(facts, timeout)
-    return Diagnosis(facts, precisions, ranks, problems)
+    return Diagnosis(facts, precisions, ranks, problems, advice(precisions))
+
+
+def for_tests() -> str:
+    """Return which tools are missing, without which some tests of the repository skip."""
+    missing = [text for name, text in _FOR_TESTS.items() if shutil.which(name) is None]
+    return f"skip some without {' and '.join(missing)}" if missing else "have their tools"
+
+
+def advice(precisions: Mapping[str, float | str]) -> list[str]:
+    """Return a sentence for each half precision that takes longer than float32.
+
+    Args:
+        precisions: As `Diagnosis` has them.
+    """
+    took = {name: ms for name, ms in precisions.items() if not isinstance(ms, str)}
+    full = took.get("float32", float("inf"))
+    best = min(took, key=lambda name: took[name], default="float32")
+    return [
+        f"{name} takes {ms / full:.1f} times as long as float32 here: take level {_LEVELS[best]}"
+        for name, ms in took.items()
+        if ms > 1.2 * full
+    ]
 
 
 def milliseconds(device: str, dtype: torch.dtype) -> float | str:

@@ -17,6 +17,7 @@ __all__ = ["LEVELS", "Precision"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_PINS = ("fp32", "fp16", "bf16", "fp32:keep", "fp16:keep", "bf16:keep")
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class Precision:
         keep_batchnorm_fp32: Whether batch norms stay in float32 in a model of another dtype; None
             where there is no such model.
         master_weights: Whether the optimizer works on float32 copies of the parameters; None where
-            parameters are float32 themselves. ``"split"``: on copies that are stored as bfloat16
-            parameters and 16-bit remainders.
+            parameters are float32 themselves.
         loss_scale: ``"dynamic"``, or a constant, where 1.0 is none.
+        pins: Modules in a precision of their own: pairs of a shell pattern over module names and
+            what `distamp.pin_precision` takes by name; of several that match, the last counts.
 
     Raises:
         SettingError: Something contradicts something else.
@@ -53,8 +55,9 @@ class Precision:
     reduce: torch.dtype
     output: torch.dtype | None
     keep_batchnorm_fp32: bool | None
-    master_weights: bool | Literal["split"] | None
+    master_weights: bool | None
     loss_scale: float | Literal["dynamic"]
+    pins: tuple[tuple[str, str], ...] = ()
 
     @property
     def autocasts(self) -> bool:
@@ -87,14 +90,8 @@ class Precision:
                 f"compute={self.compute} with param={self.param}: autocast casts from float32 "
                 "weights, so let param be torch.float32, or compute the same as param"
             )
-        is_split = self.master_weights == "split"
-        if is_split and self.param is not torch.bfloat16:
-            raise SettingError(
-                "master_weights='split' stores float32 values as bfloat16 parameters and 16 bits, "
-                f"and the parameters of {self.level} are {self.param}; take bf16-O2, or True"
-            )
         for name, contradiction in (("keep_batchnorm_fp32", False), ("master_weights", True)):
-            value = True if name == "master_weights" and is_split else getattr(self, name)
+            value = getattr(self, name)
             if not isinstance(value, bool) and (self.casts_model or value is not None):
                 raise SettingError(f"{name} must be True or False at {self.level}, not {value!r}")
             contradicts = value is not None if self.autocasts else value is contradiction
@@ -107,6 +104,12 @@ class Precision:
         number = isinstance(scale, float) and math.isfinite(scale) and scale > 0
         if scale != "dynamic" and not number:
             raise SettingError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
+        for pattern, pin in self.pins:
+            if not isinstance(pattern, str) or pin not in _PINS:
+                raise SettingError(
+                    "precision must have shell patterns over module names, each with one of "
+                    f"{list(_PINS)}, not {pattern!r}: {pin!r}"
+                )
 
     @classmethod
     def of(
@@ -114,8 +117,9 @@ class Precision:
         level: str | Precision,
         *,
         keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | Literal["split"] | None = None,
+        master_weights: bool | None = None,
         loss_scale: float | str | None = None,
+        precision: Mapping[str, str] | None = None,
     ) -> Precision:
         """Return a row of `LEVELS`, with some of it overridden as in Apex.
 
@@ -126,6 +130,7 @@ class Precision:
                 command line gives them. None keeps the row's value, here and below.
             master_weights: Overrides the row's.
             loss_scale: Overrides the row's; a number, also as text, or ``"dynamic"``.
+            precision: Its ``pins``, as a mapping: ``{"*.norm": "fp32", "lm_head": "fp32:keep"}``.
 
         Raises:
             SettingError: There is no such level, or the override contradicts it.
@@ -139,6 +144,7 @@ class Precision:
             "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
             "master_weights": master_weights,
             "loss_scale": _number(loss_scale),
+            "pins": None if precision is None else _pairs(precision),
         }
         return row.replaced(**{name: value for name, value in given.items() if value is not None})
 
@@ -175,6 +181,15 @@ class Precision:
     def replaced(self, **changes: object) -> Self:
         """Return a copy with some fields changed, checked as a whole."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _pairs(precision: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(precision, Mapping):
+        raise SettingError(
+            "precision must map patterns over module names to precisions, as in "
+            f"{{'*.norm': 'fp32'}}, not {precision!r:.80}"
+        )
+    return tuple(precision.items())
 
 
 def _number(value: object) -> object:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import io
 import posixpath
 import re
 import sys
@@ -103,13 +101,9 @@ def example(path: Path) -> str:
 
 def launcher() -> str:
     """Return the flags of ``launch/train.py``, from its own help."""
-    import tyro
+    from launch.config import parser
 
-    from launch.config import Config
-
-    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-        tyro.cli(Config, args=["--help"], prog="launch/train.py")
-    text = re.sub("\x1b\\[[0-9;]*m", "", shown.getvalue()).strip()
+    text = parser().format_help().strip()
     page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", text, "```", ""]
     return "\n".join(page)
 

@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from launch.config import read_config
 from launch.metrics import Record, draw, read_records
-from launch.usage import flag, program, require
+from launch.usage import Parser, exit_code_of, flag, require
 
 
 def compare(runs: list[Path]) -> Table:
@@ -51,18 +52,21 @@ def _outcome(rows: list[Record], steps: list[Record]) -> dict[str, str]:
     }
 
 
-def main(runs: list[Path], /, out: Path | None = None) -> None:
-    """Compare the records of runs.
+def main(args: Sequence[str] | None = None) -> int:
+    """Compare the records of runs; return the exit code."""
+    parser = Parser("python -m launch.compare", (__doc__ or "").partition(":")[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="the folders of two runs or more")
+    parser.add_argument("--out", type=Path, help="a picture to draw, such as both.png")
 
-    Args:
-        runs: The folders of two runs or more.
-        out: A picture to draw, such as both.png.
-    """
-    require(len(runs) > 1, "it takes the folders of two runs or more")
-    Console().print(compare(runs))
-    if out is not None:
-        draw(runs, out)
+    def program() -> None:
+        given = parser.read(args)
+        require(len(given.runs) > 1, "it takes the folders of two runs or more")
+        Console().print(compare(given.runs))
+        if given.out is not None:
+            draw(given.runs, given.out)
+
+    return exit_code_of(program)
 
 
 if __name__ == "__main__":
-    sys.exit(program("launch.compare", main))
+    sys.exit(main())

@@ -1,160 +1,224 @@
-"""What a run is asked to do: one dataclass, which tyro makes the command line of."""
+"""What a run is asked to do: one dataclass, of which the command line is made."""
 
+import argparse
+import inspect
 import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from distamp import Precision
 from distamp.comm_hooks import WIRE_FORMATS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.usage import UsageError, flag, near, read_flags, require
+from launch.usage import Parser, UsageError, flag, near, require
 
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1"}
-# What each flag may be. gloo counts the milliseconds of --timeout in 32 bits.
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "more than 0": (
-        lambda value: value > 0,
-        "layers heads width block batch accumulate tp lr init_scale growth_interval steps"
-        " log_every eval_every eval_examples save_every timeout max_time",
-    ),
-    "0 or more": (
-        lambda value: value >= 0,
-        "workers replicate warmup weight_decay clip keep seed peak_tflops",
-    ),
-    "more than 0, or -1": (lambda value: value > 0 or value == -1, "shard"),
-    "at least 0 and below 1": (lambda value: 0 <= value < 1, "dropout ema"),
-    "between 0 and 1": (lambda value: 0 <= value <= 1, "final_lr"),
-    "finite": (math.isfinite, "lr weight_decay clip init_scale"),
-    "below 2^32": (lambda value: value < 2**32, "seed"),
-    "at most 2000000": (lambda value: value <= 2e6, "timeout"),
-    f"{', '.join(WIRE_FORMATS)}, auto or None": (
-        lambda value: value in (None, *WIRE_FORMATS, "auto"),
-        "hook",
-    ),
-    "adamw, sgd, muon or module:Class": (
-        lambda value: value in ("adamw", "sgd", "muon") or ":" in value,
-        "optimizer",
-    ),
-    "gpt, hf:NAME or module:function": (
-        lambda value: value == "gpt" or 0 < value.find(":") < len(value) - 1,
-        "model",
-    ),
-    "of name=value": (lambda value: all("=" in pair for pair in value), "model_args"),
-}
 
 
 @dataclass(frozen=True)
-class Config:
-    """Train a model in mixed precision, on as many ranks as torchrun starts."""
+class Allowed:
+    """What a flag may be: in words, and as a test."""
 
-    model: str = "gpt"
-    """gpt, hf:TYPE or hf:FOLDER (of transformers; a folder's weights if it has any), or
-    module:function, which is called with the data and returns a module."""
-    model_args: tuple[str, ...] = ()
-    """name=value, ...: settings of the config of hf:, or arguments of module:function."""
-    layers: int = 2
-    """Transformer blocks (gpt)."""
-    heads: int = 4
-    """Attention heads (gpt)."""
-    width: int = 96
-    """Channels of the residual stream (gpt)."""
-    dropout: float = 0.0
-    """Probability that a channel is dropped while training (gpt)."""
+    words: str
+    test: Callable[[Any], bool]
 
-    data: str | None = None
-    """A text file, a folder of texts, a .bin of tokens or a folder with train.bin and val.bin, or
-    module:function, which returns (train, held out, number of classes): two datasets of pairs.
-    Default: the source of Python's standard library."""
-    tokenizer: Path | None = None
-    """A tokenizer.json of Hugging Face's tokenizers. Default: every byte is a token."""
-    token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Of a .bin."""
-    block: int = 64
-    """Tokens of context."""
-    batch: int = 32
-    """Examples in a step, over all ranks and microbatches."""
-    accumulate: int = 1
-    """Microbatches in a step."""
-    workers: int = 0
-    """Processes that read ahead, on each rank; for datasets that are slow to read."""
 
-    replicate: int = 0
-    """Copies of the model; 0: as many as the ranks make of --shard and --tp. Alone, this is DDP."""
-    shard: int = 1
-    """Ranks that share one copy's weights (FSDP2; with --replicate, HSDP); -1: all."""
-    tp: int = 1
-    """Ranks that share each matrix (tensor parallel)."""
-    precision: Literal["fp32", "bf16", "fp16", "O0", "O1", "O2", "O3", "bf16-O2", "bf16-O3"] = (
-        "fp32"
+def one_of(*names: str | None) -> Allowed:
+    """Allow these names."""
+    words = [str(name) for name in names]
+    return Allowed(f"{', '.join(words[:-1])} or {words[-1]}", lambda value: value in names)
+
+
+def one_of_or_own(*names: str, own: str) -> Allowed:
+    """Allow these names, and what is written with a colon."""
+    named = one_of(*names, own)
+    return Allowed(
+        named.words, lambda value: value in names or 0 < value.find(":") < len(value) - 1
     )
-    """A level of docs/levels.md; fp32 is O0, fp16 is O1."""
-    hook: str | None = None
-    """Send gradients between ranks as fp16, bf16 or int8; auto: fp16, int8 or none, by speed."""
-    compile: bool = False
-    """Compile each block."""
-    checkpoint_blocks: Literal["none", "all", "selective"] = "none"
-    """Compute activations of blocks again in the backward pass; selective keeps the products."""
-    device: str = "auto"
-    """cpu, cuda, ...; auto: the accelerator if there is one."""
-    timeout: float = 600.0
-    """Seconds that ranks wait for each other."""
 
-    optimizer: str = "adamw"
-    """adamw, sgd, muon (matrices of blocks; AdamW the rest), or module:Class."""
-    lr: float = 4e-3
-    """Learning rate at its peak."""
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """After the warm-up: a cosine, a plateau with a decay in the last fifth, a line, or nothing."""
-    warmup: int = 50
-    """Taken steps until the peak."""
-    final_lr: float = 0.1
-    """Where the schedule ends, as a part of the peak."""
-    weight_decay: float = 0.1
-    """On matrices alone."""
-    clip: float = 1.0
-    """Largest norm of the gradients; 0: do not clip."""
-    ema: float = 0.0
-    """Decay of an average of the weights, which sample and evaluate then use; 0: none."""
-    init_scale: float = 65536.0
-    """The loss scale at the start, where it moves (fp16, O2)."""
-    growth_interval: int = 2000
-    """Clean steps until the loss scale doubles."""
 
-    steps: int = 400
-    """Steps of the whole run, skipped ones included."""
-    seed: int = 0
-    """Fixes the initial weights, the order of the data and dropout."""
-    log_every: int = 1
-    """Steps between two records; between them no step waits for the device."""
-    eval_every: int = 50
-    """Steps between two evaluations."""
-    eval_examples: int = 256
-    """Held-out examples that each evaluation reads."""
-    save_every: int = 100
-    """Steps between two checkpoints."""
-    keep: int = 2
-    """How many of the newest checkpoints stay; 0: write none."""
-    async_save: bool = False
-    """Write checkpoints while training goes on."""
-    run_dir: Path = Path("runs/latest")
-    """Where results go."""
-    overwrite: bool = False
-    """Start again in a folder that has a run."""
-    resume: Path | None = None
-    """Go on from this run, or from one of its checkpoints; its flags count where none are given."""
-    auto_resume: bool = False
-    """Go on from --run-dir if it has a checkpoint, else start there."""
-    max_time: float = math.inf
-    """Minutes after which to save and end."""
-    tensorboard: bool = False
-    """Write the records for TensorBoard too."""
-    peak_tflops: float = 0.0
-    """Of one device, for the utilisation (MFU): 312 of an A100, 989 of an H100; 0: do not say."""
+ANYTHING = Allowed("", lambda value: True)
+POSITIVE = Allowed("more than 0", lambda value: value > 0)
+POSITIVE_AND_FINITE = Allowed("more than 0 and finite", lambda value: 0 < value < math.inf)
+AT_LEAST_0 = Allowed("0 or more", lambda value: value >= 0)
+AT_LEAST_0_AND_FINITE = Allowed("0 or more and finite", lambda value: 0 <= value < math.inf)
+BELOW_1 = Allowed("at least 0 and below 1", lambda value: 0 <= value < 1)
+UP_TO_1 = Allowed("between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+def option(default: Any, text: str, allowed: Allowed = ANYTHING, meant: str = "") -> Any:
+    """Declare a flag: its default, its line of help, what it may be, and its names elsewhere."""
+    return field(default=default, metadata={"text": text, "allowed": allowed, "meant": meant})
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model."""
+
+    model: str = option(
+        "gpt",
+        "gpt, hf:TYPE or hf:FOLDER (transformers), or module:function of yours",
+        one_of_or_own("gpt", own="hf:NAME or module:function"),
+    )
+    model_args: tuple[str, ...] = option(
+        (),
+        "name=value ...: of the config of hf:, or of module:function",
+        Allowed("of name=value", lambda pairs: all("=" in pair for pair in pairs)),
+    )
+    layers: int = option(2, "transformer blocks (gpt)", POSITIVE, "n_layer num_layers depth")
+    heads: int = option(4, "attention heads (gpt)", POSITIVE, "n_head num_heads")
+    width: int = option(96, "channels (gpt)", POSITIVE, "n_embd hidden_size dim d_model")
+    dropout: float = option(0.0, "part of the channels dropped while training (gpt)", BELOW_1)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The data."""
+
+    data: str | None = option(
+        None, "a text, a folder of texts, a .bin of tokens, or module:function"
+    )
+    tokenizer: Path | None = option(None, "a tokenizer.json; without one, bytes are tokens")
+    token_dtype: str = option("uint16", "of a .bin: uint16 or uint32", one_of("uint16", "uint32"))
+    block: int = option(
+        64, "tokens of context", POSITIVE, "block_size context seq_len sequence_length max_length"
+    )
+    batch: int = option(
+        32, "examples in a step, over all ranks and microbatches", POSITIVE, "batch_size bs"
+    )
+    accumulate: int = option(
+        1, "microbatches in a step", POSITIVE, "gradient_accumulation_steps grad_accum accum"
+    )
+    workers: int = option(
+        0, "processes that read ahead on each rank", AT_LEAST_0, "num_workers dataloader_workers"
+    )
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks."""
+
+    replicate: int = option(0, "copies of the model; 0: what --shard and --tp leave", AT_LEAST_0)
+    shard: int = option(
+        1,
+        "ranks that share a copy's weights (FSDP2; with copies, HSDP); -1: all",
+        Allowed("more than 0, or -1", lambda value: value > 0 or value == -1),
+        "strategy fsdp zero",
+    )
+    tp: int = option(1, "ranks that share each matrix", POSITIVE, "tensor_parallel")
+    hook: str | None = option(
+        None,
+        "send gradients as fp16, bf16 or int8; auto: what is fastest here",
+        one_of(*WIRE_FORMATS, "auto", None),
+        "comm_hook compression",
+    )
+    device: str = option("auto", "cpu, cuda, ...; auto: the accelerator, if there is one")
+    timeout: float = option(  # gloo counts its milliseconds in 32 bits
+        600.0,
+        "seconds that ranks wait for each other",
+        Allowed("more than 0 and at most 2000000", lambda value: 0 < value <= 2e6),
+    )
+
+
+@dataclass(frozen=True)
+class _Precision:
+    """Precision and memory."""
+
+    precision: str = option(
+        "fp32",
+        "fp32 (O0), bf16, fp16 (O1), O2, O3, bf16-O2, bf16-O3 (docs/levels.md)",
+        one_of("fp32", "bf16", "fp16", "O0", "O1", "O2", "O3", "bf16-O2", "bf16-O3"),
+        "opt_level amp dtype mixed_precision fp16 bf16 half",
+    )
+    init_scale: float = option(65536.0, "loss scale at the start (fp16, O2)", POSITIVE_AND_FINITE)
+    growth_interval: int = option(2000, "clean steps until the loss scale doubles", POSITIVE)
+    compile: bool = option(False, "compile each block")
+    checkpoint_blocks: str = option(
+        "none",
+        "recompute activations: none, all, selective (not the products)",
+        one_of("none", "all", "selective"),
+        "gradient_checkpointing activation_checkpointing",
+    )
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """The optimizer."""
+
+    optimizer: str = option(
+        "adamw",
+        "adamw, sgd, muon (adamw on what is no matrix), or module:Class",
+        one_of_or_own("adamw", "sgd", "muon", own="module:Class"),
+        "optim",
+    )
+    lr: float = option(4e-3, "learning rate at its peak", POSITIVE_AND_FINITE, "learning_rate")
+    schedule: str = option(
+        "cosine",
+        "after the warm-up: cosine, wsd (falls in the last fifth), linear or constant",
+        one_of("cosine", "wsd", "linear", "constant"),
+        "scheduler lr_scheduler lr_schedule",
+    )
+    warmup: int = option(50, "taken steps until the peak", AT_LEAST_0, "warmup_steps warmup_iters")
+    final_lr: float = option(
+        0.1, "where the schedule ends, as a part of the peak", UP_TO_1, "min_lr"
+    )
+    weight_decay: float = option(0.1, "on matrices alone", AT_LEAST_0_AND_FINITE, "wd")
+    beta1: float = option(0.9, "AdamW's first; the momentum of sgd", BELOW_1, "momentum")
+    beta2: float = option(0.95, "AdamW's second", BELOW_1, "betas")
+    eps: float = option(0.0, "AdamW's; 0: 1e-8, and 1e-3 at O3", AT_LEAST_0_AND_FINITE, "epsilon")
+    clip: float = option(
+        1.0,
+        "largest norm of the gradients; 0: do not clip",
+        AT_LEAST_0_AND_FINITE,
+        "grad_clip max_norm max_grad_norm gradient_clip clip_grad_norm",
+    )
+    ema: float = option(0.0, "decay of an average of the weights, for sample and evaluate", BELOW_1)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The run."""
+
+    steps: int = option(
+        400,
+        "steps of the whole run, skipped ones included",
+        POSITIVE,
+        "epochs num_epochs max_steps max_iters iterations iters",
+    )
+    seed: int = option(
+        0,
+        "fixes weights, the order of the data, and dropout",
+        Allowed("0 or more and below 2^32", lambda value: 0 <= value < 2**32),
+    )
+    log_every: int = option(1, "steps between two records", POSITIVE, "log_interval logging_steps")
+    eval_every: int = option(
+        50, "steps between two evaluations", POSITIVE, "eval_interval eval_steps"
+    )
+    eval_examples: int = option(256, "held-out examples of an evaluation", POSITIVE, "eval_iters")
+    save_every: int = option(100, "steps between two checkpoints", POSITIVE, "save_steps")
+    keep: int = option(2, "newest checkpoints that stay; 0: write none", AT_LEAST_0)
+    async_save: bool = option(False, "write checkpoints while training goes on")
+    run_dir: Path = option(
+        Path("runs/latest"), "where results go", meant="output_dir out_dir out logdir save_dir"
+    )
+    overwrite: bool = option(False, "start again in a folder that has a run")
+    resume: Path | None = option(None, "a run, or a checkpoint of it, to go on with, and its flags")
+    auto_resume: bool = option(False, "go on with --run-dir if it has a checkpoint, else start")
+    max_time: float = option(math.inf, "minutes after which to save and end", POSITIVE)
+    tensorboard: bool = option(False, "write the records for TensorBoard too", meant="wandb")
+    peak_tflops: float = option(
+        0.0, "of a device, for MFU: A100 312, H100 989; 0: none", AT_LEAST_0
+    )
+    check: bool = option(False, "say whether these flags can run, and end", meant="dry_run")
+
+
+@dataclass(frozen=True)
+class Config(_Run, _Optimizer, _Precision, _Ranks, _Data, _Model):
+    """Train a model in mixed precision, on as many ranks as torchrun starts."""
 
     @property
     def level(self) -> Precision:
@@ -166,18 +230,18 @@ class Config:
         """Whether the run in ``--run-dir`` goes on, and keeps what it has."""
         return self.resume is not None and run_of(self.resume).resolve() == self.run_dir.resolve()
 
-    def check(self, world: int) -> None:
+    def require_possible(self, world: int) -> None:
         """Refuse what no machine could run.
 
         Raises:
             UsageError: Naming the flag, what was given and what is allowed.
         """
-        for allowed, (holds, names) in _ALLOWED.items():
-            for name in names.split():
-                self._require(holds(getattr(self, name)), name, allowed)
+        for each in fields(self):
+            allowed = each.metadata["allowed"]
+            self._require(allowed.test(getattr(self, each.name)), each.name, allowed.words)
         gpt = self.model == "gpt"
-        whole = not gpt or self.width % self.heads == 0
-        self._require(whole, "width", f"a multiple of --heads {self.heads}")
+        fits = not gpt or self.width % self.heads == 0
+        self._require(fits, "width", f"a multiple of --heads {self.heads}")
         replicate, shard, tp = self.layout(world)
         copies = f"--replicate {self.replicate} " if self.replicate else ""
         given = f"{copies}--shard {self.shard} --tp {self.tp}"
@@ -201,6 +265,11 @@ class Config:
         shard = rest // max(1, self.replicate) if self.shard == -1 else self.shard
         return self.replicate or rest // max(1, shard), shard, self.tp
 
+    def smallest_world(self) -> int:
+        """Return the fewest ranks that these flags could be for."""
+        copies = self.replicate or (2 if self.hook and abs(self.shard) == 1 else 1)
+        return copies * abs(self.shard) * self.tp
+
     def _require(self, holds: bool, name: str, allowed: str) -> None:
         if not holds:
             value = getattr(self, name)
@@ -221,8 +290,8 @@ def read_config(run: Path) -> Config:
     """
     path = run / "config.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        values = {each.name: found[each.name] for each in fields(Config)}
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values = {each.name: values[each.name] for each in fields(Config)}
         for name in ("run_dir", "resume", "tokenizer"):
             values[name] = None if values[name] is None else Path(values[name])
         return Config(**{**values, "model_args": tuple(values["model_args"])})
@@ -230,6 +299,33 @@ def read_config(run: Path) -> Config:
         raise UsageError(f"{run}: no run there ({error.strerror}: {path})") from None
     except (ValueError, TypeError, KeyError):
         raise UsageError(f"{path}: it is not the config.json of a run") from None
+
+
+def parser() -> Parser:
+    """Return the command line of ``launch/train.py``; what is not given is not in its result."""
+    meant = {name: each.name for each in fields(Config) for name in each.metadata["meant"].split()}
+    made = Parser("launch/train.py", inspect.getdoc(Config) or "", meant)
+    for group in reversed(Config.__bases__):
+        titled = made.add_argument_group((group.__doc__ or "").rstrip("."))
+        for each in fields(group):
+            titled.add_argument(flag(each.name), default=argparse.SUPPRESS, **_how(each))
+    return made
+
+
+def _how(of: Any) -> dict[str, Any]:
+    """Return how argparse reads a flag, and what it prints of it."""
+    untold = of.default is None or of.default is False or of.default in ((), math.inf)
+    default = "" if untold else f" [{of.default}]"
+    text = {"help": (of.metadata["text"] + default).replace("%", "%%")}
+    kind, *others = get_args(of.type) or (of.type,)
+    if kind is bool:
+        return text | {"action": argparse.BooleanOptionalAction}
+    if of.default == ():
+        return text | {"nargs": "*", "metavar": "NAME=VALUE"}
+    text["metavar"] = kind.__name__.upper()
+    return text | {
+        "type": (lambda word: None if word == "None" else kind(word)) if others else kind
+    }
 
 
 def parse(args: Sequence[str] | None = None) -> Config:
@@ -243,15 +339,29 @@ def parse(args: Sequence[str] | None = None) -> Config:
     Raises:
         UsageError: It cannot be read, or the run to go on from is not there.
     """
-    prog = "launch/train.py"
-    given: Config = read_flags(Config, prog, args)
-    again = given.auto_resume or began_here(given.run_dir)
-    resume = given.run_dir if again and checkpoints_of(given.run_dir) else given.resume
+    given = vars(parser().read(args))
+    config = Config(**given)
+    again = config.auto_resume or began_here(config.run_dir)
+    resume = config.run_dir if again and checkpoints_of(config.run_dir) else config.resume
     if resume is not None:
         run, _ = checkpoint_of(resume, "--resume ")
         old = replace(read_config(run), run_dir=run, overwrite=False, auto_resume=False)
-        given = read_flags(Config, prog, args, default=old)
+        config = replace(old, **{**given, "resume": resume})
     # A run that was killed before its first checkpoint starts again.
-    given = replace(given, resume=resume, overwrite=given.overwrite or again)
-    given.check(int(os.environ.get("WORLD_SIZE", "1")))
-    return given
+    config = replace(config, overwrite=config.overwrite or again)
+    alone = config.smallest_world() if config.check else 1
+    config.require_possible(int(os.environ.get("WORLD_SIZE", alone)))
+    return _found_from_anywhere(config)
+
+
+def _found_from_anywhere(config: Config) -> Config:
+    """Make paths absolute, so that the run can be read from another folder."""
+    paths: dict[str, Any] = {}
+    kind, _, folder = config.model.partition(":")
+    if config.data is not None and Path(config.data).expanduser().exists():
+        paths["data"] = str(Path(config.data).expanduser().absolute())
+    if config.tokenizer is not None:
+        paths["tokenizer"] = config.tokenizer.expanduser().absolute()
+    if kind == "hf" and Path(folder).expanduser().is_dir():
+        paths["model"] = f"hf:{Path(folder).expanduser().absolute()}"
+    return replace(config, **paths)

@@ -1,28 +1,31 @@
 """What is trained on: bytes, tokens or datasets of the user's own, and which example comes when."""
 
+import fcntl
 import hashlib
 import importlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from launch.config import Config
 from launch.stop import die_with_parent
-from launch.usage import UsageError, load_own, require
+from launch.usage import UsageError, load_own, refusing, require
 
 Tokens = np.ndarray[Any, Any]
 # What distributions put among the standard library, and what they leave out of it.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+# Which entry of an example that is a dict is its target.
+_TARGETS = ("labels", "label", "targets", "target")
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -47,39 +50,97 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Examples, one after the other in each tensor.
+
+    Attributes:
+        inputs: What the model is called with, by position.
+        named: The same by name.
+        targets: What it should return.
+    """
+
+    inputs: tuple[Any, ...]
+    named: Mapping[str, Any]
+    targets: Tensor
+
+    @classmethod
+    def of(cls, examples: list[Any], device: torch.device) -> Self:
+        """Put examples together; see `split`."""
+        return cls.split(default_collate(examples), device)
+
+    @classmethod
+    def split(cls, collated: Any, device: torch.device) -> Self:
+        """Tell inputs and targets apart.
+
+        The target is the last entry of a tuple or a named tuple, and ``labels``, ``label``,
+        ``targets`` or ``target`` of a dict. One input is handed over by position, and several of a
+        dict by name.
+
+        Raises:
+            UsageError: They are no such examples.
+        """
+        collated = _to(collated, device)
+        if isinstance(collated, Mapping):
+            name = next((name for name in _TARGETS if name in collated), None)
+            require(name, f"--data: an example has {', '.join(collated)}; call its target 'labels'")
+            inputs = {key: value for key, value in collated.items() if key != name}
+            one = len(inputs) == 1
+            return cls(tuple(inputs.values()) if one else (), {} if one else inputs, collated[name])
+        pair = isinstance(collated, list | tuple) and len(collated) > 1
+        require(pair, "--data: an example must be (input, target), or a dict with 'labels'")
+        return cls((*collated[:-1],), {}, collated[-1])
+
+
+def _to(collated: Any, device: torch.device) -> Any:
+    """Move what a batch holds; the copy is not waited for."""
+    if isinstance(collated, Tensor):
+        return collated.to(device, non_blocking=True)
+    if isinstance(collated, Mapping):
+        return {key: _to(value, device) for key, value in collated.items()}
+    if isinstance(collated, list | tuple):
+        return [_to(value, device) for value in collated]
+    return collated
+
+
+@dataclass(frozen=True)
+class Text:
+    """How text becomes tokens and tokens text.
+
+    Attributes:
+        classes: How many tokens there are.
+        encode: From a str to a list of tokens.
+        decode: Back.
+        of_bytes: Whether each token is a byte, whose loss is known in bits.
+    """
+
+    classes: int
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    of_bytes: bool = False
+
+
+@dataclass(frozen=True)
 class Data:
     """Examples to train on, and held-out ones.
 
     Attributes:
         name: What it is, for people.
-        train: What is trained on: pairs of an input and its target, as torch's datasets have them.
+        train: What is trained on: a dataset of examples, which `Batch.split` takes apart.
         held_out: What is not.
         classes: How many classes, or tokens, there are to choose from.
-        encode: From a str to a list of tokens, where the data are text; else None.
-        decode: Back.
+        text: How its tokens are text, where that is known.
     """
 
     name: str
     train: Any
     held_out: Any
     classes: int
-    encode: Any = None
-    decode: Any = None
-
-    @property
-    def of_text(self) -> bool:
-        """Whether what is read can be written as text, and back."""
-        return bool(self.encode and self.decode)
-
-    @property
-    def of_bytes(self) -> bool:
-        """Whether each token is a byte, whose loss is known in bits."""
-        return self.decode is _to_text
+    text: Text | None = None
 
     @cached_property
     def targets(self) -> int:
         """How many targets one example has."""
-        return int(self.train[0][1].numel())
+        return Batch.of([self.train[0]], torch.device("cpu")).targets.numel()
 
 
 @dataclass(frozen=True)
@@ -107,22 +168,20 @@ class Order(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, order = -1, torch.empty(0)
-        at = self.position + self.rank * self.count
+        first = self.position + self.rank * self.count
         while True:
-            found = []
-            for place in range(at, at + self.count):
+            microbatch = []
+            for place in range(first, first + self.count):
                 if place // self.length != epoch:
                     epoch = place // self.length
                     generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
                     order = torch.randperm(self.length, generator=generator)
-                found.append(int(order[place % self.length]))
-            yield found
-            at += self.world * self.count
+                microbatch.append(int(order[place % self.length]))
+            yield microbatch
+            first += self.world * self.count
 
 
-def batches(
-    examples: Any, order: Order, device: torch.device, workers: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(examples: Any, order: Order, device: torch.device, workers: int) -> Iterator[Batch]:
     """Yield a rank's microbatches on its device; the copy there is not waited for."""
     loader: Any = DataLoader(
         examples,
@@ -132,8 +191,8 @@ def batches(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else it draws from the one that dropout goes on with
     )
-    for inputs, targets in loader:
-        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    for collated in loader:
+        yield Batch.split(collated, device)
 
 
 # -- what --data names -----------------------------------------------------------------------------
@@ -145,14 +204,14 @@ def load_data(config: Config) -> Data:
     Raises:
         UsageError: There is nothing to read, or too little.
     """
-    try:
+    with refusing(f"--data {config.data}: cannot read it", OSError, ValueError):
         data = _load(config)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--data {config.data}: cannot read it ({error})") from None
-    there = f"{data.name} has {len(data.train)} examples to train on, {len(data.held_out)} held out"
-    sizes = f"--batch {config.batch} of --block {config.block} needs {config.batch} and 1"
+    sized = all(hasattr(part, "__len__") for part in (data.train, data.held_out))
+    require(sized, f"--data {config.data}: its datasets must have a length, and be read by index")
+    sizes = f"{data.name} has {len(data.train)} examples to train on, {len(data.held_out)} held out"
+    needed = f"--batch {config.batch} of --block {config.block} needs {config.batch} and 1"
     enough = len(data.train) >= config.batch and len(data.held_out) > 0
-    require(enough, f"--data: {there}, and {sizes}; take smaller ones")
+    require(enough, f"--data: {sizes}, and {needed}; take smaller ones")
     return data
 
 
@@ -160,25 +219,23 @@ def _load(config: Config) -> Data:
     name, path = config.data, None if config.data is None else Path(config.data).expanduser()
     if name is not None and path is not None and not path.exists():
         require(":" in name, f"--data {name}: no such file or folder")
-        found = load_own("--data", name)()
-        right = isinstance(found, tuple) and len(found) == 3
+        with refusing(f"--data {name}", TypeError):
+            returned = load_own("--data", name)()
+        right = isinstance(returned, tuple) and len(returned) == 3
         require(right, f"--data {name}: it must return (train, held out, number of classes)")
-        return Data(name, *found)
-    text_of = _tokenizer(config.tokenizer)
+        return Data(name, *returned)
+    text: Text | None = text_of(config.tokenizer)
     if path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
-        train, held_out = _tokens(path, config.token_dtype)
+        name, (train, held_out) = str(path), _tokens(path, config.token_dtype)
         if config.tokenizer is None:  # they are no bytes; whose they are is not known
-            largest = max(int(part.max(initial=0)) for part in (train, held_out))
-            text_of = 1 + largest, None, None
+            text = None
     else:
-        name, text = _text(path)
-        require(text, f"--data {config.data}: no text in it")
-        whole = np.frombuffer(text, np.uint8)
-        if config.tokenizer is not None:
-            whole = np.array(text_of[1](text.decode(errors="replace")), np.uint32)
-        train, held_out = _split(whole)
-    both = Windows(train, config.block), Windows(held_out, config.block)
-    return Data(str(name), *both, *text_of)
+        name, content = _content(path)
+        require(content, f"--data {config.data}: no text in it")
+        train, held_out = _split(_encoded(content, config.tokenizer))
+    classes = text.classes if text else 1 + max(int(p.max(initial=0)) for p in (train, held_out))
+    parts = Windows(train, config.block), Windows(held_out, config.block)
+    return Data(name, *parts, classes, text)
 
 
 def _tokens(path: Path, dtype: str) -> tuple[Tokens, Tokens]:
@@ -188,7 +245,7 @@ def _tokens(path: Path, dtype: str) -> tuple[Tokens, Tokens]:
     return (parts[0], parts[1]) if len(parts) > 1 else _split(parts[0])
 
 
-def _text(path: Path | None) -> tuple[str, bytes]:
+def _content(path: Path | None) -> tuple[str, bytes]:
     """Return what the texts are called, and all of them, one after the other."""
     if path is not None and path.is_file():
         return str(path), path.read_bytes()
@@ -204,25 +261,39 @@ def _split(tokens: Tokens) -> tuple[Tokens, Tokens]:
     return tokens[:cut], tokens[cut:]
 
 
-def _tokenizer(path: Path | None) -> tuple[int, Any, Any]:
-    """Return how many tokens there are, and what makes them of text, and text of them."""
-    if path is None:
-        return 256, _to_bytes, _to_text
+def text_of(tokenizer: Path | None) -> Text:
+    """Return how a tokenizer.json reads text; without one, each byte is a token.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    if tokenizer is None:
+        decode: Any = lambda tokens: bytes(tokens).decode(errors="replace")  # noqa: E731
+        return Text(256, lambda text: list(text.encode()), decode, of_bytes=True)
     try:
-        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(path))
+        read: Any = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer))
     except ImportError:
         raise UsageError("--tokenizer: pip install -e '.[hf]' brings tokenizers") from None
     except Exception as error:  # it raises no other class
-        raise UsageError(f"--tokenizer {path}: {error}") from None
-    return tokenizer.get_vocab_size(), lambda text: tokenizer.encode(text).ids, tokenizer.decode
+        raise UsageError(f"--tokenizer {tokenizer}: {error}") from None
+    return Text(read.get_vocab_size(), lambda text: list(read.encode(text).ids), read.decode)
 
 
-def _to_bytes(text: str) -> list[int]:
-    return list(text.encode())
-
-
-def _to_text(tokens: list[int]) -> str:
-    return bytes(tokens).decode(errors="replace")
+def _encoded(content: bytes, tokenizer: Path | None) -> Tokens:
+    """Return the tokens of texts; a tokenizer's are kept, by the first process that makes them."""
+    if tokenizer is None:
+        return np.frombuffer(content, np.uint8)
+    digest = hashlib.sha256(tokenizer.read_bytes() + b"\0" + content).hexdigest()[:32]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "distamp" / "tokens"
+    path = folder / f"{digest}.bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait
+        if not path.exists():
+            tokens = text_of(tokenizer).encode(content.decode(errors="replace"))
+            np.array(tokens, np.uint32).tofile(path.with_suffix(".partial"))
+            path.with_suffix(".partial").replace(path)
+    return np.memmap(path, np.uint32, "r")
 
 
 def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:

@@ -1,13 +1,14 @@
 """The folder of a run: its checkpoints, who began it, and who writes to it now."""
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import socket
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -46,6 +47,18 @@ def checkpoint_of(resume: Path, flag: str = "") -> tuple[Path, Path]:
     what = "no whole checkpoint there" if resume.is_dir() else "no such run"
     require(whole, f"{flag}{resume}: {what}")
     return run, whole[0]
+
+
+def about(path: Path) -> dict[str, Any]:
+    """Return what a run, or the run of a checkpoint, has written of its data.
+
+    Raises:
+        UsageError: There is none.
+    """
+    told = run_of(path) / "data.json"
+    require(told.exists(), f"{path}: no run there ({told})")
+    values: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+    return values
 
 
 def began_here(run: Path) -> bool:

@@ -1,11 +1,14 @@
-"""What a run shows and leaves to look at: progress, JSON lines, TensorBoard, a picture."""
+"""What a run shows and leaves to look at: lines, JSON lines, TensorBoard, a picture."""
 
 import json
 import math
 import os
 import resource
+import shlex
+import shutil
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,19 @@ from launch.parallel import Layout, on_first
 from launch.usage import UsageError
 
 Record = dict[str, Any]
+# How a line shows what a record has.
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "gradient_norm": "norm {:.3g}",
+    "learning_rate": "lr {:.3g}",
+    "loss_scale": "scale {:g}",
+    "skipped": "skipped {}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "mfu {:.1%}",
+    "validation_loss": "held out: loss {:.4f}",
+    "bits_per_byte": "{:.4f} bits a byte",
+    "accuracy": "accuracy {:.4f}",
+}
 
 
 class Metrics:
@@ -48,12 +64,10 @@ class Metrics:
         device: torch.device,
         step: int,
     ) -> None:
-        self._config = config
-        self._device = device
+        self._config, self._data, self._device = config, data, device
         self._main = layout.rank == 0
         peak = layout.world * (config.peak_tflops or math.inf) * 1e12
         self._utilisation = flops_per_example(model, config, data) / peak
-        self._targets, self._of_text = data.targets, data.of_text
         self._board: Any = None
         on_first(layout, lambda: self._open(step))
         console = Console(highlight=False, soft_wrap=True, quiet=not self._main)
@@ -66,47 +80,63 @@ class Metrics:
         self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
         if step:
             self.say(f"going on after step {step}")
+        self._first = step
+        self._started = time.monotonic()
         self.start_clock(step)
 
     def _open(self, step: int) -> None:
-        config, path = self._config, self._config.run_dir / "metrics.jsonl"
-        self._lock = begin(config.run_dir, step if config.goes_on else None)
+        config, run = self._config, self._config.run_dir
+        self._lock = begin(run, step if config.goes_on else None)
         # What came after the checkpoint comes again.
-        kept = read_records(config.run_dir) if config.goes_on and path.exists() else []
-        lines = [json.dumps(row) + "\n" for row in kept if row["step"] <= step]
-        write_whole(config.run_dir / "config.json", config.to_json())
-        write_whole(path, "".join(lines))
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        old = read_records(run) if config.goes_on else []
+        lines = [json.dumps(row) + "\n" for row in old if row["step"] <= step]
+        text = self._data.text is not None
+        told = {"data": self._data.name, "classes": self._data.classes, "text": text}
+        write_whole(run / "data.json", json.dumps(told) + "\n")
+        write_whole(run / "config.json", config.to_json())
+        write_whole(run / "metrics.jsonl", "".join(lines))
+        if config.tokenizer is not None and config.tokenizer != run / "tokenizer.json":
+            shutil.copyfile(config.tokenizer, run / "tokenizer.json")
+        self._file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         if config.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UsageError("--tensorboard: pip install -e '.[tensorboard]'") from None
-            self._board = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)
+            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
     def say(self, line: str) -> None:
-        """Print a line, once."""
+        """Print a line, once, and at once."""
         self._bar.console.print(line, markup=False)
+        self._bar.console.file.flush()
 
     def note(self, record: Record) -> None:
-        """Write a record of a step or an evaluation."""
+        """Write a record of a step or an evaluation, for machines and for people."""
         if not self._main:
             return
-        if "loss" in record:
-            record = {**record, **self._speed(record["step"])}
-            shown = f"loss {record['loss']:.4f}"
-            self._bar.update(self._task, completed=record["step"], description=shown)
+        step, trained = record["step"], "loss" in record
+        if trained:
+            record = {**record, **self._speed(step)}
+        line = self._line(record)
+        if trained and not self._bar.disable:
+            self._bar.update(self._task, completed=step, description=line)
         else:
-            found = [
-                f"{key.replace('_', ' ')} {record[key]:.4f}" for key in record if key != "step"
-            ]
-            self.say("  ".join([f"step {record['step']:>6}", *found]))
+            self.say(line)
         # JSON has no NaN; a skipped step's norm is one.
         finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
         self._file.write(json.dumps(finite) + "\n")
         if self._board is not None:
             for key in record.keys() - {"step"}:
-                self._board.add_scalar(key, record[key], record["step"])
+                self._board.add_scalar(key, record[key], step)
+
+    def _line(self, record: Record) -> str:
+        step, steps = record["step"], self._config.steps
+        parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+        parts += [form.format(record[key]) for key, form in _SHOWN.items() if key in record]
+        if "loss" in record:
+            seconds = (time.monotonic() - self._started) / (step - self._first)
+            parts.append(f"{timedelta(seconds=round((steps - step) * seconds))} left")
+        return "  ".join(parts)
 
     def start_clock(self, step: int) -> None:
         """Begin to measure speed, after a step and all that was due."""
@@ -115,14 +145,14 @@ class Metrics:
     def _speed(self, step: int) -> Record:
         seconds = max(1e-9, time.monotonic() - self._began)
         examples = (step - self._last) * self._config.batch / seconds
-        found = {"tokens_per_second": round(examples * self._targets, 1)}
-        if self._utilisation:
-            found["mfu"] = round(examples * self._utilisation, 4)
-        return found
+        speed = {"tokens_per_second": round(examples * self._data.targets, 1)}
+        return speed | (
+            {"mfu": round(examples * self._utilisation, 4)} if self._utilisation else {}
+        )
 
     def summarize(self, ended: bool, step: int, skipped: int) -> None:
         """Say how a run went, and what can be done with it."""
-        run = self._config.run_dir
+        run, keep = self._config.run_dir, self._config.keep
         self._bar.stop()
         rows = read_records(run) if self._main and skipped else []
         which = [str(row["step"]) for row in rows if not row.get("taken", True)]
@@ -133,13 +163,13 @@ class Metrics:
         self.say(f"{step - skipped} steps taken, {skipped} skipped{shown}")
         self.say(f"peak memory of rank 0: {peak_memory(self._device) / 2**30:.2f} GiB")
         if ended:
-            self.say(f"stopped as asked; go on with --resume {run}")
-        self.say(f"Results are in {run}")
-        if self._of_text:
+            self.say(f"stopped as asked; go on with --resume {run}" if keep else "stopped as asked")
+        self.say(f"Results are in {run}" + ("" if keep else ", without a checkpoint (--keep 0)"))
+        if keep and self._data.text is not None:
             # `make` activates no environment: the interpreter is named as it is called from here.
             python = os.path.relpath(sys.executable)
             python = "python" if python.startswith("..") else python
-            self.say(f'For text from it:\n  {python} -m launch.sample {run} --prompt "def "')
+            self.say(f"For text from it:\n  {python} -m launch.sample {shlex.quote(str(run))}")
 
     def close(self) -> None:
         """Write what is left, and draw the curves."""
@@ -147,9 +177,8 @@ class Metrics:
         if self._board is not None:
             self._board.close()
         if self._main:
-            self._file.close()
-            self._lock.close()
-            draw([self._config.run_dir], self._config.run_dir / "curves.png")
+            with self._lock, self._file:
+                draw([self._config.run_dir], self._config.run_dir / "curves.png")
 
 
 def flops_per_example(model: nn.Module, config: Config, data: Data) -> float:
@@ -186,31 +215,40 @@ def read_records(run: Path) -> list[Record]:
 
 
 def draw(runs: list[Path], path: Path) -> None:
-    """Draw the losses of runs over each other, and their loss scales; a cross is a skipped step."""
-    import matplotlib as mpl
+    """Draw runs over each other into a file."""
+    figure_of(runs).savefig(path, dpi=120)
 
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(
-        2, 1, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained"
-    )
-    for number, run in enumerate(runs):
-        rows = read_records(run)
+def figure_of(runs: list[Path]) -> Any:
+    """Return a picture of losses, and of loss scales where a run has one; a cross is a skip."""
+    from matplotlib.figure import Figure
+
+    records = [read_records(run) for run in runs]
+    scaled = any("loss_scale" in row for rows in records for row in rows)
+    figure = Figure(figsize=(8, 5) if scaled else (8, 3.5), layout="constrained")
+    ratios = (3, 1) if scaled else (1,)
+    panels = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    panels[0].set_ylabel("loss (nats)")
+    panels[-1].set_xlabel("step")
+    if scaled:
+        panels[1].set_yscale("log", base=2)
+        panels[1].set_ylabel("loss scale")
+        panels[1].margins(y=0.15)  # a cross is drawn around its point
+    for number, (run, rows) in enumerate(zip(runs, records, strict=True)):
         skipped = [row for row in rows if not row.get("taken", True)]
-        held_out = {"label": f"{run.name}, held out", "ms": 3}
-        for axes, name, shown, style, more in (
-            (top, "loss", rows, "-", {"lw": 0.8, "alpha": 0.5}),
-            (top, "validation_loss", rows, "o-", held_out),
-            (bottom, "loss_scale", rows, "-", {"drawstyle": "steps-pre"}),
-            (bottom, "loss_scale", skipped, "x", {}),
-        ):
-            found = [row for row in shown if row.get(name) is not None]
-            steps, values = [row["step"] for row in found], [row[name] for row in found]
-            axes.plot(steps, values, style, color=f"C{number}", **more)
-    bottom.set_yscale("log", base=2)
-    bottom.set(xlabel="step", ylabel="loss scale")
-    top.set_ylabel("loss (nats)")
-    top.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        # Runs that lie on each other stay in sight: each is thinner than the one below it.
+        width = 1.0 + 2.0 * (len(runs) - 1 - number)
+        lines: list[tuple[int, str, str, list[Record], dict[str, Any]]] = [
+            (0, "loss", "training", rows, {"lw": width, "alpha": 0.4}),
+            (0, "validation_loss", "held out", rows, {"lw": width, "marker": "o", "ms": 2 + width}),
+            (-1, "loss_scale", "scale", rows, {"lw": width, "drawstyle": "steps-pre"}),
+            (-1, "loss_scale", "skipped", skipped, {"lw": 0, "marker": "x", "ms": 5 + width}),
+        ]
+        for panel, name, label, shown, style in lines:
+            points = [(row["step"], row[name]) for row in shown if row.get(name) is not None]
+            if points:
+                style |= {"color": f"C{number}", "label": f"{run.name}, {label}"}
+                panels[panel].plot(*zip(*points, strict=True), **style)
+    for panel in (panel for panel in panels if panel.lines):
+        panel.legend(fontsize="small", loc="best")
+    return figure

@@ -1,10 +1,9 @@
 """The models: a GPT, those of transformers, and the user's own; and how they get their weights."""
 
-import copy
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from launch.config import Config
 from launch.data import Data
-from launch.usage import UsageError, arguments, load_own, require
+from launch.usage import UsageError, arguments, load_own, refusing, require
 
 
 class Residual(nn.Linear):
@@ -87,18 +86,21 @@ class Logits(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
         """Map int64 tokens (batch, time) to logits (batch, time, classes)."""
-        logits: Tensor = self.inner(input_ids=tokens, use_cache=False).logits
+        logits: Tensor = self.inner(input_ids=input_ids, use_cache=False, **more).logits
         return logits
 
     def init_weights(self, module: nn.Module) -> None:
-        """Draw the weights that have memory: transformers draws all of them, once."""
-        self.inner.initialize_weights()
+        """Draw the weights of one layer, as transformers does: some are drawn by their parents."""
+        self.inner._init_weights(module)
+        for parent in self.inner.modules():
+            if module in parent.children():
+                self.inner._init_weights(parent)
 
 
 def build(config: Config, data: Data) -> nn.Module:
-    """Build what ``--model`` names: whole, or on the meta device, for `fill` to draw its weights.
+    """Build what ``--model`` names: with weights, or on the meta device for `draw` to do so.
 
     Raises:
         UsageError: There is no such model, or it cannot be built for these data.
@@ -110,23 +112,17 @@ def build(config: Config, data: Data) -> nn.Module:
             return GPT(config, data.classes)
     if kind == "hf":
         return _hugging_face(name, config, data)
-    return _own(config, data)
+    make = load_own("--model", config.model)
+    with refusing(f"--model {config.model}", TypeError):
+        model: nn.Module = make(data, **arguments(config.model_args))
+    trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
+    require(trains, f"--model {config.model}: it returned no Module with something to train")
+    return model
 
 
 def is_empty(model: nn.Module) -> bool:
     """Whether a model is on the meta device; its ``init_weights`` draws a layer."""
     return any(p.is_meta for p in model.parameters())
-
-
-def _own(config: Config, data: Data) -> nn.Module:
-    make = load_own("--model", config.model)
-    try:
-        model: nn.Module = make(data, **arguments(config.model_args))
-    except TypeError as error:
-        raise UsageError(f"--model {config.model}: {error}") from None
-    trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
-    require(trains, f"--model {config.model}: it returned no Module with something to train")
-    return model
 
 
 def _hugging_face(name: str, config: Config, data: Data) -> nn.Module:
@@ -143,8 +139,8 @@ def _hugging_face(name: str, config: Config, data: Data) -> nn.Module:
             return Logits(models.from_pretrained(folder, dtype=torch.float32, **given))
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer
         known = {"vocab_size": data.classes, **special, **given}
-        there = folder.is_dir()
-        settings = auto.from_pretrained(folder, **known) if there else auto.for_model(name, **known)
+        local = folder.is_dir()
+        settings = auto.from_pretrained(folder, **known) if local else auto.for_model(name, **known)
         with torch.device("meta"):
             return Logits(models.from_config(settings, dtype=torch.float32))
     except Exception as error:  # of any class
@@ -154,22 +150,22 @@ def _hugging_face(name: str, config: Config, data: Data) -> nn.Module:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return what is gathered, compiled or checkpointed as one: members of the ModuleLists."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in model.children():
-        found += [*child] if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return found
+        blocks += [*child] if isinstance(child, nn.ModuleList) else blocks_of(child)
+    return blocks
 
 
 @torch.no_grad()
-def fill(model: nn.Module, made: Any, seed: int, device: torch.device) -> None:
-    """Give a model on the meta device its memory and its weights, one block at a time.
+def draw(model: nn.Module, empty: Any, seed: int, device: torch.device) -> None:
+    """Give a model on the meta device its memory and its weights, one tensor at a time.
 
-    Each rank draws a block whole, from a seed made of its name, and keeps its shard; so a run
-    starts with the same weights in every layout, and takes the memory of the shards and one block.
+    Each rank draws a tensor whole, from a seed made of its name, and keeps its shard; so a run
+    starts with the same weights in every layout, and takes the memory of the shards and one tensor.
 
     Args:
-        model: To be filled, sharded or not.
-        made: What it is a copy of; it stays without memory.
+        model: To be drawn, sharded or not.
+        empty: What it is a copy of: its ``init_weights`` draws what has memory in a layer.
         seed: Of the weights.
         device: Where the model is to be.
     """
@@ -177,48 +173,29 @@ def fill(model: nn.Module, made: Any, seed: int, device: torch.device) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)  # layers go on sharing weights
     model.to_empty(device=device)
     torch.__future__.set_swap_module_params_on_conversion(before)
-    blocks = {*blocks_of(made)}
-    inside = {layer for block in blocks for layer in block.modules()} - blocks
-    drawn: set[Tensor] = set()
-    for name, part in made.named_modules():
-        whole_block = part in blocks
-        own = {key: each for key, each in _tensors(part, whole_block) if each not in drawn}
-        if part in inside or not own:
-            continue
-        drawn |= {*own.values()}
+    shards = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, shard in shards.items():
+        layer = empty.get_submodule(name.rpartition(".")[0])
+        key, without = name.rpartition(".")[2], getattr(layer, name.rpartition(".")[2])
+        values = torch.empty_like(without, device="cpu")
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
-        # Nothing but this part of the copy has memory, so drawing the rest does nothing.
-        whole = copy.deepcopy(made)
-        layer = whole.get_submodule(name).to_empty(device="cpu", recurse=whole_block)
-        for each in layer.modules() if whole_block else (layer,):
-            if any(_tensors(each, False)):
-                whole.init_weights(each)
-        values, targets = dict(_tensors(layer)), dict(_tensors(model.get_submodule(name)))
-        for key in own:
-            _keep(targets[key], values[key])
-
-
-def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=recurse)
-    yield from module.named_buffers(recurse=recurse)
-
-
-def _keep(tensor: Tensor, whole: Tensor) -> None:
-    """Copy a tensor, or this rank's shard of it; every rank has drawn the same, so none is sent."""
-    whole = whole.to(tensor.device, tensor.dtype)
-    if isinstance(tensor, DTensor):
-        shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.to_local().copy_(shard.to_local())
-    else:
-        tensor.copy_(whole)
+        setattr(layer, key, nn.Parameter(values) if isinstance(without, nn.Parameter) else values)
+        empty.init_weights(layer)
+        setattr(layer, key, without)
+        values = values.to(shard.device, shard.dtype)
+        if isinstance(shard, DTensor):  # every rank has drawn the same, so none is sent
+            mesh, placements = shard.device_mesh, shard.placements
+            values = distribute_tensor(values, mesh, placements, src_data_rank=None).to_local()
+            shard = shard.to_local()
+        shard.copy_(values)
 
 
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what a model is trained on: its own ``loss(outputs, targets)``, or `mean_loss`."""
     inner = getattr(model, "module", model)
-    found: Callable[[Tensor, Tensor], Tensor] = getattr(inner, "loss", mean_loss)
-    return found
+    loss: Callable[[Tensor, Tensor], Tensor] = getattr(inner, "loss", mean_loss)
+    return loss
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:

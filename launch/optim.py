@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from launch.config import Config
 from launch.model import blocks_of
 from launch.parallel import cut_over
-from launch.usage import UsageError, load_own, require
+from launch.usage import load_own, refusing, require
 
 
 def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
@@ -26,12 +26,12 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
     if name == "adamw":
         return [_adamw(trained, config)]
     if name == "sgd":
-        return [torch.optim.SGD(_groups(trained, config), lr=config.lr, momentum=0.9)]
+        return [torch.optim.SGD(_groups(trained, config), lr=config.lr, momentum=config.beta1)]
     if name == "muon":
         inside = {id(p) for block in blocks_of(model) for p in block.parameters() if p.dim() == 2}
-        whole = inside and not any(isinstance(p, DTensor) for p in trained)
+        fits = inside and not any(isinstance(p, DTensor) for p in trained)
         hint = "it needs a model with blocks, and whole matrices: no --shard, no --tp"
-        require(whole, f"--optimizer muon --shard {config.shard} --tp {config.tp}: {hint}")
+        require(fits, f"--optimizer muon --shard {config.shard} --tp {config.tp}: {hint}")
         # Its updates are given the size of AdamW's, so that one learning rate fits both.
         muon = torch.optim.Muon(
             [p for p in trained if id(p) in inside],
@@ -41,10 +41,8 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
         )
         return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
     own = load_own("--optimizer", name)
-    try:
+    with refusing(f"--optimizer {name}", TypeError, ValueError):
         return [own(_groups(trained, config), lr=config.lr)]
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--optimizer {name}: {error}") from None
 
 
 def _adamw(parameters: list[nn.Parameter], config: Config) -> Optimizer:
@@ -54,8 +52,8 @@ def _adamw(parameters: list[nn.Parameter], config: Config) -> Optimizer:
     return torch.optim.AdamW(
         _groups(parameters, config),
         lr=config.lr,
-        betas=(0.9, 0.95),
-        eps=1e-3 if half else 1e-8,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps or (1e-3 if half else 1e-8),
         fused=True,
     )
 
@@ -69,8 +67,8 @@ def _groups(parameters: Sequence[nn.Parameter], config: Config) -> list[dict[str
     for parameter in parameters:
         groups.setdefault((parameter.dim() >= 2, cut_over(parameter)), []).append(parameter)
     return [
-        {"params": found, "weight_decay": config.weight_decay if decays else 0.0}
-        for (decays, _), found in groups.items()
+        {"params": alike, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), alike in groups.items()
     ]
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from launch.config import Config
+from launch.data import Batch
 from launch.model import GPT, blocks_of
 from launch.usage import UsageError, require
 
@@ -34,10 +35,10 @@ def pick_device(config: Config) -> torch.device:
         UsageError: If it is not there.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = "cpu" if accelerator is None else accelerator.type
-    kind = found if config.device == "auto" else config.device
-    there = " or ".join(dict.fromkeys(["auto", "cpu", found]))
-    require(kind in ("cpu", found), f"--device {kind}: it must be {there} on this machine")
+    best = "cpu" if accelerator is None else accelerator.type
+    kind = best if config.device == "auto" else config.device
+    present = " or ".join(dict.fromkeys(["auto", "cpu", best]))
+    require(kind in ("cpu", best), f"--device {kind}: it must be {present} on this machine")
     if kind == "cpu":
         return torch.device("cpu")
     ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
@@ -48,18 +49,18 @@ def pick_device(config: Config) -> torch.device:
 
 
 @contextmanager
-def join(config: Config) -> Iterator[None]:
+def process_group(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    ours = several and not dist.is_initialized()
-    if ours:
+    makes_it = several and not dist.is_initialized()
+    if makes_it:
         dist.init_process_group(timeout=timedelta(seconds=config.timeout))
     elif several:
         dist.barrier()  # as making a group does: each rank has looked at the run's folder
     try:
         yield
     finally:
-        if ours:
+        if makes_it:
             dist.destroy_process_group()
 
 
@@ -144,16 +145,16 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
         UsageError: The model has no blocks.
     """
     blocks: list[Any] = [*blocks_of(model)]
-    again = config.checkpoint_blocks != "none"
-    wanted = f"--checkpoint-blocks {config.checkpoint_blocks}" if again else "--compile"
-    missing = f"{wanted}: --model {config.model} has no blocks (members of a ModuleList)"
-    require(blocks or not (again or config.compile), missing)
+    recomputes = config.checkpoint_blocks != "none"
+    given = f"--checkpoint-blocks {config.checkpoint_blocks}" if recomputes else "--compile"
+    missing = f"{given}: --model {config.model} has no blocks (members of a ModuleList)"
+    require(blocks or not (recomputes or config.compile), missing)
     how: dict[str, Any] = {"use_reentrant": False}
     if config.checkpoint_blocks == "selective":
         contexts = checkpoint.create_selective_checkpoint_contexts
         how["context_fn"] = functools.partial(contexts, _policy)
     for block in blocks:
-        if again:
+        if recomputes:
             block.forward = functools.partial(checkpoint.checkpoint, block.forward, **how)
         if config.compile:  # last, so that the compiler sees what is to be computed again
             block.forward = torch.compile(block.forward)
@@ -189,9 +190,9 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
     if level.casts_model and level.keep_batchnorm_fp32:
         for norm in [m for m in model.modules() if isinstance(m, _BATCH_NORMS) and m.affine]:
             fully_shard(norm, mesh=mesh)  # a group has one dtype
-    whole = inside = MixedPrecisionPolicy()
+    outside = inside = MixedPrecisionPolicy()
     if level.master_weights:  # FSDP's fp32 shards are the masters
-        whole = inside = MixedPrecisionPolicy(level.param, level.reduce)
+        outside = inside = MixedPrecisionPolicy(level.param, level.reduce)
     elif level.autocasts and (device.type != "cpu" or isinstance(model, GPT)):
         # The products see the same numbers, and half the bytes travel. On a CPU torch's norms take
         # no weights of another dtype than their input.
@@ -199,7 +200,7 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
     for block in blocks_of(model):
         if not isinstance(block, FSDPModule):
             fully_shard(block, mesh=mesh, mp_policy=inside)
-    fully_shard(model, mesh=mesh, mp_policy=whole)
+    fully_shard(model, mesh=mesh, mp_policy=outside)
 
 
 def cut_over(parameter: Tensor) -> DeviceMesh | None:
@@ -207,24 +208,29 @@ def cut_over(parameter: Tensor) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def settle(model: nn.Module, layout: Layout, sample: Tensor, device: torch.device) -> nn.Module:
+def wrap(model: nn.Module, layout: Layout, batch: Batch) -> nn.Module:
     """Wrap what is not sharded in DDP, and return what is to be called.
 
     DDP lays its buckets out again after its first backward pass, and the order in which gradients
     are added depends on the layout. One pass is therefore thrown away here, so that the first step
     of a resumed run adds in the same order as the step that it repeats.
 
+    Args:
+        model: Not wrapped.
+        layout: The ranks.
+        batch: Of two examples: a batch norm has no statistics of one.
+
     Raises:
         UsageError: A parameter takes no part in what the model returns.
     """
     if layout.world == 1 or layout.shard * layout.tp > 1:
         return model
+    device = next(model.parameters()).device
     ids = None if device.type == "cpu" else [device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng([] if ids is None else ids, device_type=device.type):
-        # Twice: a batch norm has no statistics of one example.
-        wrapped(torch.stack([sample] * 2).to(device)).float().sum().backward()
+        wrapped(*batch.inputs, **batch.named).float().sum().backward()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]

@@ -1,15 +1,17 @@
-"""Text from a trained model: ``python -m launch.sample runs/latest --prompt "def "``."""
+"""Text from a trained model: ``python -m launch.sample runs/latest``."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from distamp import autocast
-from launch.evaluate import load_run
-from launch.usage import program, require
+from launch.config import Config
+from launch.data import Data, load_data, text_of
+from launch.folder import about
+from launch.job import load_run
+from launch.usage import Parser, exit_code_of, require
 
 
 @torch.no_grad()
@@ -31,45 +33,51 @@ def sample(
         if temperature == 0:
             chosen = logits.argmax().reshape(1)
         else:
-            if 0 < top_k < len(logits):
-                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-            chosen = torch.multinomial((logits / temperature).softmax(0), 1)
+            likeliest = logits.topk(min(top_k or len(logits), len(logits)))
+            odds = (likeliest.values / temperature).softmax(0)
+            chosen = likeliest.indices[torch.multinomial(odds, 1)]
         tokens = torch.cat([tokens, chosen])
         yield int(chosen)
 
 
-def main(
-    run: Path,
-    /,
-    prompt: str = "\n",
-    tokens: int = 300,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-) -> None:
-    """Print text that a run's model goes on with; of the weights' average, if it has one.
+def main(args: Sequence[str] | None = None) -> int:
+    """Print text that a run's model goes on with; return the exit code."""
+    parser = Parser("python -m launch.sample", (__doc__ or "").partition(":")[0])
+    add = parser.add_argument
+    add("run", type=Path, help="the folder of a run, or one of its checkpoints")
+    add("--prompt", default="\n", help="what the text begins with [an end of line]")
+    add("--tokens", type=int, default=300, help="how many to draw [300]")
+    add("--temperature", type=float, default=0.8, help="below 1: likelier tokens [0.8]")
+    add("--top-k", type=int, default=40, help="choose among so many; 0: all [40]")
+    add("--seed", type=int, default=0, help="of the draw [0]")
+    add("--tokenizer", type=Path, help="a tokenizer.json, where the run was given none")
 
-    Args:
-        run: The folder of a run, or one of its checkpoints.
-        prompt: What it begins with.
-        tokens: How many to draw.
-        temperature: Below 1: likelier tokens more often; 0: the likeliest alone.
-        top_k: Among how many of the likeliest tokens to choose; 0: all.
-        seed: Of the draw.
-    """
-    ranges = "--tokens, --temperature and --top-k must be 0 or more, --prompt not empty"
-    require(min(tokens, temperature, top_k) >= 0 and prompt, ranges)
-    config, data, model, device = load_run(run)
-    unread = f"{run}: its data are not text; for tokens of a .bin, train with --tokenizer"
-    require(data.of_text, unread)
-    torch.manual_seed(seed)
-    begin = torch.tensor(data.encode(prompt), device=device)
-    level = config.level
-    with autocast(device.type, level.compute, enabled=level.autocasts):
-        drawn = sample(model, begin, config.block, temperature, top_k)
-        found = [next(drawn) for _ in range(tokens)]
-    print(prompt + data.decode(found))
+    def program() -> None:
+        given = parser.read(args)
+        ranges = "--tokens, --temperature and --top-k must be 0 or more, --prompt not empty"
+        require(min(given.tokens, given.temperature, given.top_k) >= 0 and given.prompt, ranges)
+        told = about(given.run)
+        unread = f"{given.run}: its data are no text; for tokens of a .bin, give --tokenizer"
+        require(told["text"] or given.tokenizer, unread)
+
+        def load(config: Config) -> Data:
+            text = text_of(given.tokenizer or config.tokenizer)
+            if config.model == "gpt" or config.model.startswith("hf:"):
+                return Data(told["data"], (), (), told["classes"], text)
+            return load_data(config)  # a model of one's own may look at them
+
+        of = load_run(given.run, load)
+        text = of.data.text
+        assert text is not None
+        torch.manual_seed(given.seed)
+        prompt = torch.tensor(text.encode(given.prompt), device=of.device)
+        with of.amp.autocast():
+            drawn = sample(of.model, prompt, of.config.block, given.temperature, given.top_k)
+            tokens = [next(drawn) for _ in range(given.tokens)]
+        print(given.prompt + text.decode(tokens))
+
+    return exit_code_of(program)
 
 
 if __name__ == "__main__":
-    sys.exit(program("launch.sample", main))
+    sys.exit(main())

@@ -1,21 +1,26 @@
-"""The command line of any program here: flags by tyro, and refusals in one sentence."""
+"""The command line of any program here; refusals in one sentence, and errors that are a user's."""
 
+import argparse
 import contextlib
-import functools
 import importlib
-import inspect
-import io
-import itertools
+import importlib.util
 import json
 import os
 import signal
 import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-import tyro
+# Files of ours and of installed packages; any other is the user's.
+_NOT_THEIRS = (
+    *(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("launch", "distamp")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 class UsageError(Exception):
@@ -33,99 +38,137 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def read_flags(f: Any, prog: str, args: Sequence[str] | None = None, **default: Any) -> Any:
-    """Call ``f`` with what the command line says, by tyro; ``--help`` prints, and ends.
-
-    Args:
-        f: A class or a function.
-        prog: What the program is called.
-        args: None: those of the process.
-        default: ``default=`` an instance, whose values count where no flag is given.
-
-    Raises:
-        UsageError: A flag or a value cannot be read.
-    """
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            found, unknown = tyro.cli(
-                f,
-                prog=prog,
-                args=args,
-                return_unknown_args=True,
-                console_outputs=_speaks(),
-                **default,
-            )
-    except SystemExit as done:
-        if not done.code:
-            raise
-        # tyro draws a box around it, with a rule below what is wrong.
-        lines = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]
-        fault = " ".join(itertools.takewhile(lambda line: "──" not in line, lines))
-        raise UsageError(fault.removeprefix("Error parsing ")) from None
-    if unknown:
-        hint = near(unknown[0], map(flag, inspect.signature(f).parameters))
-        raise UsageError(f"{unknown[0]}: no such flag or value{hint}")
-    return found
-
-
 def near(name: str, known: Iterable[str]) -> str:
     """Return a question after what is known and written alike, or nothing."""
     return "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
 
 
-def program(name: str, main: Callable[..., None]) -> int:
-    """Run a function as ``python -m NAME``, its arguments as flags; return the exit code."""
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that raises `UsageError`; of all ranks, the first prints its help.
 
-    @functools.wraps(main)
-    def later(*args: Any, **flags: Any) -> Callable[[], None]:
-        return functools.partial(main, *args, **flags)
+    Args:
+        prog: What the program is called.
+        description: What it does.
+        meant: Names that other programs have for flags of this one.
+    """
 
-    return refusing(lambda: read_flags(later, f"python -m {name}")())
+    def __init__(self, prog: str, description: str, meant: dict[str, str] | None = None) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} [flags]",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=lambda prog: layout(prog, max_help_position=36, width=120),
+        )
+        self._meant = meant or {}
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print below the usage."""
+        raise UsageError(message.removeprefix("argument "))
+
+    def print_help(self, file: Any = None) -> None:
+        """Print all flags; of all ranks, the first does."""
+        if speaks():
+            super().print_help(file)
+
+    def read(self, args: Sequence[str] | None) -> argparse.Namespace:
+        """Read the command line.
+
+        Args:
+            args: None: those of the process.
+
+        Raises:
+            UsageError: A flag or a value cannot be read.
+        """
+        values, unknown = self.parse_known_args(args)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            meant = self._meant.get(name.lstrip("-").replace("-", "_"))
+            known = [each for action in self._actions for each in action.option_strings]
+            hint = f"; here it is {flag(meant)}" if meant else near(name, known)
+            self.error(f"{unknown[0]}: no such flag or value{hint}")
+        return values
 
 
-def refusing(body: Callable[[], None]) -> int:
-    """Run the body of a program; return its exit code, which is 2 if the user asked too much.
+def exit_code_of(program: Callable[[], None]) -> int:
+    """Run a program; return its exit code, which is 2 if the user asked for what cannot be.
 
     Every rank finds the same fault. The first of each machine prints it and ends, upon which
-    torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off.
+    torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off. An error of
+    the user's own code keeps its traceback, below the line of it that went wrong.
     """
     try:
-        body()
+        program()
         return 0
     except UsageError as error:
-        if _speaks():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+        message, code = f"error: {error}", 2
+    except KeyboardInterrupt:
+        message, code = "stopped before there was anything to save", 130
+    except Exception as error:
+        if (place := place_of_user(error)) is None:
+            raise
+        print(f"error in {place}: {type(error).__name__}: {error}", file=sys.stderr)
+        traceback.print_exc()
+        return 1
+    if speaks():
+        print(message, file=sys.stderr, flush=True)
+        return code
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
     time.sleep(10)
-    return 2
+    return code
 
 
-def _speaks() -> bool:
+def speaks() -> bool:
     """Whether this is the first rank of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def place_of_user(error: BaseException) -> str | None:
+    """Return the innermost line of the user's own files that an error came through, if any."""
+    lines = traceback.extract_tb(error.__traceback__)
+    places = [(os.path.realpath(line.filename), line) for line in lines if line.filename[0] != "<"]
+    theirs = [line for path, line in places if not path.startswith(_NOT_THEIRS)]
+    return f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else None
+
+
+@contextlib.contextmanager
+def refusing(what: str, *faults: type[Exception]) -> Iterator[None]:
+    """Turn faults, unless they are of the user's own code, into a sentence that begins so."""
+    try:
+        yield
+    except faults as error:
+        if place_of_user(error):
+            raise
+        raise UsageError(f"{what}: {error}") from None
+
+
 def arguments(pairs: Sequence[str]) -> dict[str, Any]:
     """Turn ``name=value`` into keyword arguments; a value is JSON, or else text."""
-    found: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
-    for name, text in found.items():
+    values: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    for name, text in values.items():
         with contextlib.suppress(ValueError):
-            found[name] = json.loads(text)
-    return found
+            values[name] = json.loads(text)
+    return values
 
 
 def load_own(flag: str, name: str) -> Any:
     """Import ``module:name``, also from the folder in which the run was started.
 
     Raises:
-        UsageError: If it is not there.
+        UsageError: It is not there; an error inside the module is the user's own.
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{flag} {name}: {error}") from None
+        is_there = importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError) as error:
+        if place_of_user(error):
+            raise
+        is_there = False
+    require(is_there, f"{flag} {name}: no module {module!r} here, nor where Python looks")
+    loaded = importlib.import_module(module)
+    hint = near(attribute, dir(loaded))
+    require(hasattr(loaded, attribute), f"{flag} {name}: {module} has no {attribute!r}{hint}")
+    return getattr(loaded, attribute)

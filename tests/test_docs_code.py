@@ -1,18 +1,14 @@
 """Every block of code of README and docs runs, and every command names what exists."""
 
-import contextlib
-import functools
-import io
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
 from distamp.__main__ import parser
-from launch.config import Config
+from launch.config import parser as launcher_parser
 from tests.docs_code import OWN_TESTS, PAGES, ROOT, blocks_of, ranks_of, run_page
 
 WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
@@ -86,18 +82,10 @@ def _wrong_flags(line: str) -> list[str]:
             return [f"no command {found[2]}: {line}"]
         known = commands[found[2]].format_help()
     else:
-        known = _flags()
+        known = launcher_parser().format_help()
     try:
         words = shlex.split(found[3].split("#")[0].split("|")[0], comments=True)
     except ValueError:
         words = found[3].split()
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     return [f"no flag {flag}: {line}" for flag in flags if flag not in known]
-
-
-@functools.cache
-def _flags() -> str:
-    """The launcher's help."""
-    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-        tyro.cli(Config, args=["--help"])
-    return shown.getvalue()

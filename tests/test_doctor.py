@@ -14,7 +14,7 @@ import torch
 
 import distamp
 from distamp.__main__ import main
-from distamp.doctor import diagnose, milliseconds
+from distamp.doctor import advice, diagnose, for_tests, milliseconds
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,6 +69,22 @@ def test_a_precision_that_a_device_has_not_is_given_with_its_reason() -> None:
     assert "\n" not in refused
     with pytest.warns(UserWarning, match="not supported"):
         assert "float32" in str(milliseconds("cpu", torch.float64))
+
+
+def test_a_slow_precision_is_named_with_the_level_to_take() -> None:
+    half = {"float32": 10.0, "bfloat16": 2.0, "float16": 280.0}
+    assert advice(half) == ["float16 takes 28.0 times as long as float32 here: take level bf16"]
+    both = {"float32": 1.0, "bfloat16": 1.5, "float16": "computes in float32"}
+    assert advice(both) == ["bfloat16 takes 1.5 times as long as float32 here: take level O0"]
+    assert advice({"float32": 2.0, "bfloat16": 1.0, "float16": 0.5}) == []
+
+
+def test_what_tests_would_skip_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "spin (apt-get install spin) and a C++ compiler" in for_tests()
+    for name in ("spin", "c++"):
+        (tmp_path / name).touch(0o755)
+    assert for_tests() == "have their tools"
 
 
 def test_it_tells_nothing_of_who_and_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ ROOMS: dict[str, set[str]] = {
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
     "report": {*FOUNDATION, "optimizers", "autocast"},
-    "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "masters"},
+    "guard": {*FOUNDATION, *GRADIENTS, "groups", "clipping"},
+    "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "guard", "masters"},
     "comm_hooks": {*FOUNDATION, "host"},
     # The documents' other spellings, thin modules over the rooms.
     "cuda": {"autocast", "scaler"},
@@ -38,7 +39,9 @@ ROOMS: dict[str, set[str]] = {
     "initialize": {
         *FOUNDATION,
         *GRADIENTS,
+        "groups",
         "clipping",
+        "guard",
         "masters",
         "autocast",
         "report",
@@ -47,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "installation": {"errors", "scaler", "cpu", "cuda"},
     # What only those import who train with these packages.
-    "integrations": {*FOUNDATION, "optimizers", "autocast", "scaler", "comm_hooks"},
+    "integrations": {*FOUNDATION, "optimizers", "autocast", "guard", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
         "clipping",

@@ -113,7 +113,7 @@ with cls("cpu"):
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 """
 HEAVY = {"torch._dynamo", "torch._inductor", "sympy", "lightning", "transformers", "tokenizers"}
-HEAVY |= {"rich", "matplotlib", "tyro", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"}
+HEAVY |= {"rich", "matplotlib", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"}
 HEAVY |= {"triton", "datasets", "accelerate"}
 PROGRAMS = [
     *(f"{spelling}\n{IS_THE_CLASS}" for spelling in SPELLINGS),

@@ -4,7 +4,7 @@
 """
 
 from distamp.autocast.op_lists import OpLists
-from distamp.autocast.pin import pin_precision
+from distamp.autocast.pin import PINS, Pin, pin_precision
 from distamp.autocast.region import autocast
 from distamp.autocast.state import (
     AutocastState,
@@ -18,9 +18,11 @@ from distamp.autocast.state import (
 )
 
 __all__ = [
+    "PINS",
     "AutocastState",
     "DataParallel",
     "OpLists",
+    "Pin",
     "autocast",
     "checkpoint",
     "checkpoint_contexts",

@@ -4,113 +4,217 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distamp.autocast.op_names import nearest
 from distamp.autocast.region import autocast
 
-__all__ = ["pin_precision"]
+__all__ = ["PINS", "Pin", "pin_precision"]
 
 _M = TypeVar("_M", bound=nn.Module)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: What a module can be pinned to, by name.
+PINS = (*_DTYPES, *(f"{name}:keep" for name in _DTYPES))
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def pin_precision(module: _M, dtype: str | torch.dtype | None) -> _M:
+@dataclass(frozen=True)
+class Pin:
+    """The precision of one module: an attribute of the instance, which its copies keep.
+
+    Args:
+        dtype: What it computes in.
+        keep: Whether its output stays in that dtype in a half precision model.
+        model_dtype: The dtype of the model around, for a module that is given no floating input.
+    """
+
+    dtype: torch.dtype
+    keep: bool = False
+    model_dtype: torch.dtype | None = None
+
+
+def pin_precision(
+    module: _M, dtype: str | torch.dtype | None, *, model_dtype: torch.dtype | None = None
+) -> _M:
     """Make a module, and the modules inside it, compute in one precision in whatever region.
 
-    What torch needs a nested ``autocast(enabled=False)`` and casts of the inputs for, where the
-    module is called. ``"fp32"`` runs it with autocast off and casts half precision inputs; a half
-    precision runs it in a region of that dtype, inside a region or not. Apex's counterpart is
-    ``@float_function`` on ``forward``. The module becomes an instance of a subclass of its class,
-    so hooks, FSDP2, ``torch.compile``, copies and pickles keep working.
+    What torch needs a nested ``autocast(enabled=False)`` and casts of inputs, weights and outputs
+    for, where the module is called. ``"fp32"`` runs it with autocast off, and takes half precision
+    inputs and parameters in float32; a half precision runs it in a region of that dtype, inside a
+    region or not. Apex's counterpart is ``@float_function`` on ``forward``.
+
+    Where half precision comes in outside of a region, the model around computes in it, and the
+    output is cast back to it; ``"fp32:keep"`` leaves it, for a router, or a head whose
+    log-probabilities matter. In a region nothing is cast back.
+
+    The pin is an attribute of the instance: what others lay over the module, before or after
+    (``fully_shard``, parametrizations, adapters, ``torch.compile``), stays when it is taken off.
 
     Args:
         module: The module; it is changed in place.
-        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"`` or one of these as a :class:`torch.dtype`; None
-            lets the module follow the region it is called in again.
+        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"``, each also with ``":keep"``, or one of these as a
+            :class:`torch.dtype`; None lets the module follow the region it is called in again.
+        model_dtype: What the output is cast back to where no floating input comes in, as into an
+            embedding.
 
     Returns:
         The module.
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: Another ``dtype``; or a scripted module, or one whose ``forward`` is its own.
+        ValueError: Another ``dtype``; or a scripted module, one whose ``forward`` is its own, or
+            one that computes in float8.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"module must be a torch.nn.Module, got {type(module).__name__}; around a call "
             "use autocast(device_type, enabled=False)"
         )
-    chosen: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if chosen is not None and chosen not in _DTYPES.values():
-        hint = nearest(dtype, _DTYPES)
-        raise ValueError(f"precision must be 'fp32', 'fp16' or 'bf16', got {dtype!r}{hint}")
+    name, _, keep = dtype.partition(":") if isinstance(dtype, str) else (dtype, "", "")
+    chosen: Any = _DTYPES.get(name, name) if isinstance(name, str) else name
+    if (chosen is not None and chosen not in _DTYPES.values()) or keep not in ("", "keep"):
+        hint = nearest(dtype, PINS)
+        raise ValueError(f"precision must be one of {list(PINS)}, got {dtype!r}{hint}")
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         raise ValueError(
             f"the forward of this {type(module).__name__} is not its class's, and cannot be "
             "pinned; pin it before it is scripted or its forward replaced"
         )
+    float8 = [type(each).__name__ for each in module.modules() if "Float8" in type(each).__name__]
+    if float8 and chosen is not None:
+        raise ValueError(
+            f"the {type(module).__name__} has a {float8[0]}, which computes in float8 whatever it "
+            "is given; pin before the conversion, which then leaves it out"
+        )
     plain: Any = module
-    before: Any = getattr(module, "unpinned_class", type(module))
-    plain.__class__ = before if chosen is None else _pinned_class(before, chosen)
+    kind: Any = type(module)
+    if chosen is not None:
+        if not issubclass(kind, _Pinned):
+            plain.__class__ = _pinned_class(kind)
+        plain.pin = Pin(chosen, keep == "keep", model_dtype)
+    elif issubclass(kind, _Pinned):
+        vars(module).pop("pin", None)
+        if "unpinned_class" in vars(kind):  # else another's class is over it
+            plain.__class__ = kind.unpinned_class
     return module
 
 
 class _Pinned:
-    """What is put before a module's class, as an instance's forward would be shared by copies."""
+    """What makes a class heed the pin of its instances, and nothing where there is none.
+
+    A ``forward`` in the instance would be shared by shallow copies, as DataParallel makes them.
+    """
 
     unpinned_class: type[nn.Module]
-    pinned_to: torch.dtype
+    pin: Pin | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
-        dtype = self.pinned_to
-        full = dtype is torch.float32
-        if full:
-            args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        of = (*tensors, *module.parameters())
-        devices = dict.fromkeys(each.device.type for each in of) or ["cpu"]
-        run = functools.partial(super().forward, *args, **kwargs)  # type: ignore[misc]
-        available = [each for each in devices if torch.amp.is_autocast_available(each)]
-        return _in_regions(available, None if full else dtype, run)
+        run: Callable[..., Any] = super().forward  # type: ignore[misc]
+        return (
+            run(*args, **kwargs) if self.pin is None else _run(self.pin, module, run, args, kwargs)
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as the class before does, by its own methods, and pin again."""
+        """Pickle and copy as the class before does, by its own methods."""
         reduced: Any = super().__reduce_ex__(protocol)
+        if "unpinned_class" not in vars(type(self)):  # another's class is over it
+            return reduced
         function, args, *rest = reduced
         args = tuple(self.unpinned_class if each is type(self) else each for each in args)
-        return (_remade, (self.unpinned_class, self.pinned_to, function, args), *rest)
+        return (_remade, (self.unpinned_class, function, args), *rest)
 
 
-def _in_regions(devices: list[str], dtype: torch.dtype | None, run: Callable[[], Any]) -> Any:
+def _run(
+    pin: Pin, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call a forward in the precision of a pin: casts in, regions around, a cast out."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    first = next(module.parameters(), None)
+    devices = dict.fromkeys(each.device.type for each in (*tensors, first) if each is not None)
+    available = [each for each in devices or ["cpu"] if torch.amp.is_autocast_available(each)]
+    full = pin.dtype is torch.float32
+    inside = _half_precision(module) if full else None
+    known = (each.dtype for each in tensors if each.is_floating_point())
+    came = next(known, pin.model_dtype or inside)
+    if any(map(torch.is_autocast_enabled, available)) or pin.keep:
+        came = None
+    if full:
+        args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
+    if inside is not None:
+        run = functools.partial(_promoted, run)
+    output = _in_regions(available, None if full else pin.dtype, run, args, kwargs)
+    if came not in _HALF:
+        return output
+    back = functools.partial(_cast_back, pin.dtype, came)
+    return tree_map_only(Tensor, back, output)
+
+
+def _in_regions(
+    devices: list[str], dtype: torch.dtype | None, run: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Call ``run`` in a region for each device type, which is off where there is no dtype."""
     if not devices:
-        return run()
+        return run(*args, **kwargs)
     with autocast(devices[0], dtype, dtype is not None):
-        return _in_regions(devices[1:], dtype, run)
+        return _in_regions(devices[1:], dtype, run, args, kwargs)
+
+
+def _half_precision(module: nn.Module) -> torch.dtype | None:
+    """Return the half precision that parameters of a module are in at this call; None without.
+
+    FSDP2 puts gathered ones in place for the time of a forward, so it is asked at each call, and
+    without torch's ``parameters()``, which takes several times as long.
+    """
+    for parameter in vars(module)["_parameters"].values():
+        if parameter is not None and parameter.dtype in _HALF:
+            return parameter.dtype  # type: ignore[no-any-return]
+    for child in vars(module)["_modules"].values():
+        if child is not None and (found := _half_precision(child)) is not None:
+            return found
+    return None
+
+
+class _TakeInFp32(TorchFunctionMode):
+    """Has every function take half precision parameters in float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(nn.Parameter, _to_fp32, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _promoted(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _TakeInFp32():
+        return run(*args, **kwargs)
 
 
 @functools.cache
-def _pinned_class(before: Any, dtype: torch.dtype) -> type[nn.Module]:
-    """The one class for these, so that modules of it are of one type, before and after pickling."""
-    body = {"unpinned_class": before, "pinned_to": dtype, "__doc__": before.__doc__}
+def _pinned_class(before: Any) -> type[nn.Module]:
+    """The one class for this one, so that modules of it are of one type, also after pickling."""
+    body = {"unpinned_class": before, "__doc__": before.__doc__}
     body |= {"__module__": before.__module__, "__qualname__": before.__qualname__}
+    if becomes := getattr(before, "cls_to_become", None):  # a lazy module's
+        body["cls_to_become"] = _pinned_class(becomes)
     return type(before.__name__, (_Pinned, before), body)
 
 
-def _remade(
-    before: Any, dtype: torch.dtype, function: Callable[..., nn.Module], args: Any
-) -> nn.Module:
+def _remade(before: Any, function: Callable[..., nn.Module], args: Any) -> nn.Module:
     module = function(*args)
-    module.__class__ = _pinned_class(before, dtype)
+    module.__class__ = _pinned_class(before)
     return module
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def _cast_back(dtype: torch.dtype, to: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(to) if tensor.dtype is dtype else tensor

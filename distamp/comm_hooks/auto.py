@@ -65,16 +65,20 @@ def auto(wrapped: Wrapped, tables: Tables) -> tuple[Choice, WireFormat, Tables]:
             if any(len(tables[group].ranks) < group.size() for group in over):
                 ways[f"{name} in one level"] = wire, flat
     trials: dict[str, Trial] = {}
+    states: list[CommHookState] = []
     for way, (wire, hosts) in ways.items():
         state = None
         if wire is not plain:
             state = CommHookState(wire, over[0])
             apart = {g: replace(each, name=f"{each.name}/{way}") for g, each in hosts.items()}
             connect(state, wrapped, apart)
+            states.append(state)
         trials[way] = partial(_send, wrapped, state, [torch.empty(0, dtype=dtype, device=device)])
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = torch.randn(wrapped.numel, generator=generator, dtype=torch.float32, device="cpu")
     choice = timed_choice(trials, drawn.to(device=device, dtype=dtype), wrapped.groups)
+    for state in states:
+        state.close()
     return choice, *ways[choice.wire]
 
 
@@ -174,13 +178,13 @@ def _send(
         shards = wrapped.shards[0]
         part = sent.new_empty(sent.numel() // shards.size())
         if state is None:
-            torch_compat.reduce_scatter(part, sent, shards)
+            torch_compat.reduce(sent, shards, part)
         else:
             state.reduce(sent, shards, 1.0, part)
         sent = part
     if wrapped.replicas is not None:
         if state is None:
-            dist.all_reduce(sent, group=wrapped.replicas)
+            torch_compat.reduce(sent, wrapped.replicas)
         elif wrapped.shards:
             state.reduce(sent, wrapped.replicas, 1.0)
         else:

@@ -11,7 +11,7 @@ up. Where each rank counts as a host, all exchange with all in one level.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -24,8 +24,8 @@ from torch.futures import Future
 from distamp.comm_hooks import formats
 from distamp.comm_hooks.formats import BLOCK, Feedback, Places, Source, WireFormat
 from distamp.comm_hooks.hosts import Hosts
-from distamp.comm_hooks.lanes import DeviceLanes, HostLanes, Lane, Lanes
 from distamp.comm_hooks.stats import HookStats
+from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane, Transport
 
 __all__ = ["Exchange", "Plan"]
 
@@ -67,15 +67,22 @@ class Exchange:
     ) -> None:
         self.device, self._stats = device, stats
         self.wide, self.here = len(hosts.ranks), len(hosts.ranks[0])
-        self.host, self.local = divmod(group.rank(), self.here)
-        self.lanes: Lanes
+        self.host, self.local = next(
+            (host, ranks.index(group.rank()))
+            for host, ranks in enumerate(hosts.ranks)
+            if group.rank() in ranks
+        )
+        # Of all ranks, those of each host's first rank first, then those of each second.
+        order = [ranks[local] for local in range(self.here) for ranks in hosts.ranks]
+        self._order = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
+        self.transport: Transport
         self._math: Any = formats
         outer = [ranks[self.local] for ranks in hosts.ranks]
         levels = {"inner": hosts.ranks[self.host], "outer": outer}
         if device.type == "cpu":
-            self.lanes = HostLanes(hosts.name, group, levels, stats)
+            self.transport = HostTransport(hosts.name, group, levels, stats)
         else:
-            self.lanes = DeviceLanes(hosts.name, group, levels, device)
+            self.transport = DeviceTransport(hosts.name, group, levels, device)
         if device.type == "cuda":
             from distamp.comm_hooks import kernels
 
@@ -109,21 +116,23 @@ class Exchange:
         of_mine, of_mean = feedback or (None, None)
 
         def run(lane: Lane) -> Tensor:
-            parts = values.split(plan.lengths)
-            source, received, sent = self._encoded(wire, parts, plan.mine, inverse, of_mine, lane)
+            source, received, sent = self._encoded(
+                wire, values, plan.lengths, plan.mine, inverse, of_mine, lane
+            )
             # When all that was added up is read, the means of all owners take its place.
             means = lane.memory("received", self.here * sent.numel()).view(self.here, -1, row)
+            mean = sent[self.host]
             with lane.turn():
-                self.lanes.swap("outer", lane, _but(received, self.host), _but(sent, self.host))
-                self._math.sum_encode(wire, source, received, sent[self.host], of_mean)
-                self.lanes.swap("outer", lane, [*means[self.local]], [sent[self.host]] * self.wide)
-            flat = means.flatten(1)
-            given = [flat[self.local]] * self.here
-            self.lanes.swap("inner", lane, _but(flat, self.local), _but(given, self.local))
+                self.transport.all_to_all("outer", lane, received, sent)
+                self._math.sum_encode(wire, source, received, mean, of_mean)
+                self.transport.all_gather("outer", lane, means[self.local], mean)
+            if self.here > 1:
+                flat = means.flatten(1)
+                self.transport.all_gather("inner", lane, flat, flat[self.local])
             self._math.decode(wire, means.flatten(0, 1), plan.whole, values)
             return values
 
-        return self.lanes.submit(run, [values, *(of_mine or ()), *(of_mean or ())])
+        return self.transport.submit(run, [values, *(of_mine or ()), *(of_mean or ())])
 
     def reduce_scatter(
         self, out: Tensor, values: Tensor, wire: WireFormat, *, divisor: float
@@ -143,17 +152,18 @@ class Exchange:
         for start in range(0, out.numel(), step):
             part = out[start : start + step]
             job = partial(self._scatter, part, values, start, wire, 1.0 / divisor)
-            done.append(self.lanes.submit(job))
+            done.append(self.transport.submit(job))
             sent += wire.row_bytes(_blocks(part.numel()))
         self._count(wire, sent, values.nbytes)
         for each in done:
             each.wait()
 
     def _count(self, wire: WireFormat, outer: int, nbytes: int) -> None:
-        """Count what goes to each other host, and what a ring would have sent."""
+        """Count what goes to each other host, and this rank's share of what a ring sends there."""
+        size = self.wide * self.here
         self._stats.exchanges += 1
         self._stats.bytes_sent[wire.name] += (self.wide - 1) * outer
-        self._stats.bytes_uncompressed += (self.wide - 1) * nbytes // self.wide // self.here
+        self._stats.bytes_uncompressed += (size - 1) * nbytes // size // self.here
 
     def _scatter(
         self,
@@ -165,54 +175,54 @@ class Exchange:
         lane: Lane,
     ) -> Tensor:
         length, stride = out.numel(), values.numel() // self.wide // self.here
-        parts: Sequence[Tensor] = [values[start:]]
+        part = values[start:]
+        lengths = [part.numel()]
         if self.here > 1:
             # To each rank of this host, of every host's part what belongs to it there.
             packed = lane.memory("packed", self.here * self.wide * length * values.itemsize)
-            each = packed.view(values.dtype).view(self.here, self.wide, length)
-            whole = values.view(self.wide, self.here, stride)
-            each.copy_(whole[..., start : start + length].transpose(0, 1))
-            parts, stride = each.flatten(1).unbind(), length
+            part = packed.view(values.dtype)
+            whole = values.view(-1, stride)[:, start : start + length]
+            torch.index_select(whole, 0, self._order, out=part.view(-1, length))
+            lengths, stride = [self.wide * length] * self.here, length
         places = _every(self.wide, length, stride)
-        source, received, sent = self._encoded(wire, parts, places, inverse, None, lane)
+        source, received, sent = self._encoded(wire, part, lengths, places, inverse, None, lane)
         with lane.turn():
-            self.lanes.swap("outer", lane, _but(received, self.host), _but(sent, self.host))
+            self.transport.all_to_all("outer", lane, received, sent)
         self._math.sum_rows(wire, source, received, out)
         return out
 
     def _encoded(
         self,
         wire: WireFormat,
-        parts: Sequence[Tensor],
+        values: Tensor,
+        lengths: Sequence[int],
         places: Places,
         inverse: float,
         feedback: Feedback | None,
         lane: Lane,
     ) -> tuple[Source, Tensor, Tensor]:
-        """Divide parts between the ranks of this host, and encode rows of the sum for the hosts.
+        """Divide values between the ranks of this host, and encode rows of the sum for the hosts.
 
         Returns:
             What this host has, memory for what others send of it, and what is to be sent to each.
         """
-        own, shape = parts[self.local], (self.wide, wire.row_bytes(places.numel))
-        row_bytes = shape[0] * shape[1]
+        parts, shape = values.split([*lengths]), (self.wide, wire.row_bytes(places.numel))
+        own, row_bytes = parts[self.local], shape[0] * shape[1]
         beside = (self.here - 1) * -(-max(own.nbytes, row_bytes) // 16) * 16
         memory = lane.memory("received", beside + row_bytes)
-        beside_it = memory[: (self.here - 1) * own.nbytes].view(own.dtype)
-        others = beside_it.view(self.here - 1, own.numel())
-        received = [*others.view(torch.uint8)]
-        received.insert(self.local, memory[:0])
-        flat = [part.view(torch.uint8) for part in parts]
-        self.lanes.swap("inner", lane, received, _but(flat, self.local))
+        others = (
+            memory[: (self.here - 1) * own.nbytes].view(own.dtype).view(self.here - 1, own.numel())
+        )
+        if self.here > 1:
+            given = [*others.view(torch.uint8)]
+            given.insert(self.local, memory[:0])
+            flat = [part.view(torch.uint8) for part in parts]
+            flat[self.local] = memory[:0]
+            self.transport.all_to_all_parts("inner", lane, given, flat)
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)
         return source, memory[beside:].view(shape), sent
-
-
-def _but(rows: Iterable[Tensor], own: int) -> list[Tensor]:
-    """Return rows, the own of which is empty, so that it is not sent."""
-    return [each if index != own else each[:0] for index, each in enumerate(rows)]
 
 
 def _blocks(numel: int) -> int:

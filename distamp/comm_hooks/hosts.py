@@ -79,7 +79,8 @@ class Hosts:
 
     Args:
         name: Of connections between them, no other's.
-        ranks: Of each host; one rank each where all exchange with all.
+        ranks: Of each host; one rank each where all exchange with all; none where no hook should
+            be: in one level a host of several ranks sends several times what a ring does.
         text: The same in words, for `HookStats`.
     """
 
@@ -89,15 +90,15 @@ class Hosts:
 
     def flat(self) -> Hosts:
         """Return the same ranks in one level."""
-        ranks = [[rank] for host in self.ranks for rank in host]
+        ranks = [[rank] for rank in sorted(rank for host in self.ranks for rank in host)]
         return Hosts(f"{self.name}/flat", ranks, f"one level of {len(ranks)} ranks")
 
 
 def hosts_of(rows: Sequence[Row]) -> Hosts:
     """Return which ranks are on which hosts; the same on all ranks, from the same rows.
 
-    Hosts of the same number of ranks, which are neighbours in the group, exchange in two levels.
-    Ranks that are all on one host, and others, exchange in one.
+    Hosts of the same number of ranks exchange in two levels, in whichever order ranks are on them.
+    Ranks that are all on one host, or each on its own, exchange in one.
     """
     count, given, local = len(rows), rows[0].ranks_per_host, rows[0].local_world_size
     # Containers may all have one name. Launchers number the ranks of a host in succession.
@@ -109,11 +110,9 @@ def hosts_of(rows: Sequence[Row]) -> Hosts:
     ranks = list(by_host.values())
     sizes = sorted({len(each) for each in ranks})
     if len(ranks) in (1, count):
-        text = f"one level of {count} ranks"
-    elif len(sizes) > 1:
-        text = f"one level: hosts have from {sizes[0]} to {sizes[-1]} ranks"
-    elif [index for each in ranks for index in each] != list(range(count)):
-        text = "one level: the ranks of a host are not neighbours in the group"
-    else:
-        return Hosts(rows[0].name, ranks, f"two levels: {len(ranks)} hosts of {sizes[0]} ranks")
-    return Hosts(rows[0].name, [[index] for index in range(count)], text)
+        flat, text = [[index] for index in range(count)], f"one level of {count} ranks"
+        return Hosts(rows[0].name, flat, text)
+    if len(sizes) > 1:
+        text = f"no hook: hosts have from {sizes[0]} to {sizes[-1]} ranks"
+        return Hosts(rows[0].name, [], text)
+    return Hosts(rows[0].name, ranks, f"two levels: {len(ranks)} hosts of {sizes[0]} ranks")

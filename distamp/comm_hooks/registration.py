@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat, torch_hooks
-from distamp.comm_hooks.auto import AUTO, Tables, auto, connect
+from distamp.comm_hooks.auto import AUTO, Tables, as_it_is, auto, connect
 from distamp.comm_hooks.formats import WireFormat, wire_format
 from distamp.comm_hooks.hosts import agreed, hosts_of, own_row
 from distamp.comm_hooks.state import CommHookState, fits
@@ -19,6 +20,8 @@ from distamp.comm_hooks.wrapped import Wrapped
 from distamp.errors import LockstepError
 
 __all__ = ["register"]
+
+_log = logging.getLogger("distamp.comm_hooks")
 
 
 def register(
@@ -43,8 +46,9 @@ def register(
         replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard, to
             average between them in the wire format too.
         ranks_per_host: How many neighbours in the group are on one host, where gradients travel in
-            their own dtype. None asks every rank for its host; 1 compresses between all ranks, for
-            hosts whose GPUs are joined by nothing faster than the network.
+            their own dtype; 1 compresses between all ranks, for hosts whose GPUs are joined by
+            nothing faster than the network. None asks every rank for its host. Where hosts have
+            different numbers of ranks the hook is left off; the logger and ``stats()`` say so.
 
     Returns:
         The state of the hook: it has ``stats()``, and is the argument of ``DistGradScaler.attach``.
@@ -78,7 +82,14 @@ def register(
     if failure is not None:
         raise failure
     choice: Choice | None = None
-    if chosen is None:
+    uneven = [hosts.text for hosts in tables.values() if not hosts.ranks]
+    if uneven:
+        # In one level a host would send several times what a ring does.
+        reason = f"{uneven[0].removeprefix('no hook: ')}; ranks_per_host=1 compresses between all"
+        chosen = as_it_is(wrapped.dtypes[0])
+        choice = Choice(chosen.name, False, {}, 0, reason, auto=False)
+        _log.warning("%s", choice)
+    elif chosen is None:
         choice, chosen, tables = auto(wrapped, tables)
     state = CommHookState(chosen, wrapped.over[0])
     state.counts.choice = choice

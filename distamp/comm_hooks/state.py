@@ -28,6 +28,7 @@ __all__ = ["CommHookState", "fits", "reals_in", "state_of"]
 
 # 5: residuals by bucket, where 4 had them by parameter.
 _VERSION = 5
+UNEVEN = "hosts have different numbers of ranks"
 
 
 def _is_state(state: Any) -> bool:
@@ -102,9 +103,9 @@ class CommHookState:
         self._group: Callable[[], ProcessGroup | None] = torch_compat.default_group
         if process_group is not None:
             self._group = weakref.ref(process_group)
-        self._exchanges: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, Exchange]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._exchanges: weakref.WeakKeyDictionary[
+            ProcessGroup, dict[torch.device, Exchange | None]
+        ] = weakref.WeakKeyDictionary()
         self._buckets: dict[tuple[Exchange, int, tuple[WeakIdRef, ...]], _Bucket] = {}
         self._names: dict[int, str] = {}
         self._loaded: dict[tuple[str, ...], list[Tensor]] = {}
@@ -126,17 +127,36 @@ class CommHookState:
             RuntimeError: The group was destroyed.
         """
         group = self._group()
-        if group is None:
+        if group is None or torch_compat.is_destroyed(group):
+            self.close()
             raise RuntimeError(
                 "the process group of this communication hook was destroyed; wrap the model and "
                 "register the hook again"
             )
         return group
 
+    def close(self) -> None:
+        """Give threads and connections back, when what is under way is done; on any rank alone.
+
+        Without, it is done when the state and its model are collected, at the first use after the
+        group was destroyed, and as the interpreter ends.
+        """
+        for known in self._exchanges.values():
+            for each in filter(None, known.values()):
+                each.transport.close()
+
+    def __enter__(self) -> CommHookState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def exchange(
         self, group: ProcessGroup, device: torch.device, hosts: Hosts | None = None
-    ) -> Exchange:
+    ) -> Exchange | None:
         """Return the exchange over some ranks; the first call for a device is collective.
+
+        None where hosts have different numbers of ranks: gradients go as they are.
 
         Args:
             group: The ranks.
@@ -149,7 +169,8 @@ class CommHookState:
             self.counts.levels = hosts.text
             # Of several devices of one process each has connections of its own.
             named = replace(hosts, name=f"{hosts.name}/{len(known)}")
-            known[device] = Exchange(named, group, device, self.counts)
+            even = bool(hosts.ranks)
+            known[device] = Exchange(named, group, device, self.counts) if even else None
         return known[device]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,6 +204,8 @@ class CommHookState:
             reason = f"{values.dtype} gradients all-reduced as they are".removeprefix("torch.")
             return self.all_reduce(values, reason)
         exchange = self.exchange(group, values.device)
+        if exchange is None:
+            return self.all_reduce(values, f"gradients all-reduced as they are ({UNEVEN})")
         if not wire.needs_error_feedback:
             return exchange.average(values, wire, exchange.plan(values.numel()))
         bucket = self._bucket(exchange, values.numel(), parameters)
@@ -208,7 +231,10 @@ class CommHookState:
             (values if out is None else out).copy_(values / divisor)
             return
         exchange = self.exchange(group, values.device)
-        if out is None:
+        if exchange is None:
+            self.counts.fallbacks[f"gradients reduced as they are ({UNEVEN})"] += 1
+            torch_compat.reduce(values.div_(divisor), group, out)
+        elif out is None:
             plan = exchange.plan(values.numel())
             exchange.average(values, self.wire, plan, divisor=divisor).wait()
         else:

@@ -11,7 +11,7 @@ __all__ = ["Choice", "HookStats"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``register(model, "auto")`` chose, and the times it chose by; the same on all ranks.
+    """What `register` chose, and the times it chose by; the same on all ranks.
 
     Args:
         wire: The format that gradients travel in; or their own dtype, such as ``"fp32"``.
@@ -20,6 +20,7 @@ class Choice:
             where there was nothing to choose from.
         nbytes: Bytes of the gradients that were sent.
         reason: Why, in a few words.
+        auto: Whether it was asked to; else a hook was left off.
     """
 
     wire: str
@@ -27,9 +28,12 @@ class Choice:
     seconds: Mapping[str, float]
     nbytes: int
     reason: str
+    auto: bool = True
 
     def __str__(self) -> str:
         line = f"auto chose {self.wire}{'' if self.compressed else ' (no hook)'}: {self.reason}"
+        if not self.auto:
+            return f"no hook: {self.reason}"
         times = ", ".join(f"{name} {1e3 * each:.4g} ms" for name, each in self.seconds.items())
         return f"{line} ({self.nbytes / 1e6:.3g} MB in {times})" if times else line
 
@@ -42,11 +46,12 @@ class HookStats:
         exchanges: Buckets or modules whose gradients were exchanged.
         bytes_sent: By wire format, the bytes this rank sent to other hosts, or to other ranks where
             there is one level; without what TCP, IP and Ethernet add.
-        bytes_uncompressed: What a ring all-reduce (of shards, a ring reduce-scatter) of the same
-            gradients in their own dtype sends in the place of ``bytes_sent``.
+        bytes_uncompressed: What leaves this host in the place of ``bytes_sent``, for each of its
+            ranks, where a ring of all ranks all-reduces (of shards, reduce-scatters) the same
+            gradients in their own dtype, and visits each host once.
         seconds_waiting: Time spent with the network, 0 where a device waits.
         fallbacks: How many buckets went another way than the format's own, by reason.
-        choice: What ``register(model, "auto")`` chose and why; None where the format was given.
+        choice: What `register` chose and why; None where the format was given, and is used.
         levels: How ranks and hosts exchange; with the reason, where it is not as they are.
     """
 

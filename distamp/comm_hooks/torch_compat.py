@@ -7,6 +7,7 @@ Each is used through a function here and tested against the torch that is instal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.futures import Future
 
 __all__ = [
     "GradBucket",
+    "all_gather",
     "all_reduce_in_graph",
     "completed",
     "custom_reduce_scatter",
@@ -26,15 +28,17 @@ __all__ = [
     "default_group",
     "fsdp1_hook",
     "in_backward_pass",
+    "is_destroyed",
     "is_hsdp",
     "mesh_groups",
     "new_communicator",
     "new_gloo",
     "not_compiled",
     "param_groups",
-    "reduce_scatter",
+    "reduce",
     "replicas_to_hook",
     "shards_of",
+    "shut_down",
 ]
 
 
@@ -73,30 +77,51 @@ def new_gloo(name: str, parent: ProcessGroup) -> Any:
 
 def new_communicator(
     name: str, parent: ProcessGroup, ranks: Sequence[int], device: torch.device
-) -> ProcessGroup:
-    """Return a group for tensors of a device; made by its own members, as `new_gloo`.
+) -> Any:
+    """Return a backend for tensors of a device, made by its own members alone, from the store.
+
+    A group of torch's ``new_group`` may be a split of the default one, which all ranks must make.
 
     Args:
         name: No other's.
-        parent: Whose backend and timeout it has.
+        parent: Whose kind of backend and timeout it has.
         ranks: Its members, by their numbers in ``parent``.
         device: Where the tensors lie.
     """
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    kind, timeout = _backends_of(parent)[device.type], _timeout_of(parent, device.type)
     members = [dist.get_global_rank(parent, rank) for rank in ranks]
-    group: ProcessGroup
-    group, _ = dist.distributed_c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(parent.rank()),
-        members,
-        dist.Backend(f"{device.type}:{_backends_of(parent)[device.type]}"),
-        PrefixStore(name, dist.distributed_c10d._get_default_store()),
-        group_name=dist.distributed_c10d.GroupName(name),
-        timeout=_timeout_of(parent, device.type),
-    )
-    # Which destroy_process_group() asks for.
-    known = dist.distributed_c10d._world.pg_group_ranks
-    known[group] = {rank: index for index, rank in enumerate(members)}
-    return group
+    mine = list(ranks).index(parent.rank())
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        setattr(options, "_timeout", timeout)  # noqa: B010  # torch's own, which it sets so
+        return dist.ProcessGroupNCCL(store, mine, len(ranks), options)
+    plugin = dist.Backend._plugins.get(kind.upper())
+    if plugin is None or not plugin.extended_api:
+        group = dist.new_group(
+            members, timeout, kind, use_local_synchronization=True, group_desc=name
+        )
+        return _private(group, "_get_backend")(device)
+    given = dist.distributed_c10d._DistributedBackendOptions()
+    given.store, given.group_rank, given.group_size = store, mine, len(ranks)
+    given.timeout, given.group_id, given.global_ranks_in_group = timeout, name, members
+    return plugin.creator_fn(given, None)
+
+
+def all_gather(backend: Any, out: Tensor, own: Tensor) -> Any:
+    """Begin an all-gather of a backend: 1-D ``own`` of each rank, one after another, in ``out``."""
+    return _private(backend, "_allgather_base")(out, own)
+
+
+def shut_down(backend: Any) -> None:
+    """Give back what a backend holds; not all have more than their memory."""
+    with suppress(RuntimeError):
+        backend.shutdown()
+
+
+def is_destroyed(group: ProcessGroup) -> bool:
+    """Return whether ``destroy_process_group`` was called for it."""
+    return group not in dist.distributed_c10d._world.pg_map
 
 
 def completed(value: Tensor) -> Future[Tensor]:
@@ -106,8 +131,12 @@ def completed(value: Tensor) -> Future[Tensor]:
     return future
 
 
-def reduce_scatter(out: Tensor, values: Tensor, group: ProcessGroup) -> None:
-    """Reduce and scatter as torch does; by torch's newer name where there is."""
+def reduce(values: Tensor, group: ProcessGroup, out: Tensor | None = None) -> None:
+    """Sum as torch does: this rank's part into ``out``; without, all of it in place."""
+    if out is None:
+        dist.all_reduce(values, group=group)
+        return
+    # torch's newer name, where there is.
     by_torch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     by_torch(out, values, group=group)
 

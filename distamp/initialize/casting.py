@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from distamp.errors import SettingError
+from distamp.groups import GroupLike, resolve
+from distamp.initialize.kept import Pins, kept_fp32, matched, pin_all
 from distamp.initialize.wrappers import recognise
 from distamp.precision import Precision
 
-__all__ = ["cast_as", "cast_model", "check_frozen", "layout_of"]
+__all__ = ["cast_as", "cast_model", "check_frozen", "layout_of", "prepare"]
 
 _M = TypeVar("_M", bound=nn.Module)
 _MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and pickles keep
@@ -25,14 +27,18 @@ def cast_model(
     opt_level: str | Precision,
     *,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | Literal["split"] | None = None,
+    master_weights: bool | None = None,
+    precision: Mapping[str, str] | None = None,
+    process_group: GroupLike = None,
 ) -> _M:
     """Cast a model in place to what its level asks for, before anything is wrapped around it.
 
-    As ``model.half()``, but batch norms of every kind stay in float32 where the level says so, and
-    calls of the model cast floating inputs in and floating outputs out. A level whose model is
-    float32 leaves it as it is, so the call can stand in a script for every level. Parameters keep
-    their identity: an optimizer made before holds them still.
+    As ``model.half()``, but these stay in float32: batch norms of every kind where the level says
+    so; what is pinned to it, here or before; what the owners of a model of transformers declared
+    (``_keep_in_fp32_modules``), and its tables of rotary embeddings. Calls of the model cast
+    floating inputs in and floating outputs out. A level whose model is float32 only pins, so the
+    call can stand in a script for every level. Parameters keep their identity: an optimizer made
+    before holds them still.
 
     `initialize` does it by itself for a model without wrapper, or in DataParallel. Any other
     wrapper lays parameters out anew, so there the order is: ``cast_model``, wrapper, optimizer,
@@ -43,41 +49,59 @@ def cast_model(
         opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
         keep_batchnorm_fp32: In place of the level's own.
         master_weights: In place of the level's own.
+        precision: Modules in a precision of their own, by shell patterns over their names, as in
+            ``{"*.norm": "fp32", "lm_head": "fp32:keep"}``; see `distamp.pin_precision`. Of several
+            that match, the last counts. The call is collective then.
+        process_group: The ranks that have a part of the model, as `initialize` takes it.
 
     Returns:
         ``model`` itself.
 
     Raises:
         SettingError: The model is wrapped or sharded already, or was cast to another dtype before;
-            or it has frozen parameters in the other half precision.
+            or it has frozen parameters in the other half precision; or a pattern matches nothing
+            on any rank.
 
     Source: Apex's documentation of O2, and Micikevicius et al., 2018, section 3.1. Apex casts batch
     norms without affine parameters; here their statistics stay in float32 too.
     """
-    precision = Precision.of(
-        opt_level, keep_batchnorm_fp32=keep_batchnorm_fp32, master_weights=master_weights
+    level = Precision.of(
+        opt_level,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        precision=precision,
     )
+    pins = matched([model], level, resolve(process_group) if level.pins else None)
     wrapper = recognise(model).name
-    if wrapper is not None and precision.casts_model:
+    if wrapper is not None and level.casts_model:
         raise SettingError(
             f"cast_model was given a model inside {wrapper}, which has laid its parameters out in "
             "their present dtype; the order is cast_model(model, level), then the wrapper, then "
             "the optimizer, then initialize"
         )
     before = cast_as(model)
-    if before is not None and layout_of(before) != layout_of(precision):
+    if before is not None and layout_of(before) != layout_of(level):
         raise SettingError(
-            f"the model was already cast for {before.level} (parameters {before.param}) and cannot "
-            f"be cast for {precision.level}, because rounding lost precision; build the model again"
+            f"the model was already cast for {before.level} ({layout_of(before)}) and cannot be "
+            f"cast for {level.level} ({layout_of(level)}), because rounding lost precision; build "
+            "the model again"
         )
-    if not precision.casts_model or before is not None:
-        return model
-    check_frozen(model, precision)
+    check_frozen(model, level)
+    prepare(model, level, pins)
+    return model
+
+
+def prepare(model: nn.Module, precision: Precision, pins: Pins) -> None:
+    """Pin the modules of a model, and cast the rest where the level says so and nobody has yet."""
+    if not precision.casts_model:
+        pin_all(model, pins, torch.float32)
+    if not precision.casts_model or cast_as(model) is not None:
+        return
+    kept = kept_fp32(model, precision, pins)
     for module in model.modules():
-        kept = precision.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
-        dtype = torch.float32 if kept else precision.param
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point():
+                dtype = torch.float32 if id(tensor) in kept else precision.param
                 tensor.data = tensor.data.to(dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -86,7 +110,6 @@ def cast_model(
     model.register_forward_pre_hook(inputs, with_kwargs=True, prepend=True)
     if precision.output is not None:
         model.register_forward_hook(functools.partial(_cast_outputs, precision.output))
-    return model
 
 
 def check_frozen(model: nn.Module, precision: Precision) -> None:
@@ -118,7 +141,10 @@ def cast_as(model: nn.Module) -> Precision | None:
 
 def layout_of(precision: Precision) -> str:
     """Return what a level casts a model to."""
-    return f"parameters {precision.param}, keep_batchnorm_fp32={precision.keep_batchnorm_fp32}"
+    pins = f", precision={dict(precision.pins)}" if precision.pins else ""
+    return (
+        f"parameters {precision.param}, keep_batchnorm_fp32={precision.keep_batchnorm_fp32}{pins}"
+    )
 
 
 # The hooks are partials of module-level functions, so that a cast model can be copied and pickled.

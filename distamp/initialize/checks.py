@@ -9,9 +9,11 @@ from torch import nn
 
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as, check_frozen, layout_of
-from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along
+from distamp.initialize.kept import Pins, pin_of
+from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along, pins_cast_along
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
+from distamp.report.following import module_names
 
 __all__ = ["check"]
 
@@ -28,6 +30,7 @@ def check(
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
+    pins: Pins,
     comm_hook: str | None,
     replicas: object,
 ) -> str:
@@ -47,6 +50,7 @@ def check(
     _check_optimizers(models, optimizers, precision)
     for model, wrapping in zip(models, wrappings, strict=True):
         _check_model(model, wrapping, precision)
+        _check_pins(model, wrapping, pins)
     _check_comm_hook(wrappings, comm_hook, replicas)
     return device.type
 
@@ -94,16 +98,26 @@ def _check_policies(
         )
 
 
+def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
+    fp32 = {module for module, pin in pins.items() if pin.startswith("fp32")}
+    fp32 |= {m for m in model.modules() if (p := pin_of(m)) and p.dtype is torch.float32}
+    names = module_names(model)
+    for module in pins_cast_along(model, fp32):
+        raise SettingError(
+            f"{names[module]!r} is to compute in fp32, and {wrapping.name} gathers its weights in "
+            "another dtype; wrap the module by itself, as one unit and without mixed precision, "
+            "before what is around it"
+        )
+
+
 def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
     name, level = wrapping.name, precision.level
-    cast = cast_as(wrapping.inner)
-    # Masters are of parameters that stay in place: FSDP1's do not.
-    if name in _SETTINGS and precision.master_weights and (cast is None or name != "fully_shard"):
-        or_cast = ", or call cast_model() before it" if name == "fully_shard" else ""
+    if name in _SETTINGS and precision.master_weights:
         raise SettingError(
             f"{level} over {name} is its own mixed precision over float32 parameters: leave out "
-            f"cast_model() and pass {name} {_SETTINGS[name].format(precision.param)}{or_cast}"
+            f"cast_model() and pass {name} {_SETTINGS[name].format(precision.param)}"
         )
+    cast = cast_as(wrapping.inner)
     if cast is None and name not in (None, "DataParallel"):
         raise SettingError(
             f"{level} casts the model to {precision.param}, and {name} has laid its parameters "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from distamp.autocast import DataParallel, OpLists, autocast
 from distamp.comm_hooks import register
 from distamp.errors import SettingError
+from distamp.groups import resolve
 from distamp.initialize.amp import Amp
-from distamp.initialize.casting import cast_as, cast_model
+from distamp.initialize.casting import prepare
 from distamp.initialize.checks import check
+from distamp.initialize.kept import Pins, matched, pin_all
 from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -39,8 +41,9 @@ def initialize(
     opt_level: str | Precision = "O1",
     *,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | Literal["split"] | None = None,
+    master_weights: bool | None = None,
     loss_scale: float | str | None = None,
+    precision: Mapping[str, str] | None = None,
     num_losses: int = 1,
     init_scale: float | None = None,
     schedule: Schedule | None = None,
@@ -64,8 +67,10 @@ def initialize(
         optimizers: One or several, over parameters of the models; None to only run the model.
         opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
         keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
-        master_weights: As in Apex; ``"split"`` for `MasterParameters` in half the memory.
+        master_weights: As in Apex.
         loss_scale: As in Apex: a number or ``"dynamic"``.
+        precision: Modules in a precision of their own, as in `cast_model`: shell patterns over
+            module names, without those of wrappers. Give both the same.
         num_losses: As in Apex, and without effect: all losses share one scale.
         init_scale: The first loss scale, where it is dynamic.
         schedule: How a dynamic loss scale moves.
@@ -90,36 +95,38 @@ def initialize(
     for name in apex:
         hint = f"; Apex's {name}: {_APEX[name]}" if name in _APEX else ""
         raise TypeError(f"initialize() got an unexpected keyword argument {name!r}{hint}")
-    precision = Precision.of(
+    level = Precision.of(
         opt_level,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         loss_scale=loss_scale,
+        precision=precision,
     )
     models = _several("model", model, nn.Module)
     stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     wrappings = tuple(map(recognise, models))
-    device = check(models, wrappings, stepped, precision, comm_hook, replicas)
-    fp16_grads = "inplace" if precision.casts_model else "error"
+    pins = matched(models, level, resolve(process_group) if level.pins else None)
+    device = check(models, wrappings, stepped, level, pins, comm_hook, replicas)
+    fp16_grads = "inplace" if level.casts_model else "error"
     settings: dict[str, Any] = {
-        "fp16_grads": "master" if precision.master_weights else fp16_grads,
+        "fp16_grads": "master" if level.master_weights else fp16_grads,
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
         "named_parameters": [
             pair for m in models for pair in (*m.named_parameters(), *m.named_buffers())
         ],
     }
-    moving, first = _schedule(precision, schedule, init_scale)
+    moving, first = _schedule(level, schedule, init_scale)
     scaler = measuring = DistGradScaler(
-        device, first, schedule=moving, enabled=precision.scales, **settings
+        device, first, schedule=moving, enabled=level.scales, **settings
     )
     if not scaler.is_enabled():
         measuring = DistGradScaler(device, 1.0, schedule=StaticSchedule(), **settings)
     for each in (scaler, measuring):
         each.add_optimizer(*stepped)
-    dtype = precision.compute if precision.autocasts else None
-    region = autocast(device, dtype, precision.autocasts, cache_enabled, ops=ops)
-    _cast(models, wrappings, stepped, precision)
+    dtype = level.compute if level.autocasts else None
+    region = autocast(device, dtype, level.autocasts, cache_enabled, ops=ops)
+    _cast(models, wrappings, stepped, level, pins)
     hooks = tuple(
         register(each, comm_hook, replicas=replicas) for each in models if comm_hook is not None
     )
@@ -129,7 +136,7 @@ def initialize(
         models,
         wrappings,
         stepped,
-        precision,
+        level,
         scaler,
         measuring,
         region,
@@ -143,18 +150,21 @@ def _cast(
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
+    pins: Pins,
 ) -> None:
-    """Cast models that no wrapper has laid out; make masters of what is then half."""
+    """Pin modules, cast models that no wrapper has laid out, make masters of what is then half."""
     for model, wrapping in zip(models, wrappings, strict=True):
-        if precision.casts_model and not wrapping.policies and cast_as(wrapping.inner) is None:
-            cast_model(wrapping.inner, precision)
+        if wrapping.policies:
+            pin_all(wrapping.inner, pins, precision.param)
+        else:
+            prepare(wrapping.inner, precision, pins)
         if precision.autocasts and type(model) is nn.DataParallel:
             # torch's replicas know whether autocast is on, and not in which dtype.
             model.__class__ = DataParallel
     for optimizer in optimizers if precision.master_weights else ():
         half = any(p.dtype.itemsize == 2 for p in parameters_of(optimizer))
         if half and masters_of(optimizer) is None:
-            MasterParameters(optimizer, split=precision.master_weights == "split")
+            MasterParameters(optimizer)
 
 
 def _schedule(

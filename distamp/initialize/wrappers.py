@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "compute_device",
     "norms_cast_along",
     "pause_sync",
+    "pins_cast_along",
     "recognise",
 ]
 
@@ -100,6 +101,23 @@ def norms_cast_along(
         yield name
     for child_name, child in module.named_children():
         yield from norms_cast_along(child, f"{name}.{child_name}".lstrip("."), dtype)
+
+
+def pins_cast_along(model: nn.Module, fp32: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules pinned to float32 that FSDP's mixed precision computes otherwise.
+
+    FSDP1 has views of a flat parameter in place of weights, which cannot be taken in float32; and
+    a unit inside of a pinned module casts what it is given.
+    """
+    for module in model.modules():
+        half = _policy(module)[0] not in (None, torch.float32)
+        if half and _name(module) == _FSDP1:
+            kept = {part for part in module.modules() if _name(part) == _FSDP1} - {module}
+            others = {part for each in kept for part in each.modules()}
+            yield from (p for p in module.modules() if p in fp32 and p not in others)
+        if module in fp32:
+            inside = [part for part in module.modules() if part is not module]
+            yield from (module for part in inside if _policy(part)[0] not in (None, torch.float32))
 
 
 @contextlib.contextmanager

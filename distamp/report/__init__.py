@@ -3,6 +3,7 @@
 from distamp.report.contract import Breach, Breaches, Contract
 from distamp.report.findings import Finding, findings
 from distamp.report.mismatch import mismatch
+from distamp.report.nonfinite import NonFinite, TensorRange, first_nonfinite
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport
@@ -12,9 +13,12 @@ __all__ = [
     "Breaches",
     "Contract",
     "Finding",
+    "NonFinite",
     "PrecisionReport",
     "Preflight",
+    "TensorRange",
     "findings",
+    "first_nonfinite",
     "mismatch",
     "precision_report",
     "preflight",

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from distamp.errors import SettingError
 from distamp.protocols import CommHook
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, Schedule
 from distamp.sources import GradientSource
 
-__all__ = ["Settings", "checked_hook", "names_of", "one_number", "resolve_device", "schedule_of"]
+__all__ = ["Settings", "checked_hook", "one_number", "resolve_device", "schedule_of"]
 
 _FP16_GRADS = ("error", "inplace", "master")
 
@@ -82,21 +80,6 @@ def one_number(value: float | Tensor) -> float:
             f"tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
         )
     return float(value.item())
-
-
-def names_of(named: Iterable[tuple[str, Tensor]] | None) -> MutableMapping[Tensor, str]:
-    """Return the name of each parameter; parameters are held weakly.
-
-    Raises:
-        TypeError: ``named`` is no pairs, as ``model.named_parameters()`` gives them.
-    """
-    try:
-        return WeakIdKeyDictionary({parameter: name for name, parameter in named or ()})
-    except (TypeError, ValueError):
-        raise TypeError(
-            "named_parameters must be pairs of name and parameter, as model.named_parameters() "
-            f"gives them, not {type(named).__name__}"
-        ) from None
 
 
 @dataclass(frozen=True)

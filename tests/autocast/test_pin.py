@@ -93,6 +93,101 @@ def test_integer_and_float64_inputs_are_handed_on():
     assert module(*given) == [FP32, torch.int64, torch.float64, FP32]
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_what_half_precision_brings_in_goes_out_in_it_unless_kept_or_in_a_region(dtype):
+    layer, norm = nn.Linear(4, 4).to(dtype), pin_precision(nn.LayerNorm(4), "fp32")
+    with torch.no_grad():
+        norm.weight += 1e-5  # what the model's dtype cannot hold
+        x = layer(X.to(dtype))
+        wanted = torch.nn.functional.layer_norm(x.float(), (4,), norm.weight, norm.bias)
+        assert torch.equal(norm(x), wanted.to(dtype))
+        assert layer(norm(x)).dtype is dtype
+        assert norm(X).dtype is FP32
+        with autocast("cpu", dtype):
+            assert norm(x).dtype is FP32
+        assert torch.equal(pin_precision(norm, "fp32:keep")(x), wanted)
+        table = pin_precision(nn.Embedding(4, 4), "fp32", model_dtype=dtype)
+        assert table(torch.arange(2)).dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_half_precision_weights_of_a_module_in_fp32_are_taken_in_fp32(dtype):
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.MultiheadAttention(4, 2)).to(dtype)
+    head = pin_precision(copy.deepcopy(net[:2]), "fp32:keep")
+    plain = copy.deepcopy(net[:2]).float()
+    found, wanted = head(X.to(dtype)), plain(X.to(dtype).float())
+    assert torch.equal(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    for one, other in zip(head.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad.to(dtype))  # type: ignore[union-attr, arg-type]
+    attention = pin_precision(net[2], "fp32")
+    out, weights = attention(*[X[None].to(dtype)] * 3)
+    assert out.dtype is weights.dtype is dtype
+
+
+def sharded(module: nn.Module) -> Any:
+    """A class over the module's own, as fully_shard lays one."""
+    cls = type(module)
+    module.__class__ = type(f"Sharded{cls.__name__}", (Mark, cls), {})
+    return module
+
+
+class Mark:
+    """What another library lays over a module's class."""
+
+
+OVER: dict[str, Any] = {
+    "a class": sharded,
+    "a parametrization": torch.nn.utils.parametrizations.weight_norm,
+    "a hook": lambda module: module.register_forward_hook(lambda *_: None) and module,
+}
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_others_lay_over_a_pin_or_under_it_stays(over, first):
+    module = nn.Linear(4, 4)
+    steps = [lambda: pin_precision(module, "fp32"), lambda: OVER[over](module)]
+    for step in steps if first else steps[::-1]:
+        step()
+    kinds, hooks = type(module).__mro__, dict(module._forward_hooks)
+    for each in (module, copy.deepcopy(module)):
+        with autocast("cpu"):
+            assert each(X).dtype is FP32
+            assert pin_precision(each, None)(X).dtype is BF16
+            assert pin_precision(each, "fp32")(X).dtype is FP32
+            pin_precision(each, None)
+    assert isinstance(module, Mark) is (over == "a class")
+    assert hasattr(module, "parametrizations") is (over == "a parametrization")
+    assert dict(module._forward_hooks) == hooks
+    assert type(module) in kinds
+
+
+def test_a_lazy_module_stays_pinned_when_it_has_its_shape():
+    module: Any = pin_precision(nn.LazyLinear(4), "fp32")
+    with autocast("cpu"):
+        assert module(X).dtype is FP32
+        assert module(X).dtype is FP32
+        assert pin_precision(module, None)(X).dtype is BF16
+    assert type(module) is nn.Linear
+
+
+def test_a_module_that_computes_in_float8_cannot_be_pinned():
+    module = nn.Sequential(type("Float8Linear", (nn.Linear,), {})(4, 4))
+    with pytest.raises(ValueError, match="Float8Linear, which computes in float8"):
+        pin_precision(module, "fp32")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_a_module_with_half_weights_compiles_in_one_graph_and_casts_back(dtype):
+    net = pinned("fp32").to(dtype)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(X.to(dtype)), net(X.to(dtype)))
+    assert compiled(X.to(dtype)).dtype is dtype
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_pinned_module_compiles_in_one_graph():
     net = pinned("fp32")
@@ -102,7 +197,7 @@ def test_a_pinned_module_compiles_in_one_graph():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="'fp32', 'fp16' or 'bf16', got 'fp8'"):
+    with pytest.raises(ValueError, match=r"must be one of .*, got 'fp8'; did you mean 'fp32'"):
         pin_precision(nn.Linear(1, 1), "fp8")
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function"):
         pin_precision(torch.nn.functional.softmin, "fp32")  # type: ignore[arg-type]

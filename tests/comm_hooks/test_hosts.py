@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
+from distamp.comm_hooks import HookStats
 from distamp.comm_hooks.hosts import Row, hosts_of
 from distamp.errors import LockstepError
 from tests.comm_hooks.training import BOUNDS, agreed, gradients, inputs, mlp
-from tests.ranks import subgroup
+from tests.ranks import mesh, subgroup
 
 WIDTHS = (31, 97, 64, 5)
 
@@ -45,9 +47,10 @@ def rows(hosts: str, local: list[int] | int = 0, given: int | None = None) -> li
         (rows("aaaa"), [[0], [1], [2], [3]]),
         (rows("abcd"), [[0], [1], [2], [3]]),
         (rows("aabb", 2, given=1), [[0], [1], [2], [3]]),
-        # Uneven hosts, and neighbours on different hosts.
-        (rows("aaab"), [[0], [1], [2], [3]]),
-        (rows("abab"), [[0], [1], [2], [3]]),
+        # Neighbours on different hosts; and uneven hosts, which have no hook.
+        (rows("abab"), [[0, 2], [1, 3]]),
+        (rows("abbcca"), [[0, 5], [1, 2], [3, 4]]),
+        (rows("aaab"), []),
     ],
 )
 def test_two_levels_where_hosts_are_even(table, ranks):
@@ -93,7 +96,7 @@ def _as_if_on(hosts: str, local: dict[int, str], some: bool = False) -> tuple[fl
         ("aabb", {}, "two levels: 2 hosts of 2 ranks"),
         ("aaaa", dict.fromkeys(range(4), "2"), "two levels: 2 hosts of 2 ranks"),
         ("aabb", {0: "2", 1: "2", 3: "2"}, "two levels: 2 hosts of 2 ranks"),
-        ("aaab", {}, "one level: hosts have from 1 to 3 ranks"),
+        ("abba", {}, "two levels: 2 hosts of 2 ranks"),
         ("aaaa", {}, "one level of 4 ranks"),
     ],
 )
@@ -103,8 +106,49 @@ def test_every_rank_decides_from_one_table(ranks4, hosts, local, levels):
         assert said == levels
 
 
+def _shards_as_if_on(hosts: str) -> tuple[float, str]:
+    """The error of FSDP2 whose ranks believe to be on these hosts, and what its stats say."""
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = fully_shard(nn.Linear(700, 60, bias=False), mesh=mesh((size,), ("shard",)))
+    with patch.object(socket, "gethostname", lambda: hosts[rank]):
+        state = comm_hooks.register(model, "fp16")
+    everyone = torch.randn(size, 4, 700, generator=torch.Generator().manual_seed(1))
+    (model(everyone[rank]) * torch.arange(60.0)).sum().backward()
+    exact = everyone.double().sum(1).mean(0).outer(torch.arange(60.0).double())
+    found = model.weight.grad.full_tensor().double().T
+    return ((found - exact).norm() / exact.norm()).item(), state.stats().levels
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "abba"])
+def test_shards_go_to_their_ranks_in_whichever_order_these_are_on_hosts(ranks4, hosts):
+    for error, levels in ranks4.run(_shards_as_if_on, hosts):
+        assert error <= BOUNDS["fp16"]
+        assert levels == "two levels: 2 hosts of 2 ranks"
+
+
+def _uneven(dropped_in: bool) -> tuple[float, HookStats]:
+    """DDP whose first three ranks are on one host, and whose last is on another."""
+    model, plain = _wrapped()
+    with patch.object(socket, "gethostname", lambda: "aaab"[dist.get_rank()]):
+        if dropped_in:
+            state = comm_hooks.CommHookState("fp16")
+            model.register_comm_hook(state, comm_hooks.fp16_compress_hook)
+        else:
+            state = comm_hooks.register(model, "fp16")
+        return _error(model, plain), state.stats()
+
+
+@pytest.mark.parametrize("dropped_in", [False, True])
+def test_uneven_hosts_say_that_the_hook_is_left_off(ranks4, dropped_in):
+    for error, stats in ranks4.run(_uneven, dropped_in):
+        assert error < 1e-6
+        assert stats.total_bytes == 0
+        assert ("hosts have" if dropped_in else "no hook: hosts have from 1 to 3") in str(stats)
+
+
 def test_a_group_of_some_ranks_makes_its_connections_alone(ranks4):
-    for error, levels in ranks4.run(_as_if_on, "aabc", {}, True)[1:]:
+    for error, levels in ranks4.run(_as_if_on, "abcd", {}, True)[1:]:
         assert error <= BOUNDS["fp16"]
         assert levels == "one level of 3 ranks"
 

@@ -8,8 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import tyro
-
 from launch.folder import checkpoints_of
 from tests.launch import jobs
 from tests.launch.test_jobs import killed_after
@@ -41,4 +39,4 @@ def main(kills: int = 30, seed: int = 0, steps: int = 600, flags: str = "--hook 
 
 
 if __name__ == "__main__":
-    sys.exit(not tyro.cli(main))
+    sys.exit(not main())

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import DistGradScaler
-from distamp.comm_hooks import formats, lanes, register, torch_compat
+from distamp.comm_hooks import formats, register, torch_compat, transport
 from tests.place import device_type, here
 from tests.ranks import mesh
 
@@ -149,9 +149,11 @@ def _roots(fault: bool) -> float:
         fully_shard(each, mesh=mesh((size,), ("shard",)))
     # In two levels: what a rank got from its own host is read again when it adds up.
     register(blocks, "fp16", ranks_per_host=2)
-    shared = lanes.Lane(0, here())
+    shared = transport.Lane(0, here())
     planted = patch.object(
-        lanes.DeviceLanes, "submit", lambda _, job, uses=(): torch_compat.completed(job(shared))
+        transport.DeviceTransport,
+        "_submit",
+        lambda _, lane, job, uses: torch_compat.completed(job(shared)),
     )
     worst = 0.0
     for step in range(3):

@@ -9,12 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distamp.gradients import local_gradients, local_of
 from distamp.optimizers import describe, parameter_names, parameters_of
 from distamp.sources import source_of
 
-__all__ = ["Overflow", "OverflowReport", "find_overflows", "gradients_by_name", "log_skip"]
+__all__ = [
+    "Overflow",
+    "OverflowReport",
+    "find_overflows",
+    "gradients_by_name",
+    "log_skip",
+    "names_of",
+]
 
 _log = logging.getLogger("distamp.scaler")
 
@@ -62,6 +70,21 @@ class OverflowReport:
             for o in self.overflows
         ]
         return "\n".join([f"overflow at loss scale {self.scale:g}", head, *rows])
+
+
+def names_of(named: Iterable[tuple[str, Tensor]] | None) -> MutableMapping[Tensor, str]:
+    """Return the name of each parameter; parameters are held weakly.
+
+    Raises:
+        TypeError: ``named`` is no pairs, as ``model.named_parameters()`` gives them.
+    """
+    try:
+        return WeakIdKeyDictionary({parameter: name for name, parameter in named or ()})
+    except (TypeError, ValueError):
+        raise TypeError(
+            "named_parameters must be pairs of name and parameter, as model.named_parameters() "
+            f"gives them, not {type(named).__name__}"
+        ) from None
 
 
 @torch.no_grad()

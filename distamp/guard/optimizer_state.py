@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import OptState
 from distamp import host
 from distamp.errors import StageError
 from distamp.gradients import flag_of
+from distamp.guard.ranks import Flag
 from distamp.optimizers import innermost, unwrapped
-from distamp.scaler.ranks import Flag
 
 __all__ = [
     "OWN",

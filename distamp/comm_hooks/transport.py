@@ -1,0 +1,310 @@
+"""What carries messages: two lanes beside the backward pass, with connections of their own.
+
+While one lane's bucket is on the wire, the other's is encoded. On a host a lane has one thread, and
+messages go by a gloo backend. On a device a lane is a stream of high priority on which the calling
+thread puts everything, and each lane has a communicator of its own for each level: one communicator
+is one queue. Connections are made from the store, for exactly their ranks; nothing else is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+
+from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.stats import HookStats
+
+__all__ = ["DeviceTransport", "HostTransport", "Job", "Lane", "Transport"]
+
+LANES = 2
+
+
+class Lane:
+    """What one exchange after another uses: memory, a number for its messages, and its turn."""
+
+    # What survives a job: buffers by name. On a host, of the job that runs: what is set when the
+    # one before has sent, and what is set when this one has.
+    def __init__(self, index: int, device: torch.device) -> None:
+        self.index = index
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+        self.before: threading.Event | None = None
+        self.over = threading.Event()
+
+    def memory(self, name: str, nbytes: int) -> Tensor:
+        """Return uint8 of that length, of which the next exchange of this lane has the same."""
+        if name not in self._memory or self._memory[name].numel() < nbytes:
+            self._memory.pop(name, None)
+            self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._memory[name][:nbytes]
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Return within what a job uses the network between hosts: in the order of submission.
+
+        A stream waits for its own messages alone.
+        """
+        if self.before is not None:
+            self.before.wait()
+        yield
+        self.over.set()
+
+
+Job: TypeAlias = Callable[[Lane], Tensor]
+# The ranks of a level, by their numbers in the group: "inner" are those of this host, "outer" those
+# of other hosts that have the same part as this one. This rank is one of them.
+Levels: TypeAlias = Mapping[str, Sequence[int]]
+
+
+class Transport(ABC):
+    """Runs jobs in turn on two lanes, while the caller goes on; sends what they send.
+
+    Owned by whoever makes it, and given back by `close`, when it is collected, or as the
+    interpreter ends. Unlike groups of ``torch.distributed.new_group``, its connections are no
+    other's, and making them concerns their own ranks alone.
+    """
+
+    # What survives a call: the lanes and whose turn it is; the first failure, after which nothing
+    # is exchanged; what gives the connections back.
+    def __init__(self, device: torch.device) -> None:
+        self.lanes = [Lane(index, device) for index in range(LANES)]
+        self._count = 0
+        self._failure: str | None = None
+        self._finalizer: Callable[[], object] = lambda: None
+
+    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
+        """Return the future of what ``job`` returns; whoever waits for it raises what it raised.
+
+        Args:
+            job: What to do with a lane.
+            uses: Tensors of the caller that the job reads or writes.
+
+        Raises:
+            RuntimeError: A job failed before, or it is closed.
+        """
+        self.check()
+        self._count += 1
+        return self._submit(self.lanes[self._count % LANES], job, uses)
+
+    def check(self) -> None:
+        """Raise where a job failed before, on any lane, or it is closed."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def failed(self, error: Exception) -> None:
+        """Keep the first failure."""
+        if self._failure is None:
+            self._failure = (
+                f"an exchange of gradients failed before ({error}): no gradients are exchanged any "
+                "more; end this job, and start it again from its last checkpoint"
+            )
+
+    def close(self) -> None:
+        """Give threads and connections back, when what was submitted is done. Not collective."""
+        self._wait()
+        self._failure = self._failure or (
+            "this communication hook was closed: wrap the model and register a hook again"
+        )
+        self._finalizer()
+
+    @abstractmethod
+    def _submit(self, lane: Lane, job: Job, uses: Sequence[Tensor]) -> Future[Tensor]: ...
+
+    @abstractmethod
+    def _wait(self) -> None: ...
+
+    @abstractmethod
+    def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
+        """Send each other rank of a level its row, and receive one from each.
+
+        Args:
+            level: ``"inner"`` or ``"outer"``.
+            lane: Whose messages they are.
+            received: uint8 (ranks, bytes), contiguous; nothing is known of this rank's own row.
+            sent: The same.
+        """
+
+    @abstractmethod
+    def all_to_all_parts(
+        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> None:
+        """Do the same with a tensor for each rank, of its own length, which may be none."""
+
+    @abstractmethod
+    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
+        """Send a row to each rank of a level, and receive each one's.
+
+        Args:
+            level: ``"inner"`` or ``"outer"``.
+            lane: Whose messages they are.
+            rows: uint8 (ranks, bytes), contiguous.
+            own: uint8 (bytes): this rank's row in ``rows``, or memory elsewhere.
+        """
+
+
+class HostTransport(Transport):
+    """See `Transport`. Exchanges with one rank after another, and one bucket after another.
+
+    Streams that share a link divide it unevenly, and all wait for the slowest.
+
+    Args:
+        name: Of a new gloo backend, the same on all ranks and no other's.
+        group: The ranks.
+        levels: Those of each level.
+        stats: Where waiting is counted.
+    """
+
+    # A thread a lane, which takes its jobs in turn, and which the interpreter joins before it ends:
+    # one that it finds in torch aborts the process. The end of the last job that was submitted.
+    def __init__(self, name: str, group: ProcessGroup, levels: Levels, stats: HookStats) -> None:
+        super().__init__(torch.device("cpu"))
+        self._workers = [ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes]
+        self._over: threading.Event | None = None
+        self._backends: list[Any] = [torch_compat.new_gloo(name, group)]
+        self._rank, self._levels, self._stats = group.rank(), levels, stats
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._backends)
+
+    def _submit(self, lane: Lane, job: Job, uses: Sequence[Tensor]) -> Future[Tensor]:
+        done = Future[Any]()
+        before, over = self._over, threading.Event()
+
+        def run() -> None:
+            lane.before, lane.over = before, over
+            outcome = self._outcome(job, lane)
+            with lane.turn():
+                done.set_result(outcome)
+
+        self._over = over
+        self._workers[lane.index].submit(run)
+        # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
+        # a callback, which starts no collective, it arrives as an error.
+        return done.then(_value_or_raise)
+
+    def _wait(self) -> None:
+        for worker in self._workers:
+            worker.shutdown()
+
+    def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
+        """See `Transport.all_to_all`."""
+        self.all_to_all_parts(level, lane, received.unbind(), sent.unbind())
+
+    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
+        """See `Transport.all_gather`."""
+        self.all_to_all_parts(level, lane, rows.unbind(), [own] * len(rows))
+        mine = rows[self._levels[level].index(self._rank)]
+        if mine.data_ptr() != own.data_ptr():
+            mine.copy_(own)
+
+    def all_to_all_parts(
+        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> None:
+        """See `Transport.all_to_all_parts`."""
+        start = time.perf_counter()
+        self.check()
+        (backend,), ranks = self._backends, self._levels[level]
+        size, mine = len(ranks), ranks.index(self._rank)
+        tag = 2 * lane.index + (level == "inner")
+        for turn in range(1, size):
+            source, target = (mine - turn) % size, (mine + turn) % size
+            works = []
+            if received[source].numel():
+                works.append(backend.recv([received[source]], ranks[source], tag))
+            if sent[target].numel():
+                works.append(backend.send([sent[target]], ranks[target], tag))
+            for work in works:
+                work.wait()
+        self._stats.seconds_waiting += time.perf_counter() - start
+
+    def _outcome(self, job: Job, lane: Lane) -> Tensor | Exception:
+        try:
+            self.check()
+            with torch.no_grad():
+                return job(lane)
+        except Exception as error:
+            self.failed(error)
+            # Ranks that wait for this one hear of it as its connections end, which the locals of
+            # what failed would keep.
+            self._backends.clear()
+            traceback.clear_frames(error.__traceback__)
+            return error
+
+
+def _value_or_raise(done: Future[Any]) -> Tensor:
+    outcome: Tensor | Exception = done.value()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+class DeviceTransport(Transport):
+    """See `Transport`; arguments as of `HostTransport`, and the device."""
+
+    # A stream for each lane, and communicators by level and lane.
+    def __init__(
+        self, name: str, group: ProcessGroup, levels: Levels, device: torch.device
+    ) -> None:
+        super().__init__(device)
+        self._device = device
+        self._streams = [torch.Stream(device, priority=-1) for _ in self.lanes]
+        self._backends = {
+            (level, lane.index): torch_compat.new_communicator(
+                f"{name}/{level}/{min(ranks)}/{lane.index}", group, ranks, device
+            )
+            for level, ranks in levels.items()
+            for lane in (self.lanes if len(ranks) > 1 else ())
+        }
+        self._finalizer = weakref.finalize(self, _end, [], self._backends)
+
+    def _submit(self, lane: Lane, job: Job, uses: Sequence[Tensor]) -> Future[Tensor]:
+        stream = self._streams[lane.index]
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        result: Future[Tensor] = Future(devices=[self._device])
+        with stream, torch.no_grad():
+            for each in uses:
+                each.record_stream(stream)
+            try:
+                result.set_result(job(lane))
+            except Exception as error:
+                self.failed(error)
+                raise
+        return result
+
+    def _wait(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
+        """See `Transport.all_to_all`. One buffer: its cost does not grow with the ranks."""
+        backend = self._backends[level, lane.index]
+        backend.alltoall_base(received.view(-1), sent.view(-1), [], []).wait()
+
+    def all_to_all_parts(
+        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> None:
+        """See `Transport.all_to_all_parts`."""
+        self._backends[level, lane.index].alltoall([*received], [*sent]).wait()
+
+    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
+        """See `Transport.all_gather`."""
+        torch_compat.all_gather(self._backends[level, lane.index], rows.view(-1), own).wait()
+
+
+def _end(workers: Sequence[ThreadPoolExecutor], backends: Any) -> None:
+    """Let threads end with what they do, and give connections back."""
+    for worker in workers:
+        worker.shutdown(wait=False)
+    for backend in backends.values() if isinstance(backends, dict) else ():
+        torch_compat.shut_down(backend)
+    backends.clear()

@@ -1,0 +1,834 @@
+"""How steps are taken together: look at gradients, agree, step or skip, count, in any precision.
+
+What gradients are divided by is what a subclass says: a loss scale, or nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from distamp import clipping, host
+from distamp.callers import stacklevel_of_caller
+from distamp.errors import GradientError, LossScaleCollapse, StageError
+from distamp.gradients import flag_of
+from distamp.groups import Group, GroupLike, check_group, gather_sums
+from distamp.guard import overflow
+from distamp.guard.optimizer_state import (
+    OWN,
+    Agreed,
+    OptimizerState,
+    OptimizerStates,
+    StepCounts,
+    as_tensor,
+    check_step,
+    check_unscale,
+    leaves_garbage,
+    merged,
+    stepping,
+    takes_flags,
+    takes_scaler,
+)
+from distamp.guard.overflow import OverflowReport
+from distamp.guard.ranks import Call, Flag, Ranks
+from distamp.optimizers import find_closure, innermost, unwrapped
+from distamp.protocols import CommHook
+from distamp.sources import GradientSource, source_of
+
+__all__ = ["Differ", "Guard", "Resolved", "Steps", "outside_the_graph"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_HOST = torch.device("cpu")
+_item = Tensor.item
+
+
+def outside_the_graph(
+    method: Callable[Concatenate[_S, _P], _T],
+) -> Callable[Concatenate[_S, _P], _T]:
+    """Let a method run between two graphs of torch.compile, which would drop its hooks."""
+
+    @functools.wraps(method)
+    def call(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if _is_compiling():
+            outside: Callable[..., _T] = torch._compile._disable_dynamo(method)
+            return outside(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return cast("Callable[Concatenate[_S, _P], _T]", call)
+
+
+class Guard:
+    """What survives a call, beside torch's records of the iteration.
+
+    Attributes:
+        ranks: Whom to agree with, and how far they have come together.
+        limit: The limit on skipped steps in a row.
+        names: Of parameters and buffers, for the log and the report.
+        optimizers: Those that were seen.
+        hooks: Communication hooks that are told of skips.
+        kept: torch's records of what was unscaled before an ``update`` and not stepped, where
+            another optimizer was: trainers unscale all, then step and update one by one.
+        skipped_at: What gradients were divided by in the last step that was skipped, for a report
+            after ``update``.
+        clips_agree: Whether a clip has found replicas alike: what differs later is a warning.
+    """
+
+    __slots__ = (
+        "clips_agree",
+        "hooks",
+        "kept",
+        "limit",
+        "names",
+        "optimizers",
+        "ranks",
+        "skipped_at",
+    )
+
+    def __init__(self, ranks: Ranks, limit: int | None) -> None:
+        self.ranks = ranks
+        self.limit = limit
+        self.names: MutableMapping[Tensor, str] = {}
+        self.optimizers = OptimizerStates()
+        self.hooks: list[CommHook] = []
+        self.kept: dict[int, dict[str, Any]] = {}
+        self.skipped_at: float | None = None
+        self.clips_agree = False
+
+
+@dataclass(slots=True, eq=False)
+class Resolved:
+    """An optimizer as one call sees it, looked through once.
+
+    Args:
+        given: What the user gave: perhaps a wrapper.
+        holder: What has the parameters.
+        source: Where its gradients are.
+        record: torch's record of the iteration.
+        only_check: Whether its own kernel unscales.
+        state: What survives an iteration; None until it is looked at.
+    """
+
+    given: Any
+    holder: Any
+    source: GradientSource
+    record: dict[str, Any]
+    only_check: bool = False
+    state: OptimizerState | None = None
+
+
+class Differ(NamedTuple):
+    """What ranks compare of a call, beside its optimizers.
+
+    Args:
+        settings: What it was made with, as text.
+        begun: Scale and growth tracker as last set from outside.
+        scaled: Whether this rank ever scaled a loss.
+    """
+
+    settings: str
+    begun: tuple[float, int]
+    scaled: bool
+
+
+class Steps:
+    """The methods of a scaler that know of no scale; what divides gradients is in a subclass."""
+
+    _enabled: bool
+    _guard: Guard
+    _per_optimizer_states: dict[int, dict[str, Any]]
+    #: What gradients are divided by.
+    get_scale: Callable[[], float]
+
+    # -- what a subclass says ----------------------------------------------------------------------
+
+    def _divisor(self, call: str, given: Any) -> Tensor:
+        """Return what gradients are divided by, 0-d float32, on the device of the flags."""
+        raise NotImplementedError
+
+    def _inverse(self, divisor: Tensor) -> Tensor:
+        """Return what gradients are multiplied by, 0-d float32."""
+        raise NotImplementedError
+
+    def _compared(self, divisor: Tensor) -> Differ:
+        """Return what ranks compare."""
+        raise NotImplementedError
+
+    def _allows_fp16(self, only_check: bool) -> bool:
+        """Return whether float16 gradients may be unscaled in place."""
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        return source_of(optimizer).unscale(inv_scale, found_inf, allow_fp16)
+
+    def _group(self, device: torch.device) -> Group | None:
+        """Return the ranks to agree with; None where there are none."""
+        return self._guard.ranks.group(device)
+
+    # -- look and agree ----------------------------------------------------------------------------
+
+    @outside_the_graph
+    def unscale_(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Divide the optimizers' gradients by the loss scale and agree on found-inf.
+
+        Like ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. It is
+        the message that ``step`` would send. So one rank may call it for one optimizer, to log
+        a gradient, if it issues no other collective before its ``step``.
+
+        Args:
+            optimizers: Those whose gradients you want to clip or read before ``step``.
+            optimizer: One more, by torch's name.
+
+        Raises:
+            StageError: Called twice for an optimizer, or after its ``step``.
+            ValueError: float16 gradients under ``fp16_grads="error"``.
+            GradientError: A gradient cannot be read.
+            LockstepError: Ranks differ in call, optimizers, scale or settings.
+        """
+        if not self._enabled:
+            return
+        given = optimizers if optimizer is None else (*optimizers, optimizer)
+        divisor = self._divisor("unscale_", given)
+        if not given:
+            raise TypeError("unscale_() needs at least one optimizer")
+        ones = [self._resolved(each) for each in given]
+        for one in ones:
+            check_unscale(one.record)
+        self._look("step", divisor, ones)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        divisor = self._divisor("_check_inf_per_device", optimizer)
+        one = self._resolved(optimizer)
+        one.only_check = True
+        self._look("step", divisor, [one])
+        found: dict[Any, Tensor] = one.record["found_inf_per_device"]
+        return found
+
+    def _resolved(self, given: Any, to_step: bool = False) -> Resolved:
+        """Look through an optimizer, and at torch's record of it, one for all of its wrappers.
+
+        Args:
+            given: What the user gave.
+            to_step: Whether a record that was kept of the last iteration is gone by.
+        """
+        holder, records = unwrapped(given), self._per_optimizer_states
+        inside = innermost(holder)
+        kept = self._guard.kept
+        if to_step and kept and id(inside) in kept:
+            records[id(inside)] = kept.pop(id(inside))
+        record = records[id(inside)]
+        if given is not inside:
+            records[id(given)] = record
+        if to_step:
+            check_step(record)
+        return Resolved(given, holder, source_of(holder), record)
+
+    def _state(self, given: Any) -> OptimizerState:
+        optimizers = self._guard.optimizers
+        return optimizers.find(given) or optimizers.add(given)
+
+    def _record_of(self, optimizer: Any) -> dict[str, Any] | None:
+        """Return torch's record of this iteration, or what is kept of the last; None without."""
+        key = id(innermost(optimizer))
+        return self._per_optimizer_states.get(key) or self._guard.kept.get(key)
+
+    def _look(
+        self,
+        name: str,
+        divisor: Tensor,
+        ones: Sequence[Resolved],
+        *,
+        error: Exception | None = None,
+        arguments: str = "",
+        then: Callable[[], None] | None = None,
+    ) -> Flag:
+        """Look at the gradients of optimizers on this rank; all ranks agree on the flags.
+
+        Args:
+            name: What ranks compare of the call.
+            divisor: What gradients are divided by.
+            ones: Its optimizers.
+            error: What is wrong with the call itself; every rank raises it.
+            arguments: What else ranks compare.
+            then: What else is done on this rank before they agree.
+
+        Returns:
+            Whether ranks differ, where the host does not know yet; else False, for that raises.
+        """
+        group = self._group(divisor.device)
+        try:
+            for one in ones:  # first, so that ranks count them alike where one of them cannot look
+                one.state = self._state(one.given)
+            if error is not None:
+                raise error
+            if len(ones) > 1 and len({id(one.record) for one in ones}) < len(ones):
+                raise StageError("one optimizer was given twice; each is stepped once")
+            for one in ones:
+                self._look_at(one, divisor)
+            if then is not None:
+                then()
+        except Exception as raised:
+            if group is None:
+                raise
+            error = raised
+        if group is None:
+            return False
+        return self._agree(group, name, divisor, ones, error, arguments)
+
+    def _look_at(self, one: Resolved, divisor: Tensor) -> None:
+        """Write down what torch's own name for it finds in one optimizer's gradients."""
+        if self._guard.kept:
+            self._guard.kept.pop(id(innermost(one.holder)), None)
+        found_inf = flag_of(False, divisor.device)
+        factor = flag_of(True, divisor.device) if one.only_check else self._inverse(divisor)
+        allow_fp16 = self._allows_fp16(one.only_check)
+        flags = self._unscale_grads_(one.given, factor, found_inf, allow_fp16)
+        one.record["found_inf_per_device"] = flags or {divisor.device: found_inf}
+        one.record[OWN] = Agreed(one.state)
+        if not one.only_check:
+            one.record["stage"] = OptState.UNSCALED
+
+    def _agree(
+        self,
+        group: Group,
+        name: str,
+        divisor: Tensor,
+        ones: Sequence[Resolved],
+        error: Exception | None = None,
+        arguments: str = "",
+    ) -> Flag:
+        """Replace this rank's flags by what all ranks agree on, in one message; see `_look`."""
+        ranks = self._guard.ranks
+        states = [one.state for one in ones if one.state is not None]
+        try:
+            flags: list[Flag] = [False] * len(ones)
+            if error is None:
+                found = [[*one.record["found_inf_per_device"].values()] for one in ones]
+                flags = [merged(each, divisor.device) for each in found]
+            compared = self._compared(divisor)
+            call = Call(
+                name,
+                [type(one.holder).__name__ for one in ones if one.state is not None],
+                tuple(map(ranks.place, states)),
+                compared.settings + arguments,
+                compared.begun,
+                compared.scaled,
+            )
+            # One more, which no rank sets: on a device it is set where ranks differ.
+            *agreed, differ = ranks.agree(group, call, [*flags, False], error)
+        except Exception:
+            # Some ranks have unscaled their gradients when another finds that it cannot: a second
+            # try would unscale them twice. So this iteration has no step of theirs.
+            for one in ones:
+                one.record["stage"] = OptState.STEPPED
+                one.record["found_inf_per_device"] = {divisor.device: flag_of(True, divisor.device)}
+            raise
+        for one, each in zip_longest(ones, agreed):
+            tensor = as_tensor(each.flag, divisor.device)
+            one.record["found_inf_per_device"] = {tensor.device: tensor}
+            one.record[OWN] = Agreed(one.state, each.ranks)
+            if error is not None:  # which is raised with the others', later
+                one.record["stage"] = OptState.UNSCALED
+        return differ.flag
+
+    # -- step --------------------------------------------------------------------------------------
+
+    @outside_the_graph
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer if no rank found inf or NaN, else skip on every rank.
+
+        Like ``torch.amp.GradScaler.step``; sends the message if ``unscale_`` has not.
+
+        Args:
+            optimizer: The optimizer whose parameters to update.
+            args: Passed to ``optimizer.step``; no closure, as in torch.
+            kwargs: Passed to ``optimizer.step``; no closure, as in torch.
+
+        Returns:
+            The result of ``optimizer.step``; None for a skipped step.
+
+        Raises:
+            StageError: A second ``step`` before ``update``, or a closure.
+            LossScaleCollapse: ``max_consecutive_skips`` was reached.
+            ValueError, GradientError, LockstepError: As for `unscale_`.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        divisor = self._divisor("step", optimizer)
+        one = self._resolved(optimizer, to_step=True)
+        is_ready = one.record["stage"] is OptState.READY
+        if (args or kwargs) and find_closure(args, kwargs) is not None:
+            error = StageError(
+                "Closure use is not currently supported if GradScaler is enabled, as in torch: "
+                "take steps with a closure in float32 or bfloat16, without a scaler"
+            )
+            if is_ready:
+                one.only_check = True
+                self._look("step", divisor, [one], error=error)
+            raise error
+        if is_ready:
+            if takes_flags(optimizer) and not one.source.casts:
+                self._check_inf_per_device(optimizer)
+            else:
+                self.unscale_(optimizer)
+        return self._apply(one, divisor, args, kwargs)
+
+    @outside_the_graph
+    def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
+        """Step several optimizers with one message for all of them.
+
+        Each optimizer is stepped or skipped by its own gradients.
+
+        Returns:
+            The result of each ``optimizer.step()``; None for a skipped step.
+        """
+        optimizers = list(optimizers)
+        if not self._enabled:
+            return [optimizer.step() for optimizer in optimizers]
+        divisor = self._divisor("step", optimizers)
+        ones = [self._resolved(optimizer, to_step=True) for optimizer in optimizers]
+        ready = [one for one in ones if one.record["stage"] is OptState.READY]
+        for one in ready:
+            one.only_check = takes_flags(one.given) and not one.source.casts
+        if ready:
+            self._look("step", divisor, ready)
+        return [self._apply(one, divisor, (), {}) for one in ones]
+
+    def _apply(
+        self, one: Resolved, divisor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step by the flag, or skip."""
+        ranks, record = self._guard.ranks, one.record
+        flags: list[Tensor] = list(record["found_inf_per_device"].values())
+        if not flags:
+            raise StageError("No inf checks were recorded for this optimizer.")
+        if OWN not in record:  # an override, or a framework itself, wrote the flags down
+            one.state = self._state(one.given)
+            record[OWN] = Agreed(one.state)
+            if (group := self._group(divisor.device)) is not None:
+                self._agree(group, "step", divisor, [one])
+                flags = list(record["found_inf_per_device"].values())
+        agreed: Agreed = record[OWN]
+        state = agreed.state or self._state(one.given)
+        ranks.count_step(state)
+        flag: Flag
+        if fused := takes_flags(one.given):
+            flag = merged(flags, divisor.device)
+            ranks.settle(wait=False)
+        else:
+            ranks.settle_with_others()  # so that they learn first what they differ in
+            flag = any(map(_item, flags))
+            if not divisor.is_cpu:
+                # torch's own _maybe_opt_step reads it again.
+                record["found_inf_per_device"] = {_HOST: flag_of(flag, _HOST)}
+        if not fused:
+            result = self._maybe_opt_step(one.given, record, *args, **kwargs)
+        elif takes_scaler(cast("Any", type(stepping(one.given)))):
+            result = self._step_with_scaler(one.given, flag, args, kwargs)
+        else:
+            result = self._step_with_flags(one, flag, args, kwargs)
+        record["stage"] = OptState.STEPPED
+        state.last_step = flag
+        if self._guard.hooks:
+            self._tell_hooks(one, flag)
+        if isinstance(flag, Tensor):
+            values = torch.stack((flag, divisor))
+            ranks.later(values, lambda v: self._count(one.holder, state, bool(v[0]), v[1], None))
+        else:
+            self._count(one.holder, state, flag, divisor, agreed.ranks)
+        return result
+
+    def _step_with_scaler(
+        self, optimizer: Any, flag: Flag, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step by torch's older protocol, whose optimizers unscale and skip with the scaler.
+
+        torch calls them always, and so does a process alone. Where ranks agree, an overflow of
+        another rank is not seen by an optimizer that looks at its own gradients.
+        """
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+            FutureWarning,
+            stacklevel=stacklevel_of_caller(),
+        )
+        if self._guard.ranks.group(_HOST) is not None and bool(flag):
+            return None
+        return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+
+    def _step_with_flags(
+        self, one: Resolved, flag: Flag, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step by torch's protocol: the kernel divides by the scale, or does nothing."""
+        optimizer = stepping(one.given)
+        scale = self._divisor("step", optimizer)
+        if isinstance(flag, Tensor):
+            # torch's fused optimizers copy flag and scale to where parameters are, and do not wait.
+            on_host = any(host.is_host(tensor.device) for _, tensor in one.source.stepped())
+            if on_host or leaves_garbage(one.holder):
+                self._guard.ranks.settle()
+                flag = bool(flag)
+            scale = host.moved(scale, _HOST) if on_host else scale
+        if flag is True and type(optimizer).__module__.startswith("torch.optim."):
+            return None  # its kernel would do nothing, or leave garbage
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        if one.record["stage"] is not OptState.UNSCALED:
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        try:
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, as_tensor(flag, scale.device)
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale
+            del optimizer.found_inf
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if any(map(_item, optimizer_state["found_inf_per_device"].values())):
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    # -- what a step leaves ------------------------------------------------------------------------
+
+    def _tell_hooks(self, one: Resolved, flag: Flag) -> None:
+        parameters = [*one.source.parameters(), *(stepped for _, stepped in one.source.stepped())]
+        for hook in self._guard.hooks:
+            hook.step_ended(parameters, as_tensor(flag, _HOST))
+
+    def _count(
+        self,
+        optimizer: Any,
+        state: OptimizerState,
+        skipped: bool,
+        divisor: float | Tensor,
+        ranks: tuple[int, ...] | None,
+    ) -> None:
+        """Count a step that the host knows of."""
+        taken, before, in_a_row = state.counts
+        if not skipped:
+            state.counts = (taken + 1, before, 0)
+            return
+        own = self._guard
+        own.skipped_at = float(divisor)
+        state.counts = (taken, before + 1, in_a_row + 1)
+        if own.ranks.rank == 0:
+            # Where the divisor still is a tensor, the gradients still are as they were.
+            as_it_was = isinstance(divisor, Tensor)
+            at = own.skipped_at
+            overflow.log_skip(optimizer, taken + before + 1, at, ranks, own.names, as_it_was)
+        if own.limit is not None and in_a_row + 1 == own.limit:
+            state.counts = (taken, before + 1, 0)
+            raise LossScaleCollapse(
+                f"{own.limit} steps in a row were skipped, the last at loss scale "
+                f"{own.skipped_at:g}. Which gradients, and on which rank: catch this, and before "
+                "zero_grad() call overflow_report() on every rank"
+            )
+
+    def _end_iteration(self, records: dict[int, dict[str, Any]]) -> None:
+        """Begin the next iteration, and keep what ``step`` alone may still go by."""
+        own = self._guard
+        stages = {key: record["stage"] for key, record in records.items()}
+        if OptState.STEPPED not in stages.values():
+            own.kept.clear()
+        elif OptState.UNSCALED in stages.values():
+            own.kept |= {k: r for k, r in records.items() if stages[k] is OptState.UNSCALED}
+        own.ranks.iteration += 1
+        for hook in own.hooks:
+            hook.iteration_ended()
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def add_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Make optimizers known before their first ``step``.
+
+        Gradients of an optimizer that is known are carried over when the scale changes before its
+        first step. `distamp.initialize` and the integrations do this.
+
+        Raises:
+            TypeError: Not an optimizer.
+        """
+        for optimizer in optimizers if self._enabled else ():
+            self._state(optimizer)
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer's gradients are unscaled and wait for their ``step``."""
+        if not self._enabled:
+            return False
+        record = self._record_of(optimizer)
+        return record is not None and record["stage"] is OptState.UNSCALED
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
+
+        Also works after ``update``. Use it to advance a learning-rate schedule or an EMA only on
+        steps that were taken.
+
+        Raises:
+            StageError: ``step(optimizer)`` was never called.
+        """
+        if not self._enabled:
+            return True
+        last = self._asked("stepped", optimizer, "step()").last_step
+        if last is None:
+            raise StageError("stepped() was called before step() for this optimizer")
+        return not bool(last)
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Return the flag of the last check, the same on all ranks; never waits.
+
+        Returns:
+            0-d float32: 1.0 if a rank found inf or NaN, else 0.0.
+
+        Raises:
+            StageError: The optimizer was never checked.
+        """
+        if not self._enabled:
+            return flag_of(False, "cpu")
+        flag = self._asked("found_inf", optimizer).last_step
+        record = self._record_of(optimizer)
+        if flag is None and (record is None or OWN not in record):
+            raise StageError(
+                "found_inf() was called before unscale_() or step() for this optimizer"
+            )
+        device = self._divisor("found_inf", optimizer).device
+        if record is not None and OWN in record:
+            flag = merged(list(record["found_inf_per_device"].values()), device)
+        return as_tensor(False if flag is None else flag, device)
+
+    def step_counts(self, optimizer: torch.optim.Optimizer) -> StepCounts:
+        """Return how many steps of this optimizer were taken and skipped; may wait.
+
+        Raises:
+            StageError: The scaler never saw the optimizer.
+        """
+        if not self._enabled:
+            return StepCounts(0, 0)
+        self._guard.ranks.settle()
+        return StepCounts(*self._asked("step_counts", optimizer).counts[:2])
+
+    def _asked(
+        self, question: str, optimizer: Any, before: str = "unscale_() or step()"
+    ) -> OptimizerState:
+        state = self._guard.optimizers.find(optimizer)
+        if state is None:
+            raise StageError(
+                f"{question}() was called before {before} for this "
+                f"{type(unwrapped(optimizer)).__name__}"
+            )
+        return state
+
+    @outside_the_graph
+    def clip_grad_norm_(
+        self,
+        optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        replicated: clipping.Declared | None = None,
+        sharded: clipping.Declared | None = None,
+    ) -> Tensor:
+        """Clip gradients by the norm of the whole model, which may be sharded over the ranks.
+
+        Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, under DDP, FSDP, tensor and
+        pipeline parallel and their mixtures. Scaled gradients are unscaled first. If the norm is
+        inf or NaN, the gradients do not change, and the step is skipped.
+
+        A DTensor counts by its placements, once for each mesh. FSDP's shards, the shares of
+        ZeroRedundancyOptimizer and OSS, and Megatron's ``tensor_model_parallel`` are parts, and its
+        ``shared`` is a copy that is counted elsewhere. Any other tensor counts as a replica, unless
+        it is declared.
+
+        Args:
+            optimizer_or_parameters: An optimizer, or parameters of this scaler's optimizers.
+            max_norm: The largest norm after clipping; >= 0.
+            norm_type: The order of the norm; > 0, inf for the largest magnitude.
+            replicated: Takes a parameter of the model; returns whether every rank of the group has
+                the same values, even if rounding makes their gradients differ.
+            sharded: Takes a parameter of the model; returns whether every rank of the group has a
+                different part, or the group or mesh over which it is cut.
+
+        Returns:
+            The norm before clipping, unscaled: 0-d float32, the same on every rank, where the
+            scaler is disabled, too.
+
+        Raises:
+            StageError: The gradients of the given parameters are not unscaled, and the parameters
+                belong to no optimizer that this scaler has seen.
+            SettingError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is
+                declared both.
+            GradientError: What counts as a replica differs between ranks; says what to declare.
+        """
+        given: Any = optimizer_or_parameters
+        if not self._enabled:
+            return self._clip_unscaled(given, max_norm, norm_type, replicated, sharded)
+        is_optimizer = not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups")
+        given = list(given) if isinstance(given, Iterator) else given  # it is looked at twice
+        divisor = self._divisor("clip_grad_norm_", given)
+        group, own, error = self._group(divisor.device), self._guard, None
+        size = 1 if group is None else group.size
+        ready: list[Resolved] = []
+        chosen = clipping.Chosen([], [], [])
+        # On a device an error is raised at the next call: until then it is a norm of NaN.
+        sums = torch.full((3,), math.nan, dtype=torch.float64, device=divisor.device)
+        try:
+            if is_optimizer:
+                self._state(given)
+            chosen = clipping.choose(given, [optimizer for optimizer, _ in own.optimizers.live()])
+            ones = [self._resolved(owner) for owner in chosen.owners]
+            ready = [one for one in ones if one.record["stage"] is not OptState.UNSCALED]
+            for one in ready:
+                check_unscale(one.record)
+            # Last, so that where they are wrong the ranks go on alike after update().
+            max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
+            norm_type = clipping.positive("norm_type", norm_type)
+        except Exception as raised:
+            error = raised
+
+        def measure() -> None:
+            nonlocal sums
+            sums = clipping.local_sums(
+                chosen.shares, norm_type, divisor.device, size, replicated, sharded
+            )
+
+        declared = [replicated is not None, sharded is not None]
+        differ = self._look(
+            "clip_grad_norm_",
+            divisor,
+            ready,
+            error=error,
+            arguments=f", max_norm={max_norm}, norm_type={norm_type}, declared={declared}",
+            then=measure,
+        )
+        everyone = sums.view(1, 3)
+        if group is not None:
+            everyone = gather_sums(group, sums)
+            self._compare_norms(everyone, norm_type)
+        norm = clipping.total(everyone, norm_type)
+        self._skip_unless_finite(norm, differ, chosen.owners)
+        clipping.clip_(chosen.multiplied, norm, max_norm)
+        return norm
+
+    def _skip_unless_finite(self, norm: Tensor, differ: Flag, owners: Iterable[Any]) -> None:
+        """Let all skip that a norm was measured over, where it is not finite.
+
+        Not where ranks differ, which may be in what it was measured over: flags of before stay.
+        """
+        if host.is_host(norm.device) and norm.isfinite():
+            return
+        not_finite = norm.isfinite().logical_or(as_tensor(differ, norm.device)).logical_not()
+        for owner in owners:
+            record = self._resolved(owner).record
+            flags = [not_finite.float(), *record["found_inf_per_device"].values()]
+            record["found_inf_per_device"] = {
+                norm.device: as_tensor(merged(flags, norm.device), norm.device)
+            }
+
+    def _clip_unscaled(
+        self,
+        given: Any,
+        max_norm: float,
+        norm_type: float,
+        replicated: clipping.Declared | None,
+        sharded: clipping.Declared | None,
+    ) -> Tensor:
+        """Clip where the scaler is disabled: no message but the norms, and in one process torch."""
+        max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
+        norm_type = clipping.positive("norm_type", norm_type)
+        chosen = clipping.choose_unscaled(given)
+        device = chosen.multiplied[0].device if chosen.multiplied else torch.device("cpu")
+        group = self._group(device)
+        if group is None:
+            return torch.nn.utils.clip_grad_norm_(chosen.multiplied, max_norm, norm_type)
+        self._guard.ranks.settle()  # nothing else of a disabled scaler reads the last clip's
+        mine = clipping.local_sums(
+            chosen.shares, norm_type, device, group.size, replicated, sharded
+        )
+        everyone = gather_sums(group, mine)
+        self._compare_norms(everyone, norm_type)
+        norm = clipping.total(everyone, norm_type)
+        clipping.clip_(chosen.multiplied, norm, max_norm)
+        return norm
+
+    def _compare_norms(self, sums: Tensor, norm_type: float) -> None:
+        """Refuse what contradicts the declarations, until a clip has agreed; then warn, late."""
+        own = self._guard
+
+        def read(values: Sequence[float]) -> None:
+            found = [values[place : place + 3] for place in range(0, len(values), 3)]
+            why = clipping.differing(found, norm_type)
+            if why is None:
+                own.clips_agree = own.clips_agree or all(map(math.isfinite, values))
+            elif own.clips_agree:
+                warnings.warn(why, stacklevel=stacklevel_of_caller())
+            else:
+                own.ranks.settle()  # a rank that could not look at its gradients says why first
+                raise GradientError(why)
+
+        if own.clips_agree and not host.is_host(sums.device):
+            own.ranks.later(sums.view(-1), read)
+        else:
+            read(sums.view(-1).tolist())
+
+    def overflow_report(self, model: torch.nn.Module | None = None) -> OverflowReport:
+        """Return which gradients have inf or NaN, on which rank; every rank must call it.
+
+        Call it after a skipped step and before ``zero_grad``.
+
+        Args:
+            model: Gives names, and includes parameters of no optimizer. Without it, names come
+                from ``named_parameters`` or the optimizer, or are group and index.
+
+        Raises:
+            StageError: No rank has such a gradient; raised on every rank.
+        """
+        own = self._guard
+        own.ranks.settle()
+        optimizers = [optimizer for optimizer, _ in own.optimizers.live()]
+        named = overflow.gradients_by_name(optimizers, own.names, model)
+        mine = list(overflow.find_overflows(named, own.ranks.rank))
+        overflows = tuple(each for theirs in own.ranks.gather(mine) for each in theirs)
+        if not overflows:
+            raise StageError(
+                "overflow_report() found no inf or NaN in any gradient of any rank: call it after "
+                "a skipped step and before zero_grad()"
+            )
+        scale = None if self._per_optimizer_states else own.skipped_at
+        return OverflowReport(self.get_scale() if scale is None else scale, overflows)
+
+    @property
+    def process_group(self) -> GroupLike:
+        """The group as given; assign to it after unpickling or after a group was made again."""
+        return self._guard.ranks.given
+
+    @process_group.setter
+    def process_group(self, process_group: GroupLike) -> None:
+        check_group(process_group)
+        self._guard.ranks.settle()  # what the ranks of the old group differ in is raised by all
+        self._guard.ranks = Ranks(process_group)

@@ -1,0 +1,148 @@
+"""What carries messages: its threads and connections, until they are given back."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import comm_hooks
+from distamp.comm_hooks import torch_compat, transport
+from tests.comm_hooks.training import inputs, mlp
+from tests.ranks import subgroup
+
+ENDS = """
+import time, torch
+import torch.distributed as dist
+from contextlib import suppress
+from datetime import timedelta
+from distamp.comm_hooks.transport import HostTransport
+from distamp.comm_hooks.stats import HookStats
+
+class Slow:
+    # What the interpreter ends with.
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+
+def waits(lane):
+    # In torch, as an exchange is.
+    with suppress(dist.DistStoreError):
+        dist.HashStore().wait(["never"], timedelta(seconds=0.5))
+    return torch.ones(1)
+
+torch.slow = Slow()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+transport = HostTransport("name", dist.group.WORLD, {"inner": [0], "outer": [0]}, HookStats())
+transport.submit(waits)
+"""
+
+
+def test_a_process_ends_while_a_lane_is_still_in_torch():
+    command = [sys.executable, "-c", ENDS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def _counts() -> tuple[int, int]:
+    """Threads and sockets of this process."""
+    links = (os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink())
+    threads = sum(each.name.startswith("distamp") for each in threading.enumerate())
+    return threads, sum(link.startswith("socket") for link in links)
+
+
+def _step(how: str) -> None:
+    model = DistributedDataParallel(mlp(31, 64, 5))
+    state = comm_hooks.register(model, "int8")
+    model(inputs(0, 31)).sum().backward()
+    if how == "closed":
+        state.close()
+        with pytest.raises(RuntimeError, match="was closed: wrap the model"):
+            model(inputs(0, 31)).sum().backward()
+
+
+def _again(how: str, times: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    found = []
+    for count in (1, times):
+        for _ in range(count):
+            _step(how)
+            gc.collect()
+        dist.barrier()
+        found.append(_counts())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_threads_and_connections_are_given_back(ranks2, how):
+    for first, last in ranks2.run(_again, how, 8):
+        assert last == first
+        assert first[0] == 0
+
+
+def _destroyed() -> tuple[str, int]:
+    group = subgroup([0, 1])
+    model = DistributedDataParallel(mlp(31, 64, 5), process_group=group)
+    with comm_hooks.register(model, "fp16") as state:
+        model(inputs(0, 31)).sum().backward()
+        dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError) as raised:
+            state.average(torch.ones(3), [])
+    return str(raised.value), _counts()[0]
+
+
+def test_the_first_use_after_the_group_was_destroyed_gives_them_back(new_ranks):
+    for message, threads in new_ranks(2).run(_destroyed):
+        assert "the process group of this communication hook was destroyed" in message
+        assert threads == 0
+
+
+class _Backend:
+    """What NCCL's would be: it keeps how it was made, and can be given back."""
+
+    made: ClassVar[list[tuple[Any, ...]]] = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.priority = is_high_priority_stream
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.made.append((rank, size, options.priority))
+        self.ends = 0
+
+    def shutdown(self) -> None:
+        self.ends += 1
+
+
+def _of_nccl() -> tuple[Any, ...]:
+    """The communicators of a stage of two of three ranks, while the third makes none."""
+    group, rank = subgroup([0, 2]), dist.get_rank()
+    if rank == 1:
+        return ()
+    mocked = {"ProcessGroupNCCL": _Backend}
+    with (
+        mock.patch.multiple(dist, create=True, **mocked),
+        mock.patch.object(torch_compat, "_backends_of", return_value={"meta": "nccl"}),
+        mock.patch.object(torch_compat, "_timeout_of", return_value=timedelta(seconds=9)),
+        mock.patch.object(torch, "Stream", mock.MagicMock()) as stream,
+    ):
+        levels = {"inner": [group.rank()], "outer": [0, 1]}
+        made = transport.DeviceTransport("name", group, levels, torch.device("meta"))
+        backends = list(made._backends.values())
+        made.close()
+    priorities = {call.kwargs["priority"] for call in stream.call_args_list}
+    return _Backend.made, priorities, [each.ends for each in backends]
+
+
+def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock(ranks):
+    first, other, last = ranks(3).run(_of_nccl)
+    assert other == ()
+    # The stage's ranks alone, no split of the default group; none for a level of one rank.
+    assert first == ([(0, 2, True)] * 2, {-1}, [1, 1])
+    assert last == ([(1, 2, True)] * 2, {-1}, [1, 1])

@@ -1,0 +1,154 @@
+"""Data as people have them: labels of every kind, each counted once; tokens that are kept."""
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from launch import sample
+from launch.config import Config, read_config
+from launch.data import Batch, Data, load_data
+from launch.evaluate import evaluate
+from launch.job import make_amp
+from launch.parallel import Layout
+from tests.launch import jobs
+from tests.launch.jobs import TINY
+
+Pair = namedtuple("Pair", ["image", "label"])
+CPU = torch.device("cpu")
+IMAGES = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+LABELS = (IMAGES.sum(1) > 0).long()
+KINDS = {
+    "tensors": lambda image, label: (image, label),
+    "ints": lambda image, label: (image, int(label)),
+    "arrays": lambda image, label: (image.numpy(), label.numpy()),
+    "named": lambda image, label: Pair(image, int(label)),
+    "dicts": lambda image, label: {"image": image, "label": int(label)},
+    "several": lambda image, label: {"left": image[:3], "right": image[3:], "labels": int(label)},
+    "threes": lambda image, label: (image[:3], image[3:], label),
+}
+
+
+class Both(nn.Module):
+    """A model of images that come whole, or in two halves."""
+
+    def __init__(self, data: object = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer(left if right is None else torch.cat([left, right], 1))
+
+
+def examples(kind: str) -> tuple[list[Any], list[Any], int]:
+    made = [KINDS[kind](*pair) for pair in zip(IMAGES, LABELS, strict=True)]
+    return made[:32], made[32:], 2
+
+
+ints, arrays, named, dicts, several, threes, tensors = (
+    lambda kind=kind: examples(kind)
+    for kind in ("ints", "arrays", "named", "dicts", "several", "threes", "tensors")
+)
+
+
+def test_examples_of_every_kind_train_and_are_judged_alike(tmp_path):
+    own = ("--model", f"{__name__}:Both", *TINY, "--steps", 3, "--keep", 0, "--peak-tflops", 1e-6)
+    rows = {k: jobs.train(tmp_path / k, (*own, "--data", f"{__name__}:{k}")) for k in KINDS}
+    expected = rows.pop("tensors")
+    assert "accuracy" in expected[0]
+    for row in expected:
+        row.pop("mfu", None)  # depends on the machine's load
+    for kind, found in rows.items():
+        assert [{k: v for k, v in row.items() if k != "mfu"} for row in found] == expected, kind
+
+
+def test_examples_without_a_target_are_refused():
+    for example in (IMAGES[0], {"image": IMAGES[0], "class": 1}, [IMAGES[0]]):
+        with pytest.raises(Exception, match="an example"):
+            Batch.of([example], CPU)
+
+
+def judged(length: int) -> dict[str, float]:
+    """Evaluate on this rank's share of some held-out examples."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model, config = Both(), Config(batch=6, eval_examples=length)
+    images, labels = torch.randn(17, 6), torch.arange(17) % 2
+    data = Data("", [], list(zip(images, labels, strict=True)), 2)
+    layout = Layout(rank, 2, replicate=2)
+    amp = make_amp(model, [], config, layout)
+    found = evaluate(model, data, config, amp, layout, CPU)
+    chosen = [place * 17 // length for place in range(length)]
+    logits = model.double()(images[chosen].double())
+    loss = nn.functional.cross_entropy(logits, labels[chosen]).item()
+    right = (logits.argmax(1) == labels[chosen]).double().mean().item()
+    return {**found, "expected_loss": loss, "expected_accuracy": right}
+
+
+@pytest.mark.parametrize("length", [1, 7, 12, 17])
+def test_each_held_out_example_is_counted_once(ranks2, length):
+    """Also where one rank has run out and repeats what it had."""
+    for found in ranks2.run(judged, length):
+        assert found["validation_loss"] == pytest.approx(found["expected_loss"], rel=1e-6)
+        assert found["accuracy"] == pytest.approx(found["expected_accuracy"])
+
+
+def test_top_k_keeps_exactly_k():
+    def likely(tokens: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(1, tokens.shape[1], 8)
+        logits[..., 5] = 0.1
+        return logits  # the others are alike
+
+    model = nn.Module()
+    model.forward = likely  # type: ignore[method-assign]
+    for k in (1, 3, 8, 99):
+        drawn = sample.sample(model, torch.tensor([0]), 4, 1.0, k)
+        tokens = {next(drawn) for _ in range(300)}
+        assert len(tokens) == min(k, 8)
+        assert 5 in tokens
+
+
+@pytest.fixture
+def tokenizer(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.train([str(text)], tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_tokens_are_made_once_for_a_text_and_a_tokenizer(text, tokenizer, tmp_path):
+    config = Config(data=str(text), tokenizer=tokenizer, block=16)
+    tokens = torch.tensor(load_data(config).train.tokens)
+    (kept,) = (tmp_path / "cache").rglob("*.bin")
+    kept.write_bytes(kept.read_bytes()[::-1])
+    assert not torch.tensor(load_data(config).train.tokens).equal(tokens)
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text() + " and more")
+    assert torch.tensor(load_data(Config(data=str(other), tokenizer=tokenizer)).train.tokens)[
+        :100
+    ].equal(tokens[:100])
+
+
+def test_sample_needs_the_folder_of_the_run_alone(text, tokenizer, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here" / "text.txt").write_text(text.read_text())
+    monkeypatch.chdir(tmp_path / "here")
+    args = ("--data", "text.txt", "--tokenizer", "../tokenizer.json", *TINY, "--steps", 2)
+    jobs.train(tmp_path / "run", args)
+    monkeypatch.chdir(tmp_path / "there")
+    tokenizer.unlink()
+    flags = ["../run", "--tokens", "5", "--prompt", "row"]
+    # The paths of a run are its own, wherever it is read from.
+    assert Path(read_config(tmp_path / "run").data) == tmp_path / "here" / "text.txt"
+    (tmp_path / "here" / "text.txt").unlink()
+    capsys.readouterr()
+    assert sample.main(flags) == 0
+    assert capsys.readouterr().out.startswith("row")

@@ -1,0 +1,120 @@
+"""What a run shows: lines in a log file, the last lines, utilisation, and pictures."""
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from launch.config import Config, checkpoints_of, parse
+from launch.data import Data, load_data
+from launch.job import make_model
+from launch.metrics import figure_of, flops_per_example
+from launch.parallel import Layout
+from launch.train import run
+from tests.launch import jobs
+from tests.launch.jobs import FP16, TINY
+
+
+def printed(capsys: pytest.CaptureFixture[str], folder: Path, *args: object) -> list[str]:
+    """What a run prints where there is no terminal."""
+    with mock.patch("launch.metrics.draw"):
+        run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: False)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_log_file_has_a_line_for_each_record(text, tmp_path, capsys):
+    args = ("--data", text, *TINY, *FP16, "--steps", 6, "--log-every", 2)
+    lines = [line for line in printed(capsys, tmp_path, *args) if "left" in line]
+    rows = [row for row in jobs.records(tmp_path) if "loss" in row]
+    assert len(lines) == len(rows) == 3
+    for line, row in zip(lines, rows, strict=True):
+        assert line.startswith(f"step {row['step']}/6  loss {row['loss']:.4f}  ")
+        for part in (rf"lr {row['learning_rate']:.3g} ", rf"scale {row['loss_scale']:g} "):
+            assert part in line
+        assert re.search(rf"skipped {row['skipped']}  [\d,]+ tokens/s .*0:\d\d:\d\d left", line)
+
+
+def test_last_lines_promise_what_there_is(text, tmp_path, capsys):
+    args = ("--data", text, *TINY, "--steps", 2)
+    kept = printed(capsys, tmp_path / "kept", *args)
+    assert f"launch.sample {tmp_path / 'kept'}" in kept[-1]
+    bare = printed(capsys, tmp_path / "bare", *args, "--keep", 0)
+    assert "without a checkpoint (--keep 0)" in bare[-1]
+    assert "launch.sample" not in "".join(bare)
+
+
+def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path, capsys):
+    args = ("--data", text, *TINY, "--steps", 4, "--save-every", 1, "--keep", 4)
+    jobs.train(tmp_path, args)
+    assert len(checkpoints_of(tmp_path)) == 4
+    jobs.train(tmp_path, (*args, "--steps", 1, "--overwrite"))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_operations_of_an_example_are_those_counted_by_hand(text):
+    config = Config(data=str(text), layers=2, heads=4, width=16, block=16, batch=8)
+    data = load_data(config)
+    model = make_model(config, data, Layout(), torch.device("cpu"))
+    block = 3 * 16 * 16 + 16 * 16 + 2 * 4 * 16 * 16
+    weights = 256 * 16 + 16 * 16 + 2 * block + 256 * 16
+    # PaLM, appendix B: a token costs 6 N + 12 L H Q T.
+    assert flops_per_example(model, config, data) == 16 * (6 * weights + 12 * 2 * 4 * 4 * 16)
+
+
+def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(text, tmp_path):
+    args = ("--data", text, *TINY, "--steps", 3, "--peak-tflops", 1e-3, "--keep", 0)
+    jobs.train(tmp_path, args)
+    config = Config(data=str(text), layers=2, heads=4, width=16, block=16, batch=8)
+    data: Data = load_data(config)
+    model = make_model(config, data, Layout(), torch.device("cpu"))
+    token = flops_per_example(model, config, data) / 16
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if "loss" in row):
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * token / 1e9, abs=1e-4)
+
+
+def figure(folder: Path, names: str, rows: list[dict[str, Any]]) -> Any:
+    """The picture of runs that have these records."""
+    for name in names.split():
+        (folder / name).mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / name / "metrics.jsonl").write_text(lines)
+    return figure_of([folder / name for name in names.split()])
+
+
+def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_path):
+    rows = [{"step": 0, "validation_loss": 3.0}]
+    for step in range(1, 20):
+        taken = step not in (1, 7)
+        rows.append({"step": step, "loss": 3.0, "loss_scale": 65536.0 / step, "taken": taken})
+    made = figure(tmp_path, "run", rows)
+    made.savefig(io.BytesIO())  # lays it out
+    losses, scales = made.axes
+    for axes in (losses, scales):
+        legend = {text.get_text() for text in axes.get_legend().get_texts()}
+        assert {line.get_label() for line in axes.lines} == legend
+    (crosses,) = (line for line in scales.lines if line.get_marker() == "x")
+    box, size = scales.get_window_extent(), crosses.get_markersize() / 72 * made.dpi / 2
+    for x, y in scales.transData.transform(crosses.get_xydata()):
+        assert box.x0 + size < x < box.x1 - size
+        assert box.y0 + size < y < box.y1 - size
+
+
+def test_picture_without_a_loss_scale_has_one_panel(tmp_path):
+    made = figure(tmp_path, "run", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}])
+    assert len(made.axes) == 1
+
+
+def test_runs_that_lie_on_each_other_are_both_in_sight(tmp_path):
+    rows = [{"step": step, "loss": 1 / step, "validation_loss": 1 / step} for step in range(1, 9)]
+    lines = figure(tmp_path, "one two", rows).axes[0].lines
+    first, second = ([line for line in lines if line.get_label().startswith(n)] for n in ("o", "t"))
+    for below, above in zip(first, second, strict=True):
+        assert below.get_linewidth() > 2 * above.get_linewidth()
+        assert math.isclose(below.get_zorder(), above.get_zorder())

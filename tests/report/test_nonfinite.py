@@ -1,0 +1,423 @@
+"""first_nonfinite: the first NaN or inf of a step, by its op, module, rank and direction."""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import distamp
+from tests.ranks import RankPool, mesh
+
+INF = float("inf")
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / torch.zeros_like(gradient)
+
+
+def on_rank_1(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x) if dist.get_rank() == 1 else x
+
+
+def fully_masked(x: Tensor) -> Tensor:
+    return torch.softmax(x.masked_fill(torch.ones(x.shape[-1], dtype=torch.bool), -INF), -1)
+
+
+def masked_twice(x: Tensor) -> Tensor:
+    lowest = torch.full_like(x, torch.finfo(x.dtype).min)
+    return torch.softmax(lowest + lowest, -1)
+
+
+def log(x: Tensor) -> Tensor:
+    return torch.log(x.relu())
+
+
+def root_of_0(x: Tensor) -> Tensor:
+    return x + torch.sqrt((x - x).abs())
+
+
+def hidden_by_where(x: Tensor) -> Tensor:
+    return torch.where(x > 1e9, torch.sqrt((x * 0).abs()), x)
+
+
+def product_in_half(x: Tensor) -> Tensor:
+    return (torch.matmul(x.half() * 1e4, x.half().T * 1e2)).float() @ x
+
+
+FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
+    # What, op, kernel, direction.
+    "log": (log, "log", "log", "forward"),
+    "exp": (lambda x: torch.exp(x * 1e4), "exp", "exp", "forward"),
+    "fully masked": (fully_masked, "softmax", "_softmax", "forward"),
+    "masked twice": (masked_twice, "add", "add", "forward"),
+    "a product in fp16": (product_in_half, "matmul", "mm", "forward"),
+    "in place": (lambda x: x.clone().div_(0.0), "div", "div_", "forward"),
+    "0 / 0": (lambda x: x / x.sub(x).norm(dim=-1, keepdim=True), "div", "div", "forward"),
+    "sqrt of 0": (root_of_0, "sqrt", "div", "backward"),
+    "hidden by where": (hidden_by_where, "sqrt", "div", "backward"),
+    "a function of one's own": (BadBackward.apply, "BadBackward", "div", "backward"),
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.1)
+        self.fault: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(self.norm(x))
+        if self.fault is not None:
+            inner = self.fault(inner)
+        return x + self.dropout(self.down(F.gelu(inner)))
+
+
+class Net(nn.Module):
+    """Three blocks, checkpointed or not, behind a causal mask and a batch norm."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor] | None = None, how: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(8, 8)
+        self.bn = nn.BatchNorm1d(8)
+        self.h = nn.ModuleList(Block() for _ in range(3))
+        self.h[1].fault = fault
+        self.how = how
+        self.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.inp(x))
+        x = torch.softmax(x @ x.T + self.mask, -1) @ x
+        for block in self.h:
+            x = (
+                checkpoint(block, x, use_reentrant=self.how == "reentrant")
+                if self.how
+                else block(x)
+            )
+        return x
+
+
+def step_of(model: nn.Module, inputs: Tensor, scale: float = 1.0) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        total = torch.zeros(())
+        for each in inputs:
+            loss = model(each).pow(2).mean() * scale
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    return step
+
+
+def inputs_of(seed: int = 1) -> Tensor:
+    return torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+# -- one process --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_where_it_is_planted(fault: str, how: str) -> None:
+    function, op, kernel, direction = FAULTS[fault]
+    model = Net(function, how)
+    found = distamp.first_nonfinite(step_of(model, inputs_of()), model)
+    assert found is not None
+    assert (found.op, found.kernel, found.module) == (op, kernel, "h.1")
+    assert (found.kind, found.direction, found.ranks) == ("op", direction, (0,))
+    assert __file__ in found.line
+
+
+def test_a_finite_step_with_a_mask_of_inf_has_none() -> None:
+    model = Net()
+    assert distamp.first_nonfinite(step_of(model, inputs_of()), model) is None
+
+
+def test_what_reaches_neither_loss_nor_gradient_does_not_count() -> None:
+    model = Net(lambda x: x + torch.nan_to_num(x.log(), 0.0, 0.0, 0.0).detach())
+    assert distamp.first_nonfinite(step_of(model, inputs_of()), model) is None
+
+
+def test_the_input_of_one_micro_batch_is_named() -> None:
+    model, inputs = Net(), inputs_of()
+    inputs[1, 2, 3] = INF
+    found = distamp.first_nonfinite(step_of(model, inputs), model)
+    assert found is not None
+    assert (found.kind, found.op, found.module, found.micro_batch) == ("input", "linear", "inp", 1)
+
+
+@pytest.mark.parametrize("name", ["h.2.down.weight", "bn.running_mean", "h.0.norm.bias"])
+def test_a_weight_or_buffer_is_named(name: str) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.state_dict()[name].view(-1)[0] = float("nan")
+    if "running" in name:
+        model.bn.eval()
+    found = distamp.first_nonfinite(step_of(model, inputs_of()), model)
+    assert found is not None
+    kind = "buffer" if "running" in name else "parameter"
+    assert (found.kind, found.parameter, found.module) == (kind, name, name.rpartition(".")[0])
+
+
+def test_a_gradient_that_overflows_as_it_is_accumulated() -> None:
+    model = nn.Linear(8, 8, dtype=torch.float16)
+    inputs = torch.full((2, 4, 8), 1.0, dtype=torch.float16)
+    found = distamp.first_nonfinite(
+        lambda: [(model(x).sum() * 1e4).backward() for x in inputs], model
+    )
+    assert found is not None
+    assert (found.op, found.direction, found.micro_batch) == ("accumulate_grad", "backward", 1)
+    assert found.parameter in ("weight", "bias")
+
+
+def test_the_loss_counts_where_all_gradients_are_finite() -> None:
+    model = nn.Linear(8, 8)
+    found = distamp.first_nonfinite(
+        lambda: (model(torch.ones(2, 8)) + 3e38).sum().backward(), model
+    )
+    assert found is not None
+    assert (found.op, found.module, found.reached) == ("sum", "(outside)", ("loss",))
+
+
+def test_all_is_put_back_and_gradients_are_none() -> None:
+    model = Net(log)
+    step_of(model, inputs_of())()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state(), random.getstate()
+    assert distamp.first_nonfinite(step_of(model, inputs_of()), model) is not None
+    assert all(each.grad is None for each in model.parameters())
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert drawn[1] == random.getstate()
+
+
+def test_a_step_that_was_bad_and_is_replayed_finite_is_said_to_be_unseen() -> None:
+    model = Net()
+    step_of(model, inputs_of())()
+    model.inp.weight.grad.fill_(INF)
+    found = distamp.first_nonfinite(step_of(model, inputs_of()), model)
+    assert found is not None
+    assert found.kind == "unseen"
+
+
+@pytest.mark.parametrize("fault", [log, fully_masked])
+def test_a_step_that_is_not_deterministic_is_said_to_be(fault: Any) -> None:
+    model, drawn = Net(lambda x: fault(x * 1.0)), iter(range(9))
+    step = lambda: step_of(model, inputs_of(next(drawn)))()  # noqa: E731
+    found = distamp.first_nonfinite(step, model)
+    assert found is not None
+    assert found.notes == ("the step is not deterministic: a second replay computed other numbers",)
+    again = distamp.first_nonfinite(step_of(model, inputs_of()), model)
+    assert again is not None
+    assert again.notes == ()
+
+
+def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
+    model = Net(log)
+    compiled = torch.compile(model, backend="eager")
+    found = distamp.first_nonfinite(step_of(compiled, inputs_of()), compiled)
+    assert found is not None
+    assert (found.op, found.module) == ("log", "h.1")
+
+
+def test_the_loss_scale_of_torchs_scaler_overflows_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).half()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    found = distamp.first_nonfinite(
+        lambda: scaler.scale(model(torch.ones(4, 8).half()).float().mean()).backward(), model
+    )
+    assert found is not None
+    assert (found.direction, found.kernel) == ("backward", "_to_copy")
+
+
+def test_the_answer_is_a_sentence_and_a_table() -> None:
+    found = distamp.first_nonfinite(step_of(model := Net(log), inputs_of()), model)
+    first, *table = str(found).splitlines()
+    assert first.startswith("log in h.1 made inf of finite inputs up to ")
+    assert first.endswith(": rank 0, forward pass, micro-batch 0.")
+    assert [row.split()[0] for row in table] == ["line", "input", "output", "reached"]
+    assert found is not None
+    assert found.to_dict()["sentence"] == first
+
+
+def test_what_it_does_not_take_is_refused() -> None:
+    with pytest.raises(TypeError, match="first_nonfinite takes a function that runs forward"):
+        distamp.first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def ddp(model: Net) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def torchs_hook(model: Net) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
+
+
+def our_hook(model: Net) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    distamp.comm_hooks.register(wrapped, "int8")
+    return wrapped
+
+
+def fsdp1(model: Net) -> nn.Module:
+    policy = ModuleWrapPolicy({Block})
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu)
+
+
+def fsdp2(model: Net) -> nn.Module:
+    for block in model.h:
+        fully_shard(block, mesh=mesh((2,), ("dp",)))
+    return fully_shard(model, mesh=mesh((2,), ("dp",)))
+
+
+def tensor_parallel(model: Net) -> nn.Module:
+    for block in model.h:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh((2,), ("dp",)), plan)
+    return model
+
+
+LAYOUTS = [ddp, torchs_hook, our_hook, fsdp1, fsdp2, tensor_parallel]
+
+
+def found_in(layout: Callable[[Net], nn.Module], how: str, fault: Any, scale: float = 1.0) -> Any:
+    warnings.filterwarnings("ignore")
+    model = layout(Net(fault, how))
+    inputs = inputs_of(dist.get_rank() if layout is not tensor_parallel else 1)
+    found = distamp.first_nonfinite(step_of(model, inputs, scale), model)
+    assert all(each.grad is None for each in model.parameters())
+    return found
+
+
+def answers(layout: Callable[[Net], nn.Module]) -> list[Any]:
+    hows = ("", "reentrant", "not reentrant")
+    found = [found_in(layout, how, on_rank_1(log)) for how in hows]
+    found += [found_in(layout, "", root_of_0), found_in(layout, "", None)]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda it: it.__name__)
+def test_a_fault_of_one_rank_is_its_own_in_every_layout(ranks2: RankPool, layout: Any) -> None:
+    one, other = ranks2.run(answers, layout)
+    assert one == other
+    for found in one[:3]:
+        assert (found.op, found.module, found.ranks) == ("log", "h.1", (1,))
+        assert (found.direction, found.micro_batch) == ("forward", 0)
+    found = one[3]
+    assert (found.op, found.module, found.direction, found.ranks) == (
+        "sqrt",
+        "h.1",
+        "backward",
+        (0, 1),
+    )
+    assert one[4] is None
+
+
+def overflows_on_the_wire() -> Any:
+    return found_in(torchs_hook, "", None, 1e8)
+
+
+def test_a_hook_that_overflows_is_named(ranks2: RankPool) -> None:
+    found = ranks2.run(overflows_on_the_wire)[0]
+    assert (found.kernel, found.direction, found.ranks) == ("_to_copy", "backward", (0, 1))
+    assert "default_hooks.py" not in found.line
+
+
+def residuals() -> tuple[bool, Any]:
+    model = our_hook(Net(log))
+    state = model._comm_hooks[0][1]
+    sound = step_of(model, inputs_of())
+    model.module.h[1].fault = None
+    sound()
+    before = {
+        key: [each.clone() for each in it] for key, it in state.state_dict()["residuals"].items()
+    }
+    model.module.h[1].fault = log
+    found = distamp.first_nonfinite(sound, model)
+    after = state.state_dict()["residuals"]
+    assert before
+    return all(
+        torch.equal(a, b) for key in before for a, b in zip(before[key], after[key], strict=True)
+    ), found
+
+
+def test_residuals_of_a_hook_stay_and_it_is_said_to_be_left_out(ranks2: RankPool) -> None:
+    same, found = ranks2.run(residuals)[0]
+    assert same
+    assert found.notes == ("the communication hook wire_hook was left out",)
+
+
+def sums_to_inf(fed: bool) -> Any:
+    def add(x: Tensor) -> Tensor:
+        y = x.detach().abs() + 3e38
+        if fed and dist.get_rank() == 1:
+            y = y * 10
+        dist.all_reduce(y)
+        return x * y
+
+    return found_in(ddp, "", add)
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_collective_is_blamed_only_if_no_rank_fed_it_an_inf(ranks2: RankPool, fed: bool) -> None:
+    found = ranks2.run(sums_to_inf, fed)[0]
+    if fed:
+        assert (found.kind, found.op, found.ranks) == ("op", "mul", (1,))
+        assert found.carried_by == ("allreduce_ over default_pg",)
+    else:
+        assert (found.kind, found.kernel, found.ranks) == ("collective", "allreduce_", (0, 1))
+        assert [each.name for each in found.inputs] == ["rank 0", "rank 1"]
+        assert all(each.finite for each in found.inputs)
+
+
+def pipeline(where: int, fault: Any) -> Any:
+    rank = dist.get_rank()
+    block = Block()
+    block.fault = fault if rank == where else None
+    stage = PipelineStage(block, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda x, y: (x - y).pow(2).mean())
+    x, y = torch.randn(8, 8), torch.zeros(8, 8)
+
+    def step() -> None:
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
+
+    step()  # which asks for shapes, at first
+    return distamp.first_nonfinite(step, block)
+
+
+@pytest.mark.parametrize(("where", "fault", "op"), [(0, log, "log"), (1, root_of_0, "sqrt")])
+def test_a_pipeline_is_followed_over_send_and_recv(
+    ranks2: RankPool, where: int, fault: Any, op: str
+) -> None:
+    found = ranks2.run(pipeline, where, fault)[0]
+    assert (found.op, found.ranks, found.micro_batch) == (op, (where,), 0)
+    assert found.module == ""
