@@ -3,7 +3,7 @@
 import io
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from distamp.initialize import Amp
 from launch.config import Config
 from launch.folder import checkpoints_of, remove
+from launch.model import unwrapped
+from launch.optim import Average
 from launch.parallel import Layout
 from launch.usage import UsageError
 
@@ -40,90 +40,36 @@ class Progress:
     skipped: int = 0
 
 
-class State:
-    """What changes while a run goes on, under names that mean the same in every layout.
-
-    A weight is here once, as the optimizer steps it: the fp32 master where there is one. So a run
-    of any level goes on at any other.
-
-    Args:
-        model: Not wrapped.
-        optimizers: Over its parameters; before `distamp.initialize`, which may give them masters.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self.model = model
-        self.optimizers = optimizers
-        self.kinds = [type(optimizer).__name__ for optimizer in optimizers]
-        self.progress = Progress()
-        self.ema: dict[str, Tensor] = {}
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._names = [[names[id(p)] for p, _ in _stepped(each)] for each in optimizers]
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return every parameter by name, as it is stepped."""
-        found: dict[str, Tensor] = dict(self.model.named_parameters())
-        found |= {name: parameter for name, parameter, _, _ in self._states()}
-        return {name: tensor.detach() for name, tensor in found.items()}
-
-    def tensors(self) -> dict[str, Any]:
-        """Return this rank's part of weights, their average and the optimizers' state, by name."""
-        found = {f"model.{name}": tensor for name, tensor in self.weights().items()}
-        found |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
-        for name, _, _, state in self._states():
-            found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-        return found
-
-    def expect(self, metadata: dict[str, Any]) -> None:
-        """Give the optimizers the state that a checkpoint has, still empty."""
-        for name, weight, group, state in self._states():
-            # The count of steps is on the host, unless the kernel reads it.
-            on_device = group.get("fused") or group.get("capturable")
-            prefix, device = f"optimizer.{name}.", weight.device if on_device else "cpu"
-            for key in (key for key in metadata if key.startswith(prefix)):
-                size = getattr(metadata[key], "size", None)  # None: of no tensor
-                like = torch.zeros_like(weight) if size == weight.shape else None
-                other = None if size is None else torch.zeros(size, device=device)
-                state[key.removeprefix(prefix)] = other if like is None else like
-
-    @torch.no_grad()
-    def accept(self, read: dict[str, Any]) -> None:
-        """Take over what was read into ``tensors``: values that are no tensors, and masters."""
-        for name, _, _, state in self._states():
-            state |= {key: read[f"optimizer.{name}.{key}"] for key in state}
-        stepped = self.weights()
-        for name, parameter in self.model.named_parameters():
-            if stepped[name].dtype != parameter.dtype:
-                parameter.copy_(stepped[name])
-
-    def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Any], dict[str, Any]]]:
-        for names, optimizer in zip(self._names, self.optimizers, strict=True):
-            for name, (parameter, group) in zip(names, _stepped(optimizer), strict=True):
-                yield name, parameter, group, optimizer.state[parameter]
-
-
-def _stepped(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
-    return [(p, group) for group in optimizer.param_groups for p in group["params"]]
-
-
 class Checkpoints:
     """The checkpoints of a run: folders that torch writes, whose .metadata comes last.
+
+    A weight is in one once, as the optimizer steps it: the fp32 master where there is one. So a run
+    of any level goes on at any other.
 
     Args:
         config: Where, how many, and whether training waits for them.
         layout: The ranks that write.
-        state: What is written.
-        amp: Whose loss scale and hooks are written too.
-        device: Whose random numbers are.
+        amp: The model, its optimizers, its loss scale and its hooks.
+        average: Of the weights.
+        progress: How far the run is.
+        device: Whose random numbers are written.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, state: State, amp: Amp, device: torch.device
+        self,
+        config: Config,
+        layout: Layout,
+        amp: Amp,
+        average: Average,
+        progress: Progress,
+        device: torch.device,
     ) -> None:
         self._config = config
         self._layout = layout
-        self._state = state
         self._amp = amp
+        self._average = {f"ema.{name}": value for name, value in average.values.items()}
+        self._progress = progress
+        self._kinds = [type(optimizer).__name__ for optimizer in amp.optimizers]
         self._ranks = [layout.world, device.type]
         # What draws random numbers.
         self._random: list[Any] = [torch.random]
@@ -143,22 +89,20 @@ class Checkpoints:
         self.wait()
         if self._config.keep == 0:
             return
-        state, tensors = self._state, self._state.tensors()
-        tensors[f"rank.{self._layout.rank}"] = self._own()
+        state = self._amp.flat_state_dict() | self._average
+        state[f"rank.{self._layout.rank}"] = self._own()
         if self._layout.rank == 0:
-            about = {**asdict(state.progress), "scaler": self._amp.scaler.state_dict()}
-            about |= {"ranks": self._ranks, "optimizers": state.kinds}
-            tensors |= {**_buffers(state.model), "about": json.dumps(about)}
-        folder = self._config.run_dir / "checkpoints" / f"step-{state.progress.step:08d}"
+            about = {**asdict(self._progress), "scaler": self._amp.scaler.state_dict()}
+            state["about"] = json.dumps(about | {"ranks": self._ranks, "optimizers": self._kinds})
+        folder = self._config.run_dir / "checkpoints" / f"step-{self._progress.step:08d}"
         writer = dcp.FileSystemWriter(folder)
         with _one_sentence(f"cannot write {folder}"):
             if self._config.async_save:
-                found: Any = dcp.async_save(
-                    tensors, storage_writer=writer, process_group=self._group
+                self._future = dcp.async_save(
+                    state, storage_writer=writer, process_group=self._group
                 )
-                self._future = found
             else:
-                dcp.save(tensors, storage_writer=writer)
+                dcp.save(state, storage_writer=writer)
                 self._prune()
 
     def wait(self) -> None:
@@ -187,67 +131,62 @@ class Checkpoints:
         Raises:
             UsageError: The checkpoint is damaged, or of another model.
         """
-        state, own = self._state, f"rank.{self._layout.rank}"
+        amp, own = self._amp, f"rank.{self._layout.rank}"
         reader = dcp.FileSystemReader(path)
         with _one_sentence(f"--resume {path}: it is damaged, or of another model"):
-            metadata = reader.read_metadata().state_dict_metadata
+            saved = reader.read_metadata().state_dict_metadata
             first: dict[str, Any] = {"about": None}
             dcp.load(first, storage_reader=reader)
             about = json.loads(first["about"])
-            if about["optimizers"] == state.kinds:
-                state.expect(metadata)
-            wanted = state.tensors() | _buffers(state.model)
-            new = [name for name in state.ema if f"ema.{name}" not in metadata]
-            averages = {name: wanted.pop(f"ema.{name}") for name in new}
+            state = amp.flat_state_dict(saved if about["optimizers"] == self._kinds else None)
+            state |= {name: value for name, value in self._average.items() if name in saved}
             if about["ranks"] == self._ranks:
-                wanted[own] = None
-            dcp.load(wanted, storage_reader=reader)
-            state.accept(wanted)
-            for name, average in averages.items():
-                average.copy_(wanted[f"model.{name}"])
-            state.progress = Progress(**{name: about[name] for name in asdict(Progress())})
-            if self._amp.precision.loss_scale == "dynamic" and about["scaler"]:
-                self._amp.scaler.load_state_dict(about["scaler"])
-            if own in wanted:
-                self._restore(wanted[own])
+                state[own] = None
+            dcp.load(state, storage_reader=reader)
+            amp.load_flat_state_dict(state)
+            for name in self._average.keys() - saved.keys():  # it begins here
+                self._average[name].copy_(state[name.replace("ema.", "model.", 1)])
+            for name in asdict(self._progress):
+                setattr(self._progress, name, about[name])
+            if amp.precision.loss_scale == "dynamic" and about["scaler"]:
+                amp.scaler.load_state_dict(about["scaler"])
+            if own in state:
+                self._restore(state[own])
 
     def _own(self) -> bytes:
         """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
         random = [module.get_rng_state() for module in self._random]
         hooks = [hook.state_dict() for hook in self._amp.comm_hooks]
-        buffer = io.BytesIO()
-        torch.save((random, _buffers(self._state.model), hooks), buffer)
-        return buffer.getvalue()
+        file = io.BytesIO()
+        buffers = dict(unwrapped(self._amp.model).named_buffers())
+        torch.save((random, buffers, hooks), file)
+        return file.getvalue()
 
     @torch.no_grad()
     def _restore(self, own: bytes) -> None:
         random, buffers, hooks = torch.load(io.BytesIO(own), "cpu", weights_only=True)
         for module, numbers in zip(self._random, random, strict=True):
             module.set_rng_state(numbers)
-        for name, tensor in _buffers(self._state.model).items():
+        for name, tensor in unwrapped(self._amp.model).named_buffers():
             tensor.copy_(buffers[name])
         for hook, saved in zip(self._amp.comm_hooks, hooks, strict=False):
             hook.load_state_dict(saved)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, amp: Amp) -> None:
     """Fill a whole model from a checkpoint: with the average of the weights where it has one.
 
     Raises:
         UsageError: The checkpoint is damaged, or of another model.
     """
     with _one_sentence(f"{path}: it is damaged, or of another model"):
-        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        kind = "ema" if any(name.startswith("ema.") for name in metadata) else "model"
-        weights = {f"{kind}.{name}": p.detach() for name, p in model.named_parameters()}
-        dcp.load({**weights, **_buffers(model)}, storage_reader=dcp.FileSystemReader(path))
-
-
-def _buffers(model: nn.Module) -> dict[str, Any]:
-    """Return what is no parameter, but is saved with a model; under their names in a checkpoint."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    saved = model.state_dict(keep_vars=True)
-    return {f"model.{name}": saved[name] for name in saved.keys() - parameters.keys()}
+        reader = dcp.FileSystemReader(path)
+        saved = reader.read_metadata().state_dict_metadata
+        state = {}
+        for name, tensor in amp.flat_state_dict().items():
+            average = name.replace("model.", "ema.", 1)
+            state[average if average in saved else name] = tensor
+        dcp.load(state, storage_reader=reader)
 
 
 @contextmanager

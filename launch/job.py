@@ -91,5 +91,5 @@ def load_run(path: Path, load: Callable[[Config], Data]) -> Trained:
     data, device = load(config), pick_device(config)
     model = make_model(config, data, Layout(), device)
     amp = make_amp(model, [], config, Layout())
-    load_weights(checkpoint, model)
+    load_weights(checkpoint, amp)
     return Trained(config, data, model, amp, device)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from launch.config import Config
 from launch.data import Data
@@ -191,10 +192,14 @@ def draw(model: nn.Module, empty: Any, seed: int, device: torch.device) -> None:
         shard.copy_(values)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return what DDP wraps, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what a model is trained on: its own ``loss(outputs, targets)``, or `mean_loss`."""
-    inner = getattr(model, "module", model)
-    loss: Callable[[Tensor, Tensor], Tensor] = getattr(inner, "loss", mean_loss)
+    loss: Callable[[Tensor, Tensor], Tensor] = getattr(unwrapped(model), "loss", mean_loss)
     return loss
 
 

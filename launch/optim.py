@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from distamp.initialize import Amp
 from launch.config import Config
-from launch.model import blocks_of
+from launch.model import blocks_of, unwrapped
 from launch.parallel import cut_over
 from launch.usage import load_own, refusing, require
 
@@ -84,6 +86,27 @@ def part_of_peak(config: Config, taken: int) -> float:
         "constant": 1.0,
     }[config.schedule]
     return config.final_lr + (1 - config.final_lr) * height
+
+
+class Average:
+    """An average of the weights, each as it is stepped, over the steps that were taken.
+
+    Args:
+        amp: Whose model's weights.
+        decay: 0: there is none.
+    """
+
+    def __init__(self, amp: Amp, decay: float) -> None:
+        self._follow = get_ema_multi_avg_fn(decay)
+        weights = amp.flat_state_dict() if decay else {}
+        names = [name for name, _ in unwrapped(amp.model).named_parameters()] if decay else []
+        self._weights = [weights[f"model.{name}"] for name in names]
+        self.values = dict(zip(names, map(torch.clone, self._weights), strict=True))
+
+    def count(self, taken: Tensor) -> None:
+        """Follow the weights, if a step was taken."""
+        if self.values and taken:
+            self._follow([*self.values.values()], self._weights, 0)
 
 
 class Rates:

@@ -16,10 +16,9 @@ if missing := [name for name in ("rich", "matplotlib") if find_spec(name) is Non
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distamp.initialize import Amp
-from launch.checkpoint import Checkpoints, State
+from launch.checkpoint import Checkpoints, Progress
 from launch.config import Config, parse
 from launch.data import Batch, Data, Order, batches, load_data
 from launch.evaluate import evaluate
@@ -27,7 +26,7 @@ from launch.folder import checkpoint_of
 from launch.job import make_amp, make_model
 from launch.metrics import Metrics, Record
 from launch.model import build, loss_of
-from launch.optim import Rates, make_optimizers
+from launch.optim import Average, Rates, make_optimizers
 from launch.parallel import Layout, cut_over, pick_device, process_group, wrap
 from launch.stop import die_with_parent, listening
 from launch.usage import UsageError, exit_code_of, require
@@ -96,7 +95,8 @@ class Job:
     layout: Layout
     model: nn.Module
     amp: Amp
-    state: State
+    average: Average
+    progress: Progress
     checkpoints: Checkpoints
     metrics: Metrics
 
@@ -107,22 +107,20 @@ def make_ready(config: Config, data: Data, device: torch.device, checkpoint: Pat
     inner = make_model(config, data, layout, device)
     # After sharding, which makes other parameters; before masters, which the optimizers then hold.
     optimizers = make_optimizers(inner, config)
-    state = State(inner, optimizers)
     # After the cast, as DDP's buckets have the dtypes that it finds; before a hook, which it calls.
     model = wrap(inner, layout, Batch.of([data.train[0]] * 2, device))
     amp = make_amp(model, optimizers, config, layout)
     # After all that is alike on the ranks: dropout draws other numbers on each.
     torch.manual_seed(config.seed + 1 + layout.data_rank)
     # After the masters, of which it is the average.
-    if config.ema:
-        state.ema = {name: weight.clone() for name, weight in state.weights().items()}
+    average, progress = Average(amp, config.ema), Progress()
     # After everything that it fills.
-    checkpoints = Checkpoints(config, layout, state, amp, device)
+    checkpoints = Checkpoints(config, layout, amp, average, progress, device)
     if checkpoint is not None:
         checkpoints.read(checkpoint)
     # Last: what is refused above has left the run's folder as it was.
-    metrics = Metrics(config, data, inner, layout, device, state.progress.step)
-    return Job(config, data, device, layout, model, amp, state, checkpoints, metrics)
+    metrics = Metrics(config, data, inner, layout, device, progress.step)
+    return Job(config, data, device, layout, model, amp, average, progress, checkpoints, metrics)
 
 
 def read_ahead(job: Job) -> Iterator[Batch]:
@@ -130,16 +128,15 @@ def read_ahead(job: Job) -> Iterator[Batch]:
     config, layout = job.config, job.layout
     count = config.batch // (layout.data_world * config.accumulate)
     ranks = layout.data_rank, layout.data_world
-    order = Order(len(job.data.train), config.seed, job.state.progress.position, count, *ranks)
+    order = Order(len(job.data.train), config.seed, job.progress.position, count, *ranks)
     return batches(job.data.train, order, job.device, config.workers)
 
 
 def train(job: Job, is_asked: Callable[[], bool]) -> None:
     """Train to the last step, or until a rank is asked to stop."""
-    config, model, amp, state = job.config, job.model, job.amp, job.state
-    layout, progress, metrics = job.layout, job.state.progress, job.metrics
-    rates = Rates(config, state.optimizers, job.device, progress.step - progress.skipped)
-    average = get_ema_multi_avg_fn(config.ema)
+    config, model, amp, layout = job.config, job.model, job.amp, job.layout
+    progress, metrics = job.progress, job.metrics
+    rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
     source = read_ahead(job)
     ended = False
     if progress.step == 0:
@@ -166,8 +163,7 @@ def train(job: Job, is_asked: Callable[[], bool]) -> None:
         norm = amp.clip_grad_norm_(config.clip or math.inf, sharded=cut_over)
         taken = amp.step().taken
         rates.count(taken)
-        if config.ema and taken:
-            average([*state.ema.values()], [*state.weights().values()], 0)
+        job.average.count(taken)
         amp.zero_grad()
 
         if tasks:
@@ -201,7 +197,7 @@ def tasks_after(config: Config, step: int) -> set[str]:
 def validate(job: Job) -> Record:
     """Return a record of the loss over held-out examples."""
     measured = evaluate(job.model, job.data, job.config, job.amp, job.layout, job.device)
-    return {"step": job.state.progress.step, **measured}
+    return {"step": job.progress.step, **measured}
 
 
 def save(job: Job, *, must: bool) -> None:

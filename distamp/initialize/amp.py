@@ -16,6 +16,7 @@ from distamp.clipping import Declared
 from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
 from distamp.gradients import is_dtensor
+from distamp.initialize.flat_state import FlatState
 from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -389,6 +390,40 @@ class Amp:
             self._load_scale(scale, state.get("schedule"))
         for mine, saved in zip(self.masters, masters, strict=False):
             mine.load_state_dict(saved)
+
+    def flat_state_dict(self, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return weights and optimizer state by flat names, for ``torch.distributed.checkpoint``.
+
+        Like torch's ``get_state_dict`` with ``flatten_optimizer_state_dict``, but a weight is what
+        its optimizer steps, the fp32 master where there is one, and no step is taken to make empty
+        states. So a run goes on at any other level, and in any other layout. Learning rates and
+        other settings of groups are not in it, nor is the loss scale (`state_dict`).
+
+        Args:
+            saved: What a checkpoint has, by name: ``reader.read_metadata().state_dict_metadata``.
+                Optimizers then get the states that it has, empty, for ``dcp.load`` to fill.
+
+        Returns:
+            ``model.NAME`` and ``optimizer.NAME.KEY`` (``model.INDEX.NAME`` with several models):
+            the live tensors, DTensors included.
+
+        Raises:
+            SettingError: Under FSDP1, ZeroRedundancyOptimizer and OSS, whose shares have no names.
+
+        Example::
+
+            dcp.save(amp.flat_state_dict(), checkpoint_id=path)
+
+            reader = dcp.FileSystemReader(path)
+            state = amp.flat_state_dict(reader.read_metadata().state_dict_metadata)
+            dcp.load(state, storage_reader=reader)
+            amp.load_flat_state_dict(state)
+        """
+        return FlatState(self.models, self.optimizers).get(saved)
+
+    def load_flat_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Finish what ``dcp.load`` began: values that are no tensors, and weights of masters."""
+        FlatState(self.models, self.optimizers).set(state)
 
     def _load_scale(self, scale: Any, schedule: Any) -> None:
         kind = there = self.scaler.schedule_state_dict()["kind"]

@@ -255,6 +255,13 @@ def test_evaluate_has_the_loss_of_the_averaged_weights(finished, capsys):
     assert last != loss == pytest.approx(last, rel=0.1)
 
 
+def test_evaluate_has_the_loss_that_the_run_had_at_its_level(text, tmp_path, capsys):
+    rows = jobs.train(tmp_path, ("--data", text, *TINY, "--steps", 2, "--precision", "O2"))
+    evaluate.main([str(tmp_path), "--examples", "16"])
+    loss = float(capsys.readouterr().out.split()[2])
+    assert loss == pytest.approx(rows[-1]["validation_loss"], abs=1e-4)
+
+
 def test_sample_goes_on_with_a_prompt(finished, capsys):
     said = []
     for more in ("", "--seed 1", "--temperature 5 --top-k 0"):

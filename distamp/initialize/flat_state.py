@@ -1,0 +1,106 @@
+"""Weights and optimizer state under flat names that mean the same at every level and layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distamp.errors import SettingError
+from distamp.initialize.wrappers import recognise
+from distamp.sources import source_of
+
+__all__ = ["FlatState"]
+
+_ANYWHERE = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_PLAIN = (None, "DistributedDataParallel", "DataParallel", "fully_shard")
+
+
+class FlatState:
+    """Models and their optimizers as named tensors, live ones, for one call.
+
+    Args:
+        models: Wrapped or not.
+        optimizers: Over their parameters, with masters or without.
+
+    Raises:
+        SettingError: A rank has only a share that has no name of its own (FSDP1, ZeRO, OSS), or an
+            optimizer steps parameters of no model.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._optimizers = optimizers
+        #: Parameters of the models, and buffers that are saved, by name.
+        self.tensors: dict[str, Tensor] = {}
+        for index, model in enumerate(models):
+            prefix = "model" if len(models) == 1 else f"model.{index}"
+            name, inner, _ = recognise(model)
+            if name not in _PLAIN:
+                raise SettingError(
+                    f"{name} has no tensor of a parameter's own name and place to save: take "
+                    "fully_shard, or torch.distributed.checkpoint.state_dict.get_state_dict"
+                )
+            shared = dict(inner.named_parameters(remove_duplicate=False)).keys()
+            saved = inner.state_dict(keep_vars=True)
+            tensors = dict(inner.named_parameters())
+            tensors |= {name: saved[name] for name in saved.keys() - shared}
+            self.tensors |= {f"{prefix}.{_plain(name)}": each for name, each in tensors.items()}
+        self._names = {id(each): name for name, each in self.tensors.items()}
+
+    def rows(self) -> Iterator[tuple[str, Tensor, dict[str, Any], dict[str, Any]]]:
+        """Yield each stepped parameter's name, what is stepped, its group and its state."""
+        for optimizer in self._optimizers:
+            source = source_of(optimizer)
+            names = {id(step): self._names.get(id(p)) for p, step in source.stepped()}
+            for group in optimizer.param_groups:
+                for stepped in group["params"]:
+                    if (name := names.get(id(stepped))) is None:
+                        raise SettingError(
+                            f"{type(optimizer).__name__} steps a parameter of shape "
+                            f"{tuple(stepped.shape)} that no model of initialize has, or a share"
+                        )
+                    yield name, stepped, group, optimizer.state[stepped]
+
+    def get(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return all by name; see `Amp.flat_state_dict`."""
+        state: dict[str, Any] = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        for name, stepped, group, values in self.rows():
+            state[name] = stepped.detach()
+            prefix = f"optimizer.{name.partition('.')[2]}."
+            if saved is not None:
+                # A count of steps is on the host, unless the kernel reads it.
+                on_device = group.get("fused") or group.get("capturable")
+                device = stepped.device if on_device else torch.device("cpu")
+                keys = [key for key in saved if key.startswith(prefix)]
+                values |= {key[len(prefix) :]: _empty(saved[key], stepped, device) for key in keys}
+            state |= {f"{prefix}{key}": value for key, value in values.items()}
+        return state
+
+    @torch.no_grad()
+    def set(self, state: Mapping[str, Any]) -> None:
+        """Take over what was read into a result of `get`; see `Amp.load_flat_state_dict`."""
+        for name, stepped, _, values in self.rows():
+            prefix = f"optimizer.{name.partition('.')[2]}."
+            with contextlib.suppress(KeyError):  # no state was saved, or of another optimizer
+                values |= {key: state[f"{prefix}{key}"] for key in values}
+            if stepped is not self.tensors[name]:
+                self.tensors[name].copy_(stepped)
+
+
+def _plain(name: str) -> str:
+    for part in _ANYWHERE:
+        name = name.replace(part, "")
+    return name
+
+
+def _empty(saved: Any, stepped: Tensor, device: torch.device) -> Any:
+    """Return a place for a value of an optimizer's state: like the parameter, or of its own."""
+    size = getattr(saved, "size", None)  # None: of no tensor
+    if size == stepped.shape:
+        return torch.zeros_like(stepped)
+    return None if size is None else torch.zeros(size, device=device)

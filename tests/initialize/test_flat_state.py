@@ -1,0 +1,92 @@
+"""One flat dict of weights and optimizer state, which any level and layout goes on from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from distamp import SettingError, cast_model, initialize
+from distamp.initialize import Amp
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def trained(level: str, seed: int, steps: int = 3) -> Amp:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    cast_model(model, level)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    amp = initialize(model, optimizer, level)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        amp.zero_grad()
+        with amp.autocast():
+            outputs = amp.model(torch.randn(16, 6, generator=generator))
+        amp.backward(outputs.float().square().mean())
+        amp.step()
+    return amp
+
+
+def save(amp: Amp, path: Path) -> None:
+    dcp.save(amp.flat_state_dict(), checkpoint_id=path)
+
+
+def load(amp: Amp, path: Path) -> None:
+    reader = dcp.FileSystemReader(path)
+    state = amp.flat_state_dict(reader.read_metadata().state_dict_metadata)
+    dcp.load(state, storage_reader=reader)
+    amp.load_flat_state_dict(state)
+
+
+@pytest.mark.parametrize("before", ["O0", "O2"])
+@pytest.mark.parametrize("after", ["O0", "O2", "bf16"])
+def test_any_level_has_what_another_stepped(tmp_path, before, after):
+    saved, fresh = trained(before, 0), trained(after, 1, steps=0)
+    save(saved, tmp_path)
+    load(fresh, tmp_path)
+    expected, found = saved.flat_state_dict(), fresh.flat_state_dict()
+    assert found.keys() == expected.keys()
+    assert sum("exp_avg_sq" in name for name in found) == 6
+    for name, tensor in expected.items():
+        if tensor.dtype == found[name].dtype:  # a batch norm's may stay in fp32
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+    for parameter, stepped in zip(
+        fresh.model.parameters(), fresh.optimizers[0].param_groups[0]["params"], strict=True
+    ):
+        assert parameter.equal(stepped.to(parameter.dtype))
+
+
+def test_run_that_was_saved_goes_on_as_one_that_was_not(tmp_path):
+    save(trained("O2", 0, steps=2), tmp_path)
+    resumed = trained("O2", 1, steps=0)
+    load(resumed, tmp_path)
+    resumed.scaler.load_state_dict(trained("O2", 0, steps=2).scaler.state_dict())
+    amp, whole = resumed, trained("O2", 0)
+    amp.zero_grad()
+    outputs = amp.model(torch.randn(16, 6, generator=torch.Generator().manual_seed(2)))
+    amp.backward(outputs.float().square().mean())
+    amp.step()
+    for name, tensor in whole.flat_state_dict().items():
+        torch.testing.assert_close(amp.flat_state_dict()[name], tensor, rtol=0, atol=0, msg=name)
+
+
+def test_what_has_no_name_is_refused():
+    model, temperature = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+    amp = initialize(model, torch.optim.SGD([*model.parameters(), temperature], lr=1.0), "O0")
+    with pytest.raises(SettingError, match="no model of initialize"):
+        amp.flat_state_dict()
+
+
+def fsdp1() -> str:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    amp = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O0")
+    with pytest.raises(SettingError) as refused:
+        amp.flat_state_dict()
+    return str(refused.value)
+
+
+def test_shares_without_a_name_are_refused_on_every_rank(ranks2):
+    assert all("fully_shard" in said for said in ranks2.run(fsdp1))
