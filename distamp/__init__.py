@@ -25,10 +25,12 @@ from distamp.errors import (
     GradientError,
     LockstepError,
     LossScaleCollapse,
+    NonFiniteGradients,
     RegionError,
     SettingError,
     StageError,
 )
+from distamp.guard import StepGuard
 from distamp.initialize import cast_model, initialize
 from distamp.installation import install, uninstall
 from distamp.precision import Precision
@@ -66,6 +68,7 @@ __all__ = [
     "LockstepError",
     "LossScaleCollapse",
     "NonFinite",
+    "NonFiniteGradients",
     "OpLists",
     "Precision",
     "PrecisionReport",
@@ -73,6 +76,7 @@ __all__ = [
     "RegionError",
     "SettingError",
     "StageError",
+    "StepGuard",
     "TensorRange",
     "__version__",
     "autocast",

@@ -7,7 +7,8 @@
     +-- StageError           (RuntimeError, AssertionError) scaler calls in an impossible order
     +-- GradientError        (RuntimeError) unreadable gradients, or changed behind the scaler
     +-- LockstepError        (RuntimeError) ranks differ in call, optimizer, scale or settings
-    +-- LossScaleCollapse    (RuntimeError) too many steps in a row were skipped
+    +-- NonFiniteGradients   (RuntimeError) too many steps in a row were skipped
+    |   +-- LossScaleCollapse  the same of a scaler
     +-- RegionError          (RuntimeError) a region left in the wrong thread or order
 
 Each class also derives from the builtin that torch raises in the same place, so code written
@@ -22,6 +23,7 @@ __all__ = [
     "GradientError",
     "LockstepError",
     "LossScaleCollapse",
+    "NonFiniteGradients",
     "RegionError",
     "SettingError",
     "StageError",
@@ -48,8 +50,12 @@ class LockstepError(DistampError, RuntimeError):
     """The ranks of a group differ in calls, optimizers, scales or settings."""
 
 
-class LossScaleCollapse(DistampError, RuntimeError):
+class NonFiniteGradients(DistampError, RuntimeError):
     """``max_consecutive_skips`` steps in a row were skipped; every rank raises it."""
+
+
+class LossScaleCollapse(NonFiniteGradients):
+    """The same where a loss is scaled: the scale backed off each time, and did not help."""
 
 
 class RegionError(DistampError, RuntimeError):

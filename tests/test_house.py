@@ -54,6 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "": {
         *FOUNDATION,
         "clipping",
+        "guard",
         "autocast",
         "report",
         "scaler",

@@ -52,6 +52,7 @@ def _is_imported_from(module: str, attribute: str) -> bool:
 
 # What pages call the objects that they make, and what those are.
 OBJECTS: dict[str, object] = {
+    "guard": distamp.StepGuard(),
     "scaler": distamp.DistGradScaler("cpu"),
     "amp": distamp.initialize(nn.Linear(2, 2), opt_level="O0"),
     "hook": comm_hooks.CommHookState,

@@ -1,3 +1,6 @@
 """Steps taken together: which ranks agree, by one message, and how a step is taken or skipped."""
 
-__all__: list[str] = []
+from distamp.guard.optimizer_state import StepCounts
+from distamp.guard.step_guard import StepGuard
+
+__all__ = ["StepCounts", "StepGuard"]

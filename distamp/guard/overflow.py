@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,12 @@ from distamp.sources import source_of
 __all__ = [
     "Overflow",
     "OverflowReport",
+    "Skip",
     "find_overflows",
     "gradients_by_name",
     "log_skip",
     "names_of",
 ]
-
-_log = logging.getLogger("distamp.scaler")
 
 
 @dataclass(frozen=True)
@@ -135,38 +134,47 @@ def _named_by(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     yield from zip(parameter_names(optimizer), parameters_of(optimizer), strict=True)
 
 
-def log_skip(
-    optimizer: Any,
-    step: int,
-    scale: float,
-    ranks: Sequence[int] | None,
-    names: MutableMapping[Tensor, str],
-    as_it_was: bool,
-) -> None:
-    """Say at INFO that a step was skipped, and why.
+class Skip(NamedTuple):
+    """A step that was skipped.
+
+    Args:
+        logger: Who says so.
+        step: Its number.
+        at: At which loss scale, as text; empty without one.
+        ranks: Those that overflowed, where they are known.
+        as_it_was: Whether the gradients still are as they were, to find the parameter.
+    """
+
+    logger: str
+    step: int
+    at: str
+    ranks: Sequence[int] | None
+    as_it_was: bool
+
+
+def log_skip(optimizer: Any, skip: Skip, names: MutableMapping[Tensor, str]) -> None:
+    """Say at INFO that a step of ``optimizer`` was skipped, and why.
 
     Args:
         optimizer: Which was not stepped.
-        step: The number of the step.
-        scale: The loss scale.
-        ranks: Those that overflowed, where they are known.
+        skip: What is known of it.
         names: Of parameters and buffers; a buffer that is named as not finite is taken out.
-        as_it_was: Whether the gradients still are as they were, to find the parameter.
     """
-    if not _log.isEnabledFor(logging.INFO):
+    log, ranks = logging.getLogger(skip.logger), skip.ranks
+    if not log.isEnabledFor(logging.INFO):
         return
-    found = find_overflows(gradients_by_name([optimizer], names), 0) if as_it_was else ()
-    first = next((f", first in {overflow.name}" for overflow in found), "")
+    named = gradients_by_name([optimizer], names) if skip.as_it_was else ()
+    first = next((f", first in {overflow.name}" for overflow in find_overflows(named, 0)), "")
     some = "s" if ranks and len(ranks) > 1 else ""
     where = f" on rank{some} {', '.join(map(str, ranks))}" if ranks else ""
     spoilt = ", ".join(_spoilt(names))
-    _log.info(
-        "step %d of %s was skipped: inf or NaN in the gradients%s%s, at loss scale %g%s",
-        step,
+    log.info(
+        "step %d of %s was skipped: inf or NaN in the gradients%s%s%s%s",
+        skip.step,
         describe(optimizer),
         where,
         first,
-        scale,
+        skip.at,
         f"; the forward pass left inf or NaN in {spoilt}, which a skip does not undo"
         * bool(spoilt),
     )

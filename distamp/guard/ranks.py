@@ -132,6 +132,11 @@ class Ranks:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the group, which speaks for all; so is one alone."""
+        return self._group is None or dist.get_rank(self._group.process_group) == 0
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The group as it is now; None where there is none.
 

@@ -19,7 +19,13 @@ from torch.amp.grad_scaler import OptState
 
 from distamp import clipping, host
 from distamp.callers import stacklevel_of_caller
-from distamp.errors import GradientError, LossScaleCollapse, StageError
+from distamp.errors import (
+    GradientError,
+    LossScaleCollapse,
+    NonFiniteGradients,
+    SettingError,
+    StageError,
+)
 from distamp.gradients import flag_of
 from distamp.groups import Group, GroupLike, check_group, gather_sums
 from distamp.guard import overflow
@@ -44,7 +50,7 @@ from distamp.optimizers import find_closure, innermost, unwrapped
 from distamp.protocols import CommHook
 from distamp.sources import GradientSource, source_of
 
-__all__ = ["Differ", "Guard", "Resolved", "Steps", "outside_the_graph"]
+__all__ = ["Differ", "Guard", "Resolved", "Steps", "checked_limit", "outside_the_graph"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -68,6 +74,37 @@ def outside_the_graph(
         return method(self, *args, **kwargs)
 
     return cast("Callable[Concatenate[_S, _P], _T]", call)
+
+
+def checked_limit(limit: Any) -> int | None:
+    """Return the limit on skipped steps in a row.
+
+    Raises:
+        SettingError: It is no integer >= 1.
+    """
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise SettingError(f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}")
+    return limit
+
+
+def checked_hook(state: object) -> CommHook:
+    """Return the state of a hook that a scaler can tell of its scale.
+
+    Raises:
+        ValueError: The state of torch's PowerSGD.
+        TypeError: Something else that is none.
+    """
+    if type(state).__name__ == "PowerSGDState":
+        raise ValueError(
+            "PowerSGD cannot be joined with a scaler: its error feedback keeps an inf for ever, "
+            "and grows when the loss scale moves; use distamp.comm_hooks.register(model, 'int8'), "
+            "whose error feedback follows the scale"
+        )
+    if not isinstance(state, CommHook):
+        raise TypeError(
+            f"attach() takes what distamp.comm_hooks.register returned, not {type(state).__name__}"
+        )
+    return state
 
 
 class Guard:
@@ -146,6 +183,10 @@ class Differ(NamedTuple):
 class Steps:
     """The methods of a scaler that know of no scale; what divides gradients is in a subclass."""
 
+    #: Whether gradients are divided by anything.
+    _divides = True
+    _logger = "distamp.scaler"
+    _collapse: type[NonFiniteGradients] = LossScaleCollapse
     _enabled: bool
     _guard: Guard
     _per_optimizer_states: dict[int, dict[str, Any]]
@@ -495,7 +536,7 @@ class Steps:
         if flag is True and type(optimizer).__module__.startswith("torch.optim."):
             return None  # its kernel would do nothing, or leave garbage
         grad_scale = getattr(optimizer, "grad_scale", None)
-        if one.record["stage"] is not OptState.UNSCALED:
+        if self._divides and one.record["stage"] is not OptState.UNSCALED:
             grad_scale = scale if grad_scale is None else scale * grad_scale
         try:
             optimizer.grad_scale, optimizer.found_inf = grad_scale, as_tensor(flag, scale.device)
@@ -538,17 +579,17 @@ class Steps:
         own = self._guard
         own.skipped_at = float(divisor)
         state.counts = (taken, before + 1, in_a_row + 1)
-        if own.ranks.rank == 0:
+        at = f", at loss scale {own.skipped_at:g}" if self._divides else ""
+        if own.ranks.is_first:
             # Where the divisor still is a tensor, the gradients still are as they were.
             as_it_was = isinstance(divisor, Tensor)
-            at = own.skipped_at
-            overflow.log_skip(optimizer, taken + before + 1, at, ranks, own.names, as_it_was)
+            skip = overflow.Skip(self._logger, taken + before + 1, at, ranks, as_it_was)
+            overflow.log_skip(optimizer, skip, own.names)
         if own.limit is not None and in_a_row + 1 == own.limit:
             state.counts = (taken, before + 1, 0)
-            raise LossScaleCollapse(
-                f"{own.limit} steps in a row were skipped, the last at loss scale "
-                f"{own.skipped_at:g}. Which gradients, and on which rank: catch this, and before "
-                "zero_grad() call overflow_report() on every rank"
+            raise self._collapse(
+                f"{own.limit} steps in a row were skipped{at}. Which gradients, and on which rank: "
+                "catch this, and before zero_grad() call overflow_report() on every rank"
             )
 
     def _end_iteration(self, records: dict[int, dict[str, Any]]) -> None:
@@ -821,6 +862,39 @@ class Steps:
             )
         scale = None if self._per_optimizer_states else own.skipped_at
         return OverflowReport(self.get_scale() if scale is None else scale, overflows)
+
+    def attach(self, hook_state: object) -> None:
+        """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.
+
+        Args:
+            hook_state: The result of ``distamp.comm_hooks.register``.
+
+        Raises:
+            ValueError: It is the state of torch's PowerSGD, which does not survive loss scaling.
+            TypeError: It is not the state of a hook.
+        """
+        hook = checked_hook(hook_state)
+        if not any(each is hook for each in self._guard.hooks):
+            self._guard.hooks.append(hook)
+
+    def detach(self, hook_state: object) -> None:
+        """Undo `attach`; the scaler keeps an attached hook alive, so detach it after its model.
+
+        Args:
+            hook_state: The attached state.
+
+        Raises:
+            ValueError: It is not attached.
+        """
+        hook = checked_hook(hook_state)
+        left = [each for each in self._guard.hooks if each is not hook]
+        if len(left) == len(self._guard.hooks):
+            raise ValueError(
+                f"detach() was given a {type(hook_state).__name__} that is not attached to this "
+                "scaler; pass what you passed to attach()"
+            )
+        self._guard.hooks = left
+        hook.iteration_ended()  # it hears of no update any more
 
     @property
     def process_group(self) -> GroupLike:

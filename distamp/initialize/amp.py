@@ -16,6 +16,7 @@ from distamp.clipping import Declared
 from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
 from distamp.gradients import is_dtensor
+from distamp.guard import StepGuard
 from distamp.initialize.flat_state import FlatState
 from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
 from distamp.optimizers import parameters_of
@@ -59,7 +60,7 @@ class Amp:
         models: The given models, cast if the level requires it.
         optimizers: The given optimizers.
         precision: The level, overrides included.
-        scaler: The `DistGradScaler`; disabled if the level needs none.
+        scaler: The `DistGradScaler`; a `StepGuard` if the level has no loss scale.
         comm_hooks: The state of each model's communication hook, with its ``stats()``; empty
             without ``comm_hook``.
 
@@ -86,8 +87,7 @@ class Amp:
         wrappings: tuple[Wrapping, ...],
         optimizers: tuple[torch.optim.Optimizer, ...],
         precision: Precision,
-        scaler: DistGradScaler,
-        measuring: DistGradScaler,
+        scaler: DistGradScaler | StepGuard,
         region: autocast,
         comm_hooks: tuple[CommHookState, ...] = (),
         has_copies: bool = False,
@@ -97,8 +97,6 @@ class Amp:
         self.precision = precision
         self.scaler = scaler
         self.comm_hooks = comm_hooks
-        # The scaler itself, or one of scale 1 where the level has none: a norm is one of all ranks.
-        self._measuring = measuring
         self._region = region
         # Whether a hook averages copies of shards, whose mesh says nothing of them.
         self._has_copies = has_copies
@@ -189,14 +187,14 @@ class Amp:
             StageError: Gradients were unscaled already; or DDP would not reduce this pass, because
                 its forward pass had one already.
         """
-        if self._waiting and any(map(self._measuring.is_unscaled, self.optimizers)):
+        if self._waiting and any(map(self.scaler.is_unscaled, self.optimizers)):
             raise StageError(
                 "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
                 "ones; clip after the last backward() of the iteration"
             )
         self._waiting = True
         with self._passes.one() if self._syncs else contextlib.nullcontext():
-            yield self._measuring.scale(loss)
+            yield self.scaler.scale(loss)
 
     def backward(
         self,
@@ -288,7 +286,7 @@ class Amp:
             if len(self.optimizers) == 1
             else [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
         )
-        return self._measuring.clip_grad_norm_(
+        return self.scaler.clip_grad_norm_(
             given, max_norm, norm_type, replicated=replicated, sharded=sharded
         )
 
@@ -297,8 +295,8 @@ class Amp:
 
         The masters at O2, the parameters else. Collective after a backward pass, as ``unscale_``.
         """
-        if self._waiting and not self._measuring.is_unscaled(optimizer):
-            self._measuring.unscale_(optimizer)
+        if self._waiting and not self.scaler.is_unscaled(optimizer):
+            self.scaler.unscale_(optimizer)
         return iter(master_params(optimizer))
 
     def step(self) -> StepResult:
@@ -311,13 +309,10 @@ class Amp:
             StageError, GradientError, LockstepError, LossScaleCollapse: As ``DistGradScaler.step``.
         """
         self._require_optimizers()
-        unscaled = any(map(self._measuring.is_unscaled, self.optimizers))
         self.scaler.step_all(self.optimizers)
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         self.scaler.update()
-        if unscaled and self._measuring is not self.scaler:
-            self._measuring.update()
         self._waiting = False
         return StepResult(anyone == 0, tuple(flag == 0 for flag in found))
 
@@ -355,11 +350,12 @@ class Amp:
 
     def state_dict(self) -> dict[str, Any]:
         """Return level, loss scale and masters, to be saved beside model and optimizers."""
+        scalers = self._scalers()
         return {
             "version": 1,
             "opt_level": self.precision.level,
-            "loss_scalers": [self.scaler.state_dict()] if self.scaler.is_enabled() else [],
-            "schedule": self.scaler.schedule_state_dict(),
+            "loss_scalers": [scaler.state_dict() for scaler in scalers],
+            "schedule": scalers[0].schedule_state_dict() if scalers else {},
             "masters": [masters.state_dict() for masters in self.masters],
         }
 
@@ -386,8 +382,9 @@ class Amp:
                 f"the state has the masters of {len(masters)} optimizers and {len(self.masters)} "
                 "have some here; initialize with the same optimizers"
             )
-        if scale is not None and self.scaler.is_enabled():
-            self._load_scale(scale, state.get("schedule"))
+        if scale is not None:
+            for scaler in self._scalers():
+                _load_scale(scaler, scale, state.get("schedule"))
         for mine, saved in zip(self.masters, masters, strict=False):
             mine.load_state_dict(saved)
 
@@ -425,16 +422,22 @@ class Amp:
         """Finish what ``dcp.load`` began: values that are no tensors, and weights of masters."""
         FlatState(self.models, self.optimizers).set(state)
 
-    def _load_scale(self, scale: Any, schedule: Any) -> None:
-        kind = there = self.scaler.schedule_state_dict()["kind"]
-        if schedule is not None and schedule != {}:
-            saved = DistGradScaler("cpu")
-            saved.load_schedule_state_dict(schedule)
-            there = saved.schedule_state_dict()["kind"]
-            if kind == there != StaticSchedule.kind:
-                self.scaler.load_schedule_state_dict(schedule)
-        if StaticSchedule.kind not in (kind, there):
-            self.scaler.load_state_dict(scale)
+    def _scalers(self) -> list[DistGradScaler]:
+        """Return the scaler, where there is one that scales."""
+        scales = isinstance(self.scaler, DistGradScaler) and self.scaler.is_enabled()
+        return [self.scaler] if scales else []  # type: ignore[list-item]
+
+
+def _load_scale(scaler: DistGradScaler, scale: Any, schedule: Any) -> None:
+    kind = there = scaler.schedule_state_dict()["kind"]
+    if schedule is not None and schedule != {}:
+        saved = DistGradScaler("cpu")
+        saved.load_schedule_state_dict(schedule)
+        there = saved.schedule_state_dict()["kind"]
+        if kind == there != StaticSchedule.kind:
+            scaler.load_schedule_state_dict(schedule)
+    if StaticSchedule.kind not in (kind, there):
+        scaler.load_state_dict(scale)
 
 
 def _cut_over(parameter: Tensor) -> DeviceMesh | None:

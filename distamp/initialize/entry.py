@@ -14,6 +14,7 @@ from distamp.autocast import DataParallel, OpLists, autocast
 from distamp.comm_hooks import register
 from distamp.errors import SettingError
 from distamp.groups import resolve
+from distamp.guard import StepGuard
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import prepare
 from distamp.initialize.checks import check
@@ -107,9 +108,9 @@ def initialize(
     wrappings = tuple(map(recognise, models))
     pins = matched(models, level, resolve(process_group) if level.pins else None)
     device = check(models, wrappings, stepped, level, pins, comm_hook, replicas)
-    fp16_grads = "inplace" if level.casts_model else "error"
+    fp16_grads: Any = "inplace" if level.casts_model else "error"
+    fp16_grads = "master" if level.master_weights else fp16_grads
     settings: dict[str, Any] = {
-        "fp16_grads": "master" if level.master_weights else fp16_grads,
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
         "named_parameters": [
@@ -117,13 +118,12 @@ def initialize(
         ],
     }
     moving, first = _schedule(level, schedule, init_scale)
-    scaler = measuring = DistGradScaler(
-        device, first, schedule=moving, enabled=level.scales, **settings
-    )
-    if not scaler.is_enabled():
-        measuring = DistGradScaler(device, 1.0, schedule=StaticSchedule(), **settings)
-    for each in (scaler, measuring):
-        each.add_optimizer(*stepped)
+    scaler: DistGradScaler | StepGuard
+    if level.scales:
+        scaler = DistGradScaler(device, first, schedule=moving, fp16_grads=fp16_grads, **settings)
+    else:
+        scaler = StepGuard(**settings)
+    scaler.add_optimizer(*stepped)
     dtype = level.compute if level.autocasts else None
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=ops)
     _cast(models, wrappings, stepped, level, pins)
@@ -138,7 +138,6 @@ def initialize(
         stepped,
         level,
         scaler,
-        measuring,
         region,
         hooks,
         has_copies=replicas is not None,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import SettingError, StageError
+from distamp.guard.step_guard import GUARDS
 from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
 
 __all__ = ["Saved", "from_torch", "read_schedule", "read_state", "written_schedule"]
@@ -58,6 +59,8 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
             "The source state dict is empty, possibly because it was saved "
             "from a disabled instance of GradScaler."
         )
+    if GUARDS in state and "scale" not in state:
+        return Saved(current)  # of a run that scaled nothing: the scale here is kept
     state = _from_apex(state, current)
     schedule = current.replaced(**{name: _value(state, name) for name in _TORCH_SETTINGS})
     return Saved(schedule, _scale(state, schedule), _count(state, "_growth_tracker"))

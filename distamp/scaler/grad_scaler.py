@@ -283,39 +283,6 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         record = self._record_of(optimizer)
         return record is not None and bool(record["found_inf_per_device"])
 
-    def attach(self, hook_state: object) -> None:
-        """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.
-
-        Args:
-            hook_state: The result of ``distamp.comm_hooks.register``.
-
-        Raises:
-            ValueError: It is the state of torch's PowerSGD, which does not survive loss scaling.
-            TypeError: It is not the state of a hook.
-        """
-        hook = settings.checked_hook(hook_state)
-        if not any(each is hook for each in self._guard.hooks):
-            self._guard.hooks.append(hook)
-
-    def detach(self, hook_state: object) -> None:
-        """Undo `attach`; the scaler keeps an attached hook alive, so detach it after its model.
-
-        Args:
-            hook_state: The attached state.
-
-        Raises:
-            ValueError: It is not attached.
-        """
-        hook = settings.checked_hook(hook_state)
-        left = [each for each in self._guard.hooks if each is not hook]
-        if len(left) == len(self._guard.hooks):
-            raise ValueError(
-                f"detach() was given a {type(hook_state).__name__} that is not attached to this "
-                "scaler; pass what you passed to attach()"
-            )
-        self._guard.hooks = left
-        hook.iteration_ended()  # it hears of no update any more
-
     # -- ranks and uneven inputs -------------------------------------------------------------------
 
     def _group(self, device: torch.device) -> Group | None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
-from distamp.protocols import CommHook
+from distamp.guard.steps import checked_limit
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, Schedule
 from distamp.sources import GradientSource
 
-__all__ = ["Settings", "checked_hook", "one_number", "resolve_device", "schedule_of"]
+__all__ = ["Settings", "one_number", "resolve_device", "schedule_of"]
 
 _FP16_GRADS = ("error", "inplace", "master")
 
@@ -100,13 +100,9 @@ class Settings:
     max_consecutive_skips: int | None = None
 
     def __post_init__(self) -> None:
-        limit: object = self.max_consecutive_skips
+        checked_limit(self.max_consecutive_skips)
         if self.fp16_grads not in _FP16_GRADS:
             raise SettingError(f"fp16_grads must be one of {_FP16_GRADS}, not {self.fp16_grads!r}")
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise SettingError(
-                f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}"
-            )
 
     @functools.cached_property
     def text(self) -> str:
@@ -134,23 +130,3 @@ class Settings:
                 f"fp16_grads='master', and {name} holds float16 parameters without masters: call "
                 "MasterParameters(optimizer) before the first step"
             )
-
-
-def checked_hook(state: object) -> CommHook:
-    """Return the state of a hook that a scaler can tell of its scale.
-
-    Raises:
-        ValueError: The state of torch's PowerSGD.
-        TypeError: Something else that is none.
-    """
-    if type(state).__name__ == "PowerSGDState":
-        raise ValueError(
-            "PowerSGD cannot be joined with a scaler: its error feedback keeps an inf for ever, "
-            "and grows when the loss scale moves; use distamp.comm_hooks.register(model, 'int8'), "
-            "whose error feedback follows the scale"
-        )
-    if not isinstance(state, CommHook):
-        raise TypeError(
-            f"attach() takes what distamp.comm_hooks.register returned, not {type(state).__name__}"
-        )
-    return state

@@ -1,0 +1,241 @@
+"""StepGuard: steps taken together where nothing scales the loss."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from distamp.errors import NonFiniteGradients, SettingError, StageError
+from distamp.gradients import flag_of
+from distamp.groups import GroupLike, check_group
+from distamp.guard.optimizer_state import OWN
+from distamp.guard.overflow import names_of
+from distamp.guard.ranks import Flag, Ranks
+from distamp.guard.steps import Differ, Guard, Steps, checked_limit, outside_the_graph
+from distamp.optimizers import parameters_of, unwrapped
+from distamp.sources import source_of
+
+__all__ = ["GUARDS", "StepGuard"]
+
+#: The key of a guard's state.
+GUARDS = "distamp_guard"
+
+
+class StepGuard(Steps):
+    """Takes each step on all ranks or on none, in bf16, fp32 and fp8, where no loss is scaled.
+
+    Differs from ``torch.amp.GradScaler`` in that it has no scale, and is none of it: it has all the
+    methods of `distamp.DistGradScaler`, so that a training loop is the same in every precision. A
+    step is skipped on every rank where any rank has inf or NaN in a gradient; weights, optimizer
+    state and step counters then stay as they were. Plain optimizers read the flag on the host once;
+    fused ones get it as ``found_inf`` and wait for nothing.
+
+    Args:
+        process_group: The ranks that have a part of the model, as for `distamp.DistGradScaler`.
+        max_consecutive_skips: Raise `distamp.NonFiniteGradients` at this many skipped steps of one
+            optimizer in a row.
+        named_parameters: ``model.named_parameters()``, for names in `overflow_report` and in the
+            log of skipped steps; add ``model.named_buffers()``, and that log names those which are
+            not finite.
+
+    Raises:
+        SettingError: ``max_consecutive_skips`` is no integer >= 1.
+        TypeError: ``process_group`` has another type.
+
+    Example::
+
+        guard = StepGuard()
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            guard.step(optimizer)
+            guard.update()
+            if guard.stepped(optimizer):
+                schedule.step()
+
+    The first rank of the group logs skipped steps at INFO, as ``distamp.guard``.
+
+    Source: torchtitan's finite check of gradients, which ends the process; OLMo-core's
+    SkipStepOptimizer, which skips by the norm.
+    """
+
+    _divides = False
+    _logger = "distamp.guard"
+    _collapse = NonFiniteGradients
+
+    def __init__(
+        self,
+        process_group: GroupLike = None,
+        max_consecutive_skips: int | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        names = names_of(named_parameters)
+        check_group(process_group)
+        self._start(Ranks(process_group), checked_limit(max_consecutive_skips))
+        self._guard.names = names
+
+    def _start(self, ranks: Ranks, limit: int | None) -> None:
+        self._enabled = True
+        # What trainers read of a scaler: a scale of 1, where the first optimizer's gradients lie.
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._guard = Guard(ranks, limit)
+
+    # -- a scaler's methods ------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Return ``outputs``: nothing is scaled."""
+        return outputs
+
+    def get_scale(self) -> float:
+        """Return 1.0."""
+        return 1.0
+
+    def is_enabled(self) -> bool:
+        """Return True: it guards."""
+        return True
+
+    @outside_the_graph
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Begin the next iteration.
+
+        Args:
+            new_scale: Only for loops that are written for a scaler; 1.0.
+
+        Raises:
+            StageError: No optimizer was looked at since the last ``update``.
+            SettingError: Another ``new_scale`` than 1.
+        """
+        records = self._per_optimizer_states
+        if new_scale is None and not any(r["found_inf_per_device"] for r in records.values()):
+            raise StageError("No inf checks were recorded prior to update.")
+        if new_scale is not None and float(new_scale) != 1.0:
+            raise SettingError(f"a StepGuard scales nothing: new_scale is 1.0, not {new_scale!r}")
+        self._end_iteration(records)
+        # To look twice costs a pass and no more, but where masters took the gradients.
+        kept = self._guard.kept
+        self._guard.kept = {key: record for key, record in kept.items() if _was_taken(record)}
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    # -- what it divides by ------------------------------------------------------------------------
+
+    def _divisor(self, call: str, given: Any) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(_device_of(given))
+            assert self._scale is not None
+        return self._scale
+
+    def _inverse(self, divisor: Tensor) -> Tensor:
+        return divisor
+
+    def _compared(self, divisor: Tensor) -> Differ:
+        return Differ(f"StepGuard(max_consecutive_skips={self._guard.limit})", (1.0, 0), True)
+
+    def _allows_fp16(self, only_check: bool) -> bool:
+        return True
+
+    def _step_with_scaler(
+        self, optimizer: Any, flag: Flag, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step an optimizer of torch's older protocol, which has nothing to unscale here."""
+        return None if bool(flag) else optimizer.step(*args, **kwargs)
+
+    # -- what trainers read of a scaler ------------------------------------------------------------
+
+    @property
+    def _device(self) -> str:
+        if self._scale is not None:
+            return self._scale.device.type
+        there = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
+        return "cpu" if there is None else there.type
+
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        with torch.inference_mode(False):
+            self._scale = flag_of(True, dev)
+            self._growth_tracker = torch.zeros((), dtype=torch.int32, device=dev)
+
+    def get_growth_factor(self) -> float:
+        """Return 1.0: nothing grows."""
+        return 1.0
+
+    def get_backoff_factor(self) -> float:
+        """Return 1.0: nothing backs off."""
+        return 1.0
+
+    def get_growth_interval(self) -> int:
+        """Return 1."""
+        return 1
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Do nothing, for trainers that set it on any scaler."""
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Do nothing, for trainers that set it on any scaler."""
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Do nothing, for trainers that set it on any scaler."""
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers under one key of ours; a scaler that loads it keeps its scale."""
+        return {GUARDS: {"version": 1}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; of a scaler's state nothing is taken.
+
+        Raises:
+            SettingError: It is no dict, or was written by another version.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise SettingError(
+                f"a guard's state is the dict that guard.state_dict() returned, not "
+                f"{state_dict!r:.80}"
+            )
+        own = state_dict.get(GUARDS)
+        if own is not None and (not isinstance(own, Mapping) or own.get("version") != 1):
+            raise SettingError(
+                f"the guard's state was written by another version of distamp ({own!r:.80}); this "
+                "one reads version 1"
+            )
+        self._guard.ranks.restart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise StageError(
+                "A StepGuard instance may only be pickled at the beginning of an iteration, or at "
+                "the end after guard.update()."
+            )
+        return {"ranks": self._guard.ranks, "limit": self._guard.limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start(state["ranks"], state["limit"])
+
+
+def _was_taken(record: dict[str, Any]) -> bool:
+    """Return whether masters have taken the gradients of an optimizer that waits for its step."""
+    state = record[OWN].state if OWN in record else None
+    optimizer = None if state is None else state.optimizer()
+    waits = record["stage"] is OptState.UNSCALED
+    return optimizer is not None and waits and source_of(optimizer).casts
+
+
+def _device_of(given: Any) -> torch.device:
+    """Return where the first tensor lies of an optimizer, of several, or of parameters."""
+    several = given if isinstance(given, (list, tuple)) else [given]
+    for each in several:
+        if isinstance(each, Tensor):
+            return each.device
+        optimizer = unwrapped(each)
+        for parameter in parameters_of(optimizer) if hasattr(optimizer, "param_groups") else ():
+            if isinstance(parameter, Tensor):
+                return parameter.device
+    return torch.device("cpu")
