@@ -15,16 +15,20 @@ torch.profiler records them, so they are exact and the same on every machine.
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import environment, interleave, markdown, ratio
-from distamp import DistGradScaler
+from distamp import DistGradScaler, initialize
+from distamp.initialize import Amp
 from distamp.scaler import MasterParameters
+from launch.config import Config
+from launch.model import GPT
 
 SCALE = 1024.0
 # Parameters, elements of each.
@@ -60,6 +64,12 @@ def _masters(parameters: list[Tensor]) -> Contender:
         scaler.update()
 
     return Contender(parameters, step, optimizer, masters.nbytes)
+
+
+def _of_bfloat16(parameters: list[Tensor], split: bool) -> Contender:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    masters = MasterParameters(optimizer, split=split)
+    return Contender(parameters, optimizer.step, optimizer, masters.nbytes)
 
 
 def _by_hand(parameters: list[Tensor], foreach: bool) -> Contender:
@@ -98,18 +108,25 @@ MAKES: dict[str, Callable[[list[Tensor]], Contender]] = {
     "by hand": lambda parameters: _by_hand(parameters, False),
     "by hand, foreach": lambda parameters: _by_hand(parameters, True),
 }
+# Without a scaler.
+BFLOAT16: dict[str, Callable[[list[Tensor]], Contender]] = {
+    "split, bf16": lambda parameters: _of_bfloat16(parameters, True),
+    "whole, bf16": lambda parameters: _of_bfloat16(parameters, False),
+}
 
 
 def made(name: str, device: str, count: int, elements: int) -> Contender:
     """Return a contender with so many parameters of so many elements."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(elements, generator=generator) * 0.02 for _ in range(count)]
-    return MAKES[name]([torch.nn.Parameter(v.to(device, torch.float16)) for v in values])
+    dtype = torch.bfloat16 if name in BFLOAT16 else torch.float16
+    make = (MAKES | BFLOAT16)[name]
+    return make([torch.nn.Parameter(v.to(device, dtype)) for v in values])
 
 
-def timed(count: int, elements: int, rounds: int, device: str) -> list[str]:
-    """Return a row: the time of a step, and its ratio to each loop's."""
-    rivals = {name: made(name, device, count, elements) for name in MAKES}
+def timed(names: Iterable[str], count: int, elements: int, rounds: int, device: str) -> list[str]:
+    """Return a row: the time of a step of the first, and its ratio to each other's."""
+    rivals = {name: made(name, device, count, elements) for name in names}
 
     def before() -> None:
         for rival in rivals.values():
@@ -119,6 +136,29 @@ def timed(count: int, elements: int, rounds: int, device: str) -> list[str]:
     mine, *peers = interleave(steps, rounds, before=before).values()
     known = [f"{count:,}", f"{count * elements:,}", f"{1000 * statistics.median(mine):.3g}"]
     return [*known, *(ratio(mine, peer) for peer in peers)]
+
+
+def trained(rounds: int, device: str) -> list[str]:
+    """Return a row: the time of a training step of the launcher's GPT by split masters."""
+    config = Config(layers=4, heads=4, width=256, block=64, batch=8)
+    tokens = torch.randint(256, (2, config.batch, config.block), device=device)
+    steps: dict[str, Callable[[], object]] = {}
+    for name, how in (("split", "split"), ("whole", True)):
+        torch.manual_seed(0)
+        model = GPT(config, 256).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        amp = initialize(model, optimizer, "bf16-O2", master_weights=how)
+
+        def step(amp: Amp = amp) -> None:
+            amp.zero_grad()
+            amp.backward(F.cross_entropy(amp.model(tokens[0]).flatten(0, 1), tokens[1].flatten()))
+            amp.step()
+
+        steps[name] = step
+    mine, peer = interleave(steps, rounds).values()
+    elements = sum(p.numel() for p in model.parameters())
+    known = [f"{elements:,}", f"{tokens[0].numel():,}", f"{1000 * statistics.median(mine):.3g}"]
+    return [*known, ratio(mine, peer)]
 
 
 def counted(name: str, device: str) -> list[str]:
@@ -146,15 +186,21 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     cases = [case for case in CASES if case[0] in (given.parameters or dict(CASES))]
-    rows = [timed(*case, given.rounds, given.device) for case in cases]
+    rows = [timed(MAKES, *case, given.rounds, given.device) for case in cases]
     print(f"{environment()}\n\nTime of a whole step (gradients to masters, AdamW, write-back):\n")
     peers = [f"of {name}" for name in MAKES if name != "distamp"]
     print(markdown(["parameters", "elements", "ms", *peers], rows))
+    rows = [timed(BFLOAT16, *case, given.rounds, given.device) for case in cases]
+    print("\nThe same by split masters, of bfloat16 parameters and without a scaler:\n")
+    print(markdown(["parameters", "elements", "ms", "of whole masters"], rows))
+    print("\nA training step of the launcher's GPT at bf16-O2:\n")
+    header = ["elements", "tokens", "ms", "of whole masters"]
+    print(markdown(header, [trained(given.rounds, given.device)]))
     print(
         "\nBytes for each element of the model, beside its own 2 and AdamW's 8; gradients are 2:\n"
     )
     header = ["", "held between steps", "most in a step"]
-    print(markdown(header, [counted(name, given.device) for name in MAKES]))
+    print(markdown(header, [counted(name, given.device) for name in MAKES | BFLOAT16]))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ class Precision:
         keep_batchnorm_fp32: Whether batch norms stay in float32 in a model of another dtype; None
             where there is no such model.
         master_weights: Whether the optimizer works on float32 copies of the parameters; None where
-            parameters are float32 themselves.
+            parameters are float32 themselves. ``"split"``: on copies that are stored as bfloat16
+            parameters and 16-bit remainders.
         loss_scale: ``"dynamic"``, or a constant, where 1.0 is none.
         pins: Modules in a precision of their own: pairs of a shell pattern over module names and
             what `distamp.pin_precision` takes by name; of several that match, the last counts.
@@ -55,7 +56,7 @@ class Precision:
     reduce: torch.dtype
     output: torch.dtype | None
     keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
+    master_weights: bool | Literal["split"] | None
     loss_scale: float | Literal["dynamic"]
     pins: tuple[tuple[str, str], ...] = ()
 
@@ -90,8 +91,14 @@ class Precision:
                 f"compute={self.compute} with param={self.param}: autocast casts from float32 "
                 "weights, so let param be torch.float32, or compute the same as param"
             )
+        is_split = self.master_weights == "split"
+        if is_split and self.param is not torch.bfloat16:
+            raise SettingError(
+                "master_weights='split' stores float32 values as bfloat16 parameters and 16 bits, "
+                f"and the parameters of {self.level} are {self.param}; take bf16-O2, or True"
+            )
         for name, contradiction in (("keep_batchnorm_fp32", False), ("master_weights", True)):
-            value = getattr(self, name)
+            value = True if name == "master_weights" and is_split else getattr(self, name)
             if not isinstance(value, bool) and (self.casts_model or value is not None):
                 raise SettingError(f"{name} must be True or False at {self.level}, not {value!r}")
             contradicts = value is not None if self.autocasts else value is contradiction
@@ -117,7 +124,7 @@ class Precision:
         level: str | Precision,
         *,
         keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
+        master_weights: bool | Literal["split"] | None = None,
         loss_scale: float | str | None = None,
         precision: Mapping[str, str] | None = None,
     ) -> Precision:

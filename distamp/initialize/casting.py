@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ def cast_model(
     opt_level: str | Precision,
     *,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | Literal["split"] | None = None,
     precision: Mapping[str, str] | None = None,
     process_group: GroupLike = None,
 ) -> _M:

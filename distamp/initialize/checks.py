@@ -112,12 +112,14 @@ def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
 
 def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
     name, level = wrapping.name, precision.level
-    if name in _SETTINGS and precision.master_weights:
+    cast = cast_as(wrapping.inner)
+    # Masters are of parameters that stay in place: FSDP1's do not.
+    if name in _SETTINGS and precision.master_weights and (cast is None or name != "fully_shard"):
+        or_cast = ", or call cast_model() before it" if name == "fully_shard" else ""
         raise SettingError(
             f"{level} over {name} is its own mixed precision over float32 parameters: leave out "
-            f"cast_model() and pass {name} {_SETTINGS[name].format(precision.param)}"
+            f"cast_model() and pass {name} {_SETTINGS[name].format(precision.param)}{or_cast}"
         )
-    cast = cast_as(wrapping.inner)
     if cast is None and name not in (None, "DataParallel"):
         raise SettingError(
             f"{level} casts the model to {precision.param}, and {name} has laid its parameters "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ def initialize(
     opt_level: str | Precision = "O1",
     *,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | Literal["split"] | None = None,
     loss_scale: float | str | None = None,
     precision: Mapping[str, str] | None = None,
     num_losses: int = 1,
@@ -68,7 +68,7 @@ def initialize(
         optimizers: One or several, over parameters of the models; None to only run the model.
         opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
         keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
-        master_weights: As in Apex.
+        master_weights: As in Apex; ``"split"`` for `MasterParameters` in half the memory.
         loss_scale: As in Apex: a number or ``"dynamic"``.
         precision: Modules in a precision of their own, as in `cast_model`: shell patterns over
             module names, without those of wrappers. Give both the same.
@@ -163,7 +163,7 @@ def _cast(
     for optimizer in optimizers if precision.master_weights else ():
         half = any(p.dtype.itemsize == 2 for p in parameters_of(optimizer))
         if half and masters_of(optimizer) is None:
-            MasterParameters(optimizer)
+            MasterParameters(optimizer, split=precision.master_weights == "split")
 
 
 def _schedule(

@@ -9,15 +9,10 @@ from torch import Tensor
 
 from distamp import host
 from distamp.errors import SettingError
-from distamp.gradients import flag_of
+from distamp.gradients import flag_of, local_of
+from distamp.masters.blocks import blocks
 
 __all__ = ["Unscaling", "convert"]
-
-# Elements that are converted and then unscaled while they lie in a cache, so that memory is read
-# once and written once. On an accelerator, where a block is one launch for many tensors, it only
-# bounds how much lies in memory twice.
-_BLOCK_ON_HOST = 2**16
-_BLOCK = 2**25
 
 #: A parameter of the model, whose gradient is read, and its master, whose gradient is written.
 _Move = tuple[Tensor, Tensor]
@@ -78,58 +73,37 @@ def convert(moves: Iterable[_Move], unscaling: Unscaling | None) -> None:
             )
         kind = gradient.device, gradient.dtype, gradient.is_sparse
         alike.setdefault(kind, []).append((parameter, master))
-    for (device, _, is_sparse), group in alike.items():
-        limit = _BLOCK_ON_HOST if host.is_host(device) else _BLOCK
-        for block in _blocks(group, limit):
-            # Functions, so that no name here keeps a gradient while the next is converted.
-            if is_sparse:
-                _convert_sparse(block, unscaling)
-            else:
-                _convert_dense(block, unscaling, limit)
-            for parameter, _ in block:
-                parameter.grad = None
+    for (_, _, is_sparse), group in alike.items():
+        if is_sparse:
+            _convert_sparse(group, unscaling)
+            continue
+        for gradients, targets in blocks(_rows(group)):
+            torch._foreach_copy_(targets, gradients)
+            if unscaling is not None:
+                unscaling(targets)
+            del gradients, targets  # before the next are made
 
 
-def _blocks(group: Sequence[_Move], limit: int) -> Iterator[list[_Move]]:
-    """Yield moves together that have at most ``limit`` elements, but for a single larger one."""
-    block: list[_Move] = []
-    elements = 0
-    for parameter, master in group:
-        if block and elements + parameter.numel() > limit:
-            yield block
-            block, elements = [], 0
-        block.append((parameter, master))
-        elements += parameter.numel()
-    yield block
+def _rows(moves: Iterable[_Move]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each gradient and where it goes; what is yielded is the last that holds it."""
+    for parameter, master in moves:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if master.grad is None or master.grad.is_sparse:
+            master.grad = torch.empty_like(gradient, dtype=torch.float32)
+        row = local_of(gradient), local_of(master.grad)
+        del gradient
+        yield row
+        del row
 
 
-def _convert_sparse(block: Sequence[_Move], unscaling: Unscaling | None) -> None:
+def _convert_sparse(moves: Iterable[_Move], unscaling: Unscaling | None) -> None:
     values = []
-    for parameter, master in block:
+    for parameter, master in moves:
         assert parameter.grad is not None
         # Values of one row are added up in float32, where they cannot overflow as in float16.
         master.grad = parameter.grad.float().coalesce()
+        parameter.grad = None
         values.append(master.grad.values())
     if unscaling is not None:
         unscaling(values)
-
-
-def _convert_dense(block: Sequence[_Move], unscaling: Unscaling | None, limit: int) -> None:
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
-    for parameter, master in block:
-        assert parameter.grad is not None
-        if master.grad is None or master.grad.is_sparse:
-            master.grad = torch.empty_like(parameter.grad, dtype=torch.float32)
-        sources.append(parameter.grad)
-        targets.append(master.grad)
-    source, target = sources[0], targets[0]
-    pieces = [(sources, targets)]
-    large = len(sources) == 1 and source.numel() > limit and host.is_host(source.device)
-    if large and source.is_contiguous() and target.is_contiguous():
-        cut = zip(source.view(-1).split(limit), target.view(-1).split(limit), strict=True)
-        pieces = [([piece], [into]) for piece, into in cut]
-    for some, into in pieces:
-        torch._foreach_copy_(into, some)
-        if unscaling is not None:
-            unscaling(into)

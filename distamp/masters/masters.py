@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import operator
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distamp.errors import SettingError, StageError
-from distamp.gradients import is_dtensor, local_gradients, refuse_fp16
+from distamp.gradients import is_dtensor, local_gradients, local_of, refuse_fp16
 from distamp.masters.convert import Unscaling, convert
+from distamp.masters.split import join, split
 from distamp.optimizers import find_closure, inner_optimizer, parameters_of
 from distamp.sources import GradientSource, set_source, source_of
 
@@ -33,12 +36,30 @@ class _Pair:
     Args:
         parameter: float16 or bfloat16.
         master: float32, of the same shape.
-        version: How often the parameter had been written to when it last was its master's rounding.
+        version: How often the parameter had been written to when it last was its master's rounding,
+            but through ``.data``.
+        remainder: int16, what the rounding took, of this rank's part; None where the master has
+            storage of its own.
     """
 
     parameter: Tensor
     master: Tensor
-    version: int
+    version: int = 0
+    remainder: Tensor | None = None
+
+    def remember(self) -> None:
+        """Remember that the parameter is its master's rounding now."""
+        self.version = _version(local_of(self.parameter))
+
+    def free(self) -> None:
+        """Leave NaN where the master's values were: a read finds them, and a write raises."""
+        value = local_of(self.master)
+        value.data = value.new_full((), math.nan).expand(value.shape)
+
+    @property
+    def row(self) -> Any:
+        """This rank's part of value, weight and remainder, as `split` and `join` take them."""
+        return local_of(self.master), local_of(self.parameter), self.remainder
 
 
 class MasterParameters(GradientSource):
@@ -51,19 +72,28 @@ class MasterParameters(GradientSource):
     the masters. Parameters of other dtypes (a batch norm in float32) do not change, and frozen ones
     get a master in the first step after they begin to require gradients.
 
-    Create it once, after you cast and wrap the model and create the optimizer: in one process, in
-    DistributedDataParallel or DataParallel. With `DistGradScaler`, ``fp16_grads="master"`` unscales
-    in float32 into the masters; without a scaler the gradients are used as they are. In both cases
-    the model's own gradients are freed as they are converted, so none is counted twice.
+    Masters are elementwise on what this rank holds: a parameter that is a DTensor (FSDP2, HSDP,
+    tensor parallel) has a master that is one, with the same placements.
+
+    With ``split=True`` a master is its bfloat16 parameter and a 16-bit remainder, exactly, so it
+    takes 2 bytes an element in place of 4. The float32 values exist inside ``optimizer.step()``
+    and `materialized` alone; between steps the masters in ``param_groups`` read as NaN. Parameters
+    are then rounded half away from zero, not to nearest even.
+
+    Create it once, after you cast and wrap the model and create the optimizer. With
+    `DistGradScaler`, ``fp16_grads="master"`` unscales in float32 into the masters; without a scaler
+    the gradients are used as they are. In both cases the model's own gradients are freed as they
+    are converted, so none is counted twice.
 
     Args:
         optimizer: Has float16 or bfloat16 parameters; may have state already.
+        split: Whether masters are bfloat16 parameters and remainders.
 
     Raises:
         TypeError: Not an optimizer.
         ValueError: No parameter needs a master, the optimizer has masters already, or it steps
-            shards (FSDP, tensor parallel) or this rank's share (ZeroRedundancyOptimizer, OSS), or
-            its state is in half precision: it was loaded too early.
+            flat parameters (FSDP1) or this rank's share (ZeroRedundancyOptimizer, OSS), its state
+            is in half precision (it was loaded too early), or a parameter to split is float16.
 
     Example::
 
@@ -78,12 +108,15 @@ class MasterParameters(GradientSource):
     casts = True
 
     # What is kept: the optimizer, weakly, for it holds this; the pairs, because the optimizer holds
-    # masters alone; and whether gradients lie in the masters, unscaled, for the next step.
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        _refuse(optimizer)
+    # masters alone; whether gradients lie in the masters, unscaled, for the next step; and whether
+    # the values of split masters lie in them, to be split again.
+    def __init__(self, optimizer: torch.optim.Optimizer, *, split: bool = False) -> None:
+        _refuse(optimizer, split)
+        self.split = split
         self._optimizer = weakref.ref(optimizer)
         self._pairs: dict[int, _Pair] = {}  # by id(master)
         self._taken = False
+        self._joined = False
         self._adopt()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -123,8 +156,9 @@ class MasterParameters(GradientSource):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the masters take; their gradients take as many in a step."""
-        return sum(pair.master.nbytes for pair in self._pairs.values())
+        """Bytes that the masters take between steps, on this rank, beside the parameters."""
+        rows = [pair.row for pair in self._pairs.values()]
+        return sum((value if rest is None else rest).nbytes for value, _, rest in rows)
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -196,20 +230,38 @@ class MasterParameters(GradientSource):
 
     # -- values -----------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def materialized(self) -> Iterator[None]:
+        """Have the float32 values in the masters inside; write them back at the end.
+
+        For what reads or writes masters between steps: `master_of`, or schedulefree's
+        ``optimizer.eval()`` and ``optimizer.train()``. Masters that are not split always have
+        them, and are written back. Not to be nested.
+        """
+        self._catch_up()
+        self._join()
+        try:
+            yield
+        finally:
+            self.write_back()
+
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round every master into its parameter, as happens after each step."""
-        alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        pairs = self._adopt()
-        for pair in pairs:
-            kind = pair.parameter.device, pair.parameter.dtype
-            parameters, masters = alike.setdefault(kind, ([], []))
-            parameters.append(pair.parameter)
-            masters.append(pair.master)
-        for parameters, masters in alike.values():
-            torch._foreach_copy_(parameters, masters)
-        for pair in pairs:
-            pair.version = _version(pair.parameter)
+        """Round every master into its parameter, as happens after each step.
+
+        Split masters have something to write in a step and in `materialized` alone.
+        """
+        if self.split and not self._joined:
+            return
+        for rows in self._alike():
+            if self.split:
+                split(rows)
+            else:
+                values, weights, _ = zip(*rows, strict=True)
+                torch._foreach_copy_(weights, values)
+        for pair in self._pairs.values():
+            pair.remember()
+        self._free()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -218,19 +270,56 @@ class MasterParameters(GradientSource):
         Seldom needed: a parameter that was written by anything else (a checkpoint that was loaded,
         weights swapped for evaluation) is noticed before the next step, and each element that is no
         longer its master's rounding is taken over. Writes through ``.data`` are not noticed.
+        A split master cannot tell which elements were written: until this is called, each keeps
+        its remainder, which is less than the rounding of the weight.
         """
         for pair in self._adopt():
-            pair.master.copy_(pair.parameter)
-            pair.version = _version(pair.parameter)
+            value, weight, remainder = pair.row
+            if remainder is None:
+                value.copy_(weight)
+            else:
+                remainder.zero_()
+            pair.remember()
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Make the values of split masters; after a step that failed, anew."""
+        if self.split:
+            for value, _, remainder in (pair.row for pair in self._pairs.values()):
+                value.data = torch.empty_like(remainder, dtype=torch.float32)
+            for rows in self._alike():
+                join(rows)
+            self._joined = True
+
+    def _free(self) -> None:
+        """Free the values of split masters."""
+        if self.split:
+            for pair in self._pairs.values():
+                pair.free()
+            self._joined = False
+
+    def _alike(self) -> Iterable[list[Any]]:
+        """Return the rows of all pairs, those of one device and dtype together."""
+        alike: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
+        for pair in self._pairs.values():
+            kind = pair.parameter.device, pair.parameter.dtype
+            alike.setdefault(kind, []).append(pair.row)
+        return alike.values()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the masters by the number that ``optimizer.state_dict()`` gives each parameter.
 
-        The tensors are the masters themselves, as in ``optimizer.state_dict()``.
+        They are float32, split or not, so either loads the other's. The tensors are the masters
+        themselves, as in ``optimizer.state_dict()``; of split masters they are copies.
         """
         self._catch_up()
-        return {"version": 1, "masters": {n: m.detach() for n, m in self._numbered().items()}}
+        masters = {number: master.detach() for number, master in self._numbered().items()}
+        for number, master in self._numbered().items() if self.split else ():
+            pair = self._pairs[id(master)]
+            masters[number] = torch.empty_like(pair.parameter.detach(), dtype=torch.float32)
+            join([(local_of(masters[number]), *pair.row[1:])])
+        return {"version": 1, "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -245,6 +334,7 @@ class MasterParameters(GradientSource):
         """
         own = self._numbered()
         saved = _read(state_dict, own)
+        self._join()
         for number, master in own.items():
             master.copy_(saved[number])
         self.write_back()
@@ -265,17 +355,19 @@ class MasterParameters(GradientSource):
             )
         if not self._taken:
             self._take(None)
-            return
         for pair in self._catch_up():
             late = pair.parameter.grad  # unscaled, and added by hand, as with torch
             if late is not None:
                 before = pair.master.grad
                 pair.master.grad = late.float() if before is None else before + late.float()
                 pair.parameter.grad = None
+        self._join()
 
     def _after_step(self, *_: Any) -> None:
         self._taken = False
         self.write_back()
+        for pair in self._pairs.values() if self.split else ():
+            pair.master.grad = None  # whoever zeroes the model's, they are gone until the next step
 
     # -- the groups -------------------------------------------------------------------------------
 
@@ -285,6 +377,7 @@ class MasterParameters(GradientSource):
             raise StageError("the optimizer of these master parameters is gone")
         return optimizer
 
+    @torch.no_grad()
     def _catch_up(self) -> list[_Pair]:
         """Take over what anything but the optimizer wrote to parameters; return the pairs.
 
@@ -293,11 +386,15 @@ class MasterParameters(GradientSource):
         """
         pairs = self._adopt()
         for pair in pairs:
-            if pair.version != _version(pair.parameter):
-                master, parameter = pair.master, pair.parameter
-                same = master.to(parameter.dtype) == parameter
-                master.copy_(torch.where(same, master, parameter.float()))
-                pair.version = _version(parameter)
+            value, weight, remainder = pair.row
+            if pair.version == _version(weight):
+                continue
+            if remainder is None:
+                same = value.to(weight.dtype) == weight
+                value.copy_(torch.where(same, value, weight.float()))
+            else:  # which elements were written is not known; and zero has none below it
+                remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
+            pair.remember()
         return pairs
 
     def _adopt(self) -> list[_Pair]:
@@ -316,14 +413,19 @@ class MasterParameters(GradientSource):
 
     @torch.no_grad()
     def _made(self, parameter: Tensor, optimizer: torch.optim.Optimizer) -> _Pair:
-        _refuse_sharded(parameter)
+        _refuse_flat(parameter)
         if any(pair.parameter is parameter for pair in self._pairs.values()):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has a master in this optimizer "
                 "already; two would differ, so give it to the optimizer once"
             )
         master = torch.nn.Parameter(parameter.detach().float())
-        pair = self._pairs[id(master)] = _Pair(parameter, master, _version(parameter))
+        pair = self._pairs[id(master)] = _Pair(parameter, master)
+        pair.remember()
+        if self.split:
+            pair.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16)
+            if not self._joined:
+                pair.free()
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             optimizer.state[master] = tree_map(lambda v: v.float() if _is_low(v) else v, state)
@@ -345,7 +447,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield stepped
 
 
-def _refuse(optimizer: torch.optim.Optimizer) -> None:
+def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
     """Refuse an optimizer that can have no masters, before it is changed."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -359,13 +461,19 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         )
     if inner_optimizer(optimizer) is not None:
         raise SettingError(
-            f"{name} steps a share of the parameters on each rank, and masters are of a whole "
-            "model. Take O1, which needs no masters, or shard by fully_shard with a "
-            "MixedPrecisionPolicy over float32 parameters in its place"
+            f"{name} steps a share of the parameters on each rank, and hands the others what it "
+            "stepped, not what a master rounds to. Take O1, which needs no masters, or fully_shard "
+            "in its place, over a model that was cast, or over a float32 one with its own "
+            "MixedPrecisionPolicy"
         )
     parameters = parameters_of(optimizer)
     for parameter in parameters:
-        _refuse_sharded(parameter)
+        _refuse_flat(parameter)
+    if split and any(parameter.dtype is torch.float16 for parameter in parameters):
+        raise SettingError(
+            f"{name} holds float16 parameters, and a float32 value is a bfloat16 one and 16 bits, "
+            "not a float16 one: take bf16-O2, or whole masters (split=False)"
+        )
     if not any(parameter.dtype in _LOW for parameter in parameters):
         raise ValueError(
             f"{name} holds no float16 or bfloat16 parameter, so there is nothing to make masters "
@@ -394,17 +502,20 @@ def _is_low(state: Any) -> bool:
 
 def _was_used(state: Any) -> bool:
     """Return whether it is in half precision and not constant, as Adagrad's is at first."""
-    return _is_low(state) and state.numel() > 0 and bool(state.min() < state.max())
+    if not _is_low(state):
+        return False
+    local = local_of(state.detach())
+    return local.numel() > 0 and bool(local.min() < local.max())
 
 
-def _refuse_sharded(parameter: Tensor) -> None:
+def _refuse_flat(parameter: Tensor) -> None:
     flat = hasattr(parameter, "_fsdp_flattened") or type(parameter).__name__ == "FlatParameter"
-    if parameter.dtype in _LOW and (flat or is_dtensor(parameter)):
+    if parameter.dtype in _LOW and flat:
         raise SettingError(
-            f"a parameter of shape {tuple(parameter.shape)} is sharded, and masters are of a whole "
-            "model. Leave the model in float32 and let the wrapper cast: fully_shard with "
-            "MixedPrecisionPolicy(param_dtype=torch.float16), or FSDP's MixedPrecision; its own "
-            "float32 parameters are the masters then"
+            f"a parameter of shape {tuple(parameter.shape)} is flat (FullyShardedDataParallel), "
+            "which changes what it holds between passes. Leave the model in float32 and pass "
+            "mixed_precision=MixedPrecision(param_dtype=torch.float16): its own float32 parameters "
+            "are the masters then. Or take fully_shard, whose parameters stay in place"
         )
 
 
@@ -430,11 +541,14 @@ def _read(state: Any, own: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     for number, master in own.items():
         value = saved[number]
         real = isinstance(value, Tensor) and not value.is_complex()
-        if not real or value.shape != master.shape or is_dtensor(value):
+        alike = is_dtensor(value) == is_dtensor(master)
+        if not real or value.shape != master.shape or not alike:
             what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            kind = "a DTensor" if is_dtensor(master) else "real numbers"
             raise ValueError(
                 f"the saved master of parameter {number} is a {type(value).__name__} {what}, the "
-                f"one here is real numbers of shape {tuple(master.shape)}"
+                f"one here is {kind} of shape {tuple(master.shape)}; torch.distributed.checkpoint "
+                "loads a state of another layout into masters.state_dict()"
             )
     return saved
 

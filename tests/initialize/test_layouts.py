@@ -80,7 +80,7 @@ LAYOUTS: dict[str, tuple[Callable[[nn.Module], Made], tuple[str, ...]]] = {
     "ZeRO": (zero, ("O1", "O3", "bf16")),
     "OSS": (oss, ("O1", "O3", "bf16")),
     "FSDP1": (fsdp1, ("O1", "O3", "bf16")),
-    "FSDP2": (fsdp2, ("O1", "O3", "bf16")),
+    "FSDP2": (fsdp2, ("O1", "O2", "O3", "bf16")),
     "FSDP1 policy": (fsdp1_policy, ("O2",)),
     "FSDP2 policy": (fsdp2_policy, ("O2",)),
 }

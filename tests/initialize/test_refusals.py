@@ -201,11 +201,11 @@ ON_RANKS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "the optimizer before fully_shard": (early_optimizer, "make the optimizer after it"),
     "masters in FSDP1": (lambda: refused(flat(half()), "O2"), FSDP1),
-    "masters in FSDP2": (
-        lambda: refused(fully_shard(half(), mesh=shard()), "O2"),  # type: ignore[arg-type]
-        FSDP2,
+    "FSDP2 before the cast": (
+        lambda: refused(fully_shard(plain(), mesh=shard()), "O2"),  # type: ignore[arg-type]
+        FSDP2 + ", or call cast_model() before it",
     ),
-    "masters in a part": (lambda: refused(partly(half()), "O2"), FSDP2),
+    "a part in FSDP2 before the cast": (lambda: refused(partly(plain()), "O2"), FSDP2),
     "masters in ZeRO": (zero, OTHERS),
     "masters in OSS": (oss, OTHERS),
     "a policy at O1": (lambda: refused(casting(plain()), "O1"), "or take O2"),

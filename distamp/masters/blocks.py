@@ -1,0 +1,49 @@
+"""Tensors in blocks that lie in a cache, so that memory is read once and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from distamp import host
+
+__all__ = ["blocks"]
+
+# Elements that several ops work on while they lie in a cache. On an accelerator, where a block is
+# one launch for many tensors, it only bounds how much lies in memory twice.
+_ON_HOST = 2**17
+_ON_DEVICE = 2**25
+
+
+def blocks(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
+    """Yield rows of tensors as columns, some at a time: small ones together, a large one in pieces.
+
+    Only what is contiguous, and on the host, is cut. No row is held for longer than its turn, so
+    whoever makes rows can free what they hold.
+
+    Args:
+        rows: The tensors of one row have the same size and device, those of a column one dtype.
+    """
+    block: list[tuple[Tensor, ...]] = []
+    elements = 0
+    for row in rows:
+        size, on_host = row[0].numel(), host.is_host(row[0].device)
+        limit = _ON_HOST if on_host else _ON_DEVICE
+        if block and elements + size > limit:
+            yield _columns(block)
+            block, elements = [], 0
+        if on_host and size > limit and all(tensor.is_contiguous() for tensor in row):
+            for pieces in zip(*(tensor.view(-1).split(limit) for tensor in row), strict=True):
+                yield [[piece] for piece in pieces]
+            del pieces
+        else:
+            block.append(row)
+            elements += size
+        del row
+    if block:
+        yield _columns(block)
+
+
+def _columns(rows: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    return [list(column) for column in zip(*rows, strict=True)]

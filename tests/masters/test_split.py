@@ -1,0 +1,344 @@
+"""Split masters: a bfloat16 weight and 16 bits are an exact float32 master, in half the memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distamp import DistGradScaler, initialize
+from distamp.errors import SettingError
+from distamp.masters.split import join, split
+from distamp.precision import Precision
+from distamp.scaler import MasterParameters, master_params
+from tests.scaler.masters import half_mlp, loss_of
+
+BF16, F32 = torch.bfloat16, torch.float32
+# Finite values of float32 in all, and those halfway between two bfloat16 values of which the lower
+# is even: what rounding to nearest even has no 16-bit remainder for.
+FINITE, TIES_TO_EVEN = 4_278_190_080, 32_640
+
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    "SGD fused": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, fused=True),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+}
+
+
+def half_away(value: Tensor) -> Tensor:
+    """The bfloat16 nearest to each value, of two as near the larger in magnitude: in float64."""
+    exact = value.double().abs()
+    _, exponent = torch.frexp(exact)  # bfloat16 has 8 bits, or a multiple of 2^-133
+    unit = torch.ldexp(torch.ones_like(exact), exponent.clamp(min=-125) - 8)
+    rounded = torch.floor(exact / unit + 0.5) * unit
+    return torch.copysign(rounded, value.double()).to(BF16)
+
+
+class ByHand:
+    """The reference: whole float32 copies, and a write-back that rounds half away from zero."""
+
+    def __init__(self, parameters: Iterable[Tensor], make: Callable[..., Any]) -> None:
+        self.parameters = list(parameters)
+        self.copies = [p.detach().float() for p in self.parameters]
+        self.optimizer = make(self.copies)
+
+    @torch.no_grad()
+    def step(self, max_norm: float | None = None) -> None:
+        for parameter, master in zip(self.parameters, self.copies, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.copies, max_norm)
+        self.optimizer.step()
+        for parameter, master in zip(self.parameters, self.copies, strict=True):
+            parameter.copy_(half_away(master))
+
+
+def of_bits(first: int, last: int) -> Tensor:
+    return torch.arange(first, last, dtype=torch.int64).to(torch.int32).view(F32)
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    weights, remainders = values.to(BF16), torch.empty_like(values, dtype=torch.int16)
+    split([(values.clone(), weights, remainders)])
+    return weights, remainders
+
+
+def joined(weights: Tensor, remainders: Tensor) -> Tensor:
+    values = torch.empty_like(weights, dtype=F32)
+    join([(values, weights, remainders)])
+    return values
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    kind = torch.int16 if ours.dtype is BF16 else torch.int32
+    return torch.equal(ours.view(kind), theirs.view(kind))
+
+
+def pair_of(value: float = 1.0) -> tuple[nn.Parameter, Any, MasterParameters]:
+    parameter = nn.Parameter(torch.tensor([value, value], dtype=BF16))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    return parameter, optimizer, MasterParameters(optimizer, split=True)
+
+
+# -- the format ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0x0000, 0x0001, 0x3F80, 0x7F7F, 0x8000, 0xBF80, 0xFF7F])
+def test_a_value_comes_back_to_the_bit_and_its_weight_is_rounded_half_away(start):
+    """All values of two bfloat16 steps: around zero, among subnormal numbers, at the largest."""
+    values = of_bits(start << 16, min((start + 2) << 16, 0xFF800000))
+    values = values[values.isfinite()]
+    weights, remainders = halves(values)
+    assert same_bits(joined(weights, remainders), values)
+    assert same_bits(weights, half_away(values))
+
+
+@pytest.mark.slow
+def test_no_finite_value_is_lost_and_to_nearest_even_would_lose_some():
+    count = ties = 0
+    for start in range(0, 2**32, 2**20):
+        values = of_bits(start, start + 2**20)
+        finite, bits = values.isfinite(), values.view(torch.int32)
+        count += int(((joined(*halves(values)).view(torch.int32) == bits) & finite).sum())
+        ties += int(((bits - values.to(BF16).float().view(torch.int32) == 2**15) & finite).sum())
+    assert (count, ties) == (FINITE, TIES_TO_EVEN)
+
+
+def test_what_is_not_finite_is_nan():
+    """Also the NaN of an accelerator, all of whose lower bits are set."""
+    bits = torch.tensor([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00001, 0x7F800001])
+    values = bits.to(torch.int32).view(F32)
+    weights, remainders = halves(values)
+    for found in (weights.float(), joined(weights, remainders)):
+        assert found.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (131_072,), (300, 500)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_size_and_layout_is_split_whole(shape, transposed):
+    """Large ones in pieces."""
+    values = torch.randn(shape)
+    values = values.t() if transposed and values.dim() == 2 else values
+    weights, remainders = halves(values)
+    assert torch.equal(joined(weights, remainders), values)
+    assert torch.equal(weights, half_away(values))
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def _train(name: str, steps: int, resume_at: int | None = None) -> None:
+    """Beside whole masters by hand; the scaler where the optimizer takes its flags itself."""
+    make = OPTIMIZERS[name]
+    model, other = half_mlp(dtype=BF16), half_mlp(dtype=BF16)
+    optimizer, hand = make(model.parameters()), ByHand(other.parameters(), make)
+    masters = MasterParameters(optimizer, split=True)
+    scaler = DistGradScaler("cpu", init_scale=1.0, fp16_grads="master", enabled="fused" in name)
+    for step in range(steps):
+        if step == resume_at:
+            saved = [copy.deepcopy(x.state_dict()) for x in (model, optimizer, masters)]
+            model = half_mlp(seed=1, dtype=BF16)
+            optimizer = make(model.parameters())
+            masters = MasterParameters(optimizer, split=True)
+            for part, state in zip((model, optimizer, masters), saved, strict=True):
+                part.load_state_dict(state)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        loss_of(other, step).backward()
+        clips = step % 3 == 0
+        if clips and scaler.is_enabled():
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(master_params(optimizer), 0.1)
+        elif clips:
+            scaler.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        hand.step(0.1 if clips else None)
+    with masters.materialized():
+        for ours, theirs in zip(master_params(optimizer), hand.copies, strict=True):
+            assert same_bits(ours.detach(), theirs)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert same_bits(ours.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_200_steps_are_those_of_whole_masters_to_the_bit(name):
+    _train(name, 200)
+
+
+@pytest.mark.parametrize("name", ["AdamW fused", "Adagrad"])
+def test_a_resumed_run_goes_on_to_the_bit(name):
+    _train(name, 20, resume_at=10)
+
+
+def test_schedulefree_trains_by_split_masters_and_switches_in_materialized():
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def run(whole: bool) -> list[Tensor]:
+        model = half_mlp(dtype=BF16)
+        optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, foreach=False)
+        masters = MasterParameters(optimizer, split=not whole)
+        for step in range(6):
+            with masters.materialized():
+                optimizer.train()
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            with masters.materialized():
+                optimizer.eval()
+        return [*masters.state_dict()["masters"].values()]
+
+    for ours, theirs in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_a_skipped_step_leaves_weights_and_remainders():
+    for fused in (False, True):
+        model = half_mlp(dtype=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        masters = MasterParameters(optimizer, split=True)
+        scaler = DistGradScaler("cpu", init_scale=1.0, fp16_grads="master")
+        for step in range(3):
+            before = copy.deepcopy((model.state_dict(), masters.state_dict()["masters"]))
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step, math.inf if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        after = model.state_dict(), masters.state_dict()["masters"]
+        for was, now in zip(before, after, strict=True):
+            assert all(torch.equal(was[key], now[key]) for key in was)
+
+
+def test_a_step_that_fails_is_taken_from_what_the_model_has():
+    parameter, optimizer, masters = pair_of(1.0)
+    step, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "not a number"
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = step
+    optimizer.zero_grad()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert parameter.tolist() == [0.0, 0.0]
+    assert masters.state_dict()["masters"][0].tolist() == [0.0, 0.0]
+
+
+# -- states, and weights that something else writes ------------------------------------------------
+
+
+def test_a_state_of_whole_masters_is_one_of_split_masters_and_the_other_way_round():
+    value = torch.tensor([1.0 + 2.0**-20, -3.0 - 2.0**-19])
+    for here, there in itertools.permutations([False, True]):
+        optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(2).to(BF16))]) for _ in "ab"]
+        first = MasterParameters(optimizers[0], split=here)
+        second = MasterParameters(optimizers[1], split=there)
+        first.load_state_dict({"version": 1, "masters": {0: value}})
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(second.state_dict()["masters"][0], value)
+        assert second.parameters()[0].tolist() == [1.0, -3.0]
+
+
+def test_weights_that_are_swapped_out_and_back_keep_their_remainders():
+    parameter, _, masters = pair_of()
+    value = torch.tensor([1.0 - 2.0**-20, 1e-3])
+    masters.load_state_dict({"version": 1, "masters": {0: value}})
+    with torch.no_grad():
+        kept = parameter.clone()
+        parameter.fill_(2.0)
+        parameter.copy_(kept)
+    assert torch.equal(masters.state_dict()["masters"][0], value)
+    masters.refresh()
+    assert torch.equal(masters.state_dict()["masters"][0], parameter.detach().float())
+
+
+def test_the_master_of_a_written_weight_rounds_to_it_also_where_that_is_zero():
+    """A remainder below zero has nothing to be taken from."""
+    for value in (1.0 - 2.0**-20, 1.0 + 2.0**-20):
+        for written in (0.0, -0.0, 3.0, -7.0):
+            parameter, optimizer, masters = pair_of()
+            masters.load_state_dict({"version": 1, "masters": {0: torch.full((2,), value)}})
+            with torch.no_grad():
+                parameter.fill_(written)
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            assert parameter.tolist() == [written, written]
+            assert half_away(masters.state_dict()["masters"][0]).tolist() == [written, written]
+
+
+def test_between_steps_a_master_reads_as_nan_and_is_not_written():
+    parameter, optimizer, masters = pair_of()
+    master = masters.master_of(parameter)
+    assert (master.shape, master.dtype) == (parameter.shape, F32)
+    assert master.isnan().all()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        master.add_(1.0)
+    with torch.no_grad(), masters.materialized():
+        assert master.tolist() == [1.0, 1.0]
+        master.add_(1.0)
+    assert parameter.tolist() == [2.0, 2.0]
+    assert copy.deepcopy(optimizer).param_groups[0]["params"][0].isnan().all()
+
+
+def test_float16_is_refused_with_what_to_take():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.float16))])
+    with pytest.raises(SettingError, match=r"take bf16-O2, or whole masters"):
+        MasterParameters(optimizer, split=True)
+
+
+def test_a_level_takes_split_masters_and_refuses_them_without_bfloat16_parameters():
+    model = half_mlp(dtype=F32)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    amp = initialize(model, optimizer, "bf16-O2", master_weights="split")
+    (masters,) = amp.masters
+    assert masters.split
+    assert masters.nbytes == 2 * sum(p.numel() for p in model.parameters())
+    for step in range(3):
+        amp.zero_grad()
+        amp.backward(loss_of(amp.model, step))
+        amp.clip_grad_norm_(1.0)
+        assert amp.step()
+    for level in ("O0", "O1", "O2", "bf16"):
+        with pytest.raises(SettingError, match="take bf16-O2, or True"):
+            Precision.of(level, master_weights="split")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _alive(elements: int) -> int:
+    """Bytes of all tensors that are alive and not small, each storage once, for each element."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor):  # the class itself, which asks no deprecated name
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(size for size in found.values() if size > 1000) // elements
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+def test_between_steps_a_master_takes_two_bytes_and_its_gradient_none(zero):
+    elements, other = 100_000, _alive(100_000)
+    model = nn.Linear(elements, 1, bias=False).to(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    masters = MasterParameters(optimizer, split=True)
+    within = []
+    optimizer.register_step_pre_hook(lambda *_: within.append(_alive(elements) - other))
+    for _ in range(2):
+        (optimizer if zero == "optimizer" else model).zero_grad()
+        model.weight.grad = torch.ones_like(model.weight)
+        assert _alive(elements) - other == 2 + 2 + 2  # the weight, its remainder, its gradient
+        optimizer.step()
+        assert _alive(elements) - other == 2 + 2
+    assert within == [2 + 2 + 4 + 4] * 2  # and in float32 the value and its gradient
+    assert masters.nbytes == 2 * elements
