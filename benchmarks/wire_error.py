@@ -121,7 +121,7 @@ def summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tuple
         runs.append((begin, first, numel))
         begin, first = begin + -(-numel // BLOCK) * BLOCK, first + numel
     places = Places(1, begin, runs)
-    pair = torch.tensor([scale, 1 / scale])
+    pair = torch.tensor([scale, 1 / scale, 1.0])
     mine, exact = torch.zeros(2, sizes.numel(), dtype=torch.float64)
     kept: list[Feedback] = []
     for step in range(steps):

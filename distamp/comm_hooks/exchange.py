@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane, Transport
 
-__all__ = ["Exchange", "Plan"]
+__all__ = ["Chunks", "Exchange", "Plan", "bucket_plan", "shard_chunks"]
 
 # Shards are reduced in so many parts, of which two are on their way at once, that buffers take at
 # most a quarter of the gradients in fp32; but not in parts of fewer elements.
@@ -48,6 +49,11 @@ class Plan:
     whole: Places
     mine: Places
     lengths: list[int]
+
+
+# Of shards, the parts that are reduced one after another: first element of each row, how many, and
+# where the rows lie in what its host has of it.
+Chunks: TypeAlias = list[tuple[int, int, Places]]
 
 
 class Exchange:
@@ -72,6 +78,7 @@ class Exchange:
             for host, ranks in enumerate(hosts.ranks)
             if group.rank() in ranks
         )
+        self.levels = f"{self.wide}x{self.here}"
         # Of all ranks, those of each host's first rank first, then those of each second.
         order = [ranks[local] for local in range(self.here) for ranks in hosts.ranks]
         self._order = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
@@ -88,9 +95,25 @@ class Exchange:
 
             self._math = kernels
 
-    def plan(self, *numels: int) -> Plan:
-        """Return where the elements of a bucket go; no block has elements of two of the lengths."""
-        return _plan(self.wide, self.here, self.local, numels)
+    def plan(self, wire: WireFormat, numels: Sequence[int], itemsize: int) -> Plan | None:
+        """Return where the elements of a bucket go, or None where they would not get fewer bytes.
+
+        Args:
+            wire: The format.
+            numels: Lengths, of which no block has elements of two.
+            itemsize: Bytes of an element.
+        """
+        return bucket_plan(wire, self.wide, self.here, self.local, numels, itemsize)
+
+    def chunks(self, wire: WireFormat, numels: Sequence[int], itemsize: int) -> Chunks | None:
+        """Return how shards are reduced, or None where they would not get fewer bytes.
+
+        Args:
+            wire: The format.
+            numels: Lengths of what a shard has of each parameter, as `plan`.
+            itemsize: Bytes of an element.
+        """
+        return shard_chunks(wire, self.wide, self.here, numels, itemsize)
 
     def average(
         self,
@@ -99,7 +122,7 @@ class Exchange:
         plan: Plan,
         *,
         divisor: float | None = None,
-        feedback: tuple[Feedback, Feedback] | None = None,
+        feedback: tuple[Feedback, ...] = (),
     ) -> Future[Tensor]:
         """Replace ``values`` by their mean over all ranks, while the caller goes on.
 
@@ -110,7 +133,7 @@ class Exchange:
             divisor: By which the sum is divided; None for the number of ranks.
             feedback: What rounding takes of this rank's part, and of the mean that it owns.
         """
-        row = wire.row_bytes(plan.mine.numel)
+        row = plan.mine.row_bytes(wire)
         self._count(wire, 2 * row, 2 * values.nbytes)
         inverse = 1.0 / (divisor or self.wide * self.here)
         of_mine, of_mean = feedback or (None, None)
@@ -125,17 +148,31 @@ class Exchange:
             with lane.turn():
                 self.transport.all_to_all("outer", lane, received, sent)
                 self._math.sum_encode(wire, source, received, mean, of_mean)
+                if plan.mine.tail:
+                    _tails(mean, plan.mine).copy_(_sum_of_tails(source, received))
                 self.transport.all_gather("outer", lane, means[self.local], mean)
             if self.here > 1:
                 flat = means.flatten(1)
                 self.transport.all_gather("inner", lane, flat, flat[self.local])
-            self._math.decode(wire, means.flatten(0, 1), plan.whole, values)
+            rows = means.flatten(0, 1)
+            self._math.decode(wire, rows, plan.whole, values)
+            if plan.mine.tail:
+                at, there = plan.whole.behind(values.device)
+                given = _tails(rows, plan.whole).reshape(-1)[there]
+                values[at.view(-1)[there]] = given.to(values.dtype)
             return values
 
         return self.transport.submit(run, [values, *(of_mine or ()), *(of_mean or ())])
 
     def reduce_scatter(
-        self, out: Tensor, values: Tensor, wire: WireFormat, *, divisor: float
+        self,
+        out: Tensor,
+        values: Tensor,
+        wire: WireFormat,
+        chunks: Chunks,
+        *,
+        divisor: float,
+        feedback: Feedback | None = None,
     ) -> None:
         """Write to ``out`` this rank's part of the sum of ``values`` over all ranks, divided.
 
@@ -143,17 +180,19 @@ class Exchange:
             out: 1-D, contiguous, floating.
             values: 1-D, contiguous, floating; a part of ``out``'s length for each rank.
             wire: The format.
+            chunks: Those of ``out``.
             divisor: By which the sum is divided.
+            feedback: What rounding takes of this rank's part, of one chunk after another.
         """
-        most = CHUNKS if self.here == 1 else CHUNKS_OF_TWO_LEVELS
-        chunks = max(1, min(most, values.numel() // LEAST_CHUNK))
-        step = max(1, -(-out.numel() // chunks // BLOCK)) * BLOCK
-        done, sent = [], 0
-        for start in range(0, out.numel(), step):
-            part = out[start : start + step]
-            job = partial(self._scatter, part, values, start, wire, 1.0 / divisor)
-            done.append(self.transport.submit(job))
-            sent += wire.row_bytes(_blocks(part.numel()))
+        done, sent, before = [], 0, 0
+        for start, length, places in chunks:
+            fed, taken = None, places.rows * places.numel
+            if feedback is not None:
+                fed = Feedback(feedback.residual[before : before + taken], feedback.units)
+            part = out[start : start + length]
+            job = partial(self._scatter, part, values, start, wire, places, 1.0 / divisor, fed)
+            done.append(self.transport.submit(job, () if feedback is None else feedback))
+            sent, before = sent + places.row_bytes(wire), before + taken
         self._count(wire, sent, values.nbytes)
         for each in done:
             each.wait()
@@ -171,7 +210,9 @@ class Exchange:
         values: Tensor,
         start: int,
         wire: WireFormat,
+        places: Places,
         inverse: float,
+        feedback: Feedback | None,
         lane: Lane,
     ) -> Tensor:
         length, stride = out.numel(), values.numel() // self.wide // self.here
@@ -184,11 +225,15 @@ class Exchange:
             whole = values.view(-1, stride)[:, start : start + length]
             torch.index_select(whole, 0, self._order, out=part.view(-1, length))
             lengths, stride = [self.wide * length] * self.here, length
-        places = _every(self.wide, length, stride)
-        source, received, sent = self._encoded(wire, part, lengths, places, inverse, None, lane)
+        source, received, sent = self._encoded(wire, part, lengths, places, inverse, feedback, lane)
         with lane.turn():
             self.transport.all_to_all("outer", lane, received, sent)
-        self._math.sum_rows(wire, source, received, out)
+        self._math.sum_rows(wire, source, received, out, self.host * stride)
+        if places.tail:
+            # All rows have as many.
+            at, _ = places.behind(out.device)
+            total = _sum_of_tails(source, received).to(out.dtype)
+            out[at[self.host] - self.host * stride] = total
         return out
 
     def _encoded(
@@ -206,7 +251,7 @@ class Exchange:
         Returns:
             What this host has, memory for what others send of it, and what is to be sent to each.
         """
-        parts, shape = values.split([*lengths]), (self.wide, wire.row_bytes(places.numel))
+        parts, shape = values.split([*lengths]), (self.wide, places.row_bytes(wire))
         own, row_bytes = parts[self.local], shape[0] * shape[1]
         beside = (self.here - 1) * -(-max(own.nbytes, row_bytes) // 16) * 16
         memory = lane.memory("received", beside + row_bytes)
@@ -222,6 +267,8 @@ class Exchange:
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)
+        if places.tail:
+            _tails(sent, places).copy_(_tails_of(source))
         return source, memory[beside:].view(shape), sent
 
 
@@ -230,27 +277,125 @@ def _blocks(numel: int) -> int:
     return -(-numel // BLOCK) * BLOCK
 
 
-# Tables of them lie on devices, and are not made anew for every bucket.
-@lru_cache(256)
-def _plan(wide: int, here: int, local: int, numels: tuple[int, ...]) -> Plan:
-    runs, padded, flat = [], 0, 0
-    for length in numels:
-        runs.append((padded, flat, length))
-        padded += _blocks(length)
-        flat += length
-    part = -(-padded // BLOCK // (wide * here)) * BLOCK
-    whole = Places(wide * here, part, runs)
-    of_each = [
-        [*whole.inside(each * wide * part, (each + 1) * wide * part)] for each in range(here)
+# -- tails: few elements, as fp32 --------------------------------------------------------------
+
+
+def _tails(rows: Tensor, places: Places) -> Tensor:
+    """Return the tails of uint8 rows, or of one, as fp32 (rows, most in a row)."""
+    return rows[..., -(-(-places.tail * 4 // 16) * 16) :].view(torch.float32)[..., : places.tail]
+
+
+def _tails_of(source: Source) -> Tensor:
+    """Return what this host has of all tails, fp32 (rows, most in a row)."""
+    at, _ = source.places.behind(source.values.device)
+    total = source.values[at].float() * source.inverse
+    for other in source.others:
+        total += other[at].float() * source.inverse
+    return total
+
+
+def _sum_of_tails(source: Source, received: Tensor) -> Tensor:
+    """Return the sum of the own tail and of what the others sent of it."""
+    rows = _tails(received, source.places).clone()
+    rows[source.own] = _tails_of(source)[source.own]
+    return rows.sum(0)
+
+
+# -- plans -------------------------------------------------------------------------------------
+
+
+def _is_small(wire: WireFormat, numel: int) -> bool:
+    """Return whether whole blocks have more bytes than the elements as fp32."""
+    return _blocks(numel) // BLOCK * wire.block_bytes > 4 * numel
+
+
+def bucket_plan(
+    wire: WireFormat, wide: int, here: int, local: int, numels: Sequence[int], itemsize: int
+) -> Plan | None:
+    """Return what `Exchange.plan` does, on rank ``local`` of ``here`` on each of ``wide`` hosts."""
+    total, owners = sum(numels), wide * here
+    if len(numels) == 1:
+        part = -(-total // BLOCK // owners) * BLOCK
+        whole = Places.evenly(owners, part, part, part, total)
+        lengths = [max(0, min(wide * part, total - each * wide * part)) for each in range(here)]
+        mine = Places.evenly(wide, part, part, part, lengths[local])
+    else:
+        runs, padded, flat = [], 0, 0
+        small: list[int] = []
+        for length in numels:
+            if _is_small(wire, length):
+                small.extend(range(flat, flat + length))
+            else:
+                runs.append((padded, flat, length))
+                padded += _blocks(length)
+            flat += length
+        part = -(-padded // BLOCK // owners) * BLOCK
+        # A local rank's part begins where its first block does, and has what is small up to the
+        # next one's.
+        of_each = [
+            [*Places(1, 0, runs).inside(each * wide * part, (each + 1) * wide * part)]
+            for each in range(here)
+        ]
+        begins = [0, *(some[0][1] if some else total for some in of_each[1:]), total]
+        lengths = [stop - start for start, stop in pairwise(begins)]
+        tails = [[at for at in small if start <= at < stop] for start, stop in pairwise(begins)]
+        most = max(-(-len(each) // wide) for each in tails)
+        rows = [
+            [each[most * row : most * (row + 1)] for row in range(wide)] if most else []
+            for each in tails
+        ]
+        whole = Places(owners, part, runs, [row for each in rows for row in each])
+        first, before = local * wide * part, begins[local]
+        own = [(begin - first, at - before, length) for begin, at, length in of_each[local]]
+        mine = Places(wide, part, own, [[at - before for at in row] for row in rows[local]])
+        mine.tail = whole.tail
+        if not runs:
+            return None
+    fewer = owners * whole.row_bytes(wire) < total * itemsize
+    return Plan(whole, mine, lengths) if fewer else None
+
+
+def shard_chunks(
+    wire: WireFormat, wide: int, here: int, numels: Sequence[int], itemsize: int
+) -> Chunks | None:
+    """Return what `Exchange.chunks` does, for ``here`` ranks on each of ``wide`` hosts."""
+    numel = sum(numels)
+    most = CHUNKS if here == 1 else CHUNKS_OF_TWO_LEVELS
+    chunks = max(1, min(most, numel * wide * here // LEAST_CHUNK))
+    step = max(1, -(-numel // chunks // BLOCK)) * BLOCK
+    found: Chunks = []
+    for start in range(0, numel, step):
+        length = min(step, numel - start)
+        # Of two levels, rows are packed.
+        stride = numel if here == 1 else length
+        if len(numels) == 1:
+            rows = wide * stride
+            places = Places.evenly(wide, _blocks(length), stride, length, rows)
+        else:
+            places = _pieces(wire, wide, stride, numels, start, length)
+        found.append((start, length, places))
+    sent = sum(places.row_bytes(wire) for _, _, places in found)
+    return found if sent < numel * itemsize else None
+
+
+def _pieces(
+    wire: WireFormat, wide: int, stride: int, numels: Sequence[int], start: int, length: int
+) -> Places:
+    """Return the places of rows that have elements ``start`` to ``start + length`` of lengths."""
+    runs, padded, flat = [], 0, -start
+    small: list[int] = []
+    for each in numels:
+        begin, stop = max(0, flat), min(length, flat + each)
+        flat += each
+        if stop > begin and _is_small(wire, stop - begin):
+            small.extend(range(begin, stop))
+        elif stop > begin:
+            runs.append((padded, begin, stop - begin))
+            padded += _blocks(stop - begin)
+    of_rows = [
+        (row * padded + at, row * stride + begin, taken)
+        for row in range(wide)
+        for at, begin, taken in runs
     ]
-    lengths = [sum(length for _, _, length in each) for each in of_each]
-    first, before = local * wide * part, sum(lengths[:local])
-    mine = [(begin - first, at - before, length) for begin, at, length in of_each[local]]
-    return Plan(whole, Places(wide, part, mine), lengths)
-
-
-@lru_cache(64)
-def _every(rows: int, length: int, stride: int) -> Places:
-    """Return the places of rows that begin every ``stride`` elements."""
-    part = _blocks(length)
-    return Places(rows, part, [(row * part, row * stride, length) for row in range(rows)])
+    tails = [[row * stride + at for at in small] for row in range(wide)]
+    return Places(wide, padded, of_rows, tails)

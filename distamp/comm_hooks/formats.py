@@ -128,15 +128,52 @@ class Places:
         numel: Elements of a row, whole blocks.
         runs: (first element in the rows, first element in the tensor, length) of what is contiguous
             in both, ascending; each begins with a block.
+        tails: Of each row, elements of the tensor, by their numbers, that are sent behind it as
+            fp32: those that blocks would make more of.
     """
 
-    def __init__(self, rows: int, numel: int, runs: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self,
+        rows: int,
+        numel: int,
+        runs: Sequence[tuple[int, int, int]],
+        tails: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.rows, self.numel = rows, numel
         self.runs = [run for run in runs if run[2]]
+        # Of rows that lie evenly: from one to the next, elements of each, and of the tensor.
+        self.even: tuple[int, int, int] | None = None
+        self.tail = max(map(len, tails), default=0)
+        self._tails = tails
         self._tables: dict[torch.device, Tensor] = {}
+        self._behind: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def evenly(rows: int, numel: int, stride: int, length: int, total: int) -> Places:
+        """Return the places of rows that begin every ``stride`` elements, which needs no table.
+
+        Args:
+            rows: How many rows.
+            numel: Elements of a row, whole blocks.
+            stride: From the first element of a row to that of the next, in the tensor.
+            length: Elements of each row, those that there are.
+            total: Elements of the tensor.
+        """
+        places = Places(rows, numel, ())
+        places.even = stride, length, total
+        return places
 
     def inside(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield what of the rows' elements ``first`` to ``stop`` there is, as in ``runs``."""
+        if self.even is not None:
+            stride, length, total = self.even
+            for row in range(first // self.numel, -(-stop // self.numel)):
+                begin = max(first, row * self.numel)
+                at = begin - row * self.numel
+                taken = min(stop - begin, length - at, total - row * stride - at)
+                if taken > 0:
+                    yield begin, row * stride + at, taken
+            return
         before = bisect_right(self.runs, first, key=itemgetter(0)) - 1
         for begin, flat, length in self.runs[max(0, before) :]:
             if begin >= stop:
@@ -157,6 +194,24 @@ class Places:
                 table[begin // BLOCK : begin // BLOCK + blocks] = (flat + firsts) * 512 + lengths
             self._tables[device] = table.to(device)
         return self._tables[device]
+
+    def behind(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the elements of tails, int64 (rows, most in a row), and which of these there are.
+
+        Those that there are not are called 0.
+        """
+        if device not in self._behind:
+            at = torch.zeros(self.rows, self.tail, dtype=torch.int64, device="cpu")
+            there = torch.zeros(self.rows, self.tail, dtype=torch.bool, device="cpu")
+            for row, some in enumerate(self._tails):
+                at[row, : len(some)] = torch.tensor(some, dtype=torch.int64, device="cpu")
+                there[row, : len(some)] = True
+            self._behind[device] = at.to(device), there.view(-1).nonzero()[:, 0].to(device)
+        return self._behind[device]
+
+    def row_bytes(self, wire: WireFormat) -> int:
+        """Return the bytes of a row with its tail; a multiple of 16."""
+        return wire.row_bytes(self.numel) + -(-self.tail * 4 // 16) * 16
 
 
 class Source(NamedTuple):
@@ -181,12 +236,14 @@ class Feedback(NamedTuple):
     """What rounding took from the same elements before, and is to take now.
 
     Args:
-        residual: fp32, an element for each of the rows; in unscaled units; written in place.
-        scale: fp32 (2,): the loss scale that the values were multiplied by, and its reciprocal.
+        residual: fp32, an element for each of the rows; in unscaled units; written in place. That
+            of a block of zeros waits: nobody would read what is sent of a parameter not used.
+        units: fp32 (3,): the loss scale that the values were multiplied by, its reciprocal, and
+            what the residual is multiplied by first: 0 where its step was skipped, else 1.
     """
 
     residual: Tensor
-    scale: Tensor
+    units: Tensor
 
 
 def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
@@ -203,7 +260,7 @@ def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | N
         for start, stop, total, spare in _pieces(numel, out.device) if row != source.own else ():
             first = row * numel + start
             _load(source, first, total, spare)
-            fed = feedback and Feedback(feedback.residual[first:][: stop - start], feedback.scale)
+            fed = feedback and Feedback(feedback.residual[first:][: stop - start], feedback.units)
             _write(wire, total, spare, _piece(wire, out[row], numel, start, stop), fed)
 
 
@@ -226,15 +283,17 @@ def sum_encode(
     numel = source.places.numel
     for start, stop, total, spare in _pieces(numel, out.device):
         _sum(wire, source, given, start, total, spare)
-        fed = feedback and Feedback(feedback.residual[start:stop], feedback.scale)
+        fed = feedback and Feedback(feedback.residual[start:stop], feedback.units)
         _write(wire, total, spare, _piece(wire, out, numel, start, stop), fed)
 
 
-def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> None:
-    """Write the same sum as it is to ``out``, 1-D and no longer than a row."""
+def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor, first: int) -> None:
+    """Write the same sum as it is to ``out``, 1-D, which begins at element ``first`` of values."""
+    row = source.own * source.places.numel
     for start, stop, total, spare in _pieces(source.places.numel, out.device):
         _sum(wire, source, given, start, total, spare)
-        out[start:stop].copy_(total[: out.numel() - start])
+        for begin, flat, length in source.places.inside(row + start, row + stop):
+            out[flat - first :][:length].copy_(total[begin - row - start :][:length])
 
 
 def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
@@ -308,9 +367,14 @@ def _write(
 ) -> None:
     """Write values, which are overwritten, and what rounding took from them."""
     units, payload = piece
+    blocks, idle = total.view(-1, BLOCK), None
     if feedback is not None:
-        total.add_(torch.mul(feedback.residual, feedback.scale[0], out=spare))
-    blocks = total.view(-1, BLOCK)
+        feedback.residual.mul_(feedback.units[2])
+        # On a host a look at each block's first element spares passes, too.
+        if total.device.type != "cpu" or not bool(blocks[:, 0].all()):
+            idle = ~blocks.any(1, keepdim=True)
+        back = torch.mul(feedback.residual, feedback.units[0], out=spare).view(-1, BLOCK)
+        blocks.add_(back if idle is None else back.masked_fill_(idle, 0.0))
     if not wire.top:
         payload.copy_(blocks)
         return
@@ -334,9 +398,12 @@ def _write(
     units.copy_(unit.squeeze(1))
     payload.copy_(scaled)
     if feedback is not None:
-        left = blocks.sub_(scaled.mul_(unit)).mul_(feedback.scale[1]).view(-1)
-        # A block that is not finite leaves nothing for later exchanges.
-        feedback.residual.copy_(left if bad is None else left.nan_to_num_(0.0, 0.0, 0.0))
+        left = blocks.sub_(scaled.mul_(unit)).mul_(feedback.units[1])
+        if bad is not None:
+            # A block that is not finite leaves nothing for later exchanges.
+            left.nan_to_num_(0.0, 0.0, 0.0)
+        kept = feedback.residual.view(-1, BLOCK)
+        kept.copy_(left if idle is None else torch.where(idle, kept, left))
 
 
 def _units(wire: WireFormat, amax: Tensor) -> Tensor:

@@ -23,20 +23,22 @@ __all__ = [
     "decode_kernel",
     "encode",
     "encode_kernel",
+    "programs",
     "sum_encode",
     "sum_encode_kernel",
     "sum_kernel",
     "sum_rows",
 ]
 
-# Blocks of 256 that one program writes or reads.
-BLOCKS = 8
+# Blocks of 256 that one program writes or reads, where there are enough programs with so many: a
+# few for each multiprocessor of a large device.
+BLOCKS, ENOUGH = 8, 512
 # Products and sums as torch has them, each rounded by itself.
 OPTIONS = {"enable_fp_fusion": False}
 _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.int8: 2}
 
 # Numbers of which kernels are not compiled again for 1 and for multiples of 16.
-COUNTS = ("more", "own", "rows", "count", "blocks")
+COUNTS = ("more", "own", "rows", "count", "blocks", "length", "total", "first")
 # KIND says what payloads are: 0 for fp16, 1 for bf16, 2 for int8.
 
 
@@ -72,17 +74,26 @@ def _numbers(BLOCKS_: tl.constexpr):
 
 
 @triton.jit
-def _lies(table, number, inside):
+def _lies(table, step, length, total, blocks, number, inside, EVEN: tl.constexpr):
     """Return where the elements of blocks lie in the flat tensor, and which there are."""
-    code = tl.load(table + number, mask=inside, other=0)
     lanes = tl.arange(0, 256)[None, :]
-    return (code >> 9)[:, None] + lanes, lanes < (code & 511)[:, None]
+    if EVEN:
+        within = (number % blocks * 256)[:, None] + lanes
+        at = (number // blocks * step)[:, None] + within
+        there = (within < length) & (at < total) & inside[:, None]
+    else:
+        code = tl.load(table + number, mask=inside, other=0)
+        at, there = (code >> 9)[:, None] + lanes, lanes < (code & 511)[:, None]
+    return at, there
 
 
 @triton.jit
-def _loaded(values, others, more, other_stride, inverse, table, number, inside):
+def _loaded(
+    values, others, more, other_stride, inverse, table, step, length, total,
+    blocks, number, inside, EVEN: tl.constexpr,
+):  # fmt: skip
     """Return blocks of a source's rows."""
-    at, there = _lies(table, number, inside)
+    at, there = _lies(table, step, length, total, blocks, number, inside, EVEN)
     x = tl.load(values + at, mask=there, other=0.0).to(tl.float32) * inverse
     for other in range(more):
         beside = at + (tl.zeros_like(at) + other) * other_stride
@@ -106,13 +117,17 @@ def _decoded(units, unit_stride, payload, stride, row, block, inside, KIND: tl.c
 
 @triton.jit
 def _summed(
-    values, others, more, other_stride, inverse, table, own,
-    units, unit_stride, payload, stride, rows, number, count, KIND: tl.constexpr,
+    values, others, more, other_stride, inverse, table, step, length, total, own,
+    units, unit_stride, payload, stride, rows, number, count,
+    KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return blocks of the own row and of what the others sent of it, the next rank's first."""
     inside = number < count
     mine = own * count.to(tl.int64) + number
-    x = _loaded(values, others, more, other_stride, inverse, table, mine, inside)
+    x = _loaded(
+        values, others, more, other_stride, inverse, table, step, length, total,
+        count, mine, inside, EVEN,
+    )  # fmt: skip
     for turn in range(1, rows):
         row = (tl.zeros_like(number) + own + turn) % rows
         x += _decoded(units, unit_stride, payload, stride, row, number, inside, KIND)
@@ -129,7 +144,10 @@ def _write(
     lanes = tl.arange(0, 256)[None, :]
     kept = residual + number[:, None] * 256 + lanes
     if FED:
-        x = x + tl.load(kept, mask=inside, other=0.0) * tl.load(scale)
+        # What a block of zeros has kept waits.
+        idle = tl.max((x != 0).to(tl.int32), 1) == 0
+        back = tl.load(kept, mask=inside, other=0.0) * tl.load(scale + 2)
+        x = tl.where(idle[:, None], x, x + back * tl.load(scale))
     row, block = number // blocks, number % blocks
     at = payload + (row * stride + block * 256)[:, None] + lanes
     if KIND == 1:
@@ -158,7 +176,8 @@ def _write(
             written = tl.where(spoilt, 0x7FC0, written)
             if FED:
                 left = (x - whole * unit[:, None]) * tl.load(scale + 1)
-                tl.store(kept, tl.where(spoilt[:, None], 0.0, left), mask=inside)
+                left = tl.where(spoilt[:, None], 0.0, left)
+                tl.store(kept, tl.where(idle[:, None], back, left), mask=inside)
         tl.store(units + row * unit_stride + block, written.to(tl.int16), mask=there)
 
 
@@ -167,15 +186,18 @@ def _write(
 
 @triton.jit(do_not_specialize=COUNTS)
 def encode_kernel(
-    values, others, more, other_stride, inverse, table, own, residual, scale,
+    values, others, more, other_stride, inverse, table, step, length, total, own, residual, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
-    BLOCKS_: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.encode`."""
     number = _numbers(BLOCKS_)
     there = (number < count) & (number // blocks != own)
-    x = _loaded(values, others, more, other_stride, inverse, table, number, there)
+    x = _loaded(
+        values, others, more, other_stride, inverse, table, step, length, total,
+        blocks, number, there, EVEN,
+    )  # fmt: skip
     _write(
         x, residual, scale, units, unit_stride, payload, stride, number, blocks, there,
         KIND, TOP, LIMIT, FED,
@@ -184,17 +206,17 @@ def encode_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_encode_kernel(
-    values, others, more, other_stride, inverse, table, own,
+    values, others, more, other_stride, inverse, table, step, length, total, own,
     given_units, given_unit_stride, given, given_stride, rows, residual, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
-    BLOCKS_: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.sum_encode`."""
     number = _numbers(BLOCKS_)
     x = _summed(
-        values, others, more, other_stride, inverse, table, own,
-        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND,
+        values, others, more, other_stride, inverse, table, step, length, total, own,
+        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND, EVEN,
     )  # fmt: skip
     _write(
         x, residual, scale, units, unit_stride, payload, stride, number, blocks, number < count,
@@ -204,29 +226,30 @@ def sum_encode_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_kernel(
-    values, others, more, other_stride, inverse, table, own,
-    given_units, given_unit_stride, given, given_stride, rows, out, numel, count, blocks,
-    KIND: tl.constexpr, BLOCKS_: tl.constexpr,
+    values, others, more, other_stride, inverse, table, step, length, total, own,
+    given_units, given_unit_stride, given, given_stride, rows, out, first, count, blocks,
+    KIND: tl.constexpr, EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.sum_rows`."""
     number = _numbers(BLOCKS_)
     x = _summed(
-        values, others, more, other_stride, inverse, table, own,
-        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND,
+        values, others, more, other_stride, inverse, table, step, length, total, own,
+        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND, EVEN,
     )  # fmt: skip
-    at = number[:, None] * 256 + tl.arange(0, 256)[None, :]
-    tl.store(out + at, x.to(out.dtype.element_ty), mask=at < numel)
+    inside, mine = number < count, own * count.to(tl.int64) + number
+    at, there = _lies(table, step, length, total, count, mine, inside, EVEN)
+    tl.store(out + at - first, x.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def decode_kernel(
-    units, unit_stride, payload, stride, table, out, count, blocks,
-    KIND: tl.constexpr, BLOCKS_: tl.constexpr,
+    units, unit_stride, payload, stride, table, step, length, total, out, count, blocks,
+    KIND: tl.constexpr, EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.decode`."""
     number = _numbers(BLOCKS_)
     inside = number < count
-    at, there = _lies(table, number, inside)
+    at, there = _lies(table, step, length, total, blocks, number, inside, EVEN)
     x = _decoded(
         units, unit_stride, payload, stride, number // blocks, number % blocks, inside, KIND
     )
@@ -240,7 +263,7 @@ def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | N
     """Do as `formats.encode`."""
     fed = feedback or (source.values, source.values)
     arguments = (*_given(source), *fed, *_views(wire, out, source.places.numel))
-    known = constants(wire, writes=True, fed=feedback is not None)
+    known = constants(wire, source.places, writes=True, fed=feedback is not None)
     _launch(encode_kernel, arguments, source.places.rows, source.places.numel, known)
 
 
@@ -256,27 +279,37 @@ def sum_encode(
     read = (*_given(source), *_views(wire, given, numel), len(given))
     fed = feedback or (given, given)
     arguments = (*read, *fed, *_views(wire, out.view(1, -1), numel))
-    known = constants(wire, writes=True, fed=feedback is not None)
+    known = constants(wire, source.places, writes=True, fed=feedback is not None)
     _launch(sum_encode_kernel, arguments, 1, numel, known)
 
 
-def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> None:
+def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor, first: int) -> None:
     """Do as `formats.sum_rows`."""
     numel = source.places.numel
     read = (*_given(source), *_views(wire, given, numel), len(given))
-    _launch(sum_kernel, (*read, out, out.numel()), 1, numel, constants(wire, writes=False))
+    known = constants(wire, source.places, writes=False)
+    _launch(sum_kernel, (*read, out, first), 1, numel, known)
 
 
 def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
     """Do as `formats.decode`."""
-    arguments = (*_views(wire, given, places.numel), places.table(out.device), out)
-    _launch(decode_kernel, arguments, places.rows, places.numel, constants(wire, writes=False))
+    arguments = (*_views(wire, given, places.numel), *_lying(places, out), out)
+    known = constants(wire, places, writes=False)
+    _launch(decode_kernel, arguments, places.rows, places.numel, known)
 
 
-def constants(wire: WireFormat, *, writes: bool, fed: bool = False) -> dict[str, Any]:
+def constants(
+    wire: WireFormat, places: Places, *, writes: bool, fed: bool = False
+) -> dict[str, Any]:
     """Return what is known when a kernel is compiled."""
-    known: dict[str, Any] = {"KIND": _KINDS[wire.payload], "BLOCKS_": BLOCKS}
+    known: dict[str, Any] = {"KIND": _KINDS[wire.payload], "EVEN": places.even is not None}
     return {**known, "TOP": wire.top, "LIMIT": wire.limit, "FED": fed} if writes else known
+
+
+def programs(count: int) -> tuple[int, int]:
+    """Return how many programs take so many blocks, and how many blocks each of them."""
+    each = BLOCKS if count >= BLOCKS * ENOUGH else 1
+    return -(-count // each), each
 
 
 def _launch(
@@ -285,15 +318,23 @@ def _launch(
     """Call a kernel for all blocks of so many rows."""
     count, blocks = rows * numel // BLOCK, numel // BLOCK
     options = {} if type(kernel).__name__ == "InterpretedFunction" else OPTIONS
+    many, each = programs(count)
     if count:
-        kernel[(triton.cdiv(count, BLOCKS),)](*arguments, count, blocks, **known, **options)
+        kernel[(many,)](*arguments, count, blocks, **known, BLOCKS_=each, **options)
 
 
 def _given(source: Source) -> tuple[Any, ...]:
     """Return a source as kernels take it."""
     values, others, places, own, inverse = source
-    table = places.table(values.device)
-    return values, others, len(others), others.stride(0), inverse, table, own
+    lying = _lying(places, values)
+    return values, others, len(others), others.stride(0), inverse, *lying, own
+
+
+def _lying(places: Places, values: Tensor) -> tuple[Any, ...]:
+    """Return where rows lie: a table, which is not read where they lie evenly, or numbers."""
+    if places.even is not None:
+        return values, *places.even
+    return places.table(values.device), 0, 0, 0
 
 
 def _views(wire: WireFormat, rows: Tensor, numel: int) -> tuple[Any, ...]:

@@ -7,47 +7,25 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
-from torch.utils.weak import WeakIdRef
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.exchange import Exchange, Plan
+from distamp.comm_hooks.exchange import Chunks, Exchange, Plan
+from distamp.comm_hooks.feedback import ErrorFeedback
 from distamp.comm_hooks.formats import BLOCK, Feedback, WireFormat, wire_format
 from distamp.comm_hooks.hosts import Hosts, agreed, hosts_of, own_row
 from distamp.comm_hooks.stats import HookStats
-from distamp.host import moved
 
 __all__ = ["CommHookState", "fits", "reals_in", "state_of"]
 
-# 5: residuals by bucket, where 4 had them by parameter.
-_VERSION = 5
 UNEVEN = "hosts have different numbers of ranks"
-
-
-def _is_state(state: Any) -> bool:
-    """Return whether this is what `CommHookState.state_dict` returns, undamaged."""
-    kinds = {"version": int, "levels": str, "scaled": bool, "residuals": dict}
-    if not isinstance(state, Mapping) or any(type(state.get(k)) is not kinds[k] for k in kinds):
-        return False
-    return state["version"] == _VERSION and all(
-        isinstance(names, tuple)
-        and isinstance(residuals, list)
-        and all(map(_is_residual, residuals))
-        for names, residuals in state["residuals"].items()
-    )
-
-
-def _is_residual(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor) and value.dtype is torch.float32 and bool(value.isfinite().all())
-    )
+SMALL = "too few elements to be fewer bytes in blocks"
 
 
 def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
@@ -58,19 +36,6 @@ def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
 def reals_in(parameter: Tensor) -> int:
     """Return how many numbers the gradient of a parameter takes in a bucket: two for a complex."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-class _Bucket(NamedTuple):
-    """What rounding took from a bucket of gradients that are exchanged together.
-
-    There is one residual for each rounding: of the part that this rank sends to other hosts, and of
-    the mean that it owns. They are in units of the mean, divided by the loss scale where a scaler
-    is attached, and always finite.
-    """
-
-    plan: Plan
-    names: tuple[str, ...]
-    residuals: list[Tensor]
 
 
 class CommHookState:
@@ -90,11 +55,8 @@ class CommHookState:
         ValueError: Unknown format.
     """
 
-    # What survives a call. The wire, what is counted, the group. Exchanges, by group: connections
-    # and buffers. With error feedback: buckets, by exchange, length and parameters; names, by which
-    # a checkpoint knows these, and what of a loaded state is in no bucket yet. The loss scale once
-    # a scaler told it, with its reciprocal; whether the backward passes of this iteration have it,
-    # and whether residuals are in unscaled units.
+    # What survives a call. The wire, what is counted, the group. Exchanges, by group and device:
+    # connections and buffers. What rounding took.
     def __init__(
         self, wire: str | WireFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
@@ -106,13 +68,7 @@ class CommHookState:
         self._exchanges: weakref.WeakKeyDictionary[
             ProcessGroup, dict[torch.device, Exchange | None]
         ] = weakref.WeakKeyDictionary()
-        self._buckets: dict[tuple[Exchange, int, tuple[WeakIdRef, ...]], _Bucket] = {}
-        self._names: dict[int, str] = {}
-        self._loaded: dict[tuple[str, ...], list[Tensor]] = {}
-        self._scale: Tensor | None = None
-        self._pair: Tensor | None = None
-        self._scaled_now = False
-        self._scaled = False
+        self._feedback = ErrorFeedback()
 
     def stats(self) -> HookStats:
         """Return what this rank has sent so far."""
@@ -197,24 +153,25 @@ class CommHookState:
         Raises:
             RuntimeError: An exchange failed before, on whichever rank.
         """
-        group, wire = self.process_group, self.wire
+        group = self.process_group
         if group.size() == 1 or values.numel() == 0:
             return torch_compat.completed(values)
-        if not fits(wire, values.dtype):
-            reason = f"{values.dtype} gradients all-reduced as they are".removeprefix("torch.")
-            return self.all_reduce(values, reason)
-        exchange = self.exchange(group, values.device)
-        if exchange is None:
-            return self.all_reduce(values, f"gradients all-reduced as they are ({UNEVEN})")
-        if not wire.needs_error_feedback:
-            return exchange.average(values, wire, exchange.plan(values.numel()))
-        bucket = self._bucket(exchange, values.numel(), parameters)
-        units = self._units(values.device)
-        of_mine, of_mean = (Feedback(each, units) for each in bucket.residuals)
-        return exchange.average(values, wire, bucket.plan, feedback=(of_mine, of_mean))
+        numels = [reals_in(each) for each in parameters]
+        found = self._planned(group, values, parameters, numels, "all")
+        if isinstance(found, str):
+            return self.all_reduce(values, f"gradients all-reduced as they are: {found}")
+        exchange, plan, residuals = found
+        assert isinstance(plan, Plan)
+        return exchange.average(values, self.wire, plan, feedback=residuals)
 
     def reduce(
-        self, values: Tensor, group: ProcessGroup, divisor: float, out: Tensor | None = None
+        self,
+        values: Tensor,
+        group: ProcessGroup,
+        divisor: float,
+        out: Tensor | None = None,
+        parameters: Sequence[Tensor] = (),
+        numels: Sequence[int] = (),
     ) -> None:
         """Write this rank's part of the sum over some ranks to ``out``; without, the sum in place.
 
@@ -223,6 +180,8 @@ class CommHookState:
             group: The ranks.
             divisor: By which the sum is divided.
             out: 1-D, contiguous, floating.
+            parameters: Those whose gradients lie in it; for error feedback.
+            numels: How many elements each of them has in a shard.
 
         Raises:
             RuntimeError: An exchange failed on this rank, or did before.
@@ -230,15 +189,25 @@ class CommHookState:
         if group.size() == 1:
             (values if out is None else out).copy_(values / divisor)
             return
-        exchange = self.exchange(group, values.device)
-        if exchange is None:
-            self.counts.fallbacks[f"gradients reduced as they are ({UNEVEN})"] += 1
-            torch_compat.reduce(values.div_(divisor), group, out)
-        elif out is None:
-            plan = exchange.plan(values.numel())
-            exchange.average(values, self.wire, plan, divisor=divisor).wait()
+        kind = "replicas" if out is None else "shards"
+        shard = values if out is None else out
+        found = self._planned(group, values, parameters, numels, kind, shard.numel())
+        if isinstance(found, str):
+            self.counts.fallbacks[f"gradients reduced as they are: {found}"] += 1
+            # In fp32, as the others are, and divided first.
+            whole = values.float().div_(divisor)
+            total = whole if out is None else out.new_empty(out.shape, dtype=torch.float32)
+            torch_compat.reduce(whole, group, None if out is None else total)
+            shard.copy_(total)
+            return
+        exchange, plan, residuals = found
+        if out is None:
+            assert isinstance(plan, Plan)
+            exchange.average(values, self.wire, plan, divisor=divisor, feedback=residuals).wait()
         else:
-            exchange.reduce_scatter(out, values, self.wire, divisor=divisor)
+            assert isinstance(plan, list)
+            taken = residuals[0] if residuals else None
+            exchange.reduce_scatter(out, values, self.wire, plan, divisor=divisor, feedback=taken)
 
     def all_reduce(self, values: Tensor, reason: str) -> Future[Tensor]:
         """Average gradients as without a hook, and count that."""
@@ -248,118 +217,84 @@ class CommHookState:
         result: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
         return result
 
-    def _bucket(self, exchange: Exchange, numel: int, parameters: Sequence[Tensor]) -> _Bucket:
-        references = tuple(map(WeakIdRef, parameters))
-        key = exchange, numel, references
-        if key in self._buckets:
-            return self._buckets[key]
-        # DDP makes other buckets after the first pass.
-        kept = {k: each for k, each in self._buckets.items() if not {*k[2]} & {*references}}
-        numels = [reals_in(each) for each in parameters]
-        plan = exchange.plan(*numels if sum(numels) == numel else [numel])
-        lengths = plan.mine.rows * plan.mine.numel, plan.mine.numel
-        bucket = _Bucket(
-            plan,
-            tuple(self._names.get(id(each), "") for each in parameters),
-            [torch.zeros(n, dtype=torch.float32, device=exchange.device) for n in lengths],
-        )
-        loaded = self._loaded.pop(bucket.names, [])
-        if tuple(each.numel() for each in loaded) == lengths:
-            for mine, each in zip(bucket.residuals, loaded, strict=True):
-                mine.copy_(each)
-        self._buckets = {**kept, key: bucket}
-        return bucket
-
-    def _units(self, device: torch.device) -> Tensor:
-        """Return the scale of a backward pass, as of `Feedback`: 1 where no scaler told one."""
-        # A rank without more inputs is in no backward pass, and keeps to the scale it heard last.
-        if self._pair is not None and (self._scaled_now or not torch_compat.in_backward_pass()):
-            return moved(self._pair, device)
-        return _ones(device)
+    def _planned(
+        self,
+        group: ProcessGroup,
+        values: Tensor,
+        parameters: Sequence[Tensor],
+        numels: Sequence[int],
+        kind: str,
+        shard: int | None = None,
+    ) -> tuple[Exchange, Plan | Chunks, tuple[Feedback, ...]] | str:
+        """Return what carries gradients, and where they go; or why they should go as they are."""
+        # What is reduced by a hook of FSDP is added up in fp32 whatever it is.
+        itemsize = values.itemsize if kind == "all" else 4
+        if kind == "all" and not fits(self.wire, values.dtype):
+            return f"{values.dtype} is no wider than {self.wire.name}".removeprefix("torch.")
+        exchange = self.exchange(group, values.device)
+        if exchange is None:
+            return UNEVEN
+        numel = values.numel() if shard is None else shard
+        fed = self.wire.needs_error_feedback
+        known = self._feedback.known(exchange, kind, numel, parameters) if fed else None
+        if known is None:
+            # Blocks begin where parameters do, where one unit would not do for two of them.
+            lengths = numels if fed and sum(numels) == numel else [numel]
+            find = exchange.chunks if kind == "shards" else exchange.plan
+            plan = find(self.wire, lengths, itemsize)
+            if plan is None:
+                return SMALL
+            if not fed:
+                return exchange, plan, ()
+            known = self._feedback.bucket(exchange, kind, numel, parameters, plan)
+        units = self._feedback.units(values.device)
+        return exchange, known.plan, tuple(Feedback(each, units) for each in known.residuals)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Give parameters the names by which a checkpoint knows them."""
-        self._names = {id(parameter): name for name, parameter in named_parameters}
+        """Give parameters the names by which a checkpoint knows them; `register` does."""
+        self._feedback.name_parameters(named_parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what rounding took from this rank's gradients; each rank saves its own.
+        """Return what rounding took from this rank's gradients.
 
-        ``"residuals"`` has, by the names of the parameters of a bucket, two fp32 tensors: of the
-        part that this rank sends to other hosts, and of the mean that it owns. It is empty for
-        formats without error feedback. ``"scaled"`` says whether they are in unscaled units, by an
-        attached scaler. ``"levels"`` are the ranks and hosts that they belong to.
+        Each rank saves its own, or all save theirs by ``torch.distributed.checkpoint``:
+        ``"residuals"`` has lists of fp32 tensors, by which rank of how many this is, in which
+        levels, and the names of a bucket's parameters. It is empty for formats without error
+        feedback. ``"scaled"`` says whether they are in unscaled units, by an attached scaler.
+
+        Raises:
+            RuntimeError: Of a hook with error feedback that knows no names of parameters.
         """
-        residuals = dict(self._loaded)
-        for bucket in self._buckets.values():
-            residuals[bucket.names] = [each.clone() for each in bucket.residuals]
-        return {
-            "version": _VERSION,
-            "wire": self.wire.name,
-            "levels": self.counts.levels,
-            "scaled": self._scaled,
-            "residuals": residuals,
-        }
+        return {"wire": self.wire.name, **self._feedback.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, between any two backward passes.
 
-        A bucket of other parameters begins anew. Residuals of other ranks and hosts are dropped,
-        with a warning; without one, if a scaler is attached now and was not then.
+        A bucket of other parameters begins anew. Residuals of other ranks, or of other numbers of
+        ranks or hosts, are dropped, with a warning; without one, if a scaler is attached now and
+        was not then.
 
         Raises:
             ValueError: It is something else, or of a version that this distamp does not read.
         """
-        if not _is_state(state_dict):
-            raise ValueError(
-                f"{state_dict!r:.80} is no state of a hook that this distamp reads (version "
-                f"{_VERSION}): load what hook.state_dict() returned"
-            )
-        levels, residuals = state_dict["levels"], dict(state_dict["residuals"])
-        if residuals and self.counts.levels not in ("", levels):
-            warnings.warn(
-                f"the hook's residuals were saved in {levels}, and this is {self.counts.levels}: "
-                "they are dropped, which loses the rounding of one step",
-                stacklevel=2,
-            )
-            residuals = {}
-        self._buckets = {}
-        self._scaled, self._loaded = state_dict["scaled"], residuals
+        every = (each for known in self._exchanges.values() for each in known.values())
+        self._feedback.load_state_dict(state_dict, [each.levels for each in every if each])
 
     # -- with a scaler ---------------------------------------------------------------------------
 
     def scale_changed(self, scale: Tensor) -> None:
         """See `distamp.protocols.CommHook.scale_changed`."""
-        if not self._scaled:
-            # They are in units of another scale, which nobody knows.
-            self._loaded, self._buckets = {}, {}
-        self._scale, self._scaled, self._scaled_now = scale, True, True
-        self._read_scale()
+        self._feedback.scale_changed(scale)
 
     def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`."""
-        stepped = None if parameters is None else {*map(WeakIdRef, parameters)}
-        for (_, _, references), bucket in self._buckets.items():
-            if stepped is None or not stepped.isdisjoint(references):
-                for residual in bucket.residuals:
-                    # What rounding took of a step that is not taken belongs to nothing.
-                    residual.mul_(1 - moved(found_inf, residual.device))
+        self._feedback.step_ended(found_inf)
 
     def iteration_ended(self) -> None:
         """See `distamp.protocols.CommHook.iteration_ended`."""
-        self._scaled_now = False
-        # The scaler may have written the next scale into the same tensor.
-        self._read_scale()
-
-    def _read_scale(self) -> None:
-        if self._scale is not None:
-            self._pair = torch.stack([self._scale, self._scale.reciprocal()])
-
-
-@lru_cache(64)
-def _ones(device: torch.device) -> Tensor:
-    return torch.ones(2, dtype=torch.float32, device=device)
+        self._feedback.iteration_ended()
 
 
 # States of hooks that were given a process group, or None, where torch's take no more than that.

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, kernels
+from distamp.comm_hooks.formats import Places
 
 KERNELS = (
     kernels.encode_kernel,
@@ -39,7 +40,9 @@ def ptx(kernel: Any, wire: WireFormat, capability: int) -> str:
     payload = PAYLOADS.get(wire.name, "*fp16")
     types = {**TYPES, "payload": payload, "given": payload}
     writes = "FED" in kernel.arg_names
-    constants = kernels.constants(wire, writes=writes, fed=wire.needs_error_feedback)
+    even = Places.evenly(2, 256, 256, 256, 512)
+    constants = kernels.constants(wire, even, writes=writes, fed=wire.needs_error_feedback)
+    constants["BLOCKS_"] = kernels.BLOCKS
     names = list(inspect.signature(kernel.fn).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {

@@ -97,7 +97,8 @@ def _fsdp2(name: str, micros: int, settings: dict[str, Any]) -> tuple[float, int
 def test_fsdp2_averages_with_one_rounding(ranks, world, name, micros, settings, bound):
     for found, exchanges in ranks(world).run(_fsdp2, name, micros, settings):
         assert found < bound
-        assert exchanges == 3, "one for each FSDP module, however many microbatches"
+        # The last layer's shards are too small to be fewer bytes in blocks.
+        assert exchanges == 2, "one for each other FSDP module, however many microbatches"
 
 
 def _divided(factor: float, force_sum: bool, scale: float) -> float:
@@ -152,11 +153,11 @@ def _replicas(by_torch: bool) -> tuple[float, dict[str, int]]:
 def test_replicas_are_averaged_through_the_wire_and_torchs_hsdp_says_that_it_does_not(ranks4):
     for found, fallbacks in ranks4.run(_replicas, False):
         assert found < 3 * ERRORS["fp16"]
-        assert fallbacks == {}
+        assert all("too few" in why for why in fallbacks)
     uncompressed = "module that torch's HSDP all-reduces between replicas uncompressed"
     for found, fallbacks in ranks4.run(_replicas, True):
         assert found < ERRORS["fp16"]
-        assert fallbacks == {uncompressed: 3}
+        assert fallbacks[uncompressed] == 3
 
 
 def _replicated(dtypes: bool) -> tuple[float, int, dict[str, int]]:
@@ -180,8 +181,9 @@ def _replicated(dtypes: bool) -> tuple[float, int, dict[str, int]]:
 def test_replicate_is_hooked_and_a_small_layer_of_another_dtype_refuses_nothing(ranks2, dtypes):
     for found, exchanges, fallbacks in ranks2.run(_replicated, dtypes):
         assert found < (3e-2 if dtypes else 2 * ERRORS["fp16"])
-        assert exchanges == (2 if dtypes else 3)
-        assert sum(fallbacks.values()) == dtypes
+        assert exchanges == 2
+        (why,) = fallbacks
+        assert ("bfloat16" if dtypes else "too few elements") in why
 
 
 def _fails() -> tuple[list[str], bool]:
@@ -249,13 +251,13 @@ def test_fsdp1s_hooks_run_on_a_cpu(ranks, world, hook, strategy, bound):
 
 def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
-    values = torch.randn(world, world * 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values = torch.randn(world, world * 700, generator=torch.Generator().manual_seed(0)).to(dtype)
     state = LowPrecisionState(dist.group.WORLD, parameter_type)
     state.gradient_predivide_factor, state.gradient_postdivide_factor = 1.0, 7.0
-    output = torch.empty(70, dtype=dtype)
+    output = torch.empty(700, dtype=dtype)
     fsdp_fp16_compress_hook(state, values[rank].clone(), output)
     assert output.dtype == parameter_type
-    exact = values.double().sum(0)[rank * 70 :][:70] / 7
+    exact = values.double().sum(0)[rank * 700 :][:700] / 7
     return float((output.double() - exact).norm() / exact.norm())
 
 

@@ -31,6 +31,7 @@ by_name = pytest.mark.parametrize("wire", list(WIRE_FORMATS.values()), ids=lambd
 def _few_programs(monkeypatch):
     # The interpreter takes its time for each.
     monkeypatch.setattr(kernels, "BLOCKS", 16)
+    monkeypatch.setattr(kernels, "ENOUGH", 0)
 
 
 def values_of(numel: int, seed: int, kind: str = "plain") -> Tensor:
@@ -55,12 +56,12 @@ def places_of(numel: int, seed: int) -> Places:
     draw = random.Random(seed)
     rows = draw.choice([1, 2, 3, 7])
     if seed % 3 == 0:
-        return Places(rows, -(-numel // rows // 256) * 256, [(0, 0, numel)])
+        part = -(-numel // rows // 256) * 256
+        return Places.evenly(rows, part, part, part, numel)
     if seed % 3 == 1:
         length = numel // rows * 3 // 4
         part = -(-length // 256) * 256
-        runs = [(row * part, row * (numel // rows), length) for row in range(rows)]
-        return Places(rows, part, runs)
+        return Places.evenly(rows, part, numel // rows, length, numel)
     edges = [0, *sorted(draw.choices(range(numel + 1), k=9)), numel]
     runs, begin = [], 0
     for first, stop in itertools.pairwise(edges):
@@ -118,7 +119,7 @@ def test_encode_and_decode(wire, kind):
 def test_sums(wire, kind):
     for numel, count in ((300, 2), (5001, 4)):
         part = -(-numel // 256) * 256
-        places = Places(count, part, [(row * part, row * numel, numel) for row in range(count)])
+        places = Places.evenly(count, part, numel, numel, count * numel)
         given = empty(wire, count, part)
         values = torch.cat([values_of(numel, 50 + row, kind) for row in range(count)])
         # What others sent of the second row; of which this rank's own is not read.
@@ -128,8 +129,8 @@ def test_sums(wire, kind):
         source = Source(values, values.view(1, -1) * 2, places, 1, 0.5)
         for dtype in (torch.float32, torch.float64):
             totals = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
-            formats.sum_rows(wire, source, given, totals[0])
-            kernels.sum_rows(wire, source, given, totals[1])
+            formats.sum_rows(wire, source, given, totals[0], numel)
+            kernels.sum_rows(wire, source, given, totals[1], numel)
             assert same(*totals)
         out = [empty(wire, 1, part) for _ in range(2)]
         formats.sum_encode(wire, source, given, out[0][0])
@@ -140,10 +141,13 @@ def test_sums(wire, kind):
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_what_rounding_takes(scale):
     wire = WIRE_FORMATS["int8"]
-    pair = torch.tensor([scale, 1 / scale])
-    for seed in range(3):
+    pair = torch.tensor([scale, 1 / scale, 1.0])
+    for seed in range(4):
         places = places_of(5000, seed)
-        source = source_of(values_of(5000, seed, "nonfinite"), places, seed, 1 / 3)
+        values = values_of(5000, seed, "nonfinite")
+        values[1000:3000] = 0.0
+        pair[2] = seed != 3
+        source = source_of(values, places, seed, 1 / 3)
         before = torch.randn(places.rows * places.numel) * 1e-3
         left = [Feedback(before.clone(), pair) for _ in range(2)]
         given = empty(wire, places.rows, places.numel)

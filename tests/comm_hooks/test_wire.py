@@ -27,7 +27,7 @@ def gradients(numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def places(numel: int) -> Places:
     """One row of one parameter."""
-    return Places(1, -(-numel // 256) * 256, [(0, 0, numel)])
+    return Places.evenly(1, -(-numel // 256) * 256, numel, numel, numel)
 
 
 def written(wire: WireFormat, values: Tensor, where: Places, divisor: float = 1.0) -> Tensor:

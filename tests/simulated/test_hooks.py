@@ -38,7 +38,7 @@ def _wrapped(how: str, net: nn.Module) -> Any:
 def _train(how: str, wire: str, attach: bool, ranks_per_host: int) -> Any:
     """Six steps, one of which overflows on rank 1 alone: losses, scale, and who stepped."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16), nn.Linear(16, 4))
+    net = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Linear(64, 40))
     model = _wrapped(how, net.to(here()))
     state = register(model, wire, ranks_per_host=ranks_per_host)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
@@ -48,7 +48,7 @@ def _train(how: str, wire: str, attach: bool, ranks_per_host: int) -> Any:
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses, taken = [], []
     for step in range(6):
-        x = torch.randn(8, 16, generator=generator).to(here())
+        x = torch.randn(8, 64, generator=generator).to(here())
         loss = model(x).square().mean()
         bad = step == 2 and dist.get_rank() == 1
         scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
@@ -196,7 +196,8 @@ class _Launches(TorchDispatchMode):
             return out
         if allocates and out.dtype is torch.uint8:
             self.bytes += out.numel()
-        self.others += not (allocates or func.is_view or torch.Tag.inplace_view in func.tags)
+        notes = allocates or "record_stream" in func.name()
+        self.others += not (notes or func.is_view or torch.Tag.inplace_view in func.tags)
         return out
 
     def kernel(self, function: Any) -> Any:
@@ -238,5 +239,5 @@ def test_a_bucket_takes_three_kernels_few_launches_and_no_wait(sim_ranks, wire, 
     found = sim_ranks(4).run(_launches, wire, ranks_per_host)
     for kernels, others, buffers, pinned in found:
         assert (kernels, pinned) == (3, 0)
-        assert kernels + others <= 12
+        assert kernels + others <= 7
         assert 0 < buffers <= 2.25
