@@ -178,7 +178,7 @@ class Precision:
             "compute": compute,
             "norms": either,
             "gather": either if self.autocasts else compute,
-            "reduce": _SHORT[self.reduce],
+            "reduce": either if kept else _SHORT[self.reduce],
             "activations": either if self.autocasts else compute,
             "masters": steps,
             "optimizer_state": steps,
