@@ -171,6 +171,8 @@ class Precision:
         # Without the names of DDP's wrapper and of torch.compile's.
         norms = [re.sub(r"^((module|_orig_mod)\.)+", "", name) for name in norms]
         kept = norms if self.casts_model and self.keep_batchnorm_fp32 else []
+        pinned = ("parameters", "compute", "norms") if self.casts_model else ("compute",)
+        pins = {name: dict.fromkeys(pinned, pin.split(":")[0]) for name, pin in self.pins}
         half = not models or any(p.dtype is self.param for m in models for p in m.parameters())
         steps = "fp32" if self.master_weights or not self.casts_model else param
         return {
@@ -178,11 +180,11 @@ class Precision:
             "compute": compute,
             "norms": either,
             "gather": either if self.autocasts else compute,
-            "reduce": either if kept else _SHORT[self.reduce],
+            "reduce": either if kept or pins else _SHORT[self.reduce],
             "activations": either if self.autocasts else compute,
             "masters": steps,
             "optimizer_state": steps,
-            "modules": {name: {"parameters": "fp32"} for name in kept},
+            "modules": {name: {"parameters": "fp32"} for name in kept} | pins,
         }
 
     def replaced(self, **changes: object) -> Self:

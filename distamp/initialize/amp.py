@@ -343,8 +343,9 @@ class Amp:
             What was not as the level says; see `Contract.check`, whose errors it has too.
         """
         words = self.precision.contract(*self.models)
-        words["reduce"] = [words["reduce"], *(hook.wire.name for hook in self.comm_hooks)]
-        return Contract(**words).check(step, self.models, self.optimizers)
+        if self.comm_hooks:
+            words["reduce"] = [hook.wire.name for hook in self.comm_hooks]
+        return Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)
 
     # -- state -----------------------------------------------------------------------------------
 

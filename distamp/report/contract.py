@@ -228,6 +228,7 @@ class Contract:
         step: Callable[[], Any],
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        hooks: Sequence[Any] = (),
     ) -> Breaches:
         """Run one step, really, and compare what it used with what was declared.
 
@@ -237,13 +238,15 @@ class Contract:
             step: Takes nothing; runs forward, backward and optimizer, as the loop does.
             model: That it trains, wrapped or not, compiled or not; or several.
             optimizer: That it steps, or several; None leaves out what stands in it.
+            hooks: The states of communication hooks that `distamp.comm_hooks.register` returned;
+                those of DDP and FSDP1 are found without.
 
         Raises:
             SettingError: A pattern matches no module.
             TypeError: ``model`` is not a module.
             DistampError: ``step`` raised on another rank. Where it raises here, that is raised.
         """
-        with self.watch(model, optimizer) as found:
+        with self.watch(model, optimizer, hooks) as found:
             step()
         return found
 
@@ -252,14 +255,16 @@ class Contract:
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        hooks: Sequence[Any] = (),
     ) -> Iterator[Breaches]:
         """As `check`, of what runs in the block; what is yielded is filled when it ends."""
         models = (model,) if isinstance(model, nn.Module) else tuple(model)
         for each in models:
             if not isinstance(each, nn.Module):
                 raise TypeError(f"model is a torch.nn.Module or several, got {type(each).__name__}")
-        given = () if optimizer is None else optimizer
-        observer = Observer(models, (given,) if hasattr(given, "step") else tuple(given))  # type: ignore[arg-type]
+        given: Any = () if optimizer is None else optimizer
+        optimizers = (given,) if hasattr(given, "step") else tuple(given)
+        observer = Observer(models, optimizers, hooks)
         self._require_matches(observer.names.values())
         found = Breaches(self)
         try:

@@ -39,8 +39,6 @@ _HANDS_ON = re.compile(
     r"(ToCopy|View|UnsafeView|T|Transpose|Alias|Detach|\w*Redistribute|_ToTorchTensor"
     r"|_FromTorchTensor)Backward\d*"
 )
-# A message of so many numbers, sent by hand between backward and step, is of gradients.
-_FLAT = 1024
 
 
 class Seen(NamedTuple):
@@ -70,15 +68,22 @@ class Observer(Follower):
     Args:
         models: Whose modules have names.
         optimizers: Whose states are looked at.
+        hooks: States of communication hooks, which tell what they sent by threads of their own.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        hooks: Sequence[Any] = (),
     ) -> None:
         super().__init__(*models, inside_compiled=False)
         self.calls: Counter[Seen] = Counter()
         self.bytes: Counter[Seen] = Counter()
         self._optimizers = [unwrapped(each) for each in optimizers]
+        states = [*hooks, *(getattr(each, "_comm_hook_state", None) for each in self.names)]
+        states += [state for each in self.names for _, state in getattr(each, "_comm_hooks", ())]
+        self._hooks = {id(each): each for each in states if hasattr(each, "stats")}
         self._lock = threading.Lock()
         self._ran: set[nn.Module] = set()
         # Where parameters are, and casts of them; and of what was packed into bytes, its dtype.
@@ -95,11 +100,16 @@ class Observer(Follower):
     def observing(self) -> Iterator[None]:
         """Observe what runs in the block, and what stands at its end."""
         self._stored = {_storage(each): name for each, name in self.named_parameters()}
+        before = {key: Counter(hook.stats().bytes_sent) for key, hook in self._hooks.items()}
         with ExitStack() as stack:
             for optimizer in self._optimizers:
                 stack.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
             stack.enter_context(self.following())
             yield
+        for key, hook in self._hooks.items():
+            for wire, size in (Counter(hook.stats().bytes_sent) - before[key]).items():
+                seen = Seen("reduce", "", wire, "communication hook", "backward")
+                self.calls[seen], self.bytes[seen] = 1, int(size)
         for each, name in self.named_parameters():
             if each.is_floating_point():
                 self._count(Seen("parameters", name, short(each.dtype)), each)
@@ -235,10 +245,16 @@ class Observer(Follower):
             # In its forward pass DDP broadcasts buffers.
             return "" if "broadcast" in name else "activations", owner.module, phase
         gradients = [each.grad for each, _ in self.named_parameters() if each.grad is not None]
-        large = namespace == "c10d" and part == "reduce" and sent.numel() >= _FLAT
-        if large or _storage(sent) in map(_storage, gradients):
+        if self._is_of(gradients, namespace, part, sent):
             return "reduce", owner.module, "after backward"
         return "" if namespace == "c10d" else "activations", owner.module, phase
+
+    def _is_of(self, gradients: list[Tensor], namespace: str, part: str, sent: Tensor) -> bool:
+        """Whether a message that is sent by hand is of gradients: by its storage, or its size."""
+        if _storage(sent) in map(_storage, gradients):
+            return True
+        sizes = {sum(each.numel() for each in gradients), *(each.numel() for each in gradients)}
+        return namespace == "c10d" and part == "reduce" and sent.dim() > 0 and sent.numel() in sizes
 
     def _inside(self, block: str) -> bool:
         return any(each.startswith(block) for each in self._blocks)
