@@ -1,4 +1,4 @@
-"""The command line: ``python -m distamp doctor`` and ``python -m distamp preflight``."""
+"""The command line: ``python -m distamp doctor``, ``preflight`` and ``check``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from distamp.doctor import diagnose
-from distamp.report import preflight
+from distamp.precision import LEVELS
+from distamp.report import Contract, preflight
 
 __all__ = ["main", "parser"]
 
@@ -32,21 +33,38 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for ranks")
-    check = commands.add_parser(
+    foresee = commands.add_parser(
         "preflight",
         help="show what a model would run in which dtype, and what to mend",
         description="Show what a forward pass would run in which dtype, with no device and no "
         "weights, and what to mend. Exits with 1 if there is a finding of severity error.",
     )
-    check.add_argument(
+    foresee.add_argument(
         "factory",
         help="package.module:name of a callable that takes nothing and returns preflight's "
         "arguments: (model, example_inputs), (model, example_inputs, loss_fn) or a dict",
     )
-    check.add_argument("--device-type", default="cuda", choices=("cuda", "cpu"))
-    check.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
-    check.add_argument("--allocate", action="store_true", help="make the weights for real")
-    check.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
+    foresee.add_argument("--device-type", default="cuda", choices=("cuda", "cpu"))
+    foresee.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
+    foresee.add_argument("--allocate", action="store_true", help="make the weights for real")
+    foresee.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
+    check = commands.add_parser(
+        "check",
+        help="run one training step and show whether it keeps the precisions that you declare",
+        description="Run one step for real and compare which precisions ran with a contract: the "
+        "model's parameters, products and norms, what ranks send, what the optimizer steps and "
+        "keeps. Under torchrun every rank runs it. Exits with 1 if something is not as declared.",
+    )
+    check.add_argument(
+        "factory",
+        help="package.module:name of a callable that takes nothing and returns the arguments of "
+        "Contract.check: (step, model), (step, model, optimizer) or a dict, which may have the "
+        "'contract' too",
+    )
+    check.add_argument(
+        "--level", default="bf16", choices=[*LEVELS], help="whose contract, if there is none in it"
+    )
+    check.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     return made
 
 
@@ -54,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for a problem found, 2 if it cannot run."""
     options = parser().parse_args(arguments)
     try:
-        return (_doctor if options.command == "doctor" else _preflight)(options)
+        return {"doctor": _doctor, "preflight": _preflight, "check": _check}[options.command](
+            options
+        )
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         print(f"distamp: {error}", file=sys.stderr)
         return 2
@@ -71,23 +91,38 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if found.problems else 0
 
 
-def _preflight(options: argparse.Namespace) -> int:
-    module, _, name = options.factory.partition(":")
-    if not name:
-        raise ValueError(f"the factory is named package.module:name, got {options.factory!r}")
+def _made(name: str, *arguments: str) -> dict[str, Any]:
+    """Call the factory of that name; what it returns by the names of what it may return."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"the factory is named package.module:name, got {name!r}")
     sys.path.insert(0, os.getcwd())  # as for `python -m`
-    factory = getattr(importlib.import_module(module), name)
+    made = getattr(importlib.import_module(module), attribute)()
+    return dict(made if isinstance(made, Mapping) else zip(arguments, made, strict=False))
+
+
+def _preflight(options: argparse.Namespace) -> int:
     with torch.device("cpu" if options.allocate else "meta"):
-        made = factory()
-    given: dict[str, Any] = {"device_type": options.device_type}
-    given["dtype"] = getattr(torch, options.dtype)
-    names = ("model", "example_inputs", "loss_fn")
-    given |= made if isinstance(made, Mapping) else dict(zip(names, made, strict=False))
-    result = preflight(**given)
+        made = _made(options.factory, "model", "example_inputs", "loss_fn")
+    given = {"device_type": options.device_type, "dtype": getattr(torch, options.dtype)}
+    result = preflight(**given | made)
     print(result)
     if options.json is not None:
         result.to_json(options.json)
     return 1 if result.errors else 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    made = _made(options.factory, "step", "model", "optimizer")
+    model = made["model"]
+    models = (model,) if isinstance(model, torch.nn.Module) else model
+    contract = made.pop("contract", None) or Contract.of(options.level, *models)
+    result = contract.check(**made)
+    if os.environ.get("RANK", "0") == "0":
+        print(result)
+        if options.json is not None:
+            result.to_json(options.json)
+    return 1 if result else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python examples/precision_report.py [--device cpu] [--dtype bfloat16] [--json report.json]
     python -m distamp preflight examples.precision_report:gpt
     python -m distamp preflight examples.precision_report:mistaken
+    python -m distamp check examples.precision_report:loaded_in_bf16
 
 The report is of one training step of two microbatches.
 """
@@ -79,6 +80,20 @@ def mistaken() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
         return F.binary_cross_entropy(scores.sigmoid(), torch.zeros_like(scores))
 
     return nn.Linear(32, 10), torch.zeros(8, 32), loss_fn
+
+
+def loaded_in_bf16() -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+    """Return what check takes: a step, of a model that was loaded in half precision by mistake."""
+    model, inputs = GPT().bfloat16(), torch.zeros(4, 128, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        with autocast("cpu", torch.bfloat16):
+            loss = model(inputs).float().logsumexp(-1).mean()
+        loss.backward()
+        optimizer.step()
+
+    return step, model, optimizer
 
 
 def report_of(device: str, dtype: torch.dtype) -> PrecisionReport:

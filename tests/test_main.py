@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import distamp
 from distamp.__main__ import main
 from distamp.report import preflight
 from tests.autocast.counting import Calls
@@ -39,6 +40,24 @@ def reads_values():
     return nn.Linear(8, int(scale)), torch.zeros(4, 8)
 
 
+def trains():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+
+
+def trains_as_declared():
+    step, model, optimizer = trains()
+    contract = distamp.Contract(compute="fp32")
+    return {"step": step, "model": model, "optimizer": optimizer, "contract": contract}
+
+
 def wrong():
     return nn.Linear(8, 8)
 
@@ -48,6 +67,16 @@ def raises():
 
 
 not_callable = 3
+
+
+def test_check_says_whether_a_step_keeps_its_contract(capsys, tmp_path):
+    path = tmp_path / "contract.json"
+    assert main(["check", "tests.test_main:trains", "--json", str(path)]) == 0
+    assert "0 breaches" in capsys.readouterr().out
+    assert json.loads(path.read_text())["seen"]["compute"] == {"bf16": 2}
+    assert main(["check", "tests.test_main:trains", "--level", "O0"]) == 1
+    assert "declared fp32, found bf16" in capsys.readouterr().out
+    assert main(["check", "tests.test_main:trains_as_declared"]) == 1
 
 
 def run(capsys, *arguments):

@@ -35,6 +35,9 @@ _KEYS = {
     "optimizer_state": "the optimizer's state, such as moments",
 }
 
+# What has the parameters' dtype where nothing else is said.
+_FOLLOW = ("gather", "reduce", "masters", "optimizer_state")
+
 Dtypes = str | torch.dtype | Sequence[str | torch.dtype]
 
 
@@ -76,6 +79,8 @@ class Breach:
     def __str__(self) -> str:
         places = ", ".join(each or "(model)" for each in self.where[:4])
         more = f" and {len(self.where) - 4} more" if len(self.where) > 4 else ""
+        if self.count == self.of > 1:
+            places, more = "every place", ""
         wanted = " or ".join(self.declared) or "the same on all ranks"
         parts = [f"{self.key}: declared {wanted}, found {self.found}"]
         parts.append(
@@ -119,10 +124,18 @@ class Breaches(Sequence[Breach]):
         self.unseen = tuple(dict.fromkeys(line for _, lines in ranks for line in lines))
         order = [*_KEYS]
         judged = self.contract.judge([rows for rows, _ in ranks])
-        self._found = tuple(sorted(judged, key=lambda each: (order.index(each.key), each.where)))
+        found = sorted(judged, key=lambda each: (order.index(each.key), each.where))
+        cast = {each.found for each in found if each.key == "parameters"}
+        self._found = tuple(
+            replace(each, fix="as the parameters are, so see there")
+            if each.key in _FOLLOW and each.found in cast
+            else each
+            for each in found
+        )
 
     def __str__(self) -> str:
-        title = f"{len(self)} breach{'' if len(self) == 1 else 'es'} of the contract"
+        title = f"{len(self)} breach{'' if len(self) == 1 else 'es'}: the step "
+        title += f"{'did not run' if self else 'ran'} in the precisions that were declared"
         rows = []
         for key, meaning in _KEYS.items():
             declared = " or ".join(self.contract.declared(key)) or "-"

@@ -91,8 +91,9 @@ def test_a_whole_model_in_bf16_is_a_line_for_each_word_that_it_breaks():
         "optimizer_state": ("bf16", 30),
     }
     assert found[0].where[0] == "blocks.*.down.bias"
-    assert "15 of 15" in str(found)
+    assert "at every place (15 of 15)" in str(found)
     assert "load it in float32" in found[0].fix
+    assert {each.fix for each in found[1:]} == {"as the parameters are, so see there"}
 
 
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for _, layout, _ in CLEAN))
