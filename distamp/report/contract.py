@@ -123,15 +123,15 @@ class Breaches(Sequence[Breach]):
             self.seen.setdefault(key, {})[found] = max(by_rank.values())
         self.unseen = tuple(dict.fromkeys(line for _, lines in ranks for line in lines))
         order = [*_KEYS]
-        judged = self.contract.judge([rows for rows, _ in ranks])
-        found = sorted(judged, key=lambda each: (order.index(each.key), each.where))
-        cast = {each.found for each in found if each.key == "parameters"}
-        self._found = tuple(
+        judged = [*self.contract.judge([rows for rows, _ in ranks])]
+        cast = {each.found for each in judged if each.key == "parameters"}
+        judged = [
             replace(each, fix="as the parameters are, so see there")
             if each.key in _FOLLOW and each.found in cast
             else each
-            for each in found
-        )
+            for each in judged
+        ]
+        self._found = tuple(sorted(judged, key=lambda it: (order.index(it.key), it.where)))
 
     def __str__(self) -> str:
         title = f"{len(self)} breach{'' if len(self) == 1 else 'es'}: the step "

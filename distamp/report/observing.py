@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -266,23 +266,28 @@ class Observer(Follower):
 
     def unseen(self) -> list[str]:
         """Return what was not looked into, and what did not run, a sentence each."""
-        kinds = {(name, type(module).__name__) for module, name in self.names.items()}
-        shown = collapsed(kinds)
-        inside = {shown[self.names[each]] or "(model)" for each in self.compiled}
+        compiled = {self.names[each] for each in self.compiled}
+        outer = [name for name in compiled if name.rpartition(".")[0] not in compiled]
         idle = {
-            shown[name] or "(model)"
+            name
             for module, name in self.names.items()
             if module not in self._ran | self.compiled and [*module.parameters(recurse=False)]
         }
-        lines = []
-        if inside:
-            lines.append(
-                f"{', '.join(sorted(inside))}: compiled; matrix products and messages were seen, "
-                "norms and what fused kernels do inside were not"
-            )
-        if idle:
-            lines.append(f"{', '.join(sorted(idle))}: did not run in this step")
-        return lines
+        said = (
+            (
+                outer or compiled,
+                "compiled; products and messages were seen, norms and what fused "
+                "kernels do inside were not",
+            ),
+            (idle, "did not run in this step"),
+        )
+        return [f"{_together(names)}: {what}" for names, what in said if names]
+
+
+def _together(names: Collection[str]) -> str:
+    """Names for people, those alike but for an index as one."""
+    shown = collapsed((name, "") for name in names)
+    return ", ".join(sorted({name or "(model)" for name in shown.values()}))
 
 
 class _Kernels(FollowingMode):

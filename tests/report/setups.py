@@ -11,7 +11,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -31,28 +31,32 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer behind norms of two kinds."""
+    """Attention, where it is asked for, and a feed-forward layer, behind norms of two kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, attends: bool) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        if attends:
+            self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
         self.norm2, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x) if hasattr(self, "qkv") else x
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+    def attention(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (2, -1)).transpose(-3, -2).chunk(3, -1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(-3, -2).flatten(-2))
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
+        return x + self.out(mixed.transpose(-3, -2).flatten(-2))
 
 
 class Net(nn.Module):
     """Two blocks, an embedding and a head; with a batch norm where it is asked for."""
 
-    def __init__(self, batch_norm: bool = False) -> None:
+    def __init__(self, batch_norm: bool = False, attends: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tok = nn.Embedding(32, 16)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(attends), Block(attends)])
         self.bn = nn.BatchNorm1d(16) if batch_norm else nn.Identity()
         self.head = nn.Linear(16, 32)
 
@@ -72,11 +76,15 @@ def sharded(net: Net, mesh: Any, **policy: torch.dtype) -> nn.Module:
 
 
 def parallel(net: Net, mesh: Any, sequence: bool = False) -> Net:
-    """Tensor parallel feed-forward layers; and sequence parallel norms before them."""
+    """Tensor parallel feed-forward layers; with norms and what is between split by position."""
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
-        plan["norm2"] = SequenceParallel()
-        plan["up"] = ColwiseParallel(input_layouts=Shard(1))
+        split = Shard(1)
+        plan = {"norm2": SequenceParallel(), "up": ColwiseParallel(input_layouts=split)}
+        plan["down"] = RowwiseParallel(output_layouts=split)
+        ends: dict[str, Any] = {"head": ColwiseParallel(input_layouts=split)}
+        ends["tok"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=split)
+        parallelize_module(net, mesh, ends)
     for block in net.blocks:
         parallelize_module(block, mesh, plan)
     return net

@@ -1,5 +1,6 @@
 """The contract: what is seen in each layout, what breaks it, and what a clean set-up says."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distamp import Breaches, Contract
-from tests.ranks import RankPool
-from tests.report.setups import CLEAN, clean
+import distamp
+from distamp import Breaches, Contract, SettingError
+from tests.autocast.counting import Calls
+from tests.ranks import RankPool, mesh
+from tests.report.setups import BF16, CLEAN, FP32, Net, clean, parallel, sharded
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WORDS: dict[str, Any] = {
     "parameters": "fp32",
     "compute": "bf16",
@@ -22,29 +24,6 @@ WORDS: dict[str, Any] = {
     "masters": "fp32",
     "optimizer_state": "fp32",
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(32, 16)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def trained(
@@ -77,8 +56,8 @@ def broken(found: Breaches) -> dict[str, tuple[str, int]]:
 def test_a_step_as_declared_breaks_nothing_and_says_what_it_saw():
     found = checked(Net())
     assert not found
-    assert found.seen["compute"] == {"bf16": 15}
-    assert found.seen["parameters"] == {"fp32": 15}
+    assert found.seen["compute"] == {"bf16": 31}
+    assert found.seen["parameters"] == {"fp32": 25}
     assert "kept" in str(found)
     assert "nothing seen" in str(found), "one process sends nothing"
 
@@ -86,14 +65,155 @@ def test_a_step_as_declared_breaks_nothing_and_says_what_it_saw():
 def test_a_whole_model_in_bf16_is_a_line_for_each_word_that_it_breaks():
     found = checked(Net().bfloat16())
     assert broken(found) == {
-        "parameters": ("bf16", 15),
-        "masters": ("bf16", 15),
-        "optimizer_state": ("bf16", 30),
+        "parameters": ("bf16", 25),
+        "masters": ("bf16", 25),
+        "optimizer_state": ("bf16", 50),
     }
     assert found[0].where[0] == "blocks.*.down.bias"
-    assert "at every place (15 of 15)" in str(found)
+    assert "at every place (25 of 25)" in str(found)
     assert "load it in float32" in found[0].fix
     assert {each.fix for each in found[1:]} == {"as the parameters are, so see there"}
+
+
+def test_exceptions_are_by_pattern_and_the_last_that_matches_counts():
+    model = Net()
+    distamp.pin_precision(model.head, "fp32")
+    assert [each.where for each in checked(model, compute="bf16")] == [("head",)]
+    assert not checked(model, compute="bf16", modules={"he*": "fp32"})
+    words = {"blocks.*": {"compute": "fp16"}, "blocks.1": {"compute": "bf16"}, "head": "fp32"}
+    found = checked(model, compute="bf16", modules=words)
+    assert [each.where for each in found] == [LINEAR]
+    with pytest.raises(SettingError, match=r"'haed' matches no module .* head"):
+        checked(model, modules={"haed": "fp32"})
+
+
+LINEAR = ("blocks.0", "blocks.0.down", "blocks.0.out", "blocks.0.qkv", "blocks.0.up")
+
+
+class Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad.float() @ weight.float().t(), x.float().t() @ grad.float()
+
+
+def test_a_backward_pass_in_another_precision_is_told_from_forward():
+    model = nn.Sequential(nn.Linear(4, 4), Calls(lambda x: Wide.apply(x, x.t() @ x)))
+    x = torch.ones(4, 4)
+
+    def step() -> None:
+        with torch.autocast("cpu", BF16):
+            out = model(x)
+        out.float().sum().backward()
+
+    (found,) = Contract(compute="bf16").check(step, model)
+    assert (found.phase, found.where, found.calls) == ("backward", ("1",), 2)
+
+
+class Summed(nn.Module):
+    """An RMS norm that is written in Python."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.weight, self.wide = nn.Parameter(torch.ones(16)), wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() if self.wide else x
+        return (y * y.pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype) * self.weight
+
+
+class RMSNormByHand(Summed):
+    pass
+
+
+@pytest.mark.parametrize(("wide", "broken_by"), [(True, 0), (False, 1)])
+def test_norms_written_in_python_are_told_by_their_statistics(wide, broken_by):
+    model = nn.Sequential(RMSNormByHand(wide))
+
+    def step() -> None:
+        model(torch.ones(2, 16, dtype=BF16)).float().sum().backward()
+
+    assert len(Contract(norms="fp32").check(step, model)) == broken_by
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_modules_stay_compiled_and_what_is_in_them_is_listed_as_unseen():
+    compiles = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph.forward
+
+    model = Net()
+    model.blocks[0].compile(backend=backend)
+    model.head = torch.compile(model.head, backend=backend)
+    step, *trains = trained(model)
+    step()
+    before = len(compiles)
+    found = Contract(compute="fp32", norms="bf16").check(step, *trains)
+    assert len(compiles) == before > 1
+    places = {place for each in found if each.key == "compute" for place in each.where}
+    assert "head" in places
+    assert any("blocks.0" in line and "compiled" in line for line in found.unseen)
+    assert found.seen["norms"] == {"fp32": 7}, "of the other block alone"
+
+
+def test_what_did_not_run_is_listed():
+    model = Net()
+    model.idle = nn.Linear(2, 2)
+    assert [*checked(model).unseen] == ["idle: did not run in this step"]
+
+
+def test_nothing_stays_on_model_and_optimizer_and_an_error_is_the_steps_own():
+    model = Net()
+    step, _, optimizer = trained(model)
+
+    def fails() -> None:
+        step()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Contract().check(fails, model, optimizer)
+    hooks = [each._forward_hooks or each._forward_pre_hooks for each in model.modules()]
+    assert not any(hooks)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_it_is_json_and_a_contract_comes_back_from_it(tmp_path):
+    found = checked(Net().bfloat16(), **WORDS, modules={"head": "fp32"})
+    found.to_json(tmp_path / "contract.json")
+    values = json.loads((tmp_path / "contract.json").read_text())
+    assert len(values["breaches"]) == len(found) > 0
+    assert Contract(**values["contract"]) == found.contract
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"compute": "half"}, "compute must be of fp32, bf16"),
+        ({"compute": ("fp32", 3)}, "not '3'"),
+        ({"modules": {"head": {"weights": "fp32"}}}, "speaks of parameters, compute"),
+    ],
+)
+def test_mistakes_are_named(words, says):
+    with pytest.raises(SettingError, match=says):
+        Contract(**words)
+
+
+def test_dtypes_are_named_as_people_do():
+    assert (
+        Contract(compute=torch.bfloat16) == Contract(compute="bf16") == Contract(compute="bfloat16")
+    )
+    assert Contract(compute=torch.float8_e4m3fn) == Contract(compute=("fp8",))
+
+
+# Ranks and layouts.
 
 
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for _, layout, _ in CLEAN))
@@ -102,3 +222,50 @@ def test_each_level_keeps_its_contract(ranks2: RankPool, layout):
         for found in ranks2.run(clean, *setup):
             assert not found, f"{setup}: {found}"
             assert {"parameters", "compute", "masters", "optimizer_state"} <= {*found.seen}
+
+
+def _sequence_parallel() -> Breaches:
+    both = mesh((1, 2), ("dp", "tp"))
+    net = parallel(Net(attends=False), both["tp"], sequence=True)
+    model = sharded(net, both["dp"], param_dtype=BF16, reduce_dtype=FP32)
+    return Contract(reduce="fp32", activations="bf16").check(*trained(model, None))
+
+
+def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks(ranks2: RankPool):
+    """pytorch#190626, as the original code does it."""
+    for found in ranks2.run(_sequence_parallel):
+        (breach,) = found
+        assert (breach.key, breach.found, breach.op) == ("reduce", "bf16", "all_reduce")
+        assert breach.where == ("blocks.*",)
+        assert breach.group.endswith("[2]")
+        assert breach.ranks == (0, 1)
+        assert "reduce_dtype" in breach.fix
+
+
+def _one_rank_in_fp32() -> Breaches:
+    return checked(Net(), None if torch.distributed.get_rank() else BF16, parameters="fp32")
+
+
+def test_ranks_that_compute_in_two_precisions_are_a_breach_of_any_contract(ranks2: RankPool):
+    for found in ranks2.run(_one_rank_in_fp32):
+        (breach,) = found
+        assert (breach.declared, breach.found) == ((), "bf16 on rank 0, fp32 on rank 1")
+
+
+def _raises_on_one() -> str:
+    step, *trains = trained(Net())
+
+    def fails() -> None:
+        step()
+        if torch.distributed.get_rank():
+            raise ValueError("no data")
+
+    with pytest.raises((ValueError, distamp.DistampError)) as error:
+        Contract().check(fails, *trains)
+    return str(error.value)
+
+
+def test_a_step_that_raises_on_one_rank_hangs_none(ranks2: RankPool):
+    said = ranks2.run(_raises_on_one)
+    assert said[1] == "no data"
+    assert said[0].endswith("raised on rank 1: ValueError: no data")
