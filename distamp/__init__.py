@@ -15,7 +15,6 @@ from distamp.autocast import (
     checkpoint_contexts,
     custom_bwd,
     custom_fwd,
-    parallel_apply,
     pin_precision,
     propagate,
 )
@@ -26,7 +25,6 @@ from distamp.errors import (
     LockstepError,
     LossScaleCollapse,
     NonFiniteGradients,
-    RegionError,
     SettingError,
     StageError,
 )
@@ -73,7 +71,6 @@ __all__ = [
     "Precision",
     "PrecisionReport",
     "Preflight",
-    "RegionError",
     "SettingError",
     "StageError",
     "StepGuard",
@@ -90,7 +87,6 @@ __all__ = [
     "first_nonfinite",
     "initialize",
     "install",
-    "parallel_apply",
     "pin_precision",
     "precision_report",
     "preflight",

@@ -9,7 +9,6 @@
     +-- LockstepError        (RuntimeError) ranks differ in call, optimizer, scale or settings
     +-- NonFiniteGradients   (RuntimeError) too many steps in a row were skipped
     |   +-- LossScaleCollapse  the same of a scaler
-    +-- RegionError          (RuntimeError) a region left in the wrong thread or order
 
 Each class also derives from the builtin that torch raises in the same place, so code written
 against torch keeps catching what it caught. Other argument mistakes raise plain ``ValueError`` or
@@ -24,7 +23,6 @@ __all__ = [
     "LockstepError",
     "LossScaleCollapse",
     "NonFiniteGradients",
-    "RegionError",
     "SettingError",
     "StageError",
 ]
@@ -56,7 +54,3 @@ class NonFiniteGradients(DistampError, RuntimeError):
 
 class LossScaleCollapse(NonFiniteGradients):
     """The same where a loss is scaled: the scale backed off each time, and did not help."""
-
-
-class RegionError(DistampError, RuntimeError):
-    """An autocast region was left in another thread, another task or out of order."""

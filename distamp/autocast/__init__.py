@@ -13,7 +13,6 @@ from distamp.autocast.state import (
     checkpoint_contexts,
     custom_bwd,
     custom_fwd,
-    parallel_apply,
     propagate,
 )
 
@@ -28,7 +27,6 @@ __all__ = [
     "checkpoint_contexts",
     "custom_bwd",
     "custom_fwd",
-    "parallel_apply",
     "pin_precision",
     "propagate",
 ]

@@ -42,12 +42,15 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def register(overload: OpOverload, device_type: str) -> None:
-    """Give one overload a kernel that follows lists on one device type, if it has none yet."""
+    """Give one overload a kernel that follows lists on one device type, if it has none yet.
+
+    Of an op that is not torch's, somebody may register another one later, which then is in force.
+    """
     slot = overload.name(), device_type
     with _lock, warnings.catch_warnings():
         # That torch's kernel is overridden, which it is not: ours calls it.
         warnings.simplefilter("ignore")
-        if slot in _registered:
+        if slot in _registered and (overload.namespace == "aten" or _in_force(*slot)):
             return
         namespace = overload.namespace
         if namespace not in _libraries:
@@ -57,6 +60,11 @@ def register(overload: OpOverload, device_type: str) -> None:
             overload, kernel.call, autocast_key(device_type), with_keyset=True
         )
         _registered.add(slot)
+
+
+def _in_force(name: str, device_type: str) -> bool:
+    kernels: str = torch._C._dispatch_dump(name)
+    return f"{autocast_key(device_type)}: registered at {__file__}" in kernels
 
 
 class _Kernel:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import set_autocast_dtype, set_autocast_enabled
+from torch._ops import OpOverload
 
 from distamp.autocast import torch_lists
 from distamp.autocast.op_kernels import register, rules_of
@@ -86,6 +87,16 @@ class OpLists:
         names = {it.value: {op for op in found if found[op] is it} for it in Category}
         return cls(**names, exact=True)
 
+    def __or__(self, other: OpLists) -> OpLists:
+        """Return these lists with another's laid over them: where both name an op, the other's."""
+        if not isinstance(other, OpLists):
+            return NotImplemented
+        merged, made = self.by_op() | other.by_op(), OpLists(exact=True)
+        for category in Category:
+            ops = frozenset(op for op, where in merged.items() if where is category)
+            object.__setattr__(made, category.value, ops)
+        return made
+
     def by_op(self) -> dict[str, Category]:
         """The category of each dispatcher op that is moved, families included."""
         found: dict[str, tuple[Category, str]] = {}
@@ -119,8 +130,9 @@ def with_lists(lists: Lists, device_type: str, ops: OpLists) -> Lists:
     return (*(each for each in lists if each[0] != device_type), (device_type, ops))
 
 
-# By their mark.
+# By their mark; and the ops in them that are not torch's own.
 _lists_of: dict[Mark | None, Lists] = {None: ()}
+_of_others: dict[Mark, list[tuple[OpOverload, str]]] = {}
 
 
 def followed() -> Lists:
@@ -131,13 +143,17 @@ def followed() -> Lists:
 def follow(lists: Lists) -> None:
     """Make the calling thread follow these lists from now on; () is torch's own alone."""
     if lists is not followed():
-        DynamoGuard.show(_carried_out(lists) if lists else ())
+        shown = _carried_out(lists) if lists else ()
+        for overload, device_type in _of_others.get(shown, ()):
+            register(overload, device_type)  # anew, where somebody has registered a kernel since
+        DynamoGuard.show(shown)
 
 
 @functools.cache
 def _carried_out(lists: Lists) -> Mark:
     """Register what lists say of each overload and device type, unlike torch; return their mark."""
     rules: dict[tuple[str, str], Category] = {}
+    others: list[tuple[OpOverload, str]] = []
     for device_type, ops in lists:
         autocast_key(device_type)
         for op, category in ops.by_op().items():
@@ -145,8 +161,10 @@ def _carried_out(lists: Lists) -> Mark:
                 if torch_lists.category_in_torch(overload, device_type) is not category:
                     register(overload, device_type)
                     rules[overload.name(), device_type] = category
+                    if overload.namespace != "aten":
+                        others.append((overload, device_type))
     made = DynamoGuard.mark(lists)
-    rules_of[made], _lists_of[made] = rules, lists
+    rules_of[made], _lists_of[made], _of_others[made] = rules, lists, others
     return made
 
 

@@ -7,9 +7,10 @@ object may be entered any number of times, by any number of threads.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import (
@@ -23,7 +24,6 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
-from torch._jit_internal import _qualified_name, createResolutionCallbackForClassMethods
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.compiler import is_dynamo_compiling
@@ -33,7 +33,8 @@ from distamp.autocast.op_lists import OpLists, follow, followed, with_lists
 from distamp.autocast.op_names import nearest
 from distamp.autocast.suspension import suspendable_kind, wrap
 from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
-from distamp.errors import RegionError, SettingError
+from distamp.callers import stacklevel_of_caller
+from distamp.errors import SettingError
 
 __all__ = ["autocast"]
 
@@ -44,16 +45,6 @@ _is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 # (device type, dtype, enabled) that torch's constructor took without a word, so that it is not
 # asked again: it takes longer than all the rest.
 _accepted: set[tuple[str, torch.dtype | None, bool]] = set()
-
-
-class _ScriptedName:
-    """By this name torch.jit.script takes a class for torch's, the one whose regions it knows."""
-
-    def __get__(self, region: object, cls: type) -> str:
-        name = _qualified_name(torchs_autocast)
-        methods = createResolutionCallbackForClassMethods(torchs_autocast)
-        torch.jit._script._compile_and_register_class(torchs_autocast, methods, name)
-        return name
 
 
 class autocast(torchs_autocast):
@@ -69,6 +60,8 @@ class autocast(torchs_autocast):
       whose body suspends leaks into what the thread runs meanwhile, as torch's does.
     - A region of another dtype inside a region does not use the outer one's cast weights, and
       an optimizer's step inside a region drops them.
+    - Leaving a region leaves those that were entered after it and are still open, and restores
+      what it found; leaving one that this thread is not in does nothing.
     - ``ops`` changes the op lists for the region.
 
     Args:
@@ -87,7 +80,6 @@ class autocast(torchs_autocast):
         SettingError: On entering with ``ops`` inside a non-strict ``torch.export``; or a listed op
             runs in torch's reentrant checkpoint, which recomputes without the lists.
         RuntimeError: This torch has no autocast for ``device_type``.
-        RegionError: On leaving: another thread, or a region entered later is still open.
 
     Source: torch's page on automatic mixed precision, https://pytorch.org/docs/stable/amp.html.
     """
@@ -98,7 +90,6 @@ class autocast(torchs_autocast):
     _enabled: bool
     _caches: bool
     _traced: Iterator[None] | None = None
-    _jit_override_qualname = _ScriptedName()
 
     def __new__(
         cls,
@@ -157,10 +148,10 @@ class autocast(torchs_autocast):
         """The cache flag by torch's name; who reads it takes the region for one of torch's.
 
         torch.compile does, of a region that it finds entered in a compiled function, and then
-        forgets the lists: so a region with lists does not answer.
+        forgets the lists: so a region with lists has no such attribute.
         """
         if self.ops is not None:
-            raise torch._dynamo.exc.Unsupported(
+            raise _not_the_graphs()(
                 "autocast(..., ops=...) is the thread's, not the graph's. Enter it around the call "
                 "of the compiled function."
             )
@@ -191,18 +182,18 @@ class autocast(torchs_autocast):
         exported = export is not None
         if export is not None:
             export.__torch_function__(_enter_autocast, (), (device, dtype, self._enabled, caches))
-        local.regions.append(
-            (self, is_autocast_enabled(device), found_dtype, found_caches, found_lists, exported)
-        )
+        # torch's cache knows a weight's cast by the weight alone, not by the dtype.
+        drops = self._enabled and _casts_to(device, found_dtype) is not dtype
+        enabled = is_autocast_enabled(device)
+        found = enabled, found_dtype, found_caches, found_lists, exported, drops
+        local.regions.append((self, *found))
         set_autocast_enabled(device, self._enabled)
         if caches is not found_caches:
             set_autocast_cache_enabled(caches)
-        nesting = autocast_increment_nesting()
         if found_dtype is not dtype:
             set_autocast_dtype(device, dtype)
-            if nesting > 1:
-                # torch's cache knows a weight's cast by the weight alone, not by the dtype.
-                clear_autocast_cache()
+        if autocast_increment_nesting() > 1 and drops:
+            clear_autocast_cache()
         return self
 
     def __exit__(
@@ -216,34 +207,21 @@ class autocast(torchs_autocast):
             self._traced = None
             return False
         regions = local.regions
-        if not regions or regions[-1][0] is not self:
-            self._refuse_to_leave(regions)
-        _, enabled, dtype, caches, lists, exported = regions.pop()
-        device = self.device
-        if autocast_decrement_nesting() == 0 or dtype is not self.fast_dtype:
-            clear_autocast_cache()
-        set_autocast_enabled(device, enabled)
-        set_autocast_dtype(device, dtype)
-        set_autocast_cache_enabled(caches)
-        if lists is not None:
-            follow(lists[0])
-            local.listed_in = lists[1]
-        if exported and (export := _export_mode()) is not None:
-            export.__torch_function__(_exit_autocast, (), ())
+        left = not any(entered[0] is self for entered in regions)
+        while not left:
+            region, enabled, dtype, caches, lists, exported, drops = regions.pop()
+            if autocast_decrement_nesting() == 0 or drops:
+                clear_autocast_cache()
+            set_autocast_enabled(region.device, enabled)
+            set_autocast_dtype(region.device, dtype)
+            set_autocast_cache_enabled(caches)
+            if lists is not None:
+                follow(lists[0])
+                local.listed_in = lists[1]
+            if exported and (export := _export_mode()) is not None:
+                export.__torch_function__(_exit_autocast, (), ())
+            left = region is self
         return False
-
-    def _refuse_to_leave(self, regions: list[Any]) -> NoReturn:
-        if all(entered[0] is not self for entered in regions):
-            raise RegionError(
-                f"autocast({self.device!r}) is left in a thread, or under an applied state, that "
-                "did not enter it. A region ends where it began; to run a function elsewhere under "
-                "this state use distamp.propagate(fn)."
-            )
-        raise RegionError(
-            f"autocast({self.device!r}) is left while autocast({regions[-1][0].device!r}), entered "
-            "after it, is still open, and stays open itself. Leave regions in the reverse order of "
-            "entering them, as nested with statements and an ExitStack do."
-        )
 
     def __call__(self, func: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function, or a generator or coroutine function, to run in this region."""
@@ -264,8 +242,6 @@ class autocast(torchs_autocast):
             with autocast(*settings) if is_dynamo_compiling() and not listed else self:
                 return func(*args, **kwargs)
 
-        # What torch.jit.script looks for, so that it says this instead of failing later.
-        setattr(in_region, "__script_unsupported", "autocast(...) cannot decorate scripted code")
         return in_region
 
 
@@ -281,7 +257,11 @@ def _judged(device_type: str, dtype: Any, enabled: bool) -> bool:
             f"User specified an unsupported autocast device_type '{device_type}'{hint}"
         )
     # Not entered to ask, as an export would record it.
-    stays: bool = vars(torchs_autocast(device_type, dtype, enabled))["_enabled"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        stays: bool = vars(torchs_autocast(device_type, dtype, enabled))["_enabled"]
+    for each in warned:
+        warnings.warn(each.message, each.category, stacklevel=stacklevel_of_caller())
     if stays is enabled:
         _accepted.add((device_type, dtype, enabled))
     _drop_casts_after_optimizer_steps()
@@ -309,6 +289,20 @@ def _torchs_region(
 def _drop_casts_after_optimizer_steps() -> None:
     """Keep a forward pass after a step in the same region from using casts of the old weights."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: clear_autocast_cache())
+
+
+def _casts_to(device: str, found: torch.dtype) -> torch.dtype:
+    """Return the dtype of the casts in torch's cache: the innermost enabled region's."""
+    for region, *_ in reversed(local.regions):
+        if region.device == device and region._enabled:
+            return region.fast_dtype  # type: ignore[no-any-return]
+    return found
+
+
+@functools.cache
+def _not_the_graphs() -> type[Exception]:
+    """What torch.compile takes for its own, and who looks for attributes for a missing one."""
+    return type("NotTheGraphs", (torch._dynamo.exc.Unsupported, AttributeError), {})
 
 
 def _export_mode() -> Any:

@@ -29,7 +29,6 @@ __all__ = [
     "checkpoint_contexts",
     "custom_bwd",
     "custom_fwd",
-    "parallel_apply",
     "propagate",
 ]
 
@@ -42,7 +41,7 @@ _M = TypeVar("_M", bound=nn.Module)
 class AutocastState:
     """What autocast does in a thread: a value to be taken in one thread and applied in another.
 
-    torch has no such thing; its ``parallel_apply`` carries over one device type's on or off.
+    torch has no such thing; its DataParallel carries over one device type's on or off.
     Hashable, and can be pickled.
 
     Attributes:
@@ -73,8 +72,8 @@ class AutocastState:
     def apply(self) -> AbstractContextManager[AutocastState]:
         """Make a context manager that gives a thread this state, and then its own back.
 
-        Its own comes back whatever the block did, regions it left open included. Each call makes
-        a context manager for one use.
+        Its own comes back whatever the block did, regions it left open included. It may be entered
+        again, by any thread.
         """
         if is_dynamo_compiling():
             torch._dynamo.graph_break(
@@ -82,7 +81,25 @@ class AutocastState:
                 "thread's, not the graph's. Apply it around the call of the compiled function, or "
                 "open autocast(...) regions inside."
             )
-        return _applied(self)
+        return _Applied(self)
+
+
+class _Applied(AbstractContextManager["AutocastState"]):
+    """The state of a thread while it is entered; what it found belongs to the thread."""
+
+    def __init__(self, state: AutocastState) -> None:
+        self.state = state
+
+    @never_compiled
+    def __enter__(self) -> AutocastState:
+        context = _applied(self.state)
+        context.__enter__()
+        local.applied.append(context)
+        return self.state
+
+    @never_compiled
+    def __exit__(self, *error: Any) -> bool | None:
+        return local.applied.pop().__exit__(*error)
 
 
 def _set(state: AutocastState) -> None:
@@ -103,7 +120,12 @@ def _applied(state: AutocastState) -> Iterator[AutocastState]:
     listed_in, local.listed_in = local.listed_in, reentrant_checkpoint()
     nesting = torch.autocast_increment_nesting()
     _set(state)
-    torch.clear_autocast_cache()
+    # As torch keeps casts: to the end of the outermost region, where they are of these dtypes.
+    drops = nesting == 1 or [each[2] for each in state.devices] != [
+        each[2] for each in found.devices
+    ]
+    if drops:
+        torch.clear_autocast_cache()
     try:
         yield state
     finally:
@@ -112,7 +134,8 @@ def _applied(state: AutocastState) -> Iterator[AutocastState]:
         # More than once where the block left a region open.
         while torch.autocast_decrement_nesting() >= nesting:
             pass
-        torch.clear_autocast_cache()
+        if drops:
+            torch.clear_autocast_cache()
 
 
 def _call(fn: Callable[..., Any], state: AutocastState, /, *args: Any, **kwargs: Any) -> Any:
@@ -149,32 +172,6 @@ def propagate(fn: Callable[_P, _R], state: AutocastState | None = None) -> Calla
     return functools.update_wrapper(called, fn, updated=())
 
 
-def parallel_apply(
-    modules: Sequence[nn.Module],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None = None,
-    devices: Sequence[Any] | None = None,
-) -> list[Any]:
-    """Call each module with its inputs, in a thread each, all in the caller's autocast state.
-
-    As :func:`torch.nn.parallel.parallel_apply`, which carries over only whether autocast is on, and
-    needs an accelerator as it does.
-
-    Args:
-        modules: What to call.
-        inputs: For each module its positional arguments, or one argument.
-        kwargs_tup: For each module its keyword arguments; None is none.
-        devices: For each module its device; None takes that of its inputs.
-
-    Returns:
-        What the modules returned, in their order.
-    """
-    state = AutocastState.capture()
-    bound: Any = [propagate(module, state) for module in modules]
-    given: Any = devices
-    return nn.parallel.parallel_apply(bound, inputs, kwargs_tup, given)
-
-
 class DataParallel(nn.DataParallel[_M]):
     """A :class:`torch.nn.DataParallel` whose replicas compute in the caller's autocast state.
 
@@ -188,7 +185,9 @@ class DataParallel(nn.DataParallel[_M]):
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Call the replicas in the caller's autocast state."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        state = AutocastState.capture()
+        bound: Any = [propagate(replica, state) for replica in replicas]
+        return super().parallel_apply(bound, inputs, kwargs)
 
 
 def checkpoint(
@@ -294,7 +293,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
             return run(ctx, *args, **kwargs)
         # After a node autograd puts them back too, after a call by hand nobody.
         found = followed()
-        follow(ctx.op_lists)
+        follow(getattr(ctx, "op_lists", found))  # torch's custom_fwd notes none
         try:
             return run(ctx, *args, **kwargs)
         finally:

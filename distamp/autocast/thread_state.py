@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -27,8 +28,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 # A region that was entered, and what it found: enabled, dtype, cache_enabled, the lists if it has
-# some, and whether it is part of an export.
-_Region = tuple[Any, bool, torch.dtype, bool, Any, bool]
+# some, whether it is part of an export, and whether cached casts are of another dtype.
+_Region = tuple[Any, bool, torch.dtype, bool, Any, bool, bool]
 
 
 class ThreadState(threading.local):
@@ -36,12 +37,14 @@ class ThreadState(threading.local):
 
     Attributes:
         regions: The regions, outermost first, and what each found.
+        applied: The states that are applied, outermost first, each as its context manager.
         listed_in: In which reentrant checkpoint the op lists in force were entered; see
             `reentrant_checkpoint`.
     """
 
     def __init__(self) -> None:
         self.regions: list[_Region] = []
+        self.applied: list[AbstractContextManager[Any]] = []
         self.listed_in: int | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from distamp.errors import SettingError
 from distamp.groups import GroupLike, resolve
@@ -161,9 +161,15 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], 
 
 
 def _cast(dtype: torch.dtype, nested: Any) -> Any:
-    return tree_map(
-        lambda leaf: (
-            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-        ),
-        nested,
-    )
+    return tree_map_only(Tensor, functools.partial(_cast_tensor, dtype), nested)
+
+
+def _cast_tensor(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dtype is dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if dtype is torch.float32 or tensor.requires_grad:
+        return cast
+    # What masks are made of: as -inf it would make a row of nothing else NaN.
+    lowest = torch.finfo(tensor.dtype).min
+    return cast.masked_fill_(tensor == lowest, torch.finfo(dtype).min)

@@ -45,7 +45,6 @@ def initialize(
     master_weights: bool | Literal["split"] | None = None,
     loss_scale: float | str | None = None,
     precision: Mapping[str, str] | None = None,
-    num_losses: int = 1,
     init_scale: float | None = None,
     schedule: Schedule | None = None,
     max_consecutive_skips: int | None = None,
@@ -72,7 +71,6 @@ def initialize(
         loss_scale: As in Apex: a number or ``"dynamic"``.
         precision: Modules in a precision of their own, as in `cast_model`: shell patterns over
             module names, without those of wrappers. Give both the same.
-        num_losses: As in Apex, and without effect: all losses share one scale.
         init_scale: The first loss scale, where it is dynamic.
         schedule: How a dynamic loss scale moves.
         max_consecutive_skips: See `DistGradScaler`.
@@ -191,6 +189,7 @@ def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
 
 
 _APEX = {
+    "num_losses": "leave it out: all losses share one scale",
     "cast_model_type": "choose it by the level: O2 and O3 cast the model to float16, bf16-O2 and "
     "bf16-O3 to bfloat16",
     "patch_torch_functions": "nothing is patched: O1 casts inside amp.autocast()",

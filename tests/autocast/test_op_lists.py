@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists
+from distamp.autocast.op_names import Category
 from tests.ranks import RankPool
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -344,3 +346,38 @@ def test_lists_on_a_gpu():
     with autocast("cuda", enabled=False):
         wanted = torch.autograd.grad(F.linear(x, weight).sum(), weight)[0]
     assert torch.equal(weight.grad, wanted)
+
+
+def test_lists_are_laid_over_others():
+    merged = OpLists.of_torch("cuda") | OpLists(fp32={"linear"}, promote={"exp"})
+    found = merged.by_op()
+    assert found["mm"] is found["addmm"] is Category.FP32
+    assert found["exp"] is Category.PROMOTE
+    assert found["conv2d"] is Category.LOWER_PRECISION
+    assert merged == merged | merged
+    with pytest.raises(TypeError):
+        merged | {"linear"}  # type: ignore[operator]
+
+
+def _op_of_a_late_kernel() -> list[torch.dtype]:
+    """A custom op, which its library gives a kernel for autocast after it was listed."""
+    library = torch.library.Library("late_kernels", "DEF")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x * 1, "CompositeExplicitAutograd")
+    op: Any = torch.ops.late_kernels.op
+    lists, x, found = OpLists(fp32={"late_kernels::op"}), torch.ones(2, dtype=torch.bfloat16), []
+    for late in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if late:
+                library.impl("op", lambda x: x.half(), "AutocastCPU")
+        with autocast("cpu", ops=lists):
+            found.append(op(x).dtype)
+    with autocast("cpu"):
+        found.append(op(x).dtype)
+    return found
+
+
+def test_lists_hold_for_an_op_that_gets_a_kernel_for_autocast_later(ranks1):
+    (found,) = ranks1.run(_op_of_a_late_kernel)
+    assert found == [torch.float32, torch.float32, torch.float16]

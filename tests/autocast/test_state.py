@@ -12,7 +12,6 @@ import torch
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists, propagate
-from distamp.errors import RegionError
 from tests.autocast.conftest import DEVICE_TYPES, X, in_thread, product, reset, thread_state
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -80,10 +79,21 @@ def test_an_applied_state_nests_in_regions_and_with_itself():
             found.append(torch.mm(X, weight).dtype)
             with state.apply(), region:
                 found.append(torch.mm(X, weight).dtype)
-            with pytest.raises(RegionError):
-                region.__exit__(None, None, None)
+            region.__exit__(None, None, None)  # none of the block's own
+            found.append(torch.mm(X, weight).dtype)
         found.append(torch.mm(X, weight).dtype)
-    assert found == [BF16, FP16, BF16, BF16]
+    assert found == [BF16, FP16, BF16, FP16, BF16]
+
+
+def test_an_applied_state_may_be_entered_again_while_it_is_entered():
+    with autocast("cpu", FP16):
+        context = AutocastState.capture().apply()
+    with context:
+        with autocast("cpu", BF16), context:
+            assert product() is FP16
+        assert product() is FP16
+        assert in_thread(lambda: context.__enter__() and product()) is FP16
+    assert product() is FP32
 
 
 @autocast("cpu", FP16, ops=LISTS)

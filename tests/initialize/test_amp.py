@@ -151,7 +151,7 @@ def test_of_two_optimizers_each_is_skipped_by_its_own_overflow_and_clipped_by_on
 def test_losses_and_microbatches_add_up_under_one_scale(level):
     model, reference = net(batchnorm=False), net(batchnorm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = initialize(model, optimizer, level, num_losses=2)
+    amp = initialize(model, optimizer, level)
     for loss_id, (context, following) in enumerate(batches(2)):
         for rows, wanted in zip(context.chunk(2), following.chunk(2), strict=True):
             with amp.autocast():
@@ -168,7 +168,7 @@ def test_losses_and_microbatches_add_up_under_one_scale(level):
 def test_apexs_lines_train_as_ours(level):
     outcomes = []
     for apexs in (False, True):
-        amp = made(level, num_losses=2)
+        amp = made(level)
         (optimizer,) = amp.optimizers
         for context, following in batches(STEPS):
             (optimizer if apexs else amp).zero_grad()

@@ -88,6 +88,15 @@ def test_floating_inputs_are_cast_in_and_outputs_out_however_nested():
         assert given["name"] == "text"
 
 
+@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+def test_a_mask_of_the_lowest_number_stays_finite_and_infinities_stay(level):
+    model = cast_model(Echo(), level)
+    model(torch.tensor([torch.finfo(F32).min, -torch.inf, 1.0]))
+    half = model.weight.dtype
+    ((mask,), _) = model.seen
+    assert mask.tolist() == [torch.finfo(half).min, -torch.inf, 1.0]
+
+
 def test_gradients_flow_back_through_both_casts():
     model = cast_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), "O2")
     x = torch.randn(32, 3, requires_grad=True)

@@ -101,6 +101,7 @@ def test_a_setting_that_cannot_work(case):
         ("enabled", "opt_level='O0'"),
         ("hard_override", "overridden"),
         ("verbosity", "printed"),
+        ("num_losses", "share one scale"),
         ("min_loss_scale", "min_scale"),
         ("max_loss_scale", "max_scale"),
         ("lose_scale", "'lose_scale'"),

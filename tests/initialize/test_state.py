@@ -69,7 +69,7 @@ TORCHS = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=77).state
     ids=["Apex's", "Apex's of two losses", "torch's"],
 )
 def test_the_state_of_another_library_is_read(state, scale, tracker):
-    amp = made("O2", num_losses=2)
+    amp = made("O2")
     amp.load_state_dict(state)
     found = amp.scaler.state_dict()
     assert (found["scale"], found["_growth_tracker"]) == (scale, tracker)

@@ -1,4 +1,4 @@
-"""Several devices in one process: DataParallel, parallel_apply and threads of their own."""
+"""Several devices in one process: DataParallel and threads of their own."""
 
 import concurrent.futures
 import contextlib
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import distamp
-from distamp.autocast import DataParallel, parallel_apply
+from distamp.autocast import DataParallel
 
 SCHEDULES = [("late", 0), ("random", 3)]
 
@@ -71,14 +71,15 @@ def _applied(dtype: torch.dtype) -> Any:
     modules = [nn.Linear(8, 4).to(device) for device in devices]
     inputs = [torch.ones(2, 8, device=device) for device in devices]
     with region(dtype):
-        outputs = parallel_apply(modules, inputs, devices=[0, 1, 2])
+        parallel = DataParallel(modules[0], [0, 1, 2])
+        outputs = parallel.parallel_apply(modules, [(x,) for x in inputs], [{}] * 3)
         alone = [module(x) for module, x in zip(modules, inputs, strict=True)]
     same = all(map(torch.equal, (y.cpu() for y in outputs), (y.cpu() for y in alone)))
     return [(str(y.device), y.dtype) for y in outputs], same
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_parallel_apply_computes_in_the_region_on_every_device(sim, dtype):
+def test_replicas_compute_in_the_region_on_every_device(sim, dtype):
     for schedule, seed in SCHEDULES:
         where, same = sim.one(_applied, dtype, schedule=schedule, seed=seed)
         assert where == [(f"sim:{i}", dtype) for i in range(3)]
