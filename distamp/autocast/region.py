@@ -183,7 +183,7 @@ class autocast(torchs_autocast):
         if export is not None:
             export.__torch_function__(_enter_autocast, (), (device, dtype, self._enabled, caches))
         # torch's cache knows a weight's cast by the weight alone, not by the dtype.
-        drops = self._enabled and _casts_to(device, found_dtype) is not dtype
+        drops = self._enabled and self._cached_dtype(found_dtype) is not dtype
         enabled = is_autocast_enabled(device)
         found = enabled, found_dtype, found_caches, found_lists, exported, drops
         local.regions.append((self, *found))
@@ -195,6 +195,13 @@ class autocast(torchs_autocast):
         if autocast_increment_nesting() > 1 and drops:
             clear_autocast_cache()
         return self
+
+    def _cached_dtype(self, found: torch.dtype) -> torch.dtype:
+        """Return the dtype of the casts in torch's cache: the innermost enabled region's."""
+        for region, *_ in reversed(local.regions):
+            if region.device == self.device and region._enabled:
+                return region.fast_dtype  # type: ignore[no-any-return]
+        return found
 
     def __exit__(
         self,
@@ -289,14 +296,6 @@ def _torchs_region(
 def _drop_casts_after_optimizer_steps() -> None:
     """Keep a forward pass after a step in the same region from using casts of the old weights."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: clear_autocast_cache())
-
-
-def _casts_to(device: str, found: torch.dtype) -> torch.dtype:
-    """Return the dtype of the casts in torch's cache: the innermost enabled region's."""
-    for region, *_ in reversed(local.regions):
-        if region.device == device and region._enabled:
-            return region.fast_dtype  # type: ignore[no-any-return]
-    return found
 
 
 @functools.cache
