@@ -196,11 +196,16 @@ class autocast(torchs_autocast):
             clear_autocast_cache()
         return self
 
+    @property
+    def casts_to(self) -> torch.dtype | None:
+        """The dtype of lower precision ops inside; None where the region is off."""
+        return self.fast_dtype if self._enabled else None
+
     def _cached_dtype(self, found: torch.dtype) -> torch.dtype:
         """Return the dtype of the casts in torch's cache: the innermost enabled region's."""
         for region, *_ in reversed(local.regions):
-            if region.device == self.device and region._enabled:
-                return region.fast_dtype  # type: ignore[no-any-return]
+            if region.device == self.device and region.casts_to is not None:
+                return region.casts_to  # type: ignore[no-any-return]
         return found
 
     def __exit__(
