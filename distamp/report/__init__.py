@@ -3,7 +3,7 @@
 from distamp.report.contract import Breach, Breaches, Contract
 from distamp.report.findings import Finding, findings
 from distamp.report.mismatch import mismatch
-from distamp.report.nonfinite import NonFinite, TensorRange, first_nonfinite
+from distamp.report.nonfinite import NonFinite, StepReplay, TensorRange, first_nonfinite
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport
@@ -16,6 +16,7 @@ __all__ = [
     "NonFinite",
     "PrecisionReport",
     "Preflight",
+    "StepReplay",
     "TensorRange",
     "findings",
     "first_nonfinite",

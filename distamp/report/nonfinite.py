@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import logging
 import math
 import operator
 import os
@@ -36,9 +37,10 @@ from distamp.autocast.op_names import schema_of
 from distamp.report.following import Follower, FollowingMode, module_names, tensors_in
 from distamp.report.rows import OUTSIDE
 
-__all__ = ["NonFinite", "TensorRange", "first_nonfinite"]
+__all__ = ["NonFinite", "StepReplay", "TensorRange", "first_nonfinite"]
 
 _in_backward = torch._C._current_graph_task_id
+_version = operator.attrgetter("_version")
 _sequence_number = operator.methodcaller("_sequence_nr")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -84,8 +86,13 @@ class TensorRange:
         """Whether all elements are."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
+    @property
+    def is_nan(self) -> bool:
+        """Whether any element is NaN."""
+        return math.isnan(self.low)
+
     def __str__(self) -> str:
-        found = "NaN" if math.isnan(self.low) else f"{self.low:.4g} to {self.high:.4g}"
+        found = "NaN" if self.is_nan else f"{self.low:.4g} to {self.high:.4g}"
         return f"{self.name:16} {self.dtype} {list(self.shape)}: {found}"
 
 
@@ -120,8 +127,8 @@ class NonFinite:
     kernel: str = ""
     module: str = OUTSIDE
     parameter: str = ""
-    direction: str = ""
-    ranks: tuple[int, ...] = (0,)
+    direction: str = "forward"
+    ranks: tuple[int, ...] = ()
     micro_batch: int = 0
     line: str = ""
     inputs: tuple[TensorRange, ...] = ()
@@ -138,7 +145,7 @@ class NonFinite:
         where = f"{op} in {self.module or 'the model'}"
         ranks = ("rank " if len(self.ranks) == 1 else "ranks ") + ", ".join(map(str, self.ranks))
         when = f"{ranks}, {self.direction} pass, micro-batch {self.micro_batch}"
-        made = "NaN" if self.output and math.isnan(self.output.low) else "inf"
+        made = "NaN" if self.output and self.output.is_nan else "inf"
         if self.kind in ("parameter", "buffer", "input"):
             held = f"{self.kind} {self.parameter}".strip()
             return f"The {held} held {made} before the step, and {where} read it: {when}."
@@ -169,18 +176,6 @@ def _some(names: Sequence[str]) -> str:
 
 
 # -- one rank ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a kernel runs, or an autograd node was made."""
-
-    op: str
-    module: str
-    micro_batch: int
-    line: str
-    direction: str = "forward"
-    parameter: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -254,16 +249,18 @@ class _Watch(Follower):
         super().__init__(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         # By storage, what the model holds.
-        self._held: dict[int, list[tuple[str, str, Tensor]]] = {}
+        self._held: dict[StorageWeakRef, list[tuple[str, str, Tensor]]] = {}
         for kind, name, tensor in _held_by(self.names):
             local = _local(tensor)
-            self._held.setdefault(_storage(local).cdata, []).append((kind, name, local))
-        # By storage, the origins of what is not finite in it. The reference keeps its number taken.
-        self._origins: dict[int, tuple[StorageWeakRef, _Origins]] = {}
+            self._held.setdefault(_storage(local), []).append((kind, name, local))
+        # By storage, the origins of what is not finite in it. While it is a key, no other has its
+        # number.
+        self._origins: dict[StorageWeakRef, _Origins] = {}
         # By autograd's sequence number, where a node was made; and functions by line and kernel.
-        self._nodes: dict[int, _Place] = {}
+        self._nodes: dict[int, NonFinite] = {}
         self._ops: dict[tuple[str, str], str] = {}
         self._function = ""
+        self._first = torch._C._autograd._get_sequence_nr()
         self._order = self._calls = self._backwards = 0
         self._meetings: Counter[tuple[Any, ...]] = Counter()
         #: Of all that was made, the sum of the largest numbers: whether two replays are the same.
@@ -295,26 +292,35 @@ class _Watch(Follower):
             self._function = before
             self._backwards += name == "backward"
 
-    def _place(self, kernel: str) -> _Place:
+    def _place(self, kernel: str) -> NonFinite:
         """Where the kernel runs that runs."""
         line, again = _user_line()
-        micro_batch = self._calls - 1 if self._calls else self._backwards
         owner, phase, node = self.running()
+        here = NonFinite(
+            kind="op",
+            op=kernel.strip("_"),
+            kernel=kernel,
+            module=owner.module,
+            ranks=(self._rank,),
+            micro_batch=self._calls - 1 if self._calls else self._backwards,
+            line=line,
+        )
         if phase != "backward" or again:
             # Where checkpointing runs a line again, only the first time tells the function.
-            op = self._function or self._ops.get((line, kernel), kernel.strip("_"))
-            self._ops[line, kernel] = op
-            return _Place(op, owner.module, micro_batch, line)
+            op = self._ops.setdefault((line, kernel), self._function or here.op)
+            return replace(here, op=self._function or op)
+        here = replace(here, direction=phase)
         if hasattr(node, "variable"):
             name = self.parameters.get(id(node.variable), ("", ""))[0]
-            return _Place(owner.function, owner.module, micro_batch, line, phase, name)
+            return replace(here, op=owner.function, parameter=name)
         # A function that runs no kernel in its forward has the number after that of the one before.
-        last = -1 if node is None else _sequence_number(node)
-        noted = (self._nodes[each] for each in range(last, -1, -1) if each in self._nodes)
-        made = next(noted, _Place(kernel.strip("_"), owner.module, micro_batch, line))
+        last = self._first if node is None else _sequence_number(node)
+        noted = (self._nodes[i] for i in range(last, self._first - 1, -1) if i in self._nodes)
+        made = next(noted, here)
         own = isinstance(node, torch.autograd.function.BackwardCFunction)
         op = type(node).__name__.removesuffix("Backward") if own else made.op
-        return replace(made, op=op, line=line or made.line, direction=phase)
+        line = line or made.line
+        return replace(made, op=op, kernel=kernel, line=line, direction=phase)
 
     # -- what ----------------------------------------------------------------------------------
 
@@ -347,7 +353,7 @@ class _Watch(Follower):
             self._absorb(kernel.name, given)
             return out
         inputs, origins, unknown = [], frozenset[_Origin](), False
-        storages = {_storage(each).cdata for each, _ in bad.values()}
+        storages = {_storage(each) for each, _ in bad.values()}
         for name, each in given:
             if name in kernel.written and kernel.overwrites:
                 continue
@@ -355,17 +361,18 @@ class _Watch(Follower):
             inputs.append(found)
             known = self._known(each)
             # Where a kernel returns what it was given without a word, its input shows what it made.
-            own = id(each) in before or known is not None or _storage(each).cdata not in storages
+            own = id(each) in before or known is not None or _storage(each) not in storages
             if not found.finite and own:
-                origins |= self._of(each, found, place, kernel.name)
+                origins |= self._of(each, found, place)
                 unknown |= known == frozenset()
         output = next(found for _, found in bad.values())
-        nan = math.isnan(output.low)
-        new = nan and not any(math.isnan(each.low) for each in inputs)
+        nan = output.is_nan
+        new = nan and not any(each.is_nan for each in inputs)
         if (not origins and not unknown) or (new and all(each.weak for each in origins)):
             scalars = [it for it in (*args, *kwargs.values()) if isinstance(it, float)]
             weak = kernel.name in _FILLS and not nan and any(map(math.isinf, scalars))
-            origins |= {self._origin("op", place, kernel.name, inputs, output, weak)}
+            made_of = replace(place, inputs=tuple(inputs), output=output)
+            origins |= {_Origin(made_of, self._order, weak)}
         for each, _ in bad.values():
             keep = id(each) in before and not before[id(each)].finite
             self._note(
@@ -397,70 +404,38 @@ class _Watch(Follower):
             if is_input and kernel.meets != "recv" and source == me:
                 inputs.append(_range(f"rank {self._rank}", each))
                 if not inputs[-1].finite:
-                    fed |= self._of(each, inputs[-1], place, kernel.name)
+                    fed |= self._of(each, inputs[-1], place)
         if fed:
             self.fed[key] = fed
         out = func(*args, **kwargs)
-        origin = self._origin("collective", place, kernel.name, inputs, None)
-        origin.key = key
+        place = replace(place, kind="collective", inputs=tuple(inputs))
+        origin = _Origin(place, self._order, key=key)
         self._note([*written, *_floats(out)], frozenset({origin}))
         return out
 
-    def _origin(
-        self,
-        kind: str,
-        place: _Place,
-        kernel: str,
-        inputs: Sequence[TensorRange],
-        output: TensorRange | None,
-        weak: bool = False,
-    ) -> _Origin:
-        path, _, number = place.line.rpartition(":")
-        code = linecache.getline(path, int(number)).strip() if path else ""
-        return _Origin(
-            NonFinite(
-                kind=kind,
-                op=place.op,
-                kernel=kernel,
-                module=place.module,
-                parameter=place.parameter,
-                direction=place.direction,
-                ranks=(self._rank,),
-                micro_batch=place.micro_batch,
-                line=f"{place.line}: {code}" if code else place.line,
-                inputs=tuple(inputs),
-                output=output,
-            ),
-            self._order,
-            weak,
-        )
-
     def _known(self, tensor: Tensor) -> _Origins | None:
         """The origins of what is not finite in a tensor's storage, if it was seen."""
-        found = self._origins.get(_storage(tensor).cdata)
-        return None if found is None or found[0].expired() else found[1]
+        return self._origins.get(_storage(tensor))
 
     def _note(self, tensors: Iterable[Tensor], origins: _Origins) -> None:
-        for each in tensors:
-            storage = _storage(each)
-            self._origins[storage.cdata] = storage, origins
+        self._origins |= dict.fromkeys(map(_storage, tensors), origins)
 
-    def _of(self, tensor: Tensor, found: TensorRange, place: _Place, kernel: str) -> _Origins:
+    def _of(self, tensor: Tensor, found: TensorRange, place: NonFinite) -> _Origins:
         """The origins of a tensor that is not finite; what nobody made was there before."""
         known = self._known(tensor)
         if known is not None:
             return known
-        held = self._held.get(_storage(tensor).cdata, ())
+        held = self._held.get(_storage(tensor), ())
         bad = [(kind, name) for kind, name, each in held if not _range("", each).finite]
         if not bad and self.fed:
             # Threads that are not seen, such as a hook's, pass on what came by a collective.
             return frozenset().union(*self.fed.values())
         kind, name = bad[0] if bad else ("input", "")
-        if bad:
-            place = replace(place, parameter=name, module=name.rpartition(".")[0])
+        module = name.rpartition(".")[0] if bad else place.module
         mask = found.low == -math.inf and math.isfinite(found.high)
         weak = kind != "parameter" and (mask or (not tensor.dim() and math.isinf(found.low)))
-        origin = self._origin(kind, place, kernel, (found,), found, weak)
+        place = replace(place, kind=kind, parameter=name, module=module)
+        origin = _Origin(replace(place, inputs=(found,), output=found), self._order, weak)
         self._note([tensor], frozenset({origin}))
         return frozenset({origin})
 
@@ -477,7 +452,7 @@ class _Watch(Follower):
         for each in _floats([_local(it) for it in tensors_in(values)]):
             found = _range(what, each)
             if not found.finite:
-                for origin in self._of(each, found, _Place(what, OUTSIDE, 0, ""), what):
+                for origin in self._of(each, found, self._place(what)):
                     self.reached.setdefault(origin, []).append(what)
 
 
@@ -713,6 +688,9 @@ def _first(origins: list[_Origin]) -> NonFinite | None:
         return it.kind, it.kernel, it.module, it.parameter, it.direction, it.micro_batch, it.line
 
     same = [each.found for each in origins if place(each.found) == place(first)]
+    path, _, number = first.line.rpartition(":")
+    if code := linecache.getline(path, int(number or 0)).strip():
+        first = replace(first, line=f"{first.line}: {code}")
     if first.kind == "collective":
         first = replace(first, inputs=tuple([it for each in same for it in each.inputs]))
     return replace(
@@ -759,6 +737,77 @@ def first_nonfinite(step: Callable[[], Any], model: nn.Module) -> NonFinite | No
             f"torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
         )
     return _search(step, model, _Kept(model), (), False)
+
+
+class StepReplay:
+    """Keeps what the replay of a step needs, and replays it when the step was skipped.
+
+    For the ``replay`` of a guard or a scaler::
+
+        guard.replay = distamp.StepReplay(model)
+        for batches in loader:
+            def step():
+                for batch in batches:
+                    loss_fn(model(batch)).backward()
+
+            guard.keep(step, *batches)     # before the step: random states, and a copy of buffers
+            step()
+            guard.step(optimizer)
+            guard.update()                 # replays a step that was skipped, and logs why
+
+    It is replayed where it was skipped and nothing scales the loss, or a gradient has a NaN, or
+    three steps in a row were skipped; once in a row of skipped steps. The answer is logged as
+    ``distamp.report`` at WARNING. While a step is kept, ``update`` reads the flag on the host,
+    which waits for a device. Every rank keeps its step.
+
+    Args:
+        model: As it is wrapped.
+
+    Attributes:
+        found: The last answer; None if there was none yet, or all was finite.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: NonFinite | None = None
+        self._model = model
+        self._kept: tuple[Callable[[], Any], _Kept, list[tuple[Tensor, int]]] | None = None
+        # How many steps were skipped in a row; -1 once they were replayed.
+        self._skips = 0
+
+    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
+        """Keep a step before it runs; the last one counts.
+
+        Args:
+            step: As of `first_nonfinite`; with the loss scaled where there is a scale.
+            batches: Its batches, in any nesting: it is said if they change before the replay.
+        """
+        versions = [(each, _version(each)) for each in tensors_in(batches)]
+        self._kept = step, _Kept(self._model), versions
+
+    def step_ended(self, skipped: Callable[[], bool], scaled: bool) -> None:
+        """Replay what was kept, if it was skipped as it should not be.
+
+        Args:
+            skipped: Reads whether any optimizer skipped its step, the same on every rank.
+            scaled: Whether a loss is scaled: then some steps are skipped for its overflow.
+        """
+        if self._kept is None:
+            return
+        (step, kept, versions), self._kept = self._kept, None
+        if not skipped():
+            self._skips = 0
+        elif self._skips >= 0:
+            self._skips += 1
+            nan = any(_range("", _local(it)).is_nan for _, it in _gradients(self._model))
+            if any(_everyone(nan or not scaled or self._skips >= 3)):
+                changed = any(_version(each) != version for each, version in versions)
+                notes = ["a batch was changed in place since the step was kept"] * changed
+                self._skips = -1
+                self.found = _search(step, self._model, kept, notes, True)
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    logging.getLogger("distamp.report").warning(
+                        "a step was skipped: %s", self.found
+                    )
 
 
 def _search(
