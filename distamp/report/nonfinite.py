@@ -263,7 +263,7 @@ class _Watch(Follower):
         self._first = torch._C._autograd._get_sequence_nr()
         self._order = self._calls = self._backwards = 0
         self._meetings: Counter[tuple[Any, ...]] = Counter()
-        #: Of all that was made, the sum of the largest numbers: whether two replays are the same.
+        #: The sum of the largest numbers that forward made: whether two replays are the same.
         self.total = 0.0
         #: What this rank fed to collectives, and what its losses and gradients are spoilt by.
         self.fed: dict[tuple[Any, ...], _Origins] = {}
@@ -347,7 +347,8 @@ class _Watch(Follower):
             self._note(made, frozenset())
             return out
         ranges = [(each, _range("", each)) for each in made]
-        self.total += sum(found.high for _, found in ranges if found.finite)
+        if place.direction == "forward":
+            self.total += sum(found.high for _, found in ranges if found.finite)
         bad = {id(each): (each, found) for each, found in ranges if not found.finite}
         if not bad:
             self._absorb(kernel.name, given)
