@@ -1,13 +1,13 @@
-"""What a communication hook and a scaler know of each other, and whose gradients count for both."""
+"""What a guard or scaler knows of hooks and replays, and whose gradients count for all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["CommHook", "is_stepped"]
+__all__ = ["CommHook", "Replay", "is_stepped"]
 
 
 def is_stepped(parameter: Tensor) -> bool:
@@ -31,3 +31,18 @@ class CommHook(Protocol):
 
     def iteration_ended(self) -> None:
         """Note that the gradients seen so far have been used."""
+
+
+@runtime_checkable
+class Replay(Protocol):
+    """What replays a step that was skipped, to say why: `distamp.StepReplay`."""
+
+    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
+        """Keep a step before it runs."""
+
+    def step_ended(self, skipped: Callable[[], bool], scaled: bool) -> None:
+        """Replay the step that was kept, if there is one and it was skipped.
+
+        Before the scale moves. ``skipped`` waits for the device; ``scaled`` is whether a loss scale
+        may be why.
+        """

@@ -113,10 +113,12 @@ class StepGuard(Steps):
             SettingError: Another ``new_scale`` than 1.
         """
         records = self._per_optimizer_states
-        if new_scale is None and not any(r["found_inf_per_device"] for r in records.values()):
+        flags = [f for r in records.values() for f in r["found_inf_per_device"].values()]
+        if new_scale is None and not flags:
             raise StageError("No inf checks were recorded prior to update.")
         if new_scale is not None and float(new_scale) != 1.0:
             raise SettingError(f"a StepGuard scales nothing: new_scale is 1.0, not {new_scale!r}")
+        self._replay(flags)
         self._end_iteration(records)
         # To look twice costs a pass and no more, but where masters took the gradients.
         kept = self._guard.kept

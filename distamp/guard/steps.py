@@ -47,7 +47,7 @@ from distamp.guard.optimizer_state import (
 from distamp.guard.overflow import OverflowReport
 from distamp.guard.ranks import Call, Flag, Ranks
 from distamp.optimizers import find_closure, innermost, unwrapped
-from distamp.protocols import CommHook
+from distamp.protocols import CommHook, Replay
 from distamp.sources import GradientSource, source_of
 
 __all__ = ["Differ", "Guard", "Resolved", "Steps", "checked_limit", "outside_the_graph"]
@@ -121,6 +121,7 @@ class Guard:
         skipped_at: What gradients were divided by in the last step that was skipped, for a report
             after ``update``.
         clips_agree: Whether a clip has found replicas alike: what differs later is a warning.
+        replay: What replays a step that was skipped.
     """
 
     __slots__ = (
@@ -131,6 +132,7 @@ class Guard:
         "names",
         "optimizers",
         "ranks",
+        "replay",
         "skipped_at",
     )
 
@@ -143,6 +145,7 @@ class Guard:
         self.kept: dict[int, dict[str, Any]] = {}
         self.skipped_at: float | None = None
         self.clips_agree = False
+        self.replay: Replay | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -592,6 +595,11 @@ class Steps:
                 "catch this, and before zero_grad() call overflow_report() on every rank"
             )
 
+    def _replay(self, flags: Iterable[Tensor]) -> None:
+        """Let a step that was kept be replayed, if it is skipped; before the scale moves."""
+        if self._guard.replay is not None:
+            self._guard.replay.step_ended(lambda: any(map(bool, flags)), self._divides)
+
     def _end_iteration(self, records: dict[int, dict[str, Any]]) -> None:
         """Begin the next iteration, and keep what ``step`` alone may still go by."""
         own = self._guard
@@ -862,6 +870,37 @@ class Steps:
             )
         scale = None if self._per_optimizer_states else own.skipped_at
         return OverflowReport(self.get_scale() if scale is None else scale, overflows)
+
+    @property
+    def replay(self) -> Replay | None:
+        """What replays a step that was skipped: a `distamp.StepReplay`, or None."""
+        return self._guard.replay
+
+    @replay.setter
+    def replay(self, replay: Replay | None) -> None:
+        if replay is not None and not isinstance(replay, Replay):
+            raise TypeError(f"replay is a distamp.StepReplay or None, not {type(replay).__name__}")
+        self._guard.replay = replay
+
+    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
+        """Keep a step before it runs, so that it is replayed in ``update`` if it is skipped.
+
+        Every rank calls it. ``update`` then reads the flag on the host, once, and where the replay
+        finds the first inf or NaN it is logged: see `distamp.StepReplay`.
+
+        Args:
+            step: Runs forward and backward, and nothing else.
+            batches: Its batches, in any nesting; it is said if they change before the replay.
+
+        Raises:
+            StageError: ``replay`` is not set.
+        """
+        if self._guard.replay is None:
+            raise StageError(
+                "keep() was called before there is anything to replay steps: set .replay = "
+                "distamp.StepReplay(model) first"
+            )
+        self._guard.replay.keep(step, *batches)
 
     def attach(self, hook_state: object) -> None:
         """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.

@@ -253,6 +253,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             flags = [f for r in records.values() for f in r["found_inf_per_device"].values()]
             if not flags:
                 raise StageError("No inf checks were recorded prior to update.")
+            self._replay(flags)
             found_inf = flags[0]
             if len(flags) > 1 or found_inf.device != scale.device:
                 found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
