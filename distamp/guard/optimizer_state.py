@@ -30,6 +30,7 @@ __all__ = [
     "check_unscale",
     "leaves_garbage",
     "merged",
+    "names_of_step",
     "stepping",
     "takes_flags",
     "takes_scaler",
@@ -41,10 +42,17 @@ OWN = "distamp"
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How many times ``step()`` let an optimizer step, and how many times it did not."""
+    """How many times ``step()`` let an optimizer step, and how many times it did not.
+
+    Args:
+        taken: Steps that were taken.
+        skipped: Steps that were skipped for inf or NaN.
+        spikes: Steps that were skipped because their norm lay above ``skip_above``.
+    """
 
     taken: int
     skipped: int
+    spikes: int = 0
 
 
 class OptimizerState:
@@ -54,17 +62,20 @@ class OptimizerState:
         optimizer: Weakly, the first that was given, which holds its gradients: ZeRO's, not the one
             inside.
         inside: What is inside all wrappers, which a wrapper and what it wraps share.
-        counts: Steps that were taken, that were skipped, and skipped ones since the last taken.
+        counts: Steps that were taken, that were skipped, skipped ones since the last taken, and
+            those that were skipped for their norm.
         last_step: The flag of the last step, for `DistGradScaler.stepped`.
+        norm: The norm of the last step that measured one, for `StepGuard.grad_norm`.
     """
 
-    __slots__ = ("__weakref__", "counts", "inside", "last_step", "optimizer")
+    __slots__ = ("__weakref__", "counts", "inside", "last_step", "norm", "optimizer")
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = _reference(optimizer)
         self.inside = _reference(innermost(optimizer))
-        self.counts = (0, 0, 0)
+        self.counts = (0, 0, 0, 0)
         self.last_step: Flag | None = None
+        self.norm: Tensor | None = None
 
 
 def _reference(optimizer: Any) -> Callable[[], Any]:
@@ -189,6 +200,12 @@ def takes_flags(optimizer: Any) -> bool:
     if not type(optimizer).step.__module__.startswith("torch.optim."):
         return True  # a step of its own, also of a subclass, does what the mark says
     return all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+@functools.lru_cache(maxsize=64)
+def names_of_step(kind: Hashable) -> frozenset[str]:
+    """Return the names of what the ``step`` of a class takes."""
+    return frozenset(inspect.signature(kind.step).parameters)  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)

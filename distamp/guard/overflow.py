@@ -22,6 +22,7 @@ __all__ = [
     "find_overflows",
     "gradients_by_name",
     "log_skip",
+    "log_spike",
     "names_of",
 ]
 
@@ -178,6 +179,12 @@ def log_skip(optimizer: Any, skip: Skip, names: MutableMapping[Tensor, str]) -> 
         f"; the forward pass left inf or NaN in {spoilt}, which a skip does not undo"
         * bool(spoilt),
     )
+
+
+def log_spike(logger: str, optimizer: Any, step: int) -> None:
+    """Say at INFO that a step was skipped for its norm."""
+    text = "step %d of %s was skipped: spike, the norm of the gradients lies above skip_above"
+    logging.getLogger(logger).info(text, step, describe(optimizer))
 
 
 @torch.no_grad()

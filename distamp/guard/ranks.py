@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 import zlib
 from collections import deque
@@ -287,6 +288,46 @@ class Ranks:
         columns = zip(*everyone, strict=True)
         overflowed = [tuple(itertools.compress(group.global_ranks, each)) for each in columns]
         return [Found(bool(ranks), ranks) for ranks in overflowed]
+
+    def agree_on_norm(
+        self, group: Group, call: Call, square: Tensor, error: Exception | None
+    ) -> Tensor:
+        """Return the sum of what each rank adds to the square of a norm, in one message.
+
+        Two float64: the sum decides flag and clip, and the digest whether ranks do the same. On a
+        device the host reads the digest at the next call; where ranks differ, the sum is NaN.
+
+        Args:
+            group: From `group`.
+            call: What this rank does.
+            square: 0-d float64, on the device of the loss scale.
+            error: What went wrong on this rank while it measured.
+
+        Raises:
+            LockstepError: Ranks differ, or a rank is gone.
+            Exception: What went wrong on some rank, on every rank.
+        """
+        self.settle()
+        scales = self._scales or call.scaled
+        digest = self._digest(call, 0, scales)
+        expected = float(digest * group.size)
+        counted = self.iteration, self.steps
+        words = torch.empty(2, dtype=torch.float64, device=group.device)
+        words[0].copy_(square, non_blocking=not group.on_host)
+        words[1].fill_(digest + (error is not None))
+        reach(group, _reduce, group.process_group, words)
+
+        def read(values: list[float]) -> None:
+            if values[0] != expected or error is not None or not scales:
+                self._compare(group, call, counted, error)
+
+        if self._scales and not group.on_host:
+            self.later(words[1:], read)
+            alike = words[1].eq(expected)
+            return host.moved(torch.where(alike, words[0], math.nan), square.device)
+        read(words[1:].tolist())
+        self._scales = True
+        return host.moved(words[0], square.device)
 
     def _digest(self, call: Call, start: int, scales: bool) -> int:
         kinds = tuple(map(_checksum, call.kinds))

@@ -6,12 +6,13 @@ What gradients are divided by is what a subclass says: a loss scale, or nothing.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from distamp.errors import (
     SettingError,
     StageError,
 )
-from distamp.gradients import flag_of
+from distamp.gradients import flag_of, local_gradients, multiply
 from distamp.groups import Group, GroupLike, check_group, gather_sums
 from distamp.guard import overflow
 from distamp.guard.optimizer_state import (
@@ -40,6 +41,7 @@ from distamp.guard.optimizer_state import (
     check_unscale,
     leaves_garbage,
     merged,
+    names_of_step,
     stepping,
     takes_flags,
     takes_scaler,
@@ -52,28 +54,23 @@ from distamp.sources import GradientSource, source_of
 
 __all__ = ["Differ", "Guard", "Resolved", "Steps", "checked_limit", "outside_the_graph"]
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_S = TypeVar("_S")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _HOST = torch.device("cpu")
 _item = Tensor.item
 
 
-def outside_the_graph(
-    method: Callable[Concatenate[_S, _P], _T],
-) -> Callable[Concatenate[_S, _P], _T]:
+def outside_the_graph(method: _F) -> _F:
     """Let a method run between two graphs of torch.compile, which would drop its hooks."""
 
     @functools.wraps(method)
-    def call(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
-            outside: Callable[..., _T] = torch._compile._disable_dynamo(method)
-            return outside(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
+            return torch._compile._disable_dynamo(method)(*args, **kwargs)
+        return method(*args, **kwargs)
 
-    return cast("Callable[Concatenate[_S, _P], _T]", call)
+    return cast("_F", call)
 
 
 def checked_limit(limit: Any) -> int | None:
@@ -121,6 +118,7 @@ class Guard:
         skipped_at: What gradients were divided by in the last step that was skipped, for a report
             after ``update``.
         clips_agree: Whether a clip has found replicas alike: what differs later is a warning.
+        norm: The norm that was measured last, over one optimizer or several.
         replay: What replays a step that was skipped.
     """
 
@@ -130,6 +128,7 @@ class Guard:
         "kept",
         "limit",
         "names",
+        "norm",
         "optimizers",
         "ranks",
         "replay",
@@ -145,6 +144,7 @@ class Guard:
         self.kept: dict[int, dict[str, Any]] = {}
         self.skipped_at: float | None = None
         self.clips_agree = False
+        self.norm: Tensor | None = None
         self.replay: Replay | None = None
 
 
@@ -169,6 +169,79 @@ class Resolved:
     state: OptimizerState | None = None
 
 
+class ByNorm(NamedTuple):
+    """What a step does by the norm of all that it is about.
+
+    Args:
+        max_norm: Gradients are multiplied so that the norm is at most this.
+        skip_above: The step is skipped where the norm is larger.
+        replicated: Says of a parameter that every rank holds the same.
+        sharded: Says over which ranks a parameter is cut.
+    """
+
+    max_norm: float | None
+    skip_above: float | Tensor | None
+    replicated: clipping.Declared | None = None
+    sharded: clipping.Declared | None = None
+
+    def checked(self) -> ByNorm:
+        """Return the same with numbers that are within their range."""
+        max_norm, limit = self.max_norm, self.skip_above
+        if max_norm is not None:
+            max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
+        if isinstance(limit, Tensor):
+            if limit.numel() != 1:
+                raise SettingError(f"skip_above must be one number, not of shape {limit.shape}")
+            limit = limit.detach().reshape(())
+        elif limit is not None:
+            limit = clipping.positive("skip_above", limit)
+        return self._replace(max_norm=max_norm, skip_above=limit)
+
+    @property
+    def text(self) -> str:
+        """What ranks compare; a limit that is a tensor may be on its way."""
+        limit = "a tensor" if isinstance(self.skip_above, Tensor) else self.skip_above
+        declared = [self.replicated is not None, self.sharded is not None]
+        return f", max_norm={self.max_norm}, skip_above={limit}, declared={declared}"
+
+    def verdict(self, total: Tensor) -> Verdict:
+        """Return what follows from the square of the norm: 0-d float64, the same on all ranks."""
+        if host.is_host(total.device):
+            norm = math.sqrt(square) if (square := total.item()) >= 0.0 else math.nan
+            limit = math.inf if self.skip_above is None else float(self.skip_above)
+            factor = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+            shown = torch.full((), norm, dtype=torch.float32, device="cpu")
+            finite = math.isfinite(norm)
+            return Verdict(shown, not finite, finite and norm > limit, factor if finite else 1.0)
+        exact = total.sqrt()
+        is_finite = exact.isfinite()
+        clip = torch.ones_like(exact)
+        if self.max_norm is not None:
+            clip = torch.where(is_finite, (self.max_norm / (exact + 1e-6)).clamp_(max=1.0), 1.0)
+        spike: Flag = False
+        if self.skip_above is not None:
+            above = self.skip_above
+            above = host.moved(above, exact.device) if isinstance(above, Tensor) else above
+            spike = (exact > above).logical_and_(is_finite).float()
+        return Verdict(exact.float(), is_finite.logical_not().float(), spike, clip.float())
+
+
+class Verdict(NamedTuple):
+    """What a norm decided for all that it was measured over; numbers where the host knows.
+
+    Args:
+        norm: 0-d float32.
+        found: Whether it is not finite.
+        spike: Whether it lies above the limit.
+        factor: What gradients are multiplied by; at most 1.
+    """
+
+    norm: Tensor
+    found: Flag
+    spike: Flag
+    factor: float | Tensor
+
+
 class Differ(NamedTuple):
     """What ranks compare of a call, beside its optimizers.
 
@@ -181,6 +254,54 @@ class Differ(NamedTuple):
     settings: str
     begun: tuple[float, int]
     scaled: bool
+
+
+def _close(ones: Iterable[Resolved], device: torch.device) -> None:
+    """Let no step follow in this iteration: every rank raises what one of them found."""
+    for one in ones:
+        one.record["stage"] = OptState.STEPPED
+        one.record["found_inf_per_device"] = {device: flag_of(True, device)}
+
+
+def _refuse_names(optimizer: Any, *names: str) -> None:
+    """Refuse a name of ours that the optimizer's own ``step`` takes, too."""
+    kind: Any = type(stepping(optimizer))
+    taken = [name for name in names if name in names_of_step(kind)]
+    if taken:
+        raise TypeError(
+            f"the step of {kind.__name__} has a {taken[0]} of its own, so whose is meant is not "
+            "known: call clip_grad_norm_(optimizer, max_norm) before step, or step_all"
+        )
+
+
+def _either(flag: Flag, spike: Flag) -> Flag:
+    """Return whether a step is skipped, for either reason."""
+    if isinstance(spike, Tensor):
+        return torch.maximum(as_tensor(flag, spike.device), spike)
+    return flag or spike
+
+
+def _as_divisor(factor: float | Tensor, device: torch.device) -> Tensor:
+    """Return 1 / factor as 0-d float32: what a kernel divides by; a factor of 0 clears."""
+    if isinstance(factor, Tensor):
+        return host.moved(factor.reciprocal(), device)
+    inverse = 1.0 / factor if factor else math.inf
+    return torch.full((), inverse, dtype=torch.float32, device=device)
+
+
+def _folds(source: GradientSource) -> bool:
+    """Return whether a kernel may clip as it steps: not float64, for it divides in float32."""
+    return all(stepped.dtype is not torch.float64 for _, stepped in source.stepped())
+
+
+@torch.no_grad()
+def _multiply(source: GradientSource, factor: float | Tensor, device: torch.device) -> None:
+    """Clip an optimizer's gradients in place."""
+    tensors = {id(p): p for p in source.parameters()}
+    tensors.update((id(stepped), stepped) for _, stepped in source.stepped())
+    if isinstance(factor, float):
+        factor = torch.full((), factor, dtype=torch.float32, device=device)
+    multiply(local_gradients(tensors.values()), factor)
 
 
 class Steps:
@@ -365,29 +486,18 @@ class Steps:
     ) -> Flag:
         """Replace this rank's flags by what all ranks agree on, in one message; see `_look`."""
         ranks = self._guard.ranks
-        states = [one.state for one in ones if one.state is not None]
         try:
             flags: list[Flag] = [False] * len(ones)
             if error is None:
                 found = [[*one.record["found_inf_per_device"].values()] for one in ones]
                 flags = [merged(each, divisor.device) for each in found]
-            compared = self._compared(divisor)
-            call = Call(
-                name,
-                [type(one.holder).__name__ for one in ones if one.state is not None],
-                tuple(map(ranks.place, states)),
-                compared.settings + arguments,
-                compared.begun,
-                compared.scaled,
-            )
+            call = self._call(name, divisor, ones, arguments)
             # One more, which no rank sets: on a device it is set where ranks differ.
             *agreed, differ = ranks.agree(group, call, [*flags, False], error)
         except Exception:
             # Some ranks have unscaled their gradients when another finds that it cannot: a second
             # try would unscale them twice. So this iteration has no step of theirs.
-            for one in ones:
-                one.record["stage"] = OptState.STEPPED
-                one.record["found_inf_per_device"] = {divisor.device: flag_of(True, divisor.device)}
+            _close(ones, divisor.device)
             raise
         for one, each in zip_longest(ones, agreed):
             tensor = as_tensor(each.flag, divisor.device)
@@ -397,10 +507,30 @@ class Steps:
                 one.record["stage"] = OptState.UNSCALED
         return differ.flag
 
+    def _call(self, name: str, divisor: Tensor, ones: Sequence[Resolved], arguments: str) -> Call:
+        """Return what ranks compare of a call."""
+        states = [one.state for one in ones if one.state is not None]
+        compared = self._compared(divisor)
+        return Call(
+            name,
+            [type(one.holder).__name__ for one in ones if one.state is not None],
+            tuple(map(self._guard.ranks.place, states)),
+            compared.settings + arguments,
+            compared.begun,
+            compared.scaled,
+        )
+
     # -- step --------------------------------------------------------------------------------------
 
     @outside_the_graph
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        skip_above: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Step the optimizer if no rank found inf or NaN, else skip on every rank.
 
         Like ``torch.amp.GradScaler.step``; sends the message if ``unscale_`` has not.
@@ -408,6 +538,11 @@ class Steps:
         Args:
             optimizer: The optimizer whose parameters to update.
             args: Passed to ``optimizer.step``; no closure, as in torch.
+            max_norm: Clip to this norm of the whole model first, as `clip_grad_norm_` does; >= 0.
+                Norm, flag and clip are one message, and a fused kernel clips as it steps: then the
+                gradients are clipped only once it has.
+            skip_above: Skip the step on all ranks where the norm is larger: a float or a 0-d
+                tensor, the same on every rank. Counted apart, and never towards the limit of skips.
             kwargs: Passed to ``optimizer.step``; no closure, as in torch.
 
         Returns:
@@ -415,10 +550,17 @@ class Steps:
 
         Raises:
             StageError: A second ``step`` before ``update``, or a closure.
+            TypeError: The optimizer's own ``step`` takes a ``max_norm`` or ``skip_above``.
+            SettingError: ``max_norm`` or ``skip_above`` is out of range.
             LossScaleCollapse: ``max_consecutive_skips`` was reached.
             ValueError, GradientError, LockstepError: As for `unscale_`.
         """
+        by_norm = max_norm is not None or skip_above is not None
+        if by_norm:
+            _refuse_names(optimizer, "max_norm", "skip_above")
         if not self._enabled:
+            if by_norm and self._lies_above([optimizer], ByNorm(max_norm, skip_above)):
+                return None
             return optimizer.step(*args, **kwargs)
         divisor = self._divisor("step", optimizer)
         one = self._resolved(optimizer, to_step=True)
@@ -428,10 +570,15 @@ class Steps:
                 "Closure use is not currently supported if GradScaler is enabled, as in torch: "
                 "take steps with a closure in float32 or bfloat16, without a scaler"
             )
-            if is_ready:
+            if by_norm:
+                self._look_by_norm(divisor, [one], ByNorm(max_norm, skip_above), error)
+            elif is_ready:
                 one.only_check = True
                 self._look("step", divisor, [one], error=error)
             raise error
+        if by_norm:
+            verdict = self._look_by_norm(divisor, [one], ByNorm(max_norm, skip_above))
+            return self._apply(one, divisor, args, kwargs, verdict)
         if is_ready:
             if takes_flags(optimizer) and not one.source.casts:
                 self._check_inf_per_device(optimizer)
@@ -440,19 +587,45 @@ class Steps:
         return self._apply(one, divisor, args, kwargs)
 
     @outside_the_graph
-    def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
+    def step_all(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        max_norm: float | None = None,
+        skip_above: float | Tensor | None = None,
+        together: bool = False,
+        replicated: clipping.Declared | None = None,
+        sharded: clipping.Declared | None = None,
+    ) -> list[Any]:
         """Step several optimizers with one message for all of them.
 
-        Each optimizer is stepped or skipped by its own gradients.
+        Each optimizer is stepped or skipped by its own gradients; with a norm, which is one over
+        all of them, all step or none.
+
+        Args:
+            optimizers: Each once.
+            max_norm: As in `step`, of the norm over all.
+            skip_above: As in `step`, of the norm over all.
+            together: All or none, also without a clip.
+            replicated: As in `clip_grad_norm_`.
+            sharded: As in `clip_grad_norm_`.
 
         Returns:
             The result of each ``optimizer.step()``; None for a skipped step.
         """
         optimizers = list(optimizers)
+        by_norm = together or max_norm is not None or skip_above is not None
         if not self._enabled:
+            by = ByNorm(max_norm, skip_above, replicated, sharded)
+            if by_norm and self._lies_above(optimizers, by):
+                return [None] * len(optimizers)
             return [optimizer.step() for optimizer in optimizers]
         divisor = self._divisor("step", optimizers)
         ones = [self._resolved(optimizer, to_step=True) for optimizer in optimizers]
+        if by_norm:
+            given = ByNorm(max_norm, skip_above, replicated, sharded)
+            verdict = self._look_by_norm(divisor, ones, given)
+            return [self._apply(one, divisor, (), {}, verdict) for one in ones]
         ready = [one for one in ones if one.record["stage"] is OptState.READY]
         for one in ready:
             one.only_check = takes_flags(one.given) and not one.source.casts
@@ -460,8 +633,107 @@ class Steps:
             self._look("step", divisor, ready)
         return [self._apply(one, divisor, (), {}) for one in ones]
 
+    def _lies_above(self, optimizers: Sequence[Any], by: ByNorm) -> bool:
+        """Clip where nothing is guarded; return whether the step is skipped for its norm."""
+        limit, parameters = by.checked().skip_above, list[Tensor]()
+        for optimizer in optimizers:
+            parameters += [stepped for _, stepped in source_of(optimizer).stepped()]
+        norm = self.clip_grad_norm_(
+            optimizers[0] if len(optimizers) == 1 else parameters,
+            math.inf if by.max_norm is None else by.max_norm,
+            replicated=by.replicated,
+            sharded=by.sharded,
+        )
+        return limit is not None and norm.item() > float(limit)
+
+    def _look_by_norm(
+        self,
+        divisor: Tensor,
+        ones: Sequence[Resolved],
+        by: ByNorm,
+        error: Exception | None = None,
+    ) -> Verdict:
+        """Look at gradients by their norm, one of all that is given; all ranks agree on it."""
+        own, group = self._guard, self._group(divisor.device)
+        size = 1 if group is None else group.size
+        square = torch.full((), math.nan, dtype=torch.float64, device=divisor.device)
+        unscaled = [one for one in ones if one.record["stage"] is OptState.UNSCALED]
+        try:
+            for one in ones:
+                one.state = self._state(one.given)
+            if error is not None:
+                raise error
+            by = by.checked()
+            if len({id(one.record) for one in ones}) < len(ones):
+                raise StageError("one optimizer was given twice; each is stepped once")
+            square = self._square(divisor, ones, by, size)
+        except Exception as raised:
+            if group is None:
+                raise
+            error = raised
+        total = square
+        if group is not None:
+            call = self._call("step by norm", divisor, ones, by.text)
+            try:
+                total = own.ranks.agree_on_norm(group, call, square, error)
+            except Exception:
+                _close(ones, divisor.device)
+                raise
+        if error is not None:  # on a device it is raised at the next call, and the norm is NaN
+            by = ByNorm(None, None)
+        verdict = by.verdict(total)
+        who: tuple[int, ...] | None = None
+        if verdict.found is True and group is not None:
+            bad = own.ranks.gather(not math.isfinite(square.item()), group)
+            who = tuple(itertools.compress(group.global_ranks, bad))
+        # What was found before, as by a clip over more than these, stays found.
+        flags = [f for one in unscaled for f in one.record["found_inf_per_device"].values()]
+        flags = [as_tensor(verdict.found, divisor.device), *flags]
+        found = as_tensor(merged(flags, divisor.device), divisor.device)
+        for one in ones:
+            one.record["found_inf_per_device"] = {found.device: found}
+            one.record[OWN] = Agreed(one.state, who)
+            if one.state is not None:
+                one.state.norm = verdict.norm
+        own.norm = verdict.norm
+        return verdict
+
+    def _square(self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm, size: int) -> Tensor:
+        """Unscale what no kernel does; return what this rank adds to the square of the norm."""
+        kept, set_flags = self._guard.kept, list[Tensor]()
+        scaled, unscaled = list[clipping.Share](), list[clipping.Share]()
+        for one in ones:
+            is_ready = one.record["stage"] is OptState.READY
+            one.only_check = is_ready and takes_flags(one.given) and not one.source.casts
+            if one.only_check and kept:
+                kept.pop(id(innermost(one.holder)), None)
+            if is_ready and not one.only_check and self._unscales(one):
+                self._look_at(one, divisor)
+                set_flags += one.record["found_inf_per_device"].values()
+            elif is_ready and not one.only_check:
+                one.record["stage"] = OptState.UNSCALED
+            (scaled if one.only_check else unscaled).append(clipping.share_of(one.holder))
+        declared = by.replicated, by.sharded
+        square = clipping.local_square(unscaled, divisor.device, size, *declared)
+        if scaled:
+            found = clipping.local_square(scaled, divisor.device, size, *declared)
+            square = square + (found / divisor.double().square() if self._divides else found)
+        if set_flags:  # an override may have set one
+            flag = as_tensor(merged(set_flags, divisor.device), divisor.device)
+            square = torch.where(flag > 0, math.nan, square)
+        return square
+
+    def _unscales(self, one: Resolved) -> bool:
+        """Return whether gradients change as they are looked at: divided, or given to masters."""
+        return self._divides or one.source.casts
+
     def _apply(
-        self, one: Resolved, divisor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        one: Resolved,
+        divisor: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        verdict: Verdict | None = None,
     ) -> Any:
         """Step by the flag, or skip."""
         ranks, record = self._guard.ranks, one.record
@@ -478,30 +750,42 @@ class Steps:
         state = agreed.state or self._state(one.given)
         ranks.count_step(state)
         flag: Flag
+        spike: Flag = False if verdict is None else verdict.spike
+        factor: float | Tensor = 1.0 if verdict is None else verdict.factor
         if fused := takes_flags(one.given):
             flag = merged(flags, divisor.device)
             ranks.settle(wait=False)
         else:
             ranks.settle_with_others()  # so that they learn first what they differ in
             flag = any(map(_item, flags))
+            spike, factor = bool(spike), float(factor)
             if not divisor.is_cpu:
                 # torch's own _maybe_opt_step reads it again.
                 record["found_inf_per_device"] = {_HOST: flag_of(flag, _HOST)}
+        skip = flag if spike is False else _either(flag, spike)
+        folds = fused and not takes_scaler(cast("Any", type(stepping(one.given))))
+        clips = isinstance(factor, Tensor) or factor < 1.0
+        if clips and not (folds and _folds(one.source)):
+            _multiply(one.source, factor, divisor.device)
+            factor = 1.0
         if not fused:
-            result = self._maybe_opt_step(one.given, record, *args, **kwargs)
-        elif takes_scaler(cast("Any", type(stepping(one.given)))):
-            result = self._step_with_scaler(one.given, flag, args, kwargs)
+            result = None if skip else self._maybe_opt_step(one.given, record, *args, **kwargs)
+        elif not folds:
+            result = self._step_with_scaler(one.given, skip, args, kwargs)
         else:
-            result = self._step_with_flags(one, flag, args, kwargs)
+            result = self._step_with_flags(one, skip, args, kwargs, factor)
         record["stage"] = OptState.STEPPED
-        state.last_step = flag
+        state.last_step = skip
         if self._guard.hooks:
-            self._tell_hooks(one, flag)
-        if isinstance(flag, Tensor):
-            values = torch.stack((flag, divisor))
-            ranks.later(values, lambda v: self._count(one.holder, state, bool(v[0]), v[1], None))
+            self._tell_hooks(one, skip)
+        if isinstance(skip, Tensor):
+            values = torch.stack((skip, divisor, as_tensor(spike, divisor.device)))
+            ranks.later(
+                values,
+                lambda v: self._count(one.holder, state, bool(v[0]), v[1], None, bool(v[2])),
+            )
         else:
-            self._count(one.holder, state, flag, divisor, agreed.ranks)
+            self._count(one.holder, state, skip, divisor, agreed.ranks, bool(spike))
         return result
 
     def _step_with_scaler(
@@ -524,7 +808,12 @@ class Steps:
         return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
 
     def _step_with_flags(
-        self, one: Resolved, flag: Flag, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        one: Resolved,
+        flag: Flag,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        factor: float | Tensor = 1.0,
     ) -> Any:
         """Step by torch's protocol: the kernel divides by the scale, or does nothing."""
         optimizer = stepping(one.given)
@@ -541,6 +830,10 @@ class Steps:
         grad_scale = getattr(optimizer, "grad_scale", None)
         if self._divides and one.record["stage"] is not OptState.UNSCALED:
             grad_scale = scale if grad_scale is None else scale * grad_scale
+        if isinstance(factor, Tensor) or factor != 1.0:
+            # The kernel divides by it.
+            clip = _as_divisor(factor, scale.device)
+            grad_scale = clip if grad_scale is None else grad_scale * clip
         try:
             optimizer.grad_scale, optimizer.found_inf = grad_scale, as_tensor(flag, scale.device)
             return optimizer.step(*args, **kwargs)
@@ -573,23 +866,29 @@ class Steps:
         skipped: bool,
         divisor: float | Tensor,
         ranks: tuple[int, ...] | None,
+        spiked: bool = False,
     ) -> None:
         """Count a step that the host knows of."""
-        taken, before, in_a_row = state.counts
+        taken, before, in_a_row, spikes = state.counts
+        number, own = taken + before + spikes + 1, self._guard
         if not skipped:
-            state.counts = (taken + 1, before, 0)
+            state.counts = (taken + 1, before, 0, spikes)
             return
-        own = self._guard
+        if spiked:
+            state.counts = (taken, before, in_a_row, spikes + 1)
+            if own.ranks.is_first:
+                overflow.log_spike(self._logger, optimizer, number)
+            return
         own.skipped_at = float(divisor)
-        state.counts = (taken, before + 1, in_a_row + 1)
+        state.counts = (taken, before + 1, in_a_row + 1, spikes)
         at = f", at loss scale {own.skipped_at:g}" if self._divides else ""
         if own.ranks.is_first:
             # Where the divisor still is a tensor, the gradients still are as they were.
             as_it_was = isinstance(divisor, Tensor)
-            skip = overflow.Skip(self._logger, taken + before + 1, at, ranks, as_it_was)
+            skip = overflow.Skip(self._logger, number, at, ranks, as_it_was)
             overflow.log_skip(optimizer, skip, own.names)
         if own.limit is not None and in_a_row + 1 == own.limit:
-            state.counts = (taken, before + 1, 0)
+            state.counts = (taken, before + 1, 0, spikes)
             raise self._collapse(
                 f"{own.limit} steps in a row were skipped{at}. Which gradients, and on which rank: "
                 "catch this, and before zero_grad() call overflow_report() on every rank"
@@ -653,7 +952,8 @@ class Steps:
         """Return the flag of the last check, the same on all ranks; never waits.
 
         Returns:
-            0-d float32: 1.0 if a rank found inf or NaN, else 0.0.
+            0-d float32: 1.0 if a rank found inf or NaN, else 0.0; after ``step``, whether it was
+            skipped.
 
         Raises:
             StageError: The optimizer was never checked.
@@ -668,7 +968,10 @@ class Steps:
             )
         device = self._divisor("found_inf", optimizer).device
         if record is not None and OWN in record:
-            flag = merged(list(record["found_inf_per_device"].values()), device)
+            flags = list(record["found_inf_per_device"].values())
+            if record["stage"] is OptState.STEPPED and flag is not None:
+                flags.append(as_tensor(flag, device))
+            flag = merged(flags, device)
         return as_tensor(False if flag is None else flag, device)
 
     def step_counts(self, optimizer: torch.optim.Optimizer) -> StepCounts:
@@ -680,7 +983,30 @@ class Steps:
         if not self._enabled:
             return StepCounts(0, 0)
         self._guard.ranks.settle()
-        return StepCounts(*self._asked("step_counts", optimizer).counts[:2])
+        taken, skipped, _, spikes = self._asked("step_counts", optimizer).counts
+        return StepCounts(taken, skipped, spikes)
+
+    def grad_norm(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """Return the norm of the last step that measured one, before clipping; never waits.
+
+        Args:
+            optimizer: Of its last ``step(max_norm=)``; None: the last that was measured, which is
+                the joint one after ``step_all(max_norm=)`` or ``clip_grad_norm_``.
+
+        Returns:
+            0-d float32, the same on all ranks, unscaled.
+
+        Raises:
+            StageError: No norm was measured.
+        """
+        state = None if optimizer is None else self._guard.optimizers.find(optimizer)
+        norm = self._guard.norm if optimizer is None else None
+        norm = norm if state is None else state.norm
+        if norm is None:
+            raise StageError(
+                "grad_norm() was called before a norm was measured: by step(optimizer, max_norm=)"
+            )
+        return norm
 
     def _asked(
         self, question: str, optimizer: Any, before: str = "unscale_() or step()"
@@ -779,7 +1105,7 @@ class Steps:
         if group is not None:
             everyone = gather_sums(group, sums)
             self._compare_norms(everyone, norm_type)
-        norm = clipping.total(everyone, norm_type)
+        own.norm = norm = clipping.total(everyone, norm_type)
         self._skip_unless_finite(norm, differ, chosen.owners)
         clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm

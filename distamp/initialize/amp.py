@@ -299,17 +299,35 @@ class Amp:
             self.scaler.unscale_(optimizer)
         return iter(master_params(optimizer))
 
-    def step(self) -> StepResult:
+    def step(
+        self,
+        *,
+        max_norm: float | None = None,
+        skip_above: float | Tensor | None = None,
+        together: bool = False,
+    ) -> StepResult:
         """Step every optimizer that did not overflow on any rank, and update the loss scale.
 
         Like ``scaler.step(optimizer)`` for each and ``scaler.update()``, with one message for all.
         Never waits by itself; the result says whether the step was taken.
 
+        Args:
+            max_norm: Clip by the norm over all optimizers, in the same message; all step or none.
+            skip_above: Skip all where that norm is larger.
+            together: All step or none, also without a clip.
+
         Raises:
-            StageError, GradientError, LockstepError, LossScaleCollapse: As ``DistGradScaler.step``.
+            StageError, GradientError, LockstepError, NonFiniteGradients: As `StepGuard.step`.
         """
         self._require_optimizers()
-        self.scaler.step_all(self.optimizers)
+        sharded = _cut_over if self._has_copies else None
+        self.scaler.step_all(
+            self.optimizers,
+            max_norm=max_norm,
+            skip_above=skip_above,
+            together=together,
+            sharded=sharded,
+        )
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         self.scaler.update()
