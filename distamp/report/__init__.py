@@ -7,6 +7,7 @@ from distamp.report.nonfinite import NonFinite, StepReplay, TensorRange, first_n
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport
+from distamp.report.updates import lost_updates
 
 __all__ = [
     "Breach",
@@ -20,6 +21,7 @@ __all__ = [
     "TensorRange",
     "findings",
     "first_nonfinite",
+    "lost_updates",
     "mismatch",
     "precision_report",
     "preflight",

@@ -12,6 +12,7 @@ __all__ = ["FP16_LOSS", "Finding", "findings", "show"]
 _HALF = ("float16", "bfloat16")
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "linalg_vector_norm")
+_REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "c10d::reduce_")
 _SUMS = ("sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm")
 
 
@@ -47,7 +48,7 @@ FP16_LOSS = Finding(
 
 
 def findings(report: PrecisionReport) -> tuple[Finding, ...]:
-    """What half precision may spoil in a forward pass: losses, softmax and norms, long sums.
+    """What half precision may spoil: losses, softmax and norms, long sums, sums of gradients.
 
     It looks at which kernels ran in which dtypes and how many numbers they added up, and not at
     values: use it on :func:`precision_report` of a real step or on :func:`preflight`.
@@ -56,7 +57,10 @@ def findings(report: PrecisionReport) -> tuple[Finding, ...]:
         Finding(severity, rule, row.module, row.label, what.format(row=row, dtype=_out(row)), fix)
         for row in report.rows
         for rule, severity, applies, what, fix in _RULES
-        if row.phase == "forward" and not row.view and not row.cause and applies(row)
+        if (row.phase == "forward" or rule in _ALWAYS)
+        and not row.view
+        and not row.cause
+        and applies(row)
     }
     return tuple(sorted(found, key=lambda it: (it.rule, it.module, it.op, it.what)))
 
@@ -70,6 +74,8 @@ def _half(row: OpRow) -> bool:
     return row.inputs[:1] != () and row.inputs[0] in _HALF and _out(row) in _HALF
 
 
+# What is looked for in backward and recomputed passes too.
+_ALWAYS = ("long-product", "mixed-half", "half-accumulation", "half-reduction")
 # Name, severity, whether it applies to a row, what is wrong, what puts it right.
 _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
     (
@@ -102,7 +108,7 @@ _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
         "sum with dtype=torch.float32, or take the mean",
     ),
     (
-        "long-sum",
+        "long-product",
         "warning",
         lambda row: row.op not in _SUMS and _out(row) == "float16" and row.length >= 2**15,
         "adds up {row.length:,} products for one fp16 number, whose largest is 65504",
@@ -114,6 +120,24 @@ _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
         lambda row: set(row.inputs) >= set(_HALF),
         "takes float16 and bfloat16 together",
         "use one half type: the region's dtype, the parameters' and FSDP's param_dtype",
+    ),
+    (
+        "half-accumulation",
+        "warning",
+        lambda row: row.function == "accumulate_grad" and row.op in ("add_", "add") and _half(row),
+        "gradients of several backward passes are added up in {dtype}",
+        "keep float32 parameters, under a region or FSDP's param_dtype",
+    ),
+    (
+        "half-reduction",
+        "warning",
+        lambda row: (
+            any(name in row.op for name in _REDUCTIONS)
+            and row.inputs[:1] != ()
+            and row.inputs[0] in _HALF
+        ),
+        "sums over ranks are in {row.inputs[0]}",
+        "keep float32 gradients, or FSDP's reduce_dtype=torch.float32; a hook with sums in fp32",
     ),
 )
 

@@ -85,6 +85,12 @@ class Follower:
         self.compiled: set[nn.Module] = set()
         for model in models:
             self.names |= module_names(model)
+            for module in model.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise TypeError(
+                        f"module {self.names[module]!r} is scripted or traced by torch.jit, and "
+                        "cannot be followed: report on the model as it is before that"
+                    )
             if not inside_compiled:
                 self.compiled |= inside_compiled_ones(model)
         #: Of each parameter, by id, its name and its module's.

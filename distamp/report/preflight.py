@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -106,9 +107,10 @@ def preflight(
     args = () if kwargs else args
     lists = None if device_type == "cpu" else _lists_of(device_type)
     found: tuple[Finding, ...] = ()
-    fakes = _FakeOnCPU(model, example_inputs)
+    fakes = _FakeOnCPU(model, example_inputs, device_type, dtype)
     with (
         _left_alone(model),
+        _region_there(device_type, dtype),
         torch.random.fork_rng(devices=()),
         autocast("cpu", dtype, ops=lists),
         precision_report(model) as report,
@@ -127,7 +129,7 @@ def preflight(
             at = max(running.parents - {"Global"}, key=len, default="").partition(".")[2]
             found = (Finding("error", "fails", at, fakes.function, what, fix),)
     about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
-    done = PrecisionReport(report.rows, report.model, about)
+    done = PrecisionReport(report.rows, report.model, about, report.settings)
     return Preflight(done, (*found, *_forbidden(done, device_type), *findings(done)))
 
 
@@ -155,10 +157,14 @@ class _FakeOnCPU(TorchFunctionMode):
     Args:
         model: Its parameters and buffers get fakes.
         inputs: So do its floating point inputs, and those on the meta device.
+        device_type: Whose regions, opened in the model by name, are followed.
+        dtype: Of the region around.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, device_type: str, dtype: torch.dtype) -> None:
         super().__init__()
+        self._device_type = device_type
+        self._region = (True, dtype)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.function = ""
         given = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
@@ -182,13 +188,20 @@ class _FakeOnCPU(TorchFunctionMode):
         if not any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         try:
-            with self._mode:
+            with self._mode, self._as_there():
                 out = func(*args, **kwargs)
         except RuntimeError:
             # It has no fake kernel, or one that would have to know values.
             args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs))
             out = func(*args, **kwargs)
         return tree_map_only(Tensor, self._fake, out)
+
+    def _as_there(self) -> AbstractContextManager[Any]:
+        """Regions that the model left or switched off for the other device, on the CPU."""
+        on, dtype = _state(self._device_type)
+        if (on, dtype) == self._region:
+            return nullcontext()
+        return torch.autocast("cpu", dtype, enabled=on)
 
     def fakes_of(self, values: Any) -> Any:
         """The same values with fakes in the place of what they stand for."""
@@ -204,6 +217,33 @@ class _FakeOnCPU(TorchFunctionMode):
         with _disable_current_modes(), self._mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _region_there(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Switch autocast on for a device that is not here, so that code can switch it off by name."""
+    before = _state(device_type)
+    # torch's own regions ask these whether there is such a device, and switch themselves off.
+    with (
+        mock.patch.object(
+            torch.cuda.amp.common, "amp_definitely_not_available", return_value=False
+        ),
+        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
+    ):
+        try:
+            _set_state(device_type, True, dtype)
+            yield
+        finally:
+            _set_state(device_type, *before)
+
+
+def _state(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+def _set_state(device_type: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
 
 
 def _floating(tensor: Tensor) -> bool:

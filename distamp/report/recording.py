@@ -20,12 +20,14 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from distamp.autocast.op_names import schema_of
+from distamp.autocast.pin import Pin
 from distamp.report.following import Follower, FollowingMode, Owner, mark, tensors_in
-from distamp.report.rows import OpRow, PrecisionReport
+from distamp.report.rows import OpRow, PrecisionReport, short
 
 __all__ = ["precision_report"]
 
 _any_autocast = torch._C._is_any_autocast_enabled
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
 # Kernels that may give a tensor another dtype; aten::to is whole in inference mode.
 _CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 # Those that write into half of what they are given.
@@ -48,6 +50,8 @@ class _Recorder(Follower):
         super().__init__(*models)
         # Of a wrapper and the module in it, which share a name, the module's class.
         self._kinds = {name: type(module).__name__ for module, name in self.names.items()}
+        #: Of each module that ran, in which region or under whose pin.
+        self.settings: dict[str, str] = {}
         self._counts: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self._function = _Function()
@@ -55,6 +59,19 @@ class _Recorder(Follower):
     def modes(self) -> tuple[Any, ...]:
         """Both."""
         return _Kernels(self), _Functions(self)
+
+    def entered(self, module: nn.Module) -> None:
+        """Note what decides about the precision of the module that begins."""
+        frames = self.frames()
+        pins = [each for each in frames if isinstance(getattr(each.module, "pin", None), Pin)]
+        how = "outside of a region"
+        if pins:
+            pin: Any = pins[-1].module.pin
+            how = f"pinned to {short(pin.dtype)} by {pins[-1].name or '(model)'}"
+        elif frames[-1].autocast:
+            on = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
+            how = "autocast " + " and ".join(short(torch.get_autocast_dtype(each)) for each in on)
+        self.settings[frames[-1].name] = how
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a torch function, and note which one while it runs."""
@@ -232,4 +249,4 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
             # Under a dispatch mode torch.compile gives a function up, for good.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(recorder.following())
-        yield PrecisionReport(recorder.rows, "".join(inside[-1:]))
+        yield PrecisionReport(recorder.rows, "".join(inside[-1:]), settings=recorder.settings)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from typing import Any
 
 __all__ = [
     "OUTSIDE",
@@ -111,7 +109,7 @@ class Totals:
 class PrecisionReport:
     """What ran where, in which dtype, with its casts; forward, backward, recomputed.
 
-    ``print(report)`` needs torch alone; ``rich.print(report)`` gives a coloured table. Two reports
+    ``print(report)`` shows a table; :meth:`explain` says why a module ran as it did. Two reports
     can be subtracted by :meth:`compare`.
 
     What is counted: every kernel below autograd and autocast, as a
@@ -126,6 +124,7 @@ class PrecisionReport:
         rows: The rows, or a function that returns them as they are then.
         model: The model's class name.
         device: What the caller says it ran on, such as ``"cuda, float16, simulated"``.
+        settings: Of each module that ran, in which region or under whose pin.
     """
 
     def __init__(
@@ -133,10 +132,12 @@ class PrecisionReport:
         rows: Iterable[OpRow] | Callable[[], Iterable[OpRow]] = (),
         model: str = "",
         device: str = "",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self._rows = rows if callable(rows) else tuple(rows)
         self.model = model
         self.device = device
+        self.settings = {} if settings is None else settings
 
     @property
     def rows(self) -> tuple[OpRow, ...]:
@@ -160,16 +161,31 @@ class PrecisionReport:
     def __str__(self) -> str:
         return self.table()
 
-    def __rich__(self) -> Table:
-        from rich.table import Table
+    def explain(self, module: str) -> str:
+        """Say which ops of a module ran in which precision, why, and what would change it.
 
-        table = Table(title=self._title(), title_justify="left", box=None)
-        for heading in _HEADINGS:
-            table.add_column(heading, justify="right" if heading in _HEADINGS[-3:] else "left")
-        for cells in self._cells(collapse=True, views=False):
-            half = "fp16" in cells[4] or "bf16" in cells[4]
-            table.add_row(*cells, style="yellow" if cells[6] else "cyan" if half else "")
-        return table
+        Args:
+            module: Its name, without those of wrappers; what is inside it is explained too.
+
+        Raises:
+            ValueError: Nothing of that name ran.
+        """
+        inside = f"{module}." if module else ""
+        groups: dict[tuple[str, str], list[OpRow]] = {}
+        for row in self.rows:
+            if row.phase == "forward" and row.module != OUTSIDE:
+                groups.setdefault((row.module, row.function or row.op), []).append(row)
+        lines: dict[str, None] = {}
+        for (name, function), rows in groups.items():
+            if f"{name}.".startswith(inside):
+                how = self.settings.get(name, "")
+                for line in _explained(function.strip("_"), rows, how):
+                    lines[f"{name or '(model)'} ({how or rows[0].kind}): {line}"] = None
+        if not lines:
+            known = sorted({name for name, _ in groups})
+            near = difflib.get_close_matches(module, known, 3, 0.3) or known[:3]
+            raise ValueError(f"nothing ran in a module {module!r}; there are {', '.join(near)}")
+        return "\n".join(lines)
 
     def _title(self) -> str:
         about = ", ".join(part for part in (self.model, self.device) if part) or "no model"
@@ -199,7 +215,8 @@ class PrecisionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON types."""
-        about = {"format": _FORMAT, "model": self.model, "device": self.device}
+        about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "device": self.device}
+        about["settings"] = dict(self.settings)
         return {**about, "totals": asdict(self.totals), "rows": [asdict(row) for row in self.rows]}
 
     def to_json(self, path: str | PathLike[str]) -> None:
@@ -225,7 +242,8 @@ class PrecisionReport:
         rows: list[dict[str, Any]] = values["rows"]
         for row in rows:
             row |= {"inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])}
-        return cls((OpRow(**row) for row in rows), values["model"], values["device"])
+        about = values["model"], values["device"], values.get("settings")
+        return cls((OpRow(**row) for row in rows), *about)
 
     def compare(self, other: PrecisionReport) -> ReportDifference:
         """What changes from this report to the other: the difference of their rows, both ways.
@@ -267,6 +285,33 @@ class ReportDifference:
             for sign, row in rows
         ]
         return "\n".join(text_table(("", *_HEADINGS), cells)) if cells else "no difference"
+
+
+def _explained(function: str, rows: Sequence[OpRow], how: str) -> Iterator[str]:
+    """Why a function ran in its precision, and what would change it, one sentence each."""
+    casts = [row for row in rows if row.casts]
+    by_region = [row for row in casts if row.cause == "autocast"]
+    for row in rows:
+        if row.view or row.cause or not row.outputs or row.inputs == ():
+            continue
+        dtype, taken = short(row.outputs[0]), " and ".join(map(short, row.inputs))
+        if how.startswith("pinned"):
+            why, change = f"the module is {how}", "pin_precision(module, None) would"
+        elif by_region:
+            listed = "fp32" if dtype in ("fp32", "fp64") else "lower_precision"
+            source = " and ".join(dict.fromkeys(short(each.inputs[0]) for each in by_region))
+            other = "lower_precision" if listed == "fp32" else "fp32"
+            why = f"autocast cast what it takes from {source}, for its lists have it as {listed}"
+            change = f'OpLists({other}={{"{function}"}}) or pin_precision would'
+        elif any(each.cause == "explicit" for each in casts):
+            why, change = "the code casts here", "taking .to, .float() or dtype= away would"
+        elif how.startswith("autocast"):
+            why = f"it took {taken} as it came: its inputs and weights were so, or no list has it"
+            change = f'OpLists(fp32={{"{function}"}}), lower_precision= or pin_precision would'
+        else:
+            why = f"no region is on, so it took {taken} as it came"
+            change = "a region, a pin, or another dtype of model, inputs or param_dtype would"
+        yield f"{function} ran in {dtype}: {why}; {change} change that"
 
 
 def short(dtype: object) -> str:

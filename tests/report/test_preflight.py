@@ -57,6 +57,26 @@ def test_the_devices_lists_and_a_pins_dtype_show():
     assert half == {"0": ("float16",), "1": ("bfloat16",), "2": ("float16",)}
 
 
+def switched(device_type: str | None, **how: Any) -> Any:
+    """A product in a region that the model opens."""
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast(device_type or x.device.type, **how):
+            return x @ x
+
+    return Calls(forward)
+
+
+@pytest.mark.parametrize("device_type", [None, "cuda", "cpu"])
+def test_regions_that_the_model_opens_are_followed_by_whatever_name(device_type):
+    """As transformers switches autocast off: by the device of an input, or by name."""
+    off = preflight(switched(device_type, enabled=False), X, "cuda", FP16)
+    assert ran(off)["mm"] == "float32"
+    other = preflight(switched(device_type, dtype=BF16), X, "cuda", FP16)
+    assert ran(other)["mm"] == "bfloat16"
+    assert not torch.is_autocast_enabled("cuda")
+
+
 def test_no_weights_are_needed():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(200_000, 300_000), nn.ReLU(), nn.Linear(300_000, 10))
@@ -187,6 +207,13 @@ def test_mistakes_are_named(change, error, says):
         preflight(**arguments)
 
 
+def twice(x: Tensor) -> None:
+    """Two backward passes into one gradient."""
+    weight = x.clone().requires_grad_()
+    for _ in range(2):
+        (weight * 2).float().sum().backward()
+
+
 @pytest.mark.parametrize(
     ("rule", "bad", "good"),
     [
@@ -205,11 +232,12 @@ def test_mistakes_are_named(change, error, says):
         ("half-norm", lambda: F.layer_norm(HALF, (4,)), lambda: F.layer_norm(X, (4,))),
         ("long-sum", lambda: HALF.expand(1000, 4, 4).sum(), lambda: HALF.expand(100, 4, 4).sum()),
         (
-            "long-sum",
+            "long-product",
             lambda: HALF[0, 0].expand(2, 2**15) @ HALF[0, 0].expand(2**15, 2),
             lambda: HALF[0, 0].expand(2, 2**14) @ HALF[0, 0].expand(2**14, 2),
         ),
         ("mixed-half", lambda: HALF + X.bfloat16(), lambda: HALF + HALF),
+        ("half-accumulation", lambda: twice(HALF), lambda: twice(X)),
     ],
 )
 def test_findings_are_read_off_a_real_report(rule, bad, good):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distamp
 from distamp import OpLists, PrecisionReport, findings, precision_report
+from distamp.report import lost_updates
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
 from tests.ranks import RankPool, mesh
 
@@ -300,12 +301,57 @@ def test_the_table_has_modules_alike_as_one_and_those_of_two_classes_apart(repor
     assert sum(shown) == report.totals.calls
 
 
-def test_rich_shows_the_same_cells(report):
-    rich = pytest.importorskip("rich.console")
-    out = io.StringIO()
-    rich.Console(width=200, file=out).print(report)
-    assert "0.*.linear1" in out.getvalue()
-    assert f"{report.totals.calls:,} kernels" in out.getvalue()
+def test_explain_says_why_each_op_ran_as_it_did_and_what_would_change_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    distamp.pin_precision(model[2], "fp32")
+    with precision_report(model) as report:
+        with torch.autocast("cpu", dtype=BF16):
+            y = model[2](model[1](model[0](torch.ones(2, 4))))
+        model[3](y)
+    wanted = {
+        "0": "linear ran in bf16: autocast cast what it takes from fp32, for its lists have it as "
+        'lower_precision; OpLists(fp32={"linear"}) or pin_precision would change that',
+        "1": "layer_norm ran in bf16: it took bf16 and fp32 as it came",
+        "2": "linear ran in fp32: the module is pinned to fp32 by 2",
+        "3": "linear ran in fp32: no region is on, so it took fp32 as it came",
+    }
+    for name, sentence in wanted.items():
+        assert sentence in report.explain(name)
+        assert sentence in report.explain("")
+    with pytest.raises(ValueError, match="nothing ran in a module '7'"):
+        report.explain("7")
+
+
+def test_scripted_modules_are_refused_by_name():
+    model = nn.Sequential(nn.ReLU(), torch.jit.trace(nn.Linear(2, 2), torch.ones(2)))
+    with pytest.raises(TypeError, match="module '1' is scripted or traced"):
+        precision_report(model).__enter__()
+
+
+def _summed_in_half() -> list[str]:
+    with precision_report() as report:
+        for dtype in (BF16, torch.float32):
+            torch.distributed.all_reduce(torch.ones(4, dtype=dtype))
+    return [each.what for each in findings(report)]
+
+
+def test_sums_over_ranks_in_half_precision_are_found(ranks2: RankPool):
+    assert ranks2.run(_summed_in_half) == [["sums over ranks are in bfloat16"]] * 2
+
+
+@pytest.mark.parametrize(("rate", "lost"), [(1e-4, 1.0), (0.1, 0.0)])
+def test_the_share_of_updates_below_half_an_ulp(rate, lost):
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+
+    def step() -> None:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    assert lost_updates(step, model) == {"": lost}
+    kept = (model.weight.bfloat16() != 1).float().mean().item()
+    assert kept == 1 - lost, "as rounding itself has it"
 
 
 def test_json_comes_back_equal_and_another_file_is_refused_by_name(report, tmp_path):
