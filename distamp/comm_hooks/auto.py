@@ -27,10 +27,12 @@ from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import Choice
 from distamp.comm_hooks.wrapped import Wrapped
 
-__all__ = ["AUTO", "Tables", "as_it_is", "auto", "choose", "connect", "timed_choice"]
+__all__ = ["AUTO", "TORCHS", "Tables", "as_it_is", "auto", "choose", "connect", "timed_choice"]
 
 # What `register` takes in the place of a format's name, and those it stands for.
 AUTO, FORMATS = "auto", ("fp16", "int8")
+# torch's own hook, which casts to bf16 and adds up in it.
+TORCHS = WireFormat("torch bf16", torch.bfloat16)
 # A way that is more exact wins unless another takes this much less: what is chosen is never 5 %
 # slower than the fastest, and no run changes its numbers for less than it can feel.
 MARGIN = 1.04
@@ -60,6 +62,8 @@ def auto(wrapped: Wrapped, tables: Tables) -> tuple[Choice, WireFormat, Tables]:
     ways = {plain.name: (plain, tables)}
     for name in FORMATS if any(group.size() > 1 for group in over) else ():
         wire = WIRE_FORMATS[name]
+        if name == "int8" and wrapped.attach_torchs is not None and dtype is torch.float32:
+            ways[TORCHS.name] = TORCHS, tables
         if name in wrapped.formats() and wire.payload.itemsize < dtype.itemsize:
             ways[name] = wire, tables
             if any(len(tables[group].ranks) < group.size() for group in over):
@@ -68,12 +72,14 @@ def auto(wrapped: Wrapped, tables: Tables) -> tuple[Choice, WireFormat, Tables]:
     states: list[CommHookState] = []
     for way, (wire, hosts) in ways.items():
         state = None
-        if wire is not plain:
+        if wire not in (plain, TORCHS):
             state = CommHookState(wire, over[0])
             apart = {g: replace(each, name=f"{each.name}/{way}") for g, each in hosts.items()}
             connect(state, wrapped, apart)
             states.append(state)
         trials[way] = partial(_send, wrapped, state, [torch.empty(0, dtype=dtype, device=device)])
+        if wire is TORCHS:
+            trials[way] = partial(_send_as_bf16, over[0])
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = torch.randn(wrapped.numel, generator=generator, dtype=torch.float32, device="cpu")
     choice = timed_choice(trials, drawn.to(device=device, dtype=dtype), wrapped.groups)
@@ -111,7 +117,7 @@ def choose(seconds: Mapping[str, Sequence[float]], nbytes: int) -> Choice:
     reason = "the link is the bottleneck"
     if wire == first:
         reason = "the processor is the bottleneck, and no format is 4 % faster"
-    return Choice(wire, wire != first, medians, nbytes, reason)
+    return Choice(wire, wire not in (first, TORCHS.name), medians, nbytes, reason)
 
 
 def timed_choice(
@@ -189,6 +195,12 @@ def _send(
             state.reduce(sent, wrapped.replicas, 1.0)
         else:
             state.average(sent, anchor).wait()
+
+
+def _send_as_bf16(group: ProcessGroup, sent: Tensor) -> None:
+    narrow = sent.to(torch.bfloat16).div_(group.size())
+    dist.all_reduce(narrow, group=group)
+    sent.copy_(narrow)
 
 
 def _synchronize(device: torch.device) -> None:

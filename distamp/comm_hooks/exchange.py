@@ -28,7 +28,15 @@ from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane, Transport
 
-__all__ = ["Chunks", "Exchange", "Plan", "bucket_plan", "shard_chunks"]
+__all__ = [
+    "Chunks",
+    "Exchange",
+    "Plan",
+    "arithmetic",
+    "bucket_plan",
+    "gathered",
+    "shard_chunks",
+]
 
 # Shards are reduced in so many parts, of which two are on their way at once, that buffers take at
 # most a quarter of the gradients in fp32; but not in parts of fewer elements.
@@ -54,6 +62,15 @@ class Plan:
 # Of shards, the parts that are reduced one after another: first element of each row, how many, and
 # where the rows lie in what its host has of it.
 Chunks: TypeAlias = list[tuple[int, int, Places]]
+
+
+def arithmetic(device: torch.device) -> Any:
+    """Return what encodes and decodes on a device: `formats`, or the same in Triton."""
+    if device.type != "cuda":
+        return formats
+    from distamp.comm_hooks import kernels
+
+    return kernels
 
 
 class Exchange:
@@ -83,17 +100,14 @@ class Exchange:
         order = [ranks[local] for local in range(self.here) for ranks in hosts.ranks]
         self._order = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
         self.transport: Transport
-        self._math: Any = formats
+        self._math = arithmetic(device)
+        self.on_one_host = hosts.on_one
         outer = [ranks[self.local] for ranks in hosts.ranks]
         levels = {"inner": hosts.ranks[self.host], "outer": outer}
         if device.type == "cpu":
             self.transport = HostTransport(hosts.name, group, levels, stats)
         else:
             self.transport = DeviceTransport(hosts.name, group, levels, device)
-        if device.type == "cuda":
-            from distamp.comm_hooks import kernels
-
-            self._math = kernels
 
     def plan(self, wire: WireFormat, numels: Sequence[int], itemsize: int) -> Plan | None:
         """Return where the elements of a bucket go, or None where they would not get fewer bytes.
@@ -149,17 +163,14 @@ class Exchange:
                 self.transport.all_to_all("outer", lane, received, sent)
                 self._math.sum_encode(wire, source, received, mean, of_mean)
                 if plan.mine.tail:
-                    _tails(mean, plan.mine).copy_(_sum_of_tails(source, received))
+                    formats.put_tail(mean, plan.mine, formats.sum_tails(source, received))
                 self.transport.all_gather("outer", lane, means[self.local], mean)
             if self.here > 1:
                 flat = means.flatten(1)
                 self.transport.all_gather("inner", lane, flat, flat[self.local])
             rows = means.flatten(0, 1)
             self._math.decode(wire, rows, plan.whole, values)
-            if plan.mine.tail:
-                at, there = plan.whole.behind(values.device)
-                given = _tails(rows, plan.whole).reshape(-1)[there]
-                values[at.view(-1)[there]] = given.to(values.dtype)
+            formats.read_tails(plan.whole, rows, values)
             return values
 
         return self.transport.submit(run, [values, *(of_mine or ()), *(of_mean or ())])
@@ -232,7 +243,7 @@ class Exchange:
         if places.tail:
             # All rows have as many.
             at, _ = places.behind(out.device)
-            total = _sum_of_tails(source, received).to(out.dtype)
+            total = formats.sum_tails(source, received).to(out.dtype)
             out[at[self.host] - self.host * stride] = total
         return out
 
@@ -267,38 +278,13 @@ class Exchange:
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)
-        if places.tail:
-            _tails(sent, places).copy_(_tails_of(source))
+        formats.write_tails(source, sent)
         return source, memory[beside:].view(shape), sent
 
 
 def _blocks(numel: int) -> int:
     """Return the elements of so many blocks as are needed."""
     return -(-numel // BLOCK) * BLOCK
-
-
-# -- tails: few elements, as fp32 --------------------------------------------------------------
-
-
-def _tails(rows: Tensor, places: Places) -> Tensor:
-    """Return the tails of uint8 rows, or of one, as fp32 (rows, most in a row)."""
-    return rows[..., -(-(-places.tail * 4 // 16) * 16) :].view(torch.float32)[..., : places.tail]
-
-
-def _tails_of(source: Source) -> Tensor:
-    """Return what this host has of all tails, fp32 (rows, most in a row)."""
-    at, _ = source.places.behind(source.values.device)
-    total = source.values[at].float() * source.inverse
-    for other in source.others:
-        total += other[at].float() * source.inverse
-    return total
-
-
-def _sum_of_tails(source: Source, received: Tensor) -> Tensor:
-    """Return the sum of the own tail and of what the others sent of it."""
-    rows = _tails(received, source.places).clone()
-    rows[source.own] = _tails_of(source)[source.own]
-    return rows.sum(0)
 
 
 # -- plans -------------------------------------------------------------------------------------
@@ -376,6 +362,18 @@ def shard_chunks(
         found.append((start, length, places))
     sent = sum(places.row_bytes(wire) for _, _, places in found)
     return found if sent < numel * itemsize else None
+
+
+def gathered(
+    wire: WireFormat, size: int, numels: Sequence[int], itemsize: int
+) -> tuple[Places, Places] | None:
+    """Return the places of what each rank gives to an all-gather, in its own and in all of it.
+
+    None where they would not get fewer bytes.
+    """
+    numel = sum(numels)
+    mine, whole = (_pieces(wire, rows, numel, numels, 0, numel) for rows in (1, size))
+    return (mine, whole) if mine.row_bytes(wire) < numel * itemsize else None
 
 
 def _pieces(

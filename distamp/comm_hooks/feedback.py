@@ -160,7 +160,13 @@ class ErrorFeedback:
                 )
             kept = [self._units.get(r.device, _ones(r.device))[2] * r for r in bucket.residuals]
             residuals[bucket.name] = kept
-        return {"version": _VERSION, "scaled": self._scaled, "residuals": residuals}
+        ranks = dist.get_world_size()
+        return {
+            "version": _VERSION,
+            "ranks": ranks,
+            "scaled": self._scaled,
+            "residuals": residuals,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], levels: Sequence[str]) -> None:
         """See `CommHookState.load_state_dict`; ``levels`` are those of the exchanges, if known.
@@ -174,6 +180,14 @@ class ErrorFeedback:
                 f"{_VERSION}): load what hook.state_dict() returned"
             )
         residuals: dict[str, list[Tensor]] = dict(state_dict["residuals"])
+        ranks = dist.get_world_size()
+        if state_dict["ranks"] != ranks and (residuals or self._buckets):
+            warnings.warn(
+                f"the hook's residuals were saved by {state_dict['ranks']} ranks, and this is one "
+                f"of {ranks}: they are dropped, which loses the rounding of one step",
+                stacklevel=3,
+            )
+            residuals = {}
         theirs = {name.partition(", ")[0] for name in residuals}
         mine = {f"{who()} in {each}" for each in levels}
         if theirs - mine if levels else [x for x in theirs if not x.startswith(f"{who()} in ")]:
@@ -197,7 +211,7 @@ def who() -> str:
 
 def _is_state(state: Any) -> bool:
     """Return whether this is what `ErrorFeedback.state_dict` returns, undamaged."""
-    kinds = {"version": int, "scaled": bool, "residuals": dict}
+    kinds = {"version": int, "ranks": int, "scaled": bool, "residuals": dict}
     if not isinstance(state, Mapping) or any(type(state.get(k)) is not kinds[k] for k in kinds):
         return False
     return state["version"] == _VERSION and all(

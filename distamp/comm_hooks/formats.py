@@ -39,9 +39,13 @@ __all__ = [
     "WireFormat",
     "decode",
     "encode",
+    "put_tail",
+    "read_tails",
     "sum_encode",
     "sum_rows",
+    "sum_tails",
     "wire_format",
+    "write_tails",
 ]
 
 BLOCK = 256
@@ -304,6 +308,45 @@ def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None
             first = row * places.numel + start
             for begin, flat, length in places.inside(first, first + stop - start):
                 out[flat : flat + length].copy_(total[begin - first :][:length])
+
+
+def write_tails(source: Source, rows: Tensor) -> None:
+    """Write the tails of a source, which blocks do not have, behind all rows."""
+    if source.places.tail:
+        _tails(rows, source.places).copy_(_tails_of(source))
+
+
+def sum_tails(source: Source, given: Tensor) -> Tensor:
+    """Return the sum of the source's own tail and of what the others sent of it, as fp32."""
+    rows = _tails(given, source.places).clone()
+    rows[source.own] = _tails_of(source)[source.own]
+    return rows.sum(0)
+
+
+def read_tails(places: Places, rows: Tensor, out: Tensor) -> None:
+    """Write the tails of rows to where they lie in ``out``."""
+    if places.tail:
+        at, there = places.behind(out.device)
+        out[at.view(-1)[there]] = _tails(rows, places).reshape(-1)[there].to(out.dtype)
+
+
+def put_tail(row: Tensor, places: Places, tail: Tensor) -> None:
+    """Write a tail behind one row."""
+    _tails(row, places).copy_(tail)
+
+
+def _tails(rows: Tensor, places: Places) -> Tensor:
+    """Return the tails of uint8 rows, or of one, as fp32 (rows, most in a row)."""
+    return rows[..., -(-(-places.tail * 4 // 16) * 16) :].view(torch.float32)[..., : places.tail]
+
+
+def _tails_of(source: Source) -> Tensor:
+    """Return what this host has of all tails, fp32 (rows, most in a row)."""
+    at, _ = source.places.behind(source.values.device)
+    total = source.values[at].float() * source.inverse
+    for other in source.others:
+        total += other[at].float() * source.inverse
+    return total
 
 
 def _pieces(numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor, Tensor]]:

@@ -1,7 +1,9 @@
-"""FSDP2's gradients, and ``replicate``'s, through a wire, by the hook points that torch documents.
+"""FSDP2's gradients and weights, and ``replicate``'s gradients, through a wire.
 
-They are a reduce-scatter of one's own (``set_custom_reduce_scatter``) and, after it, a hook between
-replicas (``set_all_reduce_hook``). Imported when it is used: torch's FSDP takes a second to import.
+By the hook points that torch documents: an all-gather and a reduce-scatter of one's own
+(``set_custom_all_gather``, ``set_custom_reduce_scatter``) and, after the latter, a hook between
+replicas (``set_all_reduce_hook``). Where torch would average replicas itself, it is told that there
+are shards alone. Imported when it is used: torch's FSDP takes a second to import.
 """
 
 from __future__ import annotations
@@ -17,16 +19,26 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks import formats, torch_compat
+from distamp.comm_hooks.exchange import arithmetic, gathered
+from distamp.comm_hooks.formats import Places, Source, WireFormat
 from distamp.comm_hooks.state import CommHookState, fits
 from distamp.comm_hooks.wrapped import Wrapped
 
-__all__ = ["WireReduceScatter", "wrapped"]
-
-_ALL_REDUCED_BY_TORCH = "module that torch's HSDP all-reduces between replicas uncompressed"
+__all__ = ["WireAllGather", "WireReduceScatter", "wrapped"]
 
 
-class WireReduceScatter:
+class _Comm:
+    """What FSDP2 asks each of its collectives for: memory."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return memory for FSDP2 to collect in."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class WireReduceScatter(_Comm):
     """FSDP2's reduce-scatter, and the all-reduce between replicas, of one parameter group.
 
     Stands where torch's ``DefaultReduceScatter`` stood. Each gradient is divided as ``op`` says, in
@@ -34,29 +46,36 @@ class WireReduceScatter:
 
     Args:
         state: That of the whole model.
-        param_group: torch's own object for the group, read for its divide factor.
+        param_group: torch's own object for the group, read for its divide factor and shards.
         modules: All FSDP2 modules of the model; after a failure their forward passes raise.
-        replicas: The ranks that hold the same shard, where each replica is a one-dimensional FSDP
-            and this hook is to average between them.
+        replicas: The ranks that hold the same shard, where this is to average between them.
+        through: Whether gradients go through the wire; else as torch's HSDP sends them.
     """
 
+    # What survives a call: of an accumulation, shards that are not averaged over replicas yet.
     def __init__(
         self,
         state: CommHookState,
         param_group: Any,
         modules: Sequence[nn.Module],
-        replicas: ProcessGroup | None = None,
+        replicas: ProcessGroup | None,
+        through: bool,
     ) -> None:
-        self._state = state
+        self._state, self._through = state, through
         self._param_group = param_group
         self._modules = modules
         self._replicas = replicas
+        self._partial: Tensor | None = None
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return memory for FSDP2 to collect its gradients in."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    def prepare(self, device: torch.device) -> None:
+        """Make what a checkpoint is loaded into."""
+        parameters, numels = _of(self._param_group)
+        shards = torch_compat.shards_of(self._param_group)
+        for group, kind in ((shards, "shards"), (self._replicas, "replicas")):
+            if group is not None and group.size() > 1:
+                self._state.planned(
+                    group, kind, device, torch.float32, sum(numels), parameters, numels
+                )
 
     def __call__(
         self,
@@ -71,7 +90,9 @@ class WireReduceScatter:
         Raises:
             RuntimeError: An exchange failed on this rank, or did before.
         """
-        self._reduce(input_tensor, group, _divisor(op, group.size()), output_tensor)
+        # Not a separate one of the same ranks, which is torch's for another stream.
+        shards = torch_compat.shards_of(self._param_group) or group
+        self._reduce(input_tensor, shards, _divisor(op, group.size()), output_tensor)
 
     def between_replicas(self, reduce_output: Tensor) -> None:
         """Average the reduced shard over the replicas: the hook of ``set_all_reduce_hook``."""
@@ -80,10 +101,21 @@ class WireReduceScatter:
         if reduce_output.device.type != "cpu":
             stream = torch.accelerator.current_stream(reduce_output.device)
             reduce_output.record_stream(stream)
+        if self._partial is not None:
+            reduce_output.add_(self._partial)
+            self._partial = None
+        if not self._param_group.all_reduce_grads:
+            # Of all but the last of an accumulation, as torch's HSDP does.
+            self._partial = reduce_output.clone()
+            reduce_output.zero_()
+            return
         # As torch's HSDP: a factor of the user's own divides for all ranks, in the first sum.
         factor = self._param_group.gradient_divide_factor
-        size = float(self._replicas.size())
-        self._reduce(reduce_output, self._replicas, 1.0 if factor is not None else size)
+        divisor = 1.0 if factor is not None else float(self._replicas.size())
+        if self._through:
+            self._reduce(reduce_output, self._replicas, divisor)
+        else:
+            dist.all_reduce(reduce_output.div_(divisor), group=self._replicas)
 
     def _reduce(
         self, values: Tensor, group: ProcessGroup, divisor: float, out: Tensor | None = None
@@ -94,12 +126,67 @@ class WireReduceScatter:
         gradients: the optimizer would find none, and training would go on without an effect.
         """
         try:
-            self._state.reduce(values, group, divisor, out)
+            self._state.reduce(values, group, divisor, out, *_of(self._param_group))
         except Exception as error:
             refuse = partial(_refuse, str(error))
             for module in self._modules:
                 module.register_forward_pre_hook(refuse, prepend=True)
             raise
+
+
+class WireAllGather(_Comm):
+    """FSDP2's all-gather of weights through a wire format, of one parameter group.
+
+    Stands where torch's ``DefaultAllGather`` stood. All ranks, this one too, compute with what was
+    sent; the shard that the optimizer steps stays as it is, so nothing is to be fed back.
+
+    Args:
+        param_group: torch's own object for the group: what it gathers of each parameter.
+        wire: The format.
+    """
+
+    def __init__(self, param_group: Any, wire: WireFormat) -> None:
+        self._param_group, self._wire = param_group, wire
+        self._places: dict[tuple[int, ...], tuple[Places, Places] | None] = {}
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather, as ``torch.distributed.all_gather_single`` would; done when it returns."""
+        wire, numel = self._wire, input_tensor.numel()
+        numels = [each.padded_sharded_param_size.numel() for each in self._param_group.fsdp_params]
+        # After a forward pass torch may gather other parts of them.
+        key = tuple(numels) if sum(numels) == numel else (numel,)
+        key = (group.size(), input_tensor.itemsize, *key)
+        if key not in self._places:
+            self._places[key] = gathered(wire, group.size(), key[2:], input_tensor.itemsize)
+        places = self._places[key] if input_tensor.is_floating_point() else None
+        if places is None:
+            return torch_compat.all_gather_as_torch(output_tensor, input_tensor, group, async_op)
+        mine, whole = places
+        math = arithmetic(input_tensor.device)
+        rows = torch.empty(
+            group.size(), mine.row_bytes(wire), dtype=torch.uint8, device=input_tensor.device
+        )
+        sent = torch.empty_like(rows[:1])
+        source = Source(input_tensor, input_tensor.view(1, -1)[:0], mine, 1, 1.0)
+        math.encode(wire, source, sent)
+        formats.write_tails(source, sent)
+        dist.all_gather_into_tensor(rows.view(-1), sent.view(-1), group=group)
+        math.decode(wire, rows, whole, output_tensor)
+        formats.read_tails(whole, rows, output_tensor)
+        return None
+
+
+def _of(param_group: Any) -> tuple[list[Tensor], list[int]]:
+    """Return what of a parameter group is trained, and how much of each a shard has."""
+    trained = [each for each in param_group.fsdp_params if each.sharded_param.requires_grad]
+    numels = [each.padded_sharded_param_size.numel() for each in trained]
+    return [each.sharded_param for each in trained], numels
 
 
 def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
@@ -111,24 +198,28 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
     numels = [sum(each.numel() for each in some) for some in params]
     meshes = [mesh for group in groups for mesh in torch_compat.mesh_groups(group)]
     shards = list(dict.fromkeys(filter(None, map(torch_compat.shards_of, groups))))
-    if not shards:
-        # Of `replicate`, whose mesh has replicas alone.
-        replicas = meshes[0]
+    refused = next(filter(None, (_refusal(*each, replicas) for each in pairs)), None)
+    by_torch = list(dict.fromkeys(filter(None, map(torch_compat.replicas_of, groups))))
+    if by_torch and replicas is None:
+        replicas = by_torch[0]
+    if len(by_torch) > 1:
+        refused = refused or "modules have replicas on different ranks: give all one mesh"
     dtypes: Counter[torch.dtype] = Counter()
     for group, some in zip(groups, params, strict=True):
         dtypes[_reduced_in(group)] += sum(each.numel() for each in some)
-    size = next(group.size() for group in (*shards, replicas) if group is not None)
+    size = next((group.size() for group in (*shards, replicas) if group is not None), 1)
     return Wrapped(
         groups=list(dict.fromkeys([*meshes, *([] if replicas is None else [replicas])])),
         shards=shards,
         replicas=replicas,
-        feedback=False,
+        feedback=True,
+        gathers=bool(shards),
         dtypes=[dtype for dtype, _ in dtypes.most_common()],
         devices=[groups[0].device],
         numel=-(-max(numels) // size) * size,
         what=f"{sum(numels)} elements",
-        refused=next(filter(None, (_refusal(*each, replicas) for each in pairs)), None),
-        attach=partial(_attach, pairs, replicas),
+        refused=refused,
+        attach=partial(_attach, model, pairs, replicas),
     )
 
 
@@ -149,65 +240,61 @@ def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> s
             f"{name} shards its parameters over several meshes, for which torch takes no custom "
             "reduce-scatter: apply fully_shard with one mesh to each module"
         )
-    custom = torch_compat.custom_reduce_scatter(group)
+    custom = torch_compat.custom_collective(group)
     if custom is not None:
-        return f"{name} has a custom reduce-scatter already ({custom}): register one hook only"
-    if replicas is None or torch_compat.shards_of(group) is None:
+        return f"{name} has {custom} already: register one hook only"
+    shards = torch_compat.shards_of(group)
+    if replicas is None or shards is None:
         return None
-    if torch_compat.is_hsdp(group):
+    if torch_compat.replicas_of(group) is not None:
         return (
-            f"{name} is sharded over a two-dimensional mesh, whose replicas torch averages by "
-            "itself: pass fully_shard the shard dimension alone, mesh['shard'], or leave out "
+            f"{name} is sharded over a two-dimensional mesh, which has its replicas: leave out "
             "replicas"
         )
     # Gradients of replicas that hold another shard are those of other elements.
-    shards, ranks = map(
-        dist.get_process_group_ranks, (group.mesh_info.shard_process_group, replicas)
-    )
-    if set(shards) & set(ranks) == {dist.get_rank()}:
+    held, ranks = map(dist.get_process_group_ranks, (shards, replicas))
+    if set(held) & set(ranks) == {dist.get_rank()}:
         return None
     return (
-        f"replicas holds ranks {ranks}, but {name} is sharded over ranks {shards}: replicas must "
+        f"replicas holds ranks {ranks}, but {name} is sharded over ranks {held}: replicas must "
         "be the ranks that hold the same shard as this one, and no other of these; of a mesh with "
         "dimensions 'replicate' and 'shard' give mesh['replicate'].get_group()"
     )
 
 
 def _attach(
+    model: nn.Module,
     pairs: Sequence[tuple[FSDPModule, Any]],
     replicas: ProcessGroup | None,
     state: CommHookState,
     compressed: bool,
+    gather: WireFormat | None,
 ) -> None:
-    """Fill torch's hook points: through the wire of ``state``, or uncompressed."""
+    """Fill torch's hook points: through the wire of ``state``, or as torch would."""
+    state.name_parameters(model.named_parameters())
     modules = [module for module, _ in pairs]
     for module, group in pairs:
-        replicate, dtype = torch_compat.shards_of(group) is None, _reduced_in(group)
+        dtype, by_torch = _reduced_in(group), torch_compat.replicas_of(group)
         through = compressed and fits(state.wire, dtype)
-        comm = WireReduceScatter(state, group, modules, replicas)  # type: ignore[arg-type]
+        if compressed and not through:
+            why = f"{dtype} is no wider than {state.wire.name}".removeprefix("torch.")
+            state.counts.fallbacks[f"module whose gradients are reduced as they are: {why}"] += 1
+        comm = WireReduceScatter(state, group, modules, replicas, through)  # type: ignore[arg-type]
         if through:
-            module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
-            if replicate:
+            if by_torch is not None:
                 torch_compat.replicas_to_hook(group)
-            elif torch_compat.is_hsdp(group):
-                state.counts.fallbacks[_ALL_REDUCED_BY_TORCH] += 1
-        elif compressed:
-            state.counts.fallbacks[f"module whose {dtype} gradients go as they are"] += 1
-        if replicas is not None and (through or not replicate):
+            if by_torch is None or not state.stay_on_hosts(torch_compat.shards_of(group), replicas):
+                module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
+            comm.prepare(group.device)
+        if replicas is not None and (through or by_torch is None):
             # Of these torch knows nothing: without a hook they would differ.
-            plain = partial(_average, group, replicas)
-            module.set_all_reduce_hook(comm.between_replicas if through else plain)
+            module.set_all_reduce_hook(comm.between_replicas)
+        if gather is not None and torch_compat.shards_of(group) is not None:
+            module.set_custom_all_gather(WireAllGather(group, gather))  # type: ignore[arg-type]
 
 
 def _refuse(failure: str, *_: Any) -> None:
     raise RuntimeError(failure)
-
-
-def _average(param_group: Any, replicas: ProcessGroup, reduce_output: Tensor) -> None:
-    """Average over replicas as torch's HSDP does."""
-    if param_group.gradient_divide_factor is None:
-        reduce_output.div_(replicas.size())
-    dist.all_reduce(reduce_output, group=replicas)
 
 
 def _divisor(op: Any, size: int) -> float:

@@ -82,11 +82,13 @@ class Hosts:
         ranks: Of each host; one rank each where all exchange with all; none where no hook should
             be: in one level a host of several ranks sends several times what a ring does.
         text: The same in words, for `HookStats`.
+        on_one: Whether all are on one host.
     """
 
     name: str
     ranks: Sequence[list[int]]
     text: str
+    on_one: bool = False
 
     def flat(self) -> Hosts:
         """Return the same ranks in one level."""
@@ -111,7 +113,7 @@ def hosts_of(rows: Sequence[Row]) -> Hosts:
     sizes = sorted({len(each) for each in ranks})
     if len(ranks) in (1, count):
         flat, text = [[index] for index in range(count)], f"one level of {count} ranks"
-        return Hosts(rows[0].name, flat, text)
+        return Hosts(rows[0].name, flat, text, on_one=len(ranks) == 1)
     if len(sizes) > 1:
         text = f"no hook: hosts have from {sizes[0]} to {sizes[-1]} ranks"
         return Hosts(rows[0].name, [], text)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat, torch_hooks
-from distamp.comm_hooks.auto import AUTO, Tables, as_it_is, auto, connect
+from distamp.comm_hooks.auto import AUTO, TORCHS, Tables, as_it_is, auto, connect
 from distamp.comm_hooks.formats import WireFormat, wire_format
 from distamp.comm_hooks.hosts import agreed, hosts_of, own_row
 from distamp.comm_hooks.state import CommHookState, fits
@@ -30,6 +30,7 @@ def register(
     *,
     replicas: ProcessGroup | None = None,
     ranks_per_host: int | None = None,
+    gather: str | None = None,
 ) -> CommHookState:
     """Average the gradients of a wrapped model through a wire format.
 
@@ -39,16 +40,19 @@ def register(
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
             contains modules to which ``fully_shard`` was applied; compiled or not.
-        wire: ``"fp16"``, ``"bf16"``; under DDP also ``"int8"``, with error feedback. ``"auto"``
-            times uncompressed gradients, ``"fp16"`` and under DDP ``"int8"`` for some seconds
-            between the job's own ranks and hosts. It takes the most exact one that is not slower,
-            the same on all ranks. ``stats().choice`` and, on rank 0, the logger say which and why.
+        wire: ``"fp16"``, ``"bf16"``; under DDP and FSDP2 also ``"int8"``, with error feedback.
+            ``"auto"`` times uncompressed gradients, torch's own bf16, ``"fp16"`` and ``"int8"``
+            for some seconds between the job's own ranks and hosts. It takes the most exact one
+            that is not slower, the same on all ranks. ``stats().choice`` and, on rank 0, the
+            logger say which and why.
         replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard, to
-            average between them in the wire format too.
+            average between them in the wire format too. A two-dimensional mesh has its own.
         ranks_per_host: How many neighbours in the group are on one host, where gradients travel in
             their own dtype; 1 compresses between all ranks, for hosts whose GPUs are joined by
             nothing faster than the network. None asks every rank for its host. Where hosts have
             different numbers of ranks the hook is left off; the logger and ``stats()`` say so.
+        gather: Under FSDP2, a format in which weights are gathered, too: ``"int8"`` or ``"bf16"``.
+            All ranks compute with what was sent; the shards that are stepped stay exact.
 
     Returns:
         The state of the hook: it has ``stats()``, and is the argument of ``DistGradScaler.attach``.
@@ -66,15 +70,19 @@ def register(
     wrapped = _wrapped(torch_compat.not_compiled(model), group)
     failure: Exception | None = None
     chosen: WireFormat | None = None
+    gathers: WireFormat | None = None
     try:
         chosen = None if wire == AUTO else wire_format(wire)
+        gathers = None if gather is None else wire_format(gather)
+        if gathers is not None and not wrapped.gathers:
+            raise ValueError("gather is for weights that fully_shard gathers: leave it out")
         _check(wrapped, chosen, replicas, ranks_per_host)
     except (TypeError, ValueError) as error:
         failure = error
     tables: Tables = {}
     for group in wrapped.groups:
         # The other ranks may have nothing to refuse, and wait for this one in every group.
-        row = own_row(None if failure else f"{wire} for {wrapped.what}", ranks_per_host)
+        row = own_row(None if failure else _asked(wire, gather, wrapped), ranks_per_host)
         try:
             tables[group] = hosts_of(agreed(row, group))
         except LockstepError as error:
@@ -96,8 +104,15 @@ def register(
     compressed = choice is None or choice.compressed
     if compressed:
         connect(state, wrapped, tables)
-    wrapped.attach(state, compressed)
+    wrapped.attach(state, compressed, gathers)
+    if chosen is TORCHS and wrapped.attach_torchs is not None:
+        wrapped.attach_torchs()
     return state
+
+
+def _asked(wire: str, gather: str | None, wrapped: Wrapped) -> str:
+    """Return what a rank asks for, in words."""
+    return f"{wire} for {wrapped.what}" + ("" if gather is None else f", gather={gather}")
 
 
 def _wrapped(model: Any, replicas: ProcessGroup | None) -> Wrapped:
@@ -149,7 +164,7 @@ def _check(
     allowed = ", ".join(map(repr, wrapped.formats()))
     if wire.needs_error_feedback > wrapped.feedback:
         raise ValueError(
-            f"{wire.name} needs error feedback, which sharded gradients have not: use "
+            f"{wire.name} needs error feedback, which gradients of FSDP1 have not: use FSDP2 or "
             f"DistributedDataParallel, or one of {allowed}"
         )
     dtype = wrapped.dtypes[0]

@@ -129,6 +129,16 @@ class CommHookState:
             known[device] = Exchange(named, group, device, self.counts) if even else None
         return known[device]
 
+    def stay_on_hosts(self, shards: ProcessGroup | None, replicas: ProcessGroup | None) -> bool:
+        """Return whether shards are reduced within hosts, and replicas between them."""
+        found = [
+            each.on_one_host
+            for group in (shards, replicas)
+            for each in (self._exchanges.get(group, {}) if group else {}).values()
+            if each is not None
+        ]
+        return len(found) > 1 and found[0] and not found[-1]
+
     def __getstate__(self) -> dict[str, Any]:
         return {"wire": self.wire}
 
@@ -157,7 +167,9 @@ class CommHookState:
         if group.size() == 1 or values.numel() == 0:
             return torch_compat.completed(values)
         numels = [reals_in(each) for each in parameters]
-        found = self._planned(group, values, parameters, numels, "all")
+        found = self.planned(
+            group, "all", values.device, values.dtype, values.numel(), parameters, numels
+        )
         if isinstance(found, str):
             return self.all_reduce(values, f"gradients all-reduced as they are: {found}")
         exchange, plan, residuals = found
@@ -191,7 +203,9 @@ class CommHookState:
             return
         kind = "replicas" if out is None else "shards"
         shard = values if out is None else out
-        found = self._planned(group, values, parameters, numels, kind, shard.numel())
+        found = self.planned(
+            group, kind, values.device, values.dtype, shard.numel(), parameters, numels
+        )
         if isinstance(found, str):
             self.counts.fallbacks[f"gradients reduced as they are: {found}"] += 1
             # In fp32, as the others are, and divided first.
@@ -217,24 +231,34 @@ class CommHookState:
         result: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
         return result
 
-    def _planned(
+    def planned(
         self,
         group: ProcessGroup,
-        values: Tensor,
+        kind: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        numel: int,
         parameters: Sequence[Tensor],
         numels: Sequence[int],
-        kind: str,
-        shard: int | None = None,
     ) -> tuple[Exchange, Plan | Chunks, tuple[Feedback, ...]] | str:
-        """Return what carries gradients, and where they go; or why they should go as they are."""
+        """Return what carries gradients, and where they go; or why they should go as they are.
+
+        Args:
+            group: The ranks.
+            kind: Of a bucket ``"all"``; under FSDP ``"shards"`` or ``"replicas"``.
+            device: Where they lie.
+            dtype: Theirs.
+            numel: How many; of shards, in one.
+            parameters: Whose.
+            numels: How many of each.
+        """
         # What is reduced by a hook of FSDP is added up in fp32 whatever it is.
-        itemsize = values.itemsize if kind == "all" else 4
-        if kind == "all" and not fits(self.wire, values.dtype):
-            return f"{values.dtype} is no wider than {self.wire.name}".removeprefix("torch.")
-        exchange = self.exchange(group, values.device)
+        itemsize = dtype.itemsize if kind == "all" else 4
+        if kind == "all" and not fits(self.wire, dtype):
+            return f"{dtype} is no wider than {self.wire.name}".removeprefix("torch.")
+        exchange = self.exchange(group, device)
         if exchange is None:
             return UNEVEN
-        numel = values.numel() if shard is None else shard
         fed = self.wire.needs_error_feedback
         known = self._feedback.known(exchange, kind, numel, parameters) if fed else None
         if known is None:
@@ -247,7 +271,7 @@ class CommHookState:
             if not fed:
                 return exchange, plan, ()
             known = self._feedback.bucket(exchange, kind, numel, parameters, plan)
-        units = self._feedback.units(values.device)
+        units = self._feedback.units(device)
         return exchange, known.plan, tuple(Feedback(each, units) for each in known.residuals)
 
     # -- checkpoints -----------------------------------------------------------------------------

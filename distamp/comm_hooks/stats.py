@@ -14,8 +14,9 @@ class Choice:
     """What `register` chose, and the times it chose by; the same on all ranks.
 
     Args:
-        wire: The format that gradients travel in; or their own dtype, such as ``"fp32"``.
-        compressed: Whether it is a format; the others need no hook.
+        wire: The format that gradients travel in; or their own dtype, such as ``"fp32"``; or
+            ``"torch bf16"``, of which torch's own hook casts to bf16 and adds up in it.
+        compressed: Whether it is a format of `WIRE_FORMATS`.
         seconds: How long each way took on the slowest rank, the median of several times; nothing
             where there was nothing to choose from.
         nbytes: Bytes of the gradients that were sent.
@@ -31,7 +32,8 @@ class Choice:
     auto: bool = True
 
     def __str__(self) -> str:
-        line = f"auto chose {self.wire}{'' if self.compressed else ' (no hook)'}: {self.reason}"
+        hook = "" if self.compressed or self.wire.startswith("torch") else " (no hook)"
+        line = f"auto chose {self.wire}{hook}: {self.reason}"
         if not self.auto:
             return f"no hook: {self.reason}"
         times = ", ".join(f"{name} {1e3 * each:.4g} ms" for name, each in self.seconds.items())

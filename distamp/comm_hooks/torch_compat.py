@@ -21,21 +21,22 @@ from torch.futures import Future
 __all__ = [
     "GradBucket",
     "all_gather",
+    "all_gather_as_torch",
     "all_reduce_in_graph",
     "completed",
-    "custom_reduce_scatter",
+    "custom_collective",
     "ddp_hook_name",
     "default_group",
     "fsdp1_hook",
     "in_backward_pass",
     "is_destroyed",
-    "is_hsdp",
     "mesh_groups",
     "new_communicator",
     "new_gloo",
     "not_compiled",
     "param_groups",
     "reduce",
+    "replicas_of",
     "replicas_to_hook",
     "shards_of",
     "shut_down",
@@ -111,6 +112,12 @@ def new_communicator(
 def all_gather(backend: Any, out: Tensor, own: Tensor) -> Any:
     """Begin an all-gather of a backend: 1-D ``own`` of each rank, one after another, in ``out``."""
     return _private(backend, "_allgather_base")(out, own)
+
+
+def all_gather_as_torch(out: Tensor, values: Tensor, group: ProcessGroup, async_op: bool) -> Any:
+    """Gather as torch does, by its newer name where there is."""
+    by_torch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return by_torch(out, values, group=group, async_op=async_op)
 
 
 def shut_down(backend: Any) -> None:
@@ -204,16 +211,20 @@ def mesh_groups(group: Any) -> list[ProcessGroup]:
     return [ranks for ranks in found if ranks is not None]
 
 
-def custom_reduce_scatter(group: Any) -> str | None:
-    """Return the class of a custom reduce-scatter of a parameter group; None for torch's own."""
-    name = type(_private(group, "_reduce_scatter_comm")).__name__
-    return None if name.startswith("Default") else name
+def custom_collective(group: Any) -> str | None:
+    """Return which of a parameter group's collectives is not torch's own, in words; else None."""
+    known = {"_reduce_scatter_comm": "reduce-scatter", "_all_gather_comm": "all-gather"}
+    for name, what in known.items():
+        kind = type(_private(group, name)).__name__
+        if not kind.startswith(("Default", "ProcessGroupAlloc", "SymmMem")):
+            return f"a custom {what} ({kind})"
+    return None if _private(group, "_all_reduce_hook") is None else "an all-reduce hook"
 
 
-def is_hsdp(group: Any) -> bool:
-    """Return whether torch all-reduces a parameter group between replicas by itself."""
-    found = _private(group, "_is_hsdp") and group.mesh_info.replicate_process_group.size() > 1
-    return bool(found)
+def replicas_of(group: Any) -> ProcessGroup | None:
+    """Return the ranks that torch itself averages a parameter group over, if there are several."""
+    found: ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
+    return found if found is not None and found.size() > 1 else None
 
 
 def shards_of(group: Any) -> ProcessGroup | None:

@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.formats import WireFormat
 from distamp.comm_hooks.state import CommHookState, reals_in, state_of
 from distamp.comm_hooks.torch_compat import GradBucket
 from distamp.comm_hooks.wrapped import Wrapped
@@ -130,7 +131,7 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
             "register another, wrap the model again"
         )
 
-    def attach(state: CommHookState, compressed: bool) -> None:
+    def attach(state: CommHookState, compressed: bool, gather: WireFormat | None) -> None:
         state.name_parameters(model.module.named_parameters())
         if compressed:
             model.register_comm_hook(state, wire_hook)
@@ -141,12 +142,16 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
         shards=[],
         replicas=group,
         feedback=True,
+        gathers=False,
         dtypes=dtypes,
         devices=list(dict.fromkeys(each.device for each in trained)),
         numel=min(numels[dtypes[0]], max(1, model.bucket_bytes_cap // dtypes[0].itemsize)),
         what=f"{sum(numels.values())} elements",
         refused=refused,
         attach=attach,
+        attach_torchs=partial(
+            model.register_comm_hook, group, bf16_compress_wrapper(default_hooks.allreduce_hook)
+        ),
     )
 
 
@@ -217,7 +222,7 @@ def fsdp1(model: Any) -> Wrapped:
     policies = [unit.mixed_precision for unit in units]
     dtypes = [each.reduce_dtype or each.param_dtype or own for each in policies]
 
-    def attach(state: CommHookState, compressed: bool) -> None:
+    def attach(state: CommHookState, compressed: bool, gather: WireFormat | None) -> None:
         if compressed:
             low = LowPrecisionState(group, own)
             model.register_comm_hook(low, partial(_reduce_fsdp1, state))
@@ -229,6 +234,7 @@ def fsdp1(model: Any) -> Wrapped:
         shards=[] if whole else [group],
         replicas=group if whole else None,
         feedback=False,
+        gathers=False,
         dtypes=dtypes,
         devices=[model.compute_device],
         numel=SAMPLE // group.size() * group.size(),

@@ -67,7 +67,7 @@ def _refused(what: str) -> str:
         ("wide", "takes 2.01 bytes an element, and gradients are reduced in torch.float16"),
         ("second DDP", "has a communication hook already (wire_hook)"),
         ("second FSDP1", "has a communication hook already"),
-        ("second FSDP2", "has a custom reduce-scatter already"),
+        ("second FSDP2", "has a custom reduce-scatter (WireReduceScatter) already"),
         ("torch's hook", "has a communication hook already (fp16_compress_hook)"),
         ("PowerSGD", "has a communication hook already (powerSGD_hook)"),
         ("built in", "has a communication hook already (built into torch)"),
