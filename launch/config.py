@@ -5,15 +5,18 @@ import inspect
 import json
 import math
 import os
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 from distamp import Precision
 from distamp.comm_hooks import WIRE_FORMATS
+from distamp.precision import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.usage import Parser, UsageError, flag, near, require
+from launch.usage import Parser, UsageError, flag, near, refusing, require
 
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1"}
@@ -25,6 +28,10 @@ class Allowed:
 
     words: str
     test: Callable[[Any], bool]
+
+
+def _is_level(name: str) -> bool:
+    return name in (*_LEVELS, *LEVELS) or name.endswith(".toml")
 
 
 def one_of(*names: str | None) -> Allowed:
@@ -130,10 +137,11 @@ class _Precision:
 
     precision: str = option(
         "fp32",
-        "fp32 (O0), bf16, fp16 (O1), O2, O3, bf16-O2, bf16-O3 (docs/levels.md)",
-        one_of("fp32", "bf16", "fp16", "O0", "O1", "O2", "O3", "bf16-O2", "bf16-O3"),
+        "fp32 (O0), bf16, fp16 (O1), O2, O3, bf16-O2, bf16-O3, or a file of patterns (.toml)",
+        Allowed(f"{', '.join((*_LEVELS, *LEVELS))} or FILE.toml", _is_level),
         "opt_level amp dtype mixed_precision fp16 bf16 half",
     )
+    check_precision: bool = option(True, "compare what the first step ran in with the level")
     init_scale: float = option(65536.0, "loss scale at the start (fp16, O2)", POSITIVE_AND_FINITE)
     growth_interval: int = option(2000, "clean steps until the loss scale doubles", POSITIVE)
     compile: bool = option(False, "compile each block")
@@ -220,10 +228,19 @@ class _Run:
 class Config(_Run, _Optimizer, _Precision, _Ranks, _Data, _Model):
     """Train a model in mixed precision, on as many ranks as torchrun starts."""
 
-    @property
+    @cached_property
     def level(self) -> Precision:
-        """The dtypes of ``--precision``, and what goes with them."""
-        return Precision.of(_LEVELS.get(self.precision, self.precision))
+        """The dtypes of ``--precision``, and what goes with them.
+
+        Raises:
+            UsageError: Its file cannot be read.
+        """
+        if not self.precision.endswith(".toml"):
+            return Precision.of(_LEVELS.get(self.precision, self.precision))
+        with refusing(f"--precision {self.precision}", OSError, ValueError, KeyError):
+            given = tomllib.loads(Path(self.precision).read_text(encoding="utf-8"))
+            level = _LEVELS.get(given["level"], given["level"])
+            return Precision.of(level, precision=given.get("modules", {}))
 
     @property
     def goes_on(self) -> bool:
@@ -239,7 +256,7 @@ class Config(_Run, _Optimizer, _Precision, _Ranks, _Data, _Model):
         for each in fields(self):
             allowed = each.metadata["allowed"]
             self._require(allowed.test(getattr(self, each.name)), each.name, allowed.words)
-        gpt = self.model == "gpt"
+        gpt, _ = self.model == "gpt", self.level
         fits = not gpt or self.width % self.heads == 0
         self._require(fits, "width", f"a multiple of --heads {self.heads}")
         replicate, shard, tp = self.layout(world)
@@ -294,6 +311,11 @@ def read_config(run: Path) -> Config:
         values = {each.name: values[each.name] for each in fields(Config)}
         for name in ("run_dir", "resume", "tokenizer"):
             values[name] = None if values[name] is None else Path(values[name])
+        # Copies that the run has made, so that it needs nothing else.
+        if values["tokenizer"] is not None:
+            values["tokenizer"] = run / "tokenizer.json"
+        if values["precision"].endswith(".toml"):
+            values["precision"] = str(run / "precision.toml")
         return Config(**{**values, "model_args": tuple(values["model_args"])})
     except OSError as error:
         raise UsageError(f"{run}: no run there ({error.strerror}: {path})") from None
@@ -362,6 +384,8 @@ def _found_from_anywhere(config: Config) -> Config:
         paths["data"] = str(Path(config.data).expanduser().absolute())
     if config.tokenizer is not None:
         paths["tokenizer"] = config.tokenizer.expanduser().absolute()
+    if config.precision.endswith(".toml"):
+        paths["precision"] = str(Path(config.precision).expanduser().absolute())
     if kind == "hf" and Path(folder).expanduser().is_dir():
         paths["model"] = f"hf:{Path(folder).expanduser().absolute()}"
     return replace(config, **paths)

@@ -86,8 +86,6 @@ def load_run(path: Path, load: Callable[[Config], Data]) -> Trained:
         compile=False,
         checkpoint_blocks="none",
     )
-    if (run / "tokenizer.json").exists():
-        config = replace(config, tokenizer=run / "tokenizer.json")
     data, device = load(config), pick_device(config)
     model = make_model(config, data, Layout(), device)
     amp = make_amp(model, [], config, Layout())

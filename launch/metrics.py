@@ -1,5 +1,6 @@
 """What a run shows and leaves to look at: lines, JSON lines, TensorBoard, a picture."""
 
+import contextlib
 import json
 import math
 import os
@@ -95,8 +96,10 @@ class Metrics:
         write_whole(run / "data.json", json.dumps(told) + "\n")
         write_whole(run / "config.json", config.to_json())
         write_whole(run / "metrics.jsonl", "".join(lines))
-        if config.tokenizer is not None and config.tokenizer != run / "tokenizer.json":
-            shutil.copyfile(config.tokenizer, run / "tokenizer.json")
+        if config.tokenizer is not None:
+            _copy(config.tokenizer, run / "tokenizer.json")
+        if config.precision.endswith(".toml"):
+            _copy(Path(config.precision), run / "precision.toml")
         self._file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         if config.tensorboard:
             try:
@@ -179,6 +182,11 @@ class Metrics:
         if self._main:
             with self._lock, self._file:
                 draw([self._config.run_dir], self._config.run_dir / "curves.png")
+
+
+def _copy(file: Path, to: Path) -> None:
+    with contextlib.suppress(shutil.SameFileError):
+        shutil.copyfile(file, to)
 
 
 def flops_per_example(model: nn.Module, config: Config, data: Data) -> float:

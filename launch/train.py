@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 if not __package__:  # run as a script: the folder above holds the packages, this one does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -15,7 +16,7 @@ if missing := [name for name in ("rich", "matplotlib") if find_spec(name) is Non
     sys.exit(f"error: no {missing[0]} here; pip install -e '.[train]' brings it")
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distamp.initialize import Amp
 from launch.checkpoint import Checkpoints, Progress
@@ -27,7 +28,7 @@ from launch.job import make_amp, make_model
 from launch.metrics import Metrics, Record
 from launch.model import build, loss_of
 from launch.optim import Average, Rates, make_optimizers
-from launch.parallel import Layout, cut_over, pick_device, process_group, wrap
+from launch.parallel import Layout, cut_over, on_first, pick_device, process_group, wrap
 from launch.stop import die_with_parent, listening
 from launch.usage import UsageError, exit_code_of, require
 
@@ -132,9 +133,51 @@ def read_ahead(job: Job) -> Iterator[Batch]:
     return batches(job.data.train, order, job.device, config.workers)
 
 
+class Outcome(NamedTuple):
+    """What a step came to, on the device.
+
+    Attributes:
+        loss: Of this rank's examples.
+        norm: Of all gradients, before they were clipped.
+        taken: Whether the step was.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    taken: Tensor
+
+
+def train_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
+    """Do one step: forward and backward passes, clip, and the optimizers."""
+    model, amp = job.model, job.amp
+    total = torch.zeros((), device=job.device)
+    for number, batch in enumerate(microbatches, 1):
+        with nullcontext() if number == len(microbatches) else amp.no_sync():
+            with amp.autocast():
+                outputs = model(*batch.inputs, **batch.named)
+            loss = loss_of(model)(outputs, batch.targets) / len(microbatches)
+            amp.backward(loss)
+        total += loss.detach()
+    norm = amp.clip_grad_norm_(job.config.clip or math.inf, sharded=cut_over)
+    return Outcome(total, norm, amp.step().taken)
+
+
+def checked_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
+    """Do one step, and compare the precisions that ran with what the level promises."""
+    outcomes: list[Outcome] = []
+    breaches = job.amp.check(lambda: outcomes.append(train_step(job, microbatches)))
+    on_first(
+        job.layout,
+        lambda: (job.config.run_dir / "precision.txt").write_text(f"{breaches}\n", "utf-8"),
+    )
+    for breach in breaches:
+        job.metrics.say(f"Warning: --precision {job.config.precision}: {breach}")
+    return outcomes[0]
+
+
 def train(job: Job, is_asked: Callable[[], bool]) -> None:
     """Train to the last step, or until a rank is asked to stop."""
-    config, model, amp, layout = job.config, job.model, job.amp, job.layout
+    config, amp, layout = job.config, job.amp, job.layout
     progress, metrics = job.progress, job.metrics
     rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
     source = read_ahead(job)
@@ -143,37 +186,32 @@ def train(job: Job, is_asked: Callable[[], bool]) -> None:
         metrics.note(validate(job))
 
     while progress.step < config.steps and not ended:
-        model.train()
+        job.model.train()
         rate = rates.set()
-        total = torch.zeros((), device=job.device)
-        for microbatch in range(1, config.accumulate + 1):
-            batch = next(source)
-            with nullcontext() if microbatch == config.accumulate else amp.no_sync():
-                with amp.autocast():
-                    outputs = model(*batch.inputs, **batch.named)
-                loss = loss_of(model)(outputs, batch.targets) / config.accumulate
-                amp.backward(loss)
-            total += loss.detach()
-
         progress.step += 1
         progress.position += config.batch
         tasks = tasks_after(config, progress.step)
-        # Without a record to write, nothing below waits for the device.
+        # Without a record to write, nothing here waits for the device.
         scale = amp.scaler.get_scale() if tasks else 1.0
-        norm = amp.clip_grad_norm_(config.clip or math.inf, sharded=cut_over)
-        taken = amp.step().taken
-        rates.count(taken)
-        job.average.count(taken)
+        check = config.check_precision and progress.step == 1
+        microbatches = [next(source) for _ in range(config.accumulate)]
+        outcome = (checked_step if check else train_step)(job, microbatches)
+        rates.count(outcome.taken)
+        job.average.count(outcome.taken)
         amp.zero_grad()
 
         if tasks:
             # One message has the loss, and how many ranks were asked to end.
-            loss_sum, ranks_asked = layout.sum(total, is_asked())
+            loss_sum, ranks_asked = layout.sum(outcome.loss, is_asked())
             progress.skipped = progress.step - int(rates.taken)
             record = {"step": progress.step, "loss": loss_sum / layout.data_world}
-            record |= {"gradient_norm": float(norm), "learning_rate": float(rate)}
+            record |= {"gradient_norm": float(outcome.norm), "learning_rate": float(rate)}
             if config.level.scales:
-                record |= {"loss_scale": scale, "taken": bool(taken), "skipped": progress.skipped}
+                record |= {
+                    "loss_scale": scale,
+                    "taken": bool(outcome.taken),
+                    "skipped": progress.skipped,
+                }
             metrics.note(record)
             refuse_nan(config, record)
             ended = ranks_asked > 0

@@ -29,6 +29,7 @@ from distamp.scaler import (
     master_params,
     masters_of,
 )
+from distamp.sources import source_of
 
 __all__ = ["Amp", "StepResult"]
 
@@ -361,6 +362,10 @@ class Amp:
             What was not as the level says; see `Contract.check`, whose errors it has too.
         """
         words = self.precision.contract(*self.models)
+        # What FSDP has gathered for a forward pass without a backward pass may still be there.
+        given = [p.dtype for each in self.optimizers for p in source_of(each).parameters()]
+        if given and self.precision.param not in given:
+            words["parameters"] = "fp32"
         if self.comm_hooks:
             words["reduce"] = [hook.wire.name for hook in self.comm_hooks]
         return Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)

@@ -134,5 +134,43 @@ def test_weights_of_a_tensor_depend_on_its_name_alone():
     assert not of_large["blocks.0.qkv.weight"].equal(of_large["blocks.1.qkv.weight"])
 
 
+def eager(data: object) -> torch.nn.Module:
+    """A model that leaves the region for its products."""
+
+    class Eager(torch.nn.Embedding):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(tokens) @ torch.eye(256)
+
+    return Eager(256, 256)
+
+
+def test_breach_of_the_first_step_is_a_warning_with_its_fix(text, tmp_path, capsys):
+    args = [*map(str, ("--data", text, *TINY)), "--steps", "2", "--precision", "bf16", "--run-dir"]
+    args += [str(tmp_path), "--model", f"{__name__}:eager", "--keep", "0"]
+    assert main(args) == 0
+    said = capsys.readouterr().out
+    assert "Warning: --precision bf16: compute: declared bf16, found fp32" in said
+    assert "fix:" in said
+    assert (tmp_path / "precision.txt").read_text().startswith("1 breach")
+    assert main([*args, "--no-check-precision", "--overwrite"]) == 0
+    assert "Warning" not in capsys.readouterr().out
+
+
+def test_precision_of_a_file_pins_modules_and_goes_along_with_the_run(text, tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    file.write_text('level = "bf16"\n[modules]\n"head" = "fp32"\n')
+    args = ("--data", text, *TINY, "--steps", 2, "--precision", file)
+    rows = jobs.train(tmp_path / "run", args)
+    assert rows != jobs.train(tmp_path / "plain", (*args[:-1], "bf16"))
+    file.unlink()
+    again = jobs.train(tmp_path / "run", ("--resume", tmp_path / "run", "--steps", 3))
+    assert again[-1]["step"] == 3
+    given = [*map(str, ("--data", text, *TINY)), "--run-dir", str(tmp_path / "no"), "--precision"]
+    for content in ('level = "bf17"', "level =", "", '[modules]\n"head" = "fp32"'):
+        (tmp_path / "bad.toml").write_text(content)
+        assert "bad.toml" in refused(capsys, *given, tmp_path / "bad.toml")
+
+
 class _Classes:
     classes = 256
