@@ -137,11 +137,11 @@ class _Precision:
 
     precision: str = option(
         "fp32",
-        "fp32 (O0), bf16, fp16 (O1), O2, O3, bf16-O2, bf16-O3, or a file of patterns (.toml)",
+        "fp32, bf16, fp16, O0 to O3, bf16-O2, bf16-O3, or FILE.toml of patterns",
         Allowed(f"{', '.join((*_LEVELS, *LEVELS))} or FILE.toml", _is_level),
         "opt_level amp dtype mixed_precision fp16 bf16 half",
     )
-    check_precision: bool = option(True, "compare what the first step ran in with the level")
+    check_precision: bool = option(True, "do not compare what the first step ran in with the level")
     init_scale: float = option(65536.0, "loss scale at the start (fp16, O2)", POSITIVE_AND_FINITE)
     growth_interval: int = option(2000, "clean steps until the loss scale doubles", POSITIVE)
     compile: bool = option(False, "compile each block")
@@ -166,7 +166,7 @@ class _Optimizer:
     lr: float = option(4e-3, "learning rate at its peak", POSITIVE_AND_FINITE, "learning_rate")
     schedule: str = option(
         "cosine",
-        "after the warm-up: cosine, wsd (falls in the last fifth), linear or constant",
+        "after warm-up: cosine, wsd (falls in the last fifth), linear or constant",
         one_of("cosine", "wsd", "linear", "constant"),
         "scheduler lr_scheduler lr_schedule",
     )
@@ -330,24 +330,25 @@ def parser() -> Parser:
     for group in reversed(Config.__bases__):
         titled = made.add_argument_group((group.__doc__ or "").rstrip("."))
         for each in fields(group):
-            titled.add_argument(flag(each.name), default=argparse.SUPPRESS, **_how(each))
+            for name, how in _how(each).items():
+                titled.add_argument(name, dest=each.name, default=argparse.SUPPRESS, **how)
     return made
 
 
-def _how(of: Any) -> dict[str, Any]:
-    """Return how argparse reads a flag, and what it prints of it."""
-    untold = of.default is None or of.default is False or of.default in ((), math.inf)
-    default = "" if untold else f" [{of.default}]"
-    text = {"help": (of.metadata["text"] + default).replace("%", "%%")}
-    kind, *others = get_args(of.type) or (of.type,)
+def _how(of: Any) -> dict[str, dict[str, Any]]:
+    """Return how argparse reads the flags of an attribute, and what it prints of them."""
+    name, text, kind = flag(of.name), of.metadata["text"], of.type
     if kind is bool:
-        return text | {"action": argparse.BooleanOptionalAction}
-    if of.default == ():
-        return text | {"nargs": "*", "metavar": "NAME=VALUE"}
-    text["metavar"] = kind.__name__.upper()
-    return text | {
-        "type": (lambda word: None if word == "None" else kind(word)) if others else kind
-    }
+        how = {"action": "store_const", "help": text}
+        told, untold = (name, f"--no-{name[2:]}")[:: -1 if of.default else 1]
+        hidden = {"action": "store_const", "const": of.default, "help": argparse.SUPPRESS}
+        return {told: how | {"const": not of.default}, untold: hidden}
+    if kind == tuple[str, ...]:
+        return {name: {"nargs": "*", "metavar": "NAME=VALUE", "help": text}}
+    kind, *others = get_args(kind) or (kind,)
+    default = "" if of.default in (None, math.inf) else f" [{of.default}]"
+    read = (lambda word: None if word == "None" else kind(word)) if others else kind
+    return {name: {"type": read, "metavar": kind.__name__.upper(), "help": text + default}}
 
 
 def parse(args: Sequence[str] | None = None) -> Config:

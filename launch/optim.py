@@ -126,7 +126,7 @@ class Rates:
         self, config: Config, optimizers: Sequence[Optimizer], device: torch.device, taken: int
     ) -> None:
         fused = all(optimizer.defaults.get("fused") for optimizer in optimizers)
-        wait = device.type == "cpu" or not fused or not config.level.scales or config.ema > 0
+        wait = device.type == "cpu" or not fused or config.ema > 0
         self._rates = [config.lr * part_of_peak(config, n) for n in range(config.steps + 1)]
         self._table = None if wait else torch.tensor(self._rates, device=device)
         self._optimizers = optimizers

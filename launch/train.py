@@ -181,7 +181,7 @@ def train(job: Job, is_asked: Callable[[], bool]) -> None:
     progress, metrics = job.progress, job.metrics
     rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
     source = read_ahead(job)
-    ended = False
+    ended, lost = False, 0
     if progress.step == 0:
         metrics.note(validate(job))
 
@@ -206,18 +206,16 @@ def train(job: Job, is_asked: Callable[[], bool]) -> None:
             progress.skipped = progress.step - int(rates.taken)
             record = {"step": progress.step, "loss": loss_sum / layout.data_world}
             record |= {"gradient_norm": float(outcome.norm), "learning_rate": float(rate)}
+            record |= {"taken": bool(outcome.taken), "skipped": progress.skipped}
             if config.level.scales:
-                record |= {
-                    "loss_scale": scale,
-                    "taken": bool(outcome.taken),
-                    "skipped": progress.skipped,
-                }
+                record["loss_scale"] = scale
             metrics.note(record)
-            refuse_nan(config, record)
+            lost = 0 if config.level.scales or record["taken"] else lost + 1
+            require(lost < 3, diverged(record))
             ended = ranks_asked > 0
             if "eval" in tasks:
                 metrics.note(validate(job))
-            if "save" in tasks or ended:
+            if ("save" in tasks and not lost) or ended or progress.step == config.steps:
                 save(job, must=ended or progress.step == config.steps)
             metrics.start_clock(progress.step)
     job.checkpoints.wait()
@@ -254,15 +252,11 @@ def save(job: Job, *, must: bool) -> None:
         job.metrics.say(f"Warning: {error}; the run goes on, and tries again at the next save")
 
 
-def refuse_nan(config: Config, record: Record) -> None:
-    """End a run that has diverged, before its next checkpoint; in fp16 such a step was skipped.
-
-    Raises:
-        UsageError: On every rank.
-    """
-    finite = config.level.scales or math.isfinite(record["loss"])
-    loss = f"step {record['step']}: the loss is {record['loss']}, at a learning rate of"
-    require(finite, f"{loss} {record['learning_rate']:g}; a smaller --lr may help")
+def diverged(record: Record) -> str:
+    """Return why a run ends in which no step is taken any more; one alone does no harm."""
+    step = f"step {record['step']}: its gradients are not finite, nor those of two records before;"
+    rate = f"the loss is {record['loss']:g}, at a learning rate of {record['learning_rate']:g};"
+    return f"{step} {rate} a smaller --lr may help"
 
 
 if __name__ == "__main__":

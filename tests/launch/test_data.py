@@ -65,6 +65,23 @@ def test_examples_of_every_kind_train_and_are_judged_alike(tmp_path):
         assert [{k: v for k, v in row.items() if k != "mfu"} for row in found] == expected, kind
 
 
+def spoilt() -> tuple[list[Any], list[Any], int]:
+    train, held_out, classes = examples("ints")
+    train[0] = (torch.full((6,), torch.nan), 0)
+    return train, held_out, classes
+
+
+def test_batch_with_a_nan_is_skipped_on_every_rank_in_any_precision(ranks2, tmp_path):
+    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:spoilt", *TINY, "--steps", 6)
+    for precision in ("fp32", "bf16"):
+        args = (*own, "--batch", 16, "--precision", precision)
+        rows = ranks2.run(jobs.train, tmp_path / precision, args)[0]
+        steps = [row for row in rows if "loss" in row]
+        assert [row["loss"] is None for row in steps] == [not row["taken"] for row in steps]
+        assert steps[-1]["skipped"] == sum(not row["taken"] for row in steps) == 3
+        assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
+
+
 def test_examples_without_a_target_are_refused():
     for example in (IMAGES[0], {"image": IMAGES[0], "class": 1}, [IMAGES[0]]):
         with pytest.raises(Exception, match="an example"):
