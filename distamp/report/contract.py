@@ -426,8 +426,9 @@ _FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
     ),
     (
         lambda it: it.key == "compute" and it.found == "fp32",
-        "run the forward pass in autocast(...) or with FSDP's param_dtype; look for "
-        "autocast(enabled=False), .float() and pins in these modules",
+        "run the forward pass in autocast(...) or with FSDP's param_dtype; look in these modules "
+        "for autocast(enabled=False), .float(), pins, ops that no list has (grouped_mm), and "
+        "attention without a fused kernel (dropout on a CPU), which torch computes in float32",
     ),
     (
         lambda it: it.key == "compute" and {it.found, *it.declared} == {*_HALF},
