@@ -676,6 +676,8 @@ class Steps:
             call = self._call("step by norm", divisor, ones, by.text)
             try:
                 total = own.ranks.agree_on_norm(group, call, square, error)
+                if not own.clips_agree:
+                    self._see_replicas(group, divisor.device, ones, by, error)
             except Exception:
                 _close(ones, divisor.device)
                 raise
@@ -697,6 +699,21 @@ class Steps:
                 one.state.norm = verdict.norm
         own.norm = verdict.norm
         return verdict
+
+    def _see_replicas(
+        self,
+        group: Group,
+        device: torch.device,
+        ones: Sequence[Resolved],
+        by: ByNorm,
+        error: Exception | None,
+    ) -> None:
+        """Compare what counts as replicas and parts, which one sum does not show; at first only."""
+        sums = torch.full((3,), math.nan, dtype=torch.float64, device=device)
+        if error is None:
+            shares = [clipping.share_of(one.holder) for one in ones]
+            sums = clipping.local_sums(shares, 2.0, device, group.size, by.replicated, by.sharded)
+        self._compare_norms(gather_sums(group, sums), 2.0)
 
     def _square(self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm, size: int) -> Tensor:
         """Unscale what no kernel does; return what this rank adds to the square of the norm."""

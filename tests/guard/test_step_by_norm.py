@@ -229,3 +229,20 @@ def test_float64_and_sparse_gradients_are_clipped_before_the_step():
     assert guard.grad_norm(optimizer).item() == pytest.approx(math.sqrt(72.0))
     assert moved.norm().item() == pytest.approx(1.0)
     assert leaf(1.0).dtype is torch.float32
+
+
+def _undeclared() -> Any:
+    """Each rank has another expert, and nothing says so."""
+    (expert, optimizer), guard = sgd(), StepGuard()
+    expert.grad = torch.full_like(expert, 3.0 + dist.get_rank())
+    error = error_of(guard.step, optimizer, max_norm=1.0)
+    guard.update()
+    guard.step_all([optimizer], max_norm=100.0, sharded=lambda _: True)
+    return error, guard.grad_norm().item()
+
+
+def test_replicas_that_differ_are_refused_until_they_are_declared(ranks2):
+    for error, norm in ranks2.run(_undeclared):
+        assert error[0] == "GradientError"
+        assert "sharded=lambda p" in error[1]
+        assert norm == 5.0
