@@ -104,6 +104,11 @@ def initialize(
     models = _several("model", model, nn.Module)
     stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     wrappings = tuple(map(recognise, models))
+    if ops is not None and not level.autocasts:
+        raise SettingError(
+            f"ops= lists what autocast casts, and {level.level} casts nothing op by op; take O1 or "
+            "bf16, or name modules by precision="
+        )
     pins = matched(models, level, resolve(process_group) if level.pins else None)
     device = check(models, wrappings, stepped, level, pins, comm_hook, replicas)
     fp16_grads: Any = "inplace" if level.casts_model else "error"
@@ -124,10 +129,11 @@ def initialize(
     scaler.add_optimizer(*stepped)
     dtype = level.compute if level.autocasts else None
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=ops)
-    _cast(models, wrappings, stepped, level, pins)
+    # Before masters are made, as it may refuse.
     hooks = tuple(
         register(each, comm_hook, replicas=replicas) for each in models if comm_hook is not None
     )
+    _cast(models, wrappings, stepped, level, pins)
     for state in hooks if scaler.is_enabled() else ():
         scaler.attach(state)
     return Amp(
