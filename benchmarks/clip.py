@@ -92,7 +92,7 @@ def _contender(case: Case, ours: bool) -> tuple[list[Tensor], Callable[[], None]
     model = _wrapped(case)
     parameters = list(model.parameters())
     for parameter in parameters:
-        parameter.grad = torch.rand_like(parameter)
+        parameter.grad = torch.full_like(parameter, 0.01)
     gradients = [getattr(g, "_local_tensor", g) for p in parameters if (g := p.grad) is not None]
     square = sum(g.float().square().sum() for g in gradients)
     limit = float(square) ** 0.5 / 2
