@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import warnings
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 import distamp.cpu.amp
 import distamp.cuda.amp
 from distamp.errors import StageError
+from distamp.guard import StepGuard
 from distamp.scaler import DistGradScaler
 
 __all__ = ["Installation", "ShardedGradScaler", "install", "uninstall"]
@@ -55,6 +57,8 @@ _OURS: dict[str, type[DistGradScaler]] = {
     "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler": ShardedGradScaler,
 }
 
+_OF_A_GUARD = ("process_group", "max_consecutive_skips", "named_parameters")
+
 # What was put onto torch: for each place what torch had there, and what is there now. The one piece
 # of process-wide state in distamp, since torch's own names are process-wide.
 _put: dict[str, tuple[type[Any], type[Any]]] = {}
@@ -82,7 +86,7 @@ class Installation:
         return False
 
 
-def install(**settings: Any) -> Installation:
+def install(*, guard: bool = False, **settings: Any) -> Installation:
     """Replace ``torch.amp.GradScaler`` by `DistGradScaler`, for packages that create a scaler.
 
     Trainers create their own scaler, from one of torch's names. Call this in every process, before
@@ -93,9 +97,11 @@ def install(**settings: Any) -> Installation:
     nothing.
 
     Args:
+        guard: Whether a scaler that the trainer makes with ``enabled=False``, as many do in bf16,
+            is a `StepGuard`: then ranks step or skip together there, too.
         settings: Keyword settings of `DistGradScaler` for the scalers that are made so, such as
             ``process_group``, ``min_scale`` and ``max_consecutive_skips``; those that the trainer
-            passes itself come first.
+            passes itself come first. Guards take those that they have.
 
     Returns:
         A context manager, which also lists what was imported too early.
@@ -113,7 +119,7 @@ def install(**settings: Any) -> Installation:
         distamp.install(max_consecutive_skips=100)
         from transformers import Trainer
     """
-    if _put and settings:
+    if _put and (settings or guard):
         raise StageError("distamp is installed already; call uninstall() before other settings")
     if _put:
         return Installation(_late(), first=False)
@@ -122,7 +128,7 @@ def install(**settings: Any) -> Installation:
     for place, ours in _OURS.items():
         module, name = _found(place)
         if ours not in made:  # found, and so pickled, by the first of its names
-            made[ours] = _with_settings(ours, place, settings) if settings else ours
+            made[ours] = _made(ours, place, settings, guard) if settings or guard else ours
         _put[place] = getattr(module, name), made[ours]
         setattr(module, name, made[ours])
     late = _late()
@@ -154,14 +160,23 @@ def _found(place: str) -> tuple[ModuleType, str]:
     return importlib.import_module(module), name
 
 
-def _with_settings(ours: type[Any], place: str, settings: dict[str, Any]) -> type[Any]:
+def _made(ours: type[Any], place: str, settings: dict[str, Any], guard: bool) -> type[Any]:
     """Return a class that is found, and so pickled, under torch's name."""
+    signature = inspect.signature(ours.__init__)
+    guards = {name: settings[name] for name in _OF_A_GUARD if name in settings}
+
+    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(cls, *args, **kwargs).arguments
+        if guard and not given.get("enabled", True):
+            return StepGuard(**guards)
+        return object.__new__(cls)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         ours.__init__(self, *args, **{**settings, **kwargs})
 
     module, _, name = place.rpartition(".")
-    return type(name, (ours,), {"__init__": init, "__module__": module, "__doc__": ours.__doc__})
+    body = {"__new__": new, "__init__": init, "__module__": module, "__doc__": ours.__doc__}
+    return type(name, (ours,), body)
 
 
 def _late() -> tuple[str, ...]:

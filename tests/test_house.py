@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
         "scaler",
         "comm_hooks",
     },
-    "installation": {"errors", "scaler", "cpu", "cuda"},
+    "installation": {"errors", "guard", "scaler", "cpu", "cuda"},
     # What only those import who train with these packages.
     "integrations": {*FOUNDATION, "optimizers", "autocast", "guard", "scaler", "comm_hooks"},
     "": {

@@ -1,30 +1,40 @@
-"""distamp in Hugging Face Accelerate: its scaler, and gradients in fewer bytes."""
+"""distamp in Hugging Face Accelerate: steps together, and gradients in fewer bytes."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
-from torch import nn
+from accelerate.utils import SCALER_NAME, DistributedType
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import register
 from distamp.errors import SettingError
-from distamp.integrations.shared import checked_scaler, was_skipped
+from distamp.guard import StepGuard
+from distamp.integrations.shared import (
+    Stepper,
+    checked_scaler,
+    scales,
+    stepper_for,
+    was_skipped,
+)
 from distamp.scaler import DistGradScaler
 
 __all__ = ["prepare"]
 
+_logger = logging.getLogger(__name__)
+
 # Steps any optimizer whose state is empty before it is saved or loaded.
 _STATE_MAKER = getattr(getattr(state_dict, "_init_optim_state", None), "__code__", None)
-_OWN_SCALING = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_OWN_STEPS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 def prepare(
@@ -33,66 +43,89 @@ def prepare(
     comm_hook: str | None = None,
     scaler: DistGradScaler | None = None,
     **settings: Any,
-) -> DistGradScaler | None:
-    """Give an ``Accelerator`` a :class:`distamp.DistGradScaler`, and a communication hook.
+) -> Stepper:
+    """Let the ranks of an ``Accelerator`` step or skip together, in any of its precisions.
 
-    Call it before or after ``accelerator.prepare`` (on a CPU: before), on every rank.
-    ``accelerator.backward``, ``clip_grad_norm_``, ``save_state`` and the rest work as before, and:
-    ``accelerator.optimizer_step_was_skipped`` is right for fused optimizers too and waits for the
-    device only when it is asked; schedules that Accelerate prepared follow it; and
-    ``mixed_precision="fp16"`` scales losses on a CPU, where Accelerate makes no scaler.
+    Call it before or after ``accelerator.prepare`` (in fp16 on a CPU: before), on every rank. With
+    ``mixed_precision="fp16"`` the accelerator's scaler is a `DistGradScaler`, on a CPU too, where
+    Accelerate makes none; with ``"bf16"`` and ``"no"`` it is a `StepGuard`. Everything else works
+    as before, and:
+
+    - ``accelerator.optimizer_step_was_skipped`` is right for fused optimizers too, and waits for
+      the device only when it is asked; schedules that Accelerate prepared follow it;
+    - ``accelerator.clip_grad_norm_`` returns the norm of the whole model, and the step after it
+      does not look at the gradients again;
+    - ``save_state`` and ``load_state`` take its state along; Accelerate's own are read too.
 
     Args:
-        accelerator: With ``mixed_precision="fp16"``; of another precision for a hook alone.
+        accelerator: Of any ``mixed_precision`` but ``"fp8"``.
         prepared: What ``accelerator.prepare`` returned, where that was called before and
             ``comm_hook`` is given.
         comm_hook: A wire format for gradients, as `distamp.comm_hooks.register` takes it, for each
             wrapped model; ``DistributedDataParallelKwargs(comm_hook=)`` knows only torch's.
-        scaler: A `DistGradScaler`; None makes one, with the settings of ``GradScalerKwargs`` and
-            the loss scale that the accelerator had.
-        settings: Keyword settings of the scaler that is made, before those.
+        scaler: In fp16 a `DistGradScaler`; None makes one, with the settings of
+            ``GradScalerKwargs`` and the loss scale that the accelerator had.
+        settings: Keyword settings of what is made, before those.
 
     Returns:
-        The scaler; None at a precision that needs none.
+        The scaler, or the guard.
 
     Raises:
-        SettingError: The precision needs no scaler and there is nothing else to do, or DeepSpeed,
-            Megatron-LM or XLA scale by themselves.
+        SettingError: Settings of a loss scale where there is none, or an accelerator whose steps
+            are not its own: fp8, DeepSpeed, Megatron-LM, XLA.
         ValueError: The format or a model does not fit the hook.
 
     Example::
 
-        accelerator = Accelerator(mixed_precision="fp16")
+        accelerator = Accelerator(mixed_precision="bf16")
         prepare(accelerator)
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     """
-    _check(accelerator, comm_hook, scaler, settings)
-    made = None
-    if accelerator.mixed_precision == "fp16":
-        made = _give_scaler(accelerator, scaler, settings)
-    adopt = _Adopts(accelerator, comm_hook, made)
+    precision = accelerator.mixed_precision
+    stepper: Stepper = accelerator.scaler
+    if precision == "fp8" or accelerator.distributed_type in _OWN_STEPS:
+        what = "fp8" if precision == "fp8" else accelerator.distributed_type
+        raise SettingError(
+            f"{what} in Accelerate scales and steps by itself, where distamp has no part; its "
+            "steps are for fp16, bf16 and fp32 under DDP, FSDP and tensor parallel"
+        )
+    if precision == "fp16":
+        stepper = _give_scaler(accelerator, scaler, settings)
+    elif settings or scaler is not None or not isinstance(stepper, StepGuard):  # of a call before
+        stepper = stepper_for(False, precision, scaler, None, settings)
+    accelerator.scaler = stepper
+    adopt = _Adopts(accelerator, comm_hook, stepper)
     adopt(prepared)
     for name in ("prepare", "prepare_model", "prepare_optimizer"):
         _follow(accelerator, name, adopt)
-    return made
+    accelerator.clip_grad_norm_ = functools.partial(_clip, stepper)
+    if not scales(stepper):
+        accelerator.load_state = functools.partial(_load, accelerator, accelerator.load_state)
+    return stepper
 
 
-def _check(
-    accelerator: Accelerator, comm_hook: str | None, scaler: object, settings: dict[str, Any]
-) -> None:
-    """Refuse what `prepare` cannot do for this accelerator."""
-    if accelerator.distributed_type in _OWN_SCALING:
-        raise SettingError(
-            f"{accelerator.distributed_type} scales losses by itself; distamp's scaler is for the "
-            "others: DDP, FSDP and tensor parallel"
-        )
-    given = [*(["scaler"] if scaler is not None else []), *sorted(settings)]
-    if accelerator.mixed_precision != "fp16" and (given or comm_hook is None):
-        what = f"so {', '.join(given)} cannot be set" if given else "and no comm_hook was given"
-        raise SettingError(
-            f"the accelerator's mixed_precision is {accelerator.mixed_precision!r}, which scales "
-            f"no losses, {what}; make it with Accelerator(mixed_precision='fp16')"
-        )
+def _clip(
+    stepper: Stepper, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+) -> Tensor:
+    """In the place of ``Accelerator.clip_grad_norm_``."""
+    trained = [each for each in parameters if each.requires_grad]
+    return stepper.clip_grad_norm_(trained, max_norm, norm_type)
+
+
+def _load(accelerator: Accelerator, load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """In the place of ``load_state``, which opens a scaler's file that bf16 runs did not write."""
+    guard = accelerator.scaler
+    try:
+        load(*args, **kwargs)
+    except FileNotFoundError as error:
+        if SCALER_NAME not in str(error):
+            raise
+        _logger.warning("%s, as from a run without a guard; the rest is loaded", error)
+        accelerator.scaler = None
+        try:
+            load(*args, **kwargs)
+        finally:
+            accelerator.scaler = guard
 
 
 def _give_scaler(
@@ -116,7 +149,7 @@ def _give_scaler(
             "on a CPU Accelerate computes in float16 where it is told so first: call "
             "prepare(accelerator) before accelerator.prepare(model)"
         )
-    accelerator.scaler, accelerator.native_amp = made, True
+    accelerator.native_amp = True
     return made
 
 
@@ -125,12 +158,12 @@ def _kept(accelerator: Accelerator, kind: str) -> list[Any]:
     return list(getattr(accelerator, f"_{kind}", ()))
 
 
-class _ScaledOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper, which asks the scaler whether the step was taken, when it is asked."""
+class _SteppedOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper, which asks whether the step was taken when it is asked itself."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if sys._getframe(1).f_code is _STATE_MAKER:
-            # torch's checkpoints make state by a step of zero gradients that nothing has scaled.
+            # torch's checkpoints make state by a step of zero gradients, on no rank's account.
             self.optimizer.step()
         elif self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, **({} if closure is None else {"closure": closure}))
@@ -144,18 +177,15 @@ class _ScaledOptimizer(AcceleratedOptimizer):
 class _Adopts:
     """Takes on what an accelerator has prepared: optimizers, and the hook of each wrapped model."""
 
-    def __init__(
-        self, accelerator: Accelerator, wire: str | None, scaler: DistGradScaler | None
-    ) -> None:
-        self._accelerator, self._wire, self._scaler = accelerator, wire, scaler
+    def __init__(self, accelerator: Accelerator, wire: str | None, stepper: Stepper) -> None:
+        self._accelerator, self._wire, self._stepper = accelerator, wire, stepper
         self._models: dict[int, nn.Module] = {}
 
     def __call__(self, new: Iterable[Any]) -> None:
-        if self._scaler is not None:
-            for optimizer in _kept(self._accelerator, "optimizers"):
-                # In place, as schedules and the user's variables refer to this very object.
-                optimizer.__class__, optimizer.scaler = _ScaledOptimizer, self._scaler
-                self._scaler.add_optimizer(optimizer)
+        for optimizer in _kept(self._accelerator, "optimizers"):
+            # In place, as schedules and the user's variables refer to this very object.
+            optimizer.__class__, optimizer.scaler = _SteppedOptimizer, self._stepper
+            self._stepper.add_optimizer(optimizer)
         if self._wire is not None:
             for each in new:
                 self._register(getattr(each, "_orig_mod", each), self._wire)  # not compiled
@@ -163,9 +193,7 @@ class _Adopts:
     def _register(self, model: Any, wire: str) -> None:
         if isinstance(model, nn.Module) and id(model) not in self._models and _is_wrapped(model):
             self._models[id(model)] = model
-            state = register(model, wire)
-            if self._scaler is not None:
-                self._scaler.attach(state)
+            self._stepper.attach(register(model, wire))
 
 
 def _is_wrapped(model: nn.Module) -> bool:

@@ -9,23 +9,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distamp.integrations.shared import MixedMixin, ShardedMixin, lightning_package, unscale_once
-from distamp.scaler import DistGradScaler
+from distamp.integrations.shared import (
+    MixedMixin,
+    PlainMixin,
+    ShardedMixin,
+    Stepper,
+    lightning_package,
+    unscale_once,
+)
 
-__all__ = ["FSDPPrecision", "MixedPrecision"]
+__all__ = ["FSDPPrecision", "HalfPrecision", "MixedPrecision", "Precision"]
 
 _plugins: Any = lightning_package("fabric").plugins.precision
 
 
-class _Scaled(_plugins.Precision):
-    """What both plugins do with a scaler; everything else is Fabric's."""
+class _Stepped(_plugins.Precision):
+    """What the plugins do together: step on all ranks or on none. Everything else is Fabric's."""
 
-    scaler: DistGradScaler | None
+    scaler: Stepper
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step on all ranks or on none."""
-        if self.scaler is None:
-            return _plugins.Precision.optimizer_step(self, optimizer, **kwargs)
         output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return output
@@ -35,22 +38,36 @@ class _Scaled(_plugins.Precision):
         unscale_once(self.scaler, optimizer)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
-        _plugins.Precision.backward(self, scaled, model, *args, **kwargs)
+        _plugins.Precision.backward(self, self.scaler.scale(tensor), model, *args, **kwargs)
 
 
-class MixedPrecision(MixedMixin, _Scaled, _plugins.MixedPrecision):
-    """Fabric's ``MixedPrecision`` with a :class:`distamp.DistGradScaler`.
-
-    For one device, DDP and ModelParallelStrategy: ``Fabric(plugins=MixedPrecision("16-mixed",
-    "cuda"))``, without ``precision=``. Unlike Fabric's it clips with fused optimizers.
+class Precision(PlainMixin, _Stepped):
+    """Fabric's ``Precision``, ``"32-true"``, whose ranks step or skip together.
 
     Source: Lightning's documentation of precision plugins.
     """
 
 
-class FSDPPrecision(ShardedMixin, _Scaled, _plugins.FSDPPrecision):
-    """Fabric's ``FSDPPrecision`` with a :class:`distamp.DistGradScaler`.
+class HalfPrecision(PlainMixin, _Stepped, _plugins.HalfPrecision):
+    """Fabric's ``HalfPrecision``, ``"bf16-true"``, whose ranks step or skip together.
+
+    Source: Lightning's documentation of precision plugins.
+    """
+
+
+class MixedPrecision(MixedMixin, _Stepped, _plugins.MixedPrecision):
+    """Fabric's ``MixedPrecision``, whose ranks step or skip together.
+
+    For one device, DDP and ModelParallelStrategy: ``Fabric(plugins=MixedPrecision("bf16-mixed",
+    "cuda"))``, without ``precision=``. Unlike Fabric's it clips with fused optimizers at
+    ``"16-mixed"``.
+
+    Source: Lightning's documentation of precision plugins.
+    """
+
+
+class FSDPPrecision(ShardedMixin, _Stepped, _plugins.FSDPPrecision):
+    """Fabric's ``FSDPPrecision``, whose ranks step or skip together.
 
     Source: Lightning's documentation of precision plugins.
     """

@@ -16,47 +16,52 @@ from distamp.comm_hooks import CommHookState, register
 from distamp.errors import SettingError
 from distamp.integrations.shared import (
     MixedMixin,
+    PlainMixin,
     ShardedMixin,
+    Stepper,
     lightning_package,
+    scales,
     skipped_steps,
     unscale_once,
     was_skipped,
 )
 from distamp.optimizers import unwrapped
-from distamp.scaler import DistGradScaler
 
-__all__ = ["CommHook", "FSDPPrecision", "MixedPrecision", "SkippedSteps"]
+__all__ = [
+    "CommHook",
+    "FSDPPrecision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+    "SkippedSteps",
+]
 
 _package: Any = lightning_package("pytorch")
 _plugins: Any = _package.plugins.precision
 _Callback: Any = _package.Callback
 
 
-class _Scaled(_plugins.Precision):
-    """What both plugins do with a scaler; everything else is Lightning's."""
+class _Stepped(_plugins.Precision):
+    """What the plugins do together: step on all ranks or on none. The rest is Lightning's."""
 
-    scaler: DistGradScaler | None
+    scaler: Stepper
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Make every optimizer known to the scaler before the first step."""
-        if self.scaler is not None:
-            self.scaler.add_optimizer(*optimizers)
+        """Make every optimizer known before the first step."""
+        self.scaler.add_optimizer(*optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
-        return _plugins.Precision.pre_backward(self, scaled, module)
+        return _plugins.Precision.pre_backward(self, self.scaler.scale(tensor), module)
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, clip and step, on all ranks or on none."""
-        if self.scaler is None:
-            return _plugins.Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
         if isinstance(unwrapped(optimizer), LBFGS):
             raise SettingError(
-                "LBFGS evaluates the loss inside its step, with scaled gradients: train it in "
-                "float32 or bfloat16"
+                "LBFGS evaluates the loss inside its step, so no rank knows before whether to skip "
+                "it: train it in float32 or bfloat16 with Lightning's own plugin"
             )
         result = closure()
         # Automatic optimization whose training_step returned None: no backward, so no step.
@@ -77,7 +82,7 @@ class _Scaled(_plugins.Precision):
 
         In manual optimization too, where ``self.clip_gradients`` comes before ``step``.
         """
-        if self.scaler is None or clip_val <= 0:
+        if clip_val <= 0:
             _plugins.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
         elif gradient_clip_algorithm == "value":
             unscale_once(self.scaler, optimizer)
@@ -86,29 +91,45 @@ class _Scaled(_plugins.Precision):
             self.scaler.clip_grad_norm_(unwrapped(optimizer), clip_val)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.scaler is None else self.scaler.state_dict()
+        return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None:
+        if state_dict:  # Lightning's own plugins have none where they scale nothing
             self.scaler.load_state_dict(state_dict)
 
 
-class MixedPrecision(MixedMixin, _Scaled, _plugins.MixedPrecision):
-    """Lightning's ``MixedPrecision`` with a :class:`distamp.DistGradScaler`.
-
-    For one device, DDP and ModelParallelStrategy: ``Trainer(plugins=MixedPrecision("16-mixed",
-    "cuda"))``, without ``precision=``. Unlike Lightning's it clips with fused optimizers and
-    computes in float16 on a CPU. Checkpoints are Lightning's: each loads the other's.
+class Precision(PlainMixin, _Stepped):
+    """Lightning's ``Precision``, ``"32-true"``, whose ranks step or skip together.
 
     Source: Lightning's documentation of precision plugins.
     """
 
 
-class FSDPPrecision(ShardedMixin, _Scaled, _plugins.FSDPPrecision):
-    """Lightning's ``FSDPPrecision`` with a :class:`distamp.DistGradScaler`.
+class HalfPrecision(PlainMixin, _Stepped, _plugins.HalfPrecision):
+    """Lightning's ``HalfPrecision``, ``"bf16-true"``, whose ranks step or skip together.
 
-    For FSDPStrategy: ``Trainer(strategy="fsdp", plugins=FSDPPrecision("16-mixed"))``. Unlike
-    Lightning's it clips by the norm, takes a scaler, and steps fused optimizers.
+    Source: Lightning's documentation of precision plugins.
+    """
+
+
+class MixedPrecision(MixedMixin, _Stepped, _plugins.MixedPrecision):
+    """Lightning's ``MixedPrecision``, whose ranks step or skip together.
+
+    For one device, DDP and ModelParallelStrategy: ``Trainer(plugins=MixedPrecision("bf16-mixed",
+    "cuda"))``, without ``precision=``. Unlike Lightning's, at ``"16-mixed"`` it clips with fused
+    optimizers and computes in float16 on a CPU. Checkpoints are Lightning's: each loads the
+    other's.
+
+    Source: Lightning's documentation of precision plugins.
+    """
+
+
+class FSDPPrecision(ShardedMixin, _Stepped, _plugins.FSDPPrecision):
+    """Lightning's ``FSDPPrecision``, whose ranks step or skip together.
+
+    For FSDPStrategy: ``Trainer(strategy="fsdp", plugins=FSDPPrecision("bf16-mixed"))``. Unlike
+    Lightning's it clips by the norm, and at ``"16-mixed"`` takes a scaler and steps fused
+    optimizers.
 
     Source: Lightning's documentation of precision plugins.
     """
@@ -123,23 +144,22 @@ class SkippedSteps(_Callback):
 
     Lightning moves both on every step, taken or not. What depends on ``global_step``
     (``max_steps``, ``ModelCheckpoint(every_n_train_steps=)``) then counts steps that were taken.
-    The loss scale and the skipped steps go to the progress bar and the loggers, under the names
-    ``loss_scale`` and ``skipped_steps``, every ``log_every_n_steps``. With a fused optimizer on an
-    accelerator this waits for the device once each step, as the host has to know.
+    ``skipped_steps``, and ``loss_scale`` if there is one, go to the progress bar and the loggers,
+    every ``log_every_n_steps``. With a fused optimizer on an accelerator this waits for the device
+    once each step, as the host has to know.
 
     Raises:
-        SettingError: At the start of training, if the Trainer's scaler is another than distamp's.
+        SettingError: At the start of training, if the Trainer's steps are not distamp's.
     """
 
     def __init__(self) -> None:
         self._seen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        scaler = _scaler_of(trainer)
-        if scaler is not None:
-            self._seen = skipped_steps(scaler, trainer.optimizers)
-            # An attribute of the module, until training ends, in front of the hook it overrides.
-            pl_module.lr_scheduler_step = _StepsWithOptimizer(trainer, pl_module, scaler)
+        stepper = _stepper_of(trainer)
+        self._seen = skipped_steps(stepper, trainer.optimizers)
+        # An attribute of the module, until training ends, in front of the hook it overrides.
+        pl_module.lr_scheduler_step = _StepsWithOptimizer(trainer, pl_module, stepper)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         vars(pl_module).pop("lr_scheduler_step", None)
@@ -150,10 +170,8 @@ class SkippedSteps(_Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        scaler = _scaler_of(trainer)
-        if scaler is None:
-            return
-        skipped = skipped_steps(scaler, trainer.optimizers)
+        stepper = _stepper_of(trainer)
+        skipped = skipped_steps(stepper, trainer.optimizers)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.manual_optimization.optim_step_progress
         if pl_module.automatic_optimization:
@@ -162,31 +180,34 @@ class SkippedSteps(_Callback):
             tracker.increment_by(self._seen - skipped)
         self._seen = skipped
         if (batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0:
-            pl_module.log("loss_scale", scaler.get_scale(), prog_bar=True, batch_size=1)
+            if scales(stepper):
+                pl_module.log("loss_scale", stepper.get_scale(), prog_bar=True, batch_size=1)
             pl_module.log("skipped_steps", float(skipped), prog_bar=True, batch_size=1)
 
 
-def _scaler_of(trainer: Any) -> DistGradScaler | None:
-    """Return the scaler of the Trainer's precision plugin; None where it scales nothing.
+def _stepper_of(trainer: Any) -> Stepper:
+    """Return what takes the steps of the Trainer's precision plugin.
 
     Raises:
-        SettingError: The scaler is another than ours.
+        SettingError: It is not ours.
     """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and not isinstance(scaler, DistGradScaler):
+    plugin = trainer.precision_plugin
+    stepper = getattr(plugin, "scaler", None)
+    if not isinstance(stepper, Stepper):
         raise SettingError(
-            f"the Trainer's precision plugin has a {type(scaler).__name__}, which does not report "
-            "skipped steps; pass plugins=distamp.integrations.lightning.MixedPrecision(...) or "
-            "FSDPPrecision(...), or call distamp.install() before importing Lightning"
+            f"the Trainer's steps are those of {type(plugin).__module__}.{type(plugin).__name__}, "
+            "which does not report skipped steps; pass plugins= a plugin of "
+            "distamp.integrations.lightning: Precision(), HalfPrecision('bf16-true'), "
+            "MixedPrecision(...) or FSDPPrecision(...)"
         )
-    return scaler
+    return stepper
 
 
 class _StepsWithOptimizer:
     """``LightningModule.lr_scheduler_step``, left out where the schedule's optimizer skipped."""
 
-    def __init__(self, trainer: Any, pl_module: Any, scaler: DistGradScaler) -> None:
-        self._trainer, self._scaler = trainer, scaler
+    def __init__(self, trainer: Any, pl_module: Any, stepper: Stepper) -> None:
+        self._trainer, self._stepper = trainer, stepper
         self._step = pl_module.lr_scheduler_step
 
     def __reduce__(self) -> Any:
@@ -197,7 +218,7 @@ class _StepsWithOptimizer:
         configs = [c for c in self._trainer.lr_scheduler_configs if c.scheduler is scheduler]
         by_step = any(config.interval == "step" for config in configs)
         optimizer = getattr(scheduler, "optimizer", None)
-        if not (by_step and optimizer is not None and was_skipped(self._scaler, optimizer)):
+        if not (by_step and optimizer is not None and was_skipped(self._stepper, optimizer)):
             self._step(scheduler, metric)
 
 
@@ -227,6 +248,6 @@ class CommHook(_Callback):
         if trainer.world_size == 1:
             return
         self.state = register(trainer.strategy.model, self._wire)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if isinstance(scaler, DistGradScaler):
-            scaler.attach(self.state)
+        stepper = getattr(trainer.precision_plugin, "scaler", None)
+        if isinstance(stepper, Stepper):
+            stepper.attach(self.state)

@@ -1,4 +1,4 @@
-"""What the modules for trainers have in common: a scaler of ours, and what it is asked."""
+"""What the modules for trainers have in common: what takes the steps, and what it is asked."""
 
 from __future__ import annotations
 
@@ -6,23 +6,34 @@ import importlib
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from distamp.autocast import autocast
 from distamp.errors import SettingError, StageError
+from distamp.guard import StepGuard
 from distamp.scaler import DistGradScaler
 
 __all__ = [
     "MixedMixin",
+    "PlainMixin",
     "ShardedMixin",
+    "Stepper",
     "checked_scaler",
     "lightning_package",
+    "scales",
     "skipped_steps",
+    "stepper_for",
     "unscale_once",
     "was_skipped",
 ]
+
+
+#: What takes the steps of a trainer on all ranks or on none.
+Stepper: TypeAlias = DistGradScaler | StepGuard
+
+_OF_A_GUARD = {"max_consecutive_skips", "named_parameters", "process_group"}
 
 
 def lightning_package(name: str) -> Any:
@@ -79,59 +90,92 @@ def checked_scaler(given: object, device: str | None, settings: dict[str, Any]) 
     return given
 
 
-def _scaler_for(
-    precision: str, given: object, device: str | None, settings: dict[str, Any]
-) -> DistGradScaler | None:
-    """Return the scaler of one of Lightning's precisions; None where losses are not scaled."""
-    if precision == "16-mixed":
+def stepper_for(
+    scales: bool, precision: str, given: object, device: str | None, settings: dict[str, Any]
+) -> Stepper:
+    """Return what takes the steps of a trainer: a scaler where it scales losses, else a guard.
+
+    Args:
+        scales: Whether it does.
+        precision: The trainer's own word for its precision, for a message.
+        given: What the user gave, or None to make one.
+        device: The device type of a scaler that is made.
+        settings: Keyword settings of what is made.
+
+    Raises:
+        TypeError: ``given`` is another scaler, whose ranks would not step together.
+        SettingError: Settings beside one that was given, or of a scaler where none is.
+    """
+    if scales:
         return checked_scaler(given, device, settings)
-    unused = [*(["scaler"] if given is not None else []), *sorted(settings)]
+    unused = ["scaler"] if given is not None else []
+    unused += sorted(set(settings) - _OF_A_GUARD)
     if unused:
         raise SettingError(
-            f"precision={precision!r} does not scale losses, so {', '.join(unused)} cannot be set; "
-            "leave them out, or pass precision='16-mixed'"
+            f"precision {precision!r} does not scale losses, so {', '.join(unused)} cannot be set; "
+            f"leave them out, or train in fp16 ({', '.join(sorted(_OF_A_GUARD))} can be set)"
         )
-    return None
+    return StepGuard(**settings)
 
 
 class MixedMixin:
-    """Put before ``MixedPrecision`` of Lightning's Trainer or Fabric: its scaler is distamp's."""
+    """Put before ``MixedPrecision`` of Lightning's Trainer or Fabric: steps are distamp's."""
 
     def __init__(
         self, precision: str, device: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
-        """Make the plugin, and its scaler.
+        """Make the plugin, and what takes its steps.
 
         Args:
             precision: ``"16-mixed"`` or ``"bf16-mixed"``.
             device: The device type of the autocast region and of the loss scale.
-            scaler: A `DistGradScaler`; None makes one.
-            settings: Keyword settings of the scaler that is made, such as ``init_scale``.
+            scaler: At ``"16-mixed"`` a `DistGradScaler`; None makes one.
+            settings: Keyword settings of the scaler or the guard that is made, such as
+                ``init_scale`` and ``max_consecutive_skips``.
 
         Raises:
             ValueError: Another precision, or a scaler or its settings at ``"bf16-mixed"``.
             TypeError: ``scaler`` is another scaler.
         """
-        given: tuple[Any, ...] = (
-            precision,
-            device,
-            _scaler_for(precision, scaler, device, settings),
-        )
+        scales = precision == "16-mixed"
+        stepper = stepper_for(scales, precision, scaler, device, settings)
+        # Lightning's own refuses one where losses are not scaled.
+        given: tuple[Any, ...] = (precision, device, stepper if scales else None)
         super().__init__(*given)
+        self.scaler = stepper
+
+
+class PlainMixin:
+    """Put before ``Precision`` or ``HalfPrecision`` of Lightning's Trainer or Fabric."""
+
+    def __init__(self, *precision: str, **settings: Any) -> None:
+        """Make the plugin, and the guard that takes its steps.
+
+        Args:
+            precision: What Lightning's takes: nothing, or ``"bf16-true"``, ``"16-true"``.
+            settings: Keyword settings of the `StepGuard`, such as ``max_consecutive_skips``.
+
+        Raises:
+            ValueError: Another precision, or settings of a loss scale.
+        """
+        super().__init__(*precision)
+        name = precision[0] if precision else "32-true"
+        self.scaler = stepper_for(False, name, None, None, settings)
 
 
 class ShardedMixin:
-    """Put before ``FSDPPrecision`` of Lightning's Trainer or Fabric: its scaler is distamp's."""
+    """Put before ``FSDPPrecision`` of Lightning's Trainer or Fabric: steps are distamp's."""
 
     def __init__(
         self, precision: str, scaler: DistGradScaler | None = None, **settings: Any
     ) -> None:
-        """Make the plugin, and its scaler.
+        """Make the plugin, and what takes its steps.
 
         Args:
             precision: What Lightning's takes: ``"16-mixed"``, ``"bf16-mixed"``, ``"32-true"``, ...
-            scaler: A `DistGradScaler`; None makes one at ``"16-mixed"``.
-            settings: Keyword settings of the scaler that is made, such as ``init_scale``.
+            scaler: At ``"16-mixed"`` a `DistGradScaler`; None makes one.
+            settings: Keyword settings of the scaler or the guard that is made, such as
+                ``init_scale`` and ``max_consecutive_skips``.
 
         Raises:
             ValueError: Another precision, or a scaler or its settings where none is used.
@@ -140,32 +184,40 @@ class ShardedMixin:
         theirs: Any = super()
         theirs.__init__(precision)
         # What FSDP reduced in float16 it gives to the optimizer in the parameters' float32.
-        self.scaler = _scaler_for(precision, scaler, None, settings)
+        self.scaler = stepper_for(precision == "16-mixed", precision, scaler, None, settings)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the region of float16 for the device that is there; Lightning's is for CUDA."""
         theirs: Any = super()
-        if self.scaler is None:
+        if not scales(self.scaler):
             return theirs.forward_context()  # type: ignore[no-any-return]
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return autocast("cpu" if accelerator is None else accelerator.type, dtype=torch.float16)
 
 
-def unscale_once(scaler: DistGradScaler | None, optimizer: Any) -> None:
-    """Unscale the gradients of an optimizer that are not unscaled yet."""
-    if scaler is not None and not scaler.is_unscaled(optimizer):
-        scaler.unscale_(optimizer)
+def scales(stepper: object) -> bool:
+    """Return whether this is a scaler; a guard divides by nothing."""
+    return isinstance(stepper, DistGradScaler)
 
 
-def was_skipped(scaler: DistGradScaler, optimizer: torch.optim.Optimizer) -> bool:
+def unscale_once(stepper: Stepper, optimizer: Any) -> None:
+    """Unscale the gradients of an optimizer that are not unscaled yet.
+
+    A guard has nothing to divide by, and looks at them once, when it clips or steps.
+    """
+    if scales(stepper) and not stepper.is_unscaled(optimizer):
+        stepper.unscale_(optimizer)
+
+
+def was_skipped(stepper: Stepper, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's last step was skipped; False before the first; may wait."""
     try:
-        return not scaler.stepped(optimizer)
+        return not stepper.stepped(optimizer)
     except StageError:
         return False
 
 
-def skipped_steps(scaler: DistGradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+def skipped_steps(stepper: Stepper, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Return how many steps of these optimizers were skipped so far; may wait."""
-    scaler.add_optimizer(*optimizers)
-    return sum(scaler.step_counts(optimizer).skipped for optimizer in optimizers)
+    stepper.add_optimizer(*optimizers)
+    return sum(stepper.step_counts(optimizer).skipped for optimizer in optimizers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distamp.integrations.accelerate import prepare
-from distamp.integrations.shared import skipped_steps
+from distamp.integrations.shared import scales, skipped_steps
 
 if TYPE_CHECKING:
     from distamp.scaler import DistGradScaler
@@ -14,22 +14,24 @@ __all__ = ["DistTrainerMixin"]
 
 
 class DistTrainerMixin:
-    """Put before ``Trainer``, or one of TRL's trainers, to train with distamp's scaler.
+    """Put before ``Trainer``, or one of TRL's trainers, so that ranks step or skip together.
 
-    ``class MyTrainer(DistTrainerMixin, SFTTrainer): pass``, and everything else stays. With
-    ``fp16=True`` ranks step or skip together, schedules stay where they are on a skip with any
-    optimizer, and fp16 works on a CPU. Logs get ``loss_scale`` and ``skipped_steps``. Checkpoints
-    are the Trainer's own: each loads the other's.
+    ``class MyTrainer(DistTrainerMixin, SFTTrainer): pass``, and everything else stays. In fp16,
+    bf16 and fp32 schedules stay where they are on a skip with any optimizer, ``grad_norm`` in the
+    logs is the norm of the whole model, and logs get ``skipped_steps``; with ``fp16=True`` also
+    ``loss_scale``, and it works on a CPU. Checkpoints are the Trainer's own: each loads the
+    other's.
 
     Args:
         args: The trainer's own arguments.
         comm_hook: A wire format for gradients, as `distamp.comm_hooks.register` takes it.
-        scaler: A `distamp.DistGradScaler`; None makes one.
-        scaler_settings: Keyword settings of the scaler that is made, such as ``init_scale``.
+        scaler: With ``fp16=True`` a `distamp.DistGradScaler`; None makes one.
+        scaler_settings: Keyword settings of the scaler or the guard that is made, such as
+            ``init_scale`` and ``max_consecutive_skips``.
         kwargs: The trainer's own arguments.
 
     Raises:
-        SettingError: ``scaler`` or ``scaler_settings`` without ``fp16=True``.
+        SettingError: ``scaler`` or settings of a loss scale without ``fp16=True``; DeepSpeed.
         ValueError: The format or the model does not fit the hook.
     """
 
@@ -47,15 +49,13 @@ class DistTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerator = self.accelerator  # type: ignore[attr-defined]
         wanted = {name: value for name, value in self._distamp.items() if value is not None}
-        if accelerator.mixed_precision == "fp16" or wanted:
-            prepare(accelerator, **wanted)
+        prepare(self.accelerator, **wanted)  # type: ignore[attr-defined]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        accelerator = self.accelerator  # type: ignore[attr-defined]
-        if accelerator.scaler is not None and "loss" in logs:
-            logs["loss_scale"] = accelerator.scaler.get_scale()
-            optimizer = self.optimizer  # type: ignore[attr-defined]
-            logs["skipped_steps"] = skipped_steps(accelerator.scaler, [optimizer])
+        stepper = self.accelerator.scaler  # type: ignore[attr-defined]
+        if "loss" in logs:
+            if scales(stepper):
+                logs["loss_scale"] = stepper.get_scale()
+            logs["skipped_steps"] = skipped_steps(stepper, [self.optimizer])  # type: ignore[attr-defined]
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -97,16 +97,21 @@ def data(samples: int = 32) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def plant_inf(parameters: Iterable[nn.Parameter], step: int, at: int | None = FAULT) -> None:
-    """Give rank 1 alone an inf in its first gradient, in one step or none."""
+def plant_inf(
+    parameters: Iterable[nn.Parameter],
+    step: int,
+    at: int | None = FAULT,
+    value: float = float("inf"),
+) -> None:
+    """Give rank 1 alone an inf in its first gradient, or a NaN, in one step or none."""
     if step != at or rank() != 1:
         return
     gradient = next(p.grad for p in parameters if p.grad is not None)
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    local.view(-1)[0] = float("inf")
+    local.view(-1)[0] = value
 
 
-def faulty(net: nn.Module, at: int = FAULT) -> nn.Module:
+def faulty(net: nn.Module, at: int = FAULT, value: float = float("inf")) -> nn.Module:
     """Let rank 1 alone overflow at the end of one backward pass, whoever runs the loop.
 
     The inf comes after wrappers have reduced the gradients, so it stays on its rank.
@@ -115,7 +120,7 @@ def faulty(net: nn.Module, at: int = FAULT) -> nn.Module:
     passes = 0
 
     def plant() -> None:
-        plant_inf(net.parameters(), at, at)
+        plant_inf(net.parameters(), at, at, value)
 
     def backward_of(gradient: Tensor) -> None:
         nonlocal passes

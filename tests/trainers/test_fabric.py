@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, StepGuard
 from tests.trainers.common import FAULT, data, digest, in_ranks, model, needs, plant_inf, quiet
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
@@ -118,12 +118,19 @@ def test_the_region_is_for_the_device_that_is_there_whatever_torch_was_built_for
 
 @in_ranks
 def test_what_plugins_take_and_refuse():
-    from distamp.integrations.fabric import FSDPPrecision
+    from distamp.integrations.fabric import (
+        FSDPPrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
 
     scaler = DistGradScaler("cpu")
     assert FSDPPrecision("16-mixed", scaler).scaler is scaler
     assert isinstance(FSDPPrecision("16-mixed").scaler, DistGradScaler)
     with pytest.raises(ValueError, match="does not scale losses"):
         FSDPPrecision("bf16-mixed", scaler)
+    for plugin in (Precision(), HalfPrecision("bf16-true"), MixedPrecision("bf16-mixed", "cpu")):
+        assert isinstance(plugin.scaler, StepGuard)
     with pytest.raises(RuntimeError, match="closure"):
         train(devices=1, closure=lambda: None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import distamp
-from distamp import DistGradScaler
+from distamp import DistGradScaler, StepGuard
 from tests.trainers.common import FAULT, in_ranks, needs, off_from_float64, together
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
@@ -159,11 +159,22 @@ def test_the_module_can_be_copied_while_it_trains_and_is_as_it_was_after_an_erro
 
 @in_ranks
 def test_what_plugins_take_and_refuse():
-    from distamp.integrations.lightning import FSDPPrecision, MixedPrecision, SkippedSteps
+    from distamp.integrations.lightning import (
+        FSDPPrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+        SkippedSteps,
+    )
     from tests.trainers.in_lightning import Theirs
 
-    assert MixedPrecision("bf16-mixed", "cpu").scaler is None
-    assert FSDPPrecision("bf16-true").scaler is None
+    bf16 = MixedPrecision("bf16-mixed", "cpu", max_consecutive_skips=3)
+    for plugin in (bf16, FSDPPrecision("bf16-true"), HalfPrecision("bf16-true"), Precision()):
+        assert isinstance(plugin.scaler, StepGuard)
+        plugin.load_state_dict({})  # as Lightning's own has it
+        plugin.load_state_dict(plugin.state_dict())
+    with pytest.raises(ValueError, match="does not scale losses"):
+        HalfPrecision("bf16-true", init_scale=2.0)
     with pytest.raises(ValueError, match="does not scale losses"):
         MixedPrecision("bf16-mixed", "cpu", init_scale=2.0)
     with pytest.raises(ValueError, match="does not scale losses"):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, StepGuard
 from tests.ranks import RankError
 from tests.trainers.common import FAULT, data, digest, model, plant_inf, rank
 
@@ -43,6 +43,14 @@ def verl_step(module: nn.Module, optimizer: Any, scaler: Any, max_norm: float) -
         optimizer.step()
     else:
         optimizer.zero_grad()
+    return norm.item()
+
+
+def guarded_step(optimizer: Any, guard: StepGuard, max_norm: float) -> float:
+    """The same in bf16, as docs/frameworks.md has it: one clip for any module, no host check."""
+    norm = guard.clip_grad_norm_(optimizer, max_norm)
+    guard.step(optimizer)
+    guard.update()
     return norm.item()
 
 
@@ -93,3 +101,39 @@ def test_verls_step_skips_on_all_ranks_and_clips_unscaled_gradients(ranks2, layo
 def test_with_torchs_scaler_and_a_fused_optimizer_the_same_step_raises(ranks2):
     with pytest.raises(RankError, match=r"broadcast shape \[1\]"):
         ranks2.run(train, "FSDP1", fused=True, ours=False, fault=None)
+
+
+def train_in_bf16(layout: str, guard: bool) -> tuple[list[float], list[float]]:
+    """Weights and norm after each step; in one of them rank 1 alone has a NaN."""
+    net = wrapped(layout)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    made = StepGuard() if guard else None
+    inputs, targets = (each[2 * rank() :].split(2)[::2] for each in data().tensors)
+    weights, norms = [], []
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = net(inputs[step])
+        (outputs.float() - targets[step]).square().mean().backward()
+        plant_inf(net.parameters(), step, value=float("nan"))
+        if made is None:
+            norms.append(verl_step(net, optimizer, None, max_norm=1.0))
+        else:
+            norms.append(guarded_step(optimizer, made, max_norm=1.0))
+        optimizer.zero_grad()
+        weights.append(digest(net))
+    return weights, norms
+
+
+@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2"])
+def test_in_bf16_a_guard_skips_on_all_ranks_by_one_norm(ranks2, layout):
+    one, other = ranks2.run(train_in_bf16, layout, guard=True)
+    assert one[0] == other[0]
+    stayed = [now == before for before, now in itertools.pairwise(one[0])]
+    assert stayed == [step == FAULT for step in range(1, STEPS)]
+    (_, theirs), _ = ranks2.run(train_in_bf16, layout, guard=False)
+    assert one[1][0] == pytest.approx(theirs[0], rel=1e-5)
+
+
+def test_a_check_on_the_host_parts_replicas(ranks2):
+    (one, _), (other, _) = ranks2.run(train_in_bf16, "DDP", guard=False)
+    assert one[FAULT] != other[FAULT]

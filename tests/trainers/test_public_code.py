@@ -7,6 +7,7 @@ torch's to the bit, through an overflow; on two ranks of which one overflows, bo
 """
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -156,6 +157,38 @@ def train(number: int, ours: bool, fault: bool = True) -> list[Step]:
         with distamp.install() if ours else contextlib.nullcontext():
             pattern(job)
     return job.steps
+
+
+def nano_gpt(guard: bool) -> list[float]:
+    """karpathy/nanoGPT, train.py: at bf16 its scaler is disabled, and there all the same."""
+    net = faulty(model(), value=float("nan"))
+    wrapped = DistributedDataParallel(net)
+    inputs, targets = (each[4 * rank() :].split(4)[::2] for each in data().tensors)
+    weights = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with distamp.install(guard=guard, max_consecutive_skips=3):
+            scaler = torch.amp.GradScaler("cpu", enabled=False)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+            for batch in zip(inputs, targets, strict=True):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    outputs = wrapped(batch[0])
+                scaler.scale((outputs.float() - batch[1]).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                weights.append(digest(net))
+    return weights
+
+
+def test_a_scaler_that_is_disabled_at_bf16_guards_where_that_was_asked_for(ranks2):
+    one, other = ranks2.run(nano_gpt, guard=True)
+    assert one == other
+    assert one[FAULT] == one[FAULT - 1] != one[-1]
+    _, spoilt = ranks2.run(nano_gpt, guard=False)
+    assert math.isnan(spoilt[-1]), "as with torch's, which is disabled"
 
 
 @pytest.mark.parametrize("fault", [False, True])
