@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure everything in docs/comm_hooks_figures.md and docs/wire.md; takes about 20 minutes.
+# Measure everything in docs/comm_hooks_figures.md; takes about 20 minutes.
 #
 #   sudo benchmarks/comm_hooks_figures.sh FOLDER
 #
@@ -17,7 +17,9 @@ part link_8 benchmarks.shaped_link --hosts 8 --rounds 3 --only fp32 "torch fp16"
 part link_2 benchmarks.shaped_link --hosts 2 --rounds 3 --only fp32 "torch fp16" fp16
 part link_1gbit benchmarks.shaped_link --rate 1gbit --rounds 7 \
     --only compute fp32 "torch fp16" fp16 bf16 int8 auto
-part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --rounds 2 --only fp32 fp16
+part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --local 2 --rounds 3
+part link_fsdp2_2x1 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --rounds 3
+part ends benchmarks.comm_hooks_ends --times 50
 part loopback benchmarks.comm_hooks_step --rounds 11 --wires fp16 bf16 int8 auto
 part wire_error benchmarks.wire_error
 part wire_cost benchmarks.wire_cost --rounds 20

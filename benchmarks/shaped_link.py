@@ -2,12 +2,14 @@
 
     sudo OMP_NUM_THREADS=1 python -m benchmarks.shaped_link [--wrapper ddp] [--rate 100mbit]
         [--hosts 4] [--local 1] [--rounds 5] [--only fp32 "torch fp16" fp16 auto]
+    sudo OMP_NUM_THREADS=1 python -m benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --local 2
 
 Hosts are network namespaces joined by links of the given rate (tests/netns.py), with one rank or
 several on each. Every contender wraps a model of its own, and takes its step in turn with the
 others. A step takes as long as its slowest rank. Bytes come from the host's interface, without
 packet headers. ``compute`` is the same step with nothing sent; ``auto`` is what
-``register(model, "auto")`` chose, which is printed.
+``register(model, "auto")`` chose, which is printed. Under FSDP2 ``bf16 policy`` is torch's own with
+weights and gradients in bf16, and ``int8 both`` gathers weights in int8, too.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import environment, interleave, markdown, ratio, slowest
@@ -36,6 +38,7 @@ from launch.model import GPT
 from tests.netns import Traffic
 
 COMPUTE, FP32, TORCH = "compute", "fp32", "torch fp16"
+POLICY, BOTH = "bf16 policy", "int8 both"
 CONTENDERS = (COMPUTE, FP32, TORCH, *comm_hooks.WIRE_FORMATS)
 SIZE = Config(layers=8, heads=8, width=512, block=32)
 WARMUP = 2
@@ -51,7 +54,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", help="of the contenders, and auto")
     given = parser.parse_args()
-    names = given.only or (CONTENDERS if given.wrapper == "ddp" else (FP32, "fp16", "bf16"))
+    names = given.only or (
+        CONTENDERS if given.wrapper == "ddp" else (FP32, POLICY, "fp16", "int8", BOTH)
+    )
     print(environment(), flush=True)
     ranks = run_on_hosts(
         "benchmarks.shaped_link",
@@ -71,10 +76,13 @@ def main() -> None:
     times = slowest([rank["times"] for rank in ranks])
     rows = []
     for name, mine in times.items():
-        beside = [ratio(mine, times[peer]) if peer in times else "-" for peer in (FP32, TORCH)]
-        sent = f"{ranks[0]['sent'][name] / 1e6:.2f}"
-        rows.append([name, f"{statistics.median(mine):.2f}", *beside, sent])
-    print(markdown(["step with", "seconds", "of fp32's", "of torch fp16's", "MB sent"], rows))
+        peer = TORCH if given.wrapper == "ddp" else POLICY
+        beside = [ratio(mine, times[each]) if each in times else "-" for each in (FP32, peer)]
+        sent = ranks[0]["sent"][name]
+        share = f"{sent / ranks[0]['sent'][peer]:.2f}" if peer in times else "-"
+        rows.append([name, f"{statistics.median(mine):.2f}", *beside, f"{sent / 1e6:.2f}", share])
+    bytes_ = ["MB sent", f"of {peer}'s"]
+    print(markdown(["step with", "seconds", "of fp32's", f"of {peer}'s", *bytes_], rows))
     if choice := ranks[0]["choice"]:
         print(f"\n{choice}")
 
@@ -134,10 +142,18 @@ def _ddp(model: nn.Module, name: str) -> tuple[nn.Module, Any]:
 
 
 def _fsdp2(model: nn.Module, name: str) -> tuple[nn.Module, Any]:
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    # In bf16 weights are computed with, whatever they are gathered in.
+    policy = {POLICY: half, BOTH: MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    settings = {"mp_policy": policy[name]} if name in policy else {}
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)  # type: ignore[arg-type]
-    fully_shard(model)
-    return model, None if name == FP32 else comm_hooks.register(model, name)
+        fully_shard(block, **settings)  # type: ignore[arg-type]
+    fully_shard(model, **settings)
+    if name in (FP32, POLICY):
+        return model, None
+    both = name == BOTH
+    wire = "int8" if both else name
+    return model, comm_hooks.register(model, wire, gather="int8" if both else None)
 
 
 def _tokens() -> tuple[Tensor, Tensor]:

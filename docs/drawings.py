@@ -113,10 +113,17 @@ def loss_scale() -> None:
 def wire() -> None:
     """What crosses the wire of one piece of a bucket."""
     axes = canvas(9.4, 3.3)
-    axes.text(0.15, 3.0, "a block: at most 256 elements of one parameter", fontweight="bold")
+    axes.text(0.15, 3.0, "a block: 256 elements; of int8, of one parameter", fontweight="bold")
     box(axes, 1.0, 2.35, "unit\n2 bytes", ORANGE, w=1.4)
-    box(axes, 4.3, 2.35, "256 payloads of 2 bytes (fp16) or 1 byte (int8)", BLUE, w=5.0)
-    axes.text(7.0, 2.35, "value = payload x unit;\nsign of unit: inf or NaN inside", va="center")
+    box(
+        axes,
+        4.3,
+        2.35,
+        "256 payloads of 2 bytes (fp16, inf and\nNaN as they are) or 1 byte (int8)",
+        BLUE,
+        w=5.0,
+    )
+    axes.text(7.0, 2.35, "value = payload x unit;\nint8: a NaN unit is a bad block", va="center")
     stages = [("each rank:\nencode", BLUE), ("send each part\nto its owner", GREY),
               ("owner:\nsum in fp32", GREEN), ("encode the mean,\nsend to all", GREY),
               ("each rank:\ndecode", BLUE)]  # fmt: skip

@@ -32,9 +32,7 @@ __all__ = [
     "Chunks",
     "Exchange",
     "Plan",
-    "arithmetic",
     "bucket_plan",
-    "gathered",
     "shard_chunks",
 ]
 
@@ -64,15 +62,6 @@ class Plan:
 Chunks: TypeAlias = list[tuple[int, int, Places]]
 
 
-def arithmetic(device: torch.device) -> Any:
-    """Return what encodes and decodes on a device: `formats`, or the same in Triton."""
-    if device.type != "cuda":
-        return formats
-    from distamp.comm_hooks import kernels
-
-    return kernels
-
-
 class Exchange:
     """Averages and reduce-scatters flat tensors of one device over the ranks of one group.
 
@@ -96,11 +85,16 @@ class Exchange:
             if group.rank() in ranks
         )
         self.levels = f"{self.wide}x{self.here}"
-        # Of all ranks, those of each host's first rank first, then those of each second.
+        # All ranks: the first of each host, then the second of each, and so on.
         order = [ranks[local] for local in range(self.here) for ranks in hosts.ranks]
+        self._ranks = order
         self._order = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
         self.transport: Transport
-        self._math = arithmetic(device)
+        self._math: Any = formats
+        if device.type == "cuda":
+            from distamp.comm_hooks import kernels
+
+            self._math = kernels
         self.on_one_host = hosts.on_one
         outer = [ranks[self.local] for ranks in hosts.ranks]
         levels = {"inner": hosts.ranks[self.host], "outer": outer}
@@ -129,6 +123,54 @@ class Exchange:
         """
         return shard_chunks(wire, self.wide, self.here, numels, itemsize)
 
+    def gathered(
+        self, wire: WireFormat, numels: Sequence[int], itemsize: int
+    ) -> tuple[Places, Places] | None:
+        """Return the places of what each rank gives to `gather`, in its own and in all of it.
+
+        None where they would not get fewer bytes.
+
+        Args:
+            wire: The format.
+            numels: Lengths of what a rank gives of each parameter, as `plan`.
+            itemsize: Bytes of an element.
+        """
+        numel = sum(numels)
+        mine, whole = (_pieces(wire, of, numel, numels, 0, numel) for of in ([0], self._ranks))
+        return (mine, whole) if mine.row_bytes(wire) < numel * itemsize else None
+
+    def gather(
+        self, out: Tensor, values: Tensor, wire: WireFormat, places: tuple[Places, Places]
+    ) -> None:
+        """Write what each rank gives to ``out``, one after another; the same on all ranks.
+
+        Args:
+            out: 1-D, contiguous, floating: a part of ``values``' length for each rank.
+            values: 1-D, contiguous, floating; may be this rank's part of ``out``.
+            wire: The format.
+            places: Those of ``values``.
+        """
+        mine, whole = places
+        row = mine.row_bytes(wire)
+        self._count(f"{wire.name} weights", row, out.nbytes)
+
+        def run(lane: Lane) -> Tensor:
+            rows = lane.memory("received", whole.rows * row).view(self.here, self.wide, row)
+            own = rows[self.local, self.host].view(1, row)
+            source = Source(values, values.view(1, -1)[:0], mine, 1, 1.0)
+            self._math.encode(wire, source, own)
+            formats.write_tails(source, own)
+            with lane.turn():
+                self.transport.all_gather("outer", lane, rows[self.local], own[0])
+            if self.here > 1:
+                flat = rows.flatten(1)
+                self.transport.all_gather("inner", lane, flat, flat[self.local])
+            self._math.decode(wire, rows.flatten(0, 1), whole, out)
+            formats.read_tails(whole, rows.flatten(0, 1), out)
+            return out
+
+        self.transport.submit(run, [out, values]).wait()
+
     def average(
         self,
         values: Tensor,
@@ -148,7 +190,7 @@ class Exchange:
             feedback: What rounding takes of this rank's part, and of the mean that it owns.
         """
         row = plan.mine.row_bytes(wire)
-        self._count(wire, 2 * row, 2 * values.nbytes)
+        self._count(wire.name, 2 * row, 2 * values.nbytes)
         inverse = 1.0 / (divisor or self.wide * self.here)
         of_mine, of_mean = feedback or (None, None)
 
@@ -204,15 +246,15 @@ class Exchange:
             job = partial(self._scatter, part, values, start, wire, places, 1.0 / divisor, fed)
             done.append(self.transport.submit(job, () if feedback is None else feedback))
             sent, before = sent + places.row_bytes(wire), before + taken
-        self._count(wire, sent, values.nbytes)
+        self._count(wire.name, sent, values.nbytes)
         for each in done:
             each.wait()
 
-    def _count(self, wire: WireFormat, outer: int, nbytes: int) -> None:
+    def _count(self, what: str, outer: int, nbytes: int) -> None:
         """Count what goes to each other host, and this rank's share of what a ring sends there."""
         size = self.wide * self.here
         self._stats.exchanges += 1
-        self._stats.bytes_sent[wire.name] += (self.wide - 1) * outer
+        self._stats.bytes_sent[what] += (self.wide - 1) * outer
         self._stats.bytes_uncompressed += (size - 1) * nbytes // size // self.here
 
     def _scatter(
@@ -358,28 +400,24 @@ def shard_chunks(
             rows = wide * stride
             places = Places.evenly(wide, _blocks(length), stride, length, rows)
         else:
-            places = _pieces(wire, wide, stride, numels, start, length)
+            places = _pieces(wire, range(wide), stride, numels, start, length)
         found.append((start, length, places))
     sent = sum(places.row_bytes(wire) for _, _, places in found)
     return found if sent < numel * itemsize else None
 
 
-def gathered(
-    wire: WireFormat, size: int, numels: Sequence[int], itemsize: int
-) -> tuple[Places, Places] | None:
-    """Return the places of what each rank gives to an all-gather, in its own and in all of it.
-
-    None where they would not get fewer bytes.
-    """
-    numel = sum(numels)
-    mine, whole = (_pieces(wire, rows, numel, numels, 0, numel) for rows in (1, size))
-    return (mine, whole) if mine.row_bytes(wire) < numel * itemsize else None
-
-
 def _pieces(
-    wire: WireFormat, wide: int, stride: int, numels: Sequence[int], start: int, length: int
+    wire: WireFormat,
+    rows: Sequence[int],
+    stride: int,
+    numels: Sequence[int],
+    start: int,
+    length: int,
 ) -> Places:
-    """Return the places of rows that have elements ``start`` to ``start + length`` of lengths."""
+    """Return the places of rows that have elements ``start`` to ``start + length`` of lengths.
+
+    The first of ``rows`` begins after so many strides.
+    """
     runs, padded, flat = [], 0, -start
     small: list[int] = []
     for each in numels:
@@ -391,9 +429,9 @@ def _pieces(
             runs.append((padded, begin, stop - begin))
             padded += _blocks(stop - begin)
     of_rows = [
-        (row * padded + at, row * stride + begin, taken)
-        for row in range(wide)
+        (index * padded + at, row * stride + begin, taken)
+        for index, row in enumerate(rows)
         for at, begin, taken in runs
     ]
-    tails = [[row * stride + at for at in small] for row in range(wide)]
-    return Places(wide, padded, of_rows, tails)
+    tails = [[row * stride + at for at in small] for row in rows]
+    return Places(len(rows), padded, of_rows, tails)

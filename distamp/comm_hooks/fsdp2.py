@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from distamp.comm_hooks import formats, torch_compat
-from distamp.comm_hooks.exchange import arithmetic, gathered
-from distamp.comm_hooks.formats import Places, Source, WireFormat
+from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.formats import Places, WireFormat
 from distamp.comm_hooks.state import CommHookState, fits
 from distamp.comm_hooks.wrapped import Wrapped
 
@@ -67,10 +66,10 @@ class WireReduceScatter(_Comm):
         self._replicas = replicas
         self._partial: Tensor | None = None
 
-    def prepare(self, device: torch.device) -> None:
-        """Make what a checkpoint is loaded into."""
+    def prepare(self, device: torch.device, inside: bool) -> None:
+        """Make what a checkpoint is loaded into; of shards not, if they stay inside a host."""
         parameters, numels = _of(self._param_group)
-        shards = torch_compat.shards_of(self._param_group)
+        shards = None if inside else torch_compat.shards_of(self._param_group)
         for group, kind in ((shards, "shards"), (self._replicas, "replicas")):
             if group is not None and group.size() > 1:
                 self._state.planned(
@@ -141,13 +140,15 @@ class WireAllGather(_Comm):
     sent; the shard that the optimizer steps stays as it is, so nothing is to be fed back.
 
     Args:
+        state: That of the whole model.
         param_group: torch's own object for the group: what it gathers of each parameter.
         wire: The format.
     """
 
-    def __init__(self, param_group: Any, wire: WireFormat) -> None:
-        self._param_group, self._wire = param_group, wire
-        self._places: dict[tuple[int, ...], tuple[Places, Places] | None] = {}
+    # What survives a call: places, by bytes of an element.
+    def __init__(self, state: CommHookState, param_group: Any, wire: WireFormat) -> None:
+        self._state, self._param_group, self._wire = state, param_group, wire
+        self._places: dict[int, tuple[Places, Places] | None] = {}
 
     def __call__(
         self,
@@ -157,28 +158,21 @@ class WireAllGather(_Comm):
         async_op: bool = False,
     ) -> Any:
         """Gather, as ``torch.distributed.all_gather_single`` would; done when it returns."""
-        wire, numel = self._wire, input_tensor.numel()
         numels = [each.padded_sharded_param_size.numel() for each in self._param_group.fsdp_params]
-        # After a forward pass torch may gather other parts of them.
-        key = tuple(numels) if sum(numels) == numel else (numel,)
-        key = (group.size(), input_tensor.itemsize, *key)
-        if key not in self._places:
-            self._places[key] = gathered(wire, group.size(), key[2:], input_tensor.itemsize)
-        places = self._places[key] if input_tensor.is_floating_point() else None
-        if places is None:
-            return torch_compat.all_gather_as_torch(output_tensor, input_tensor, group, async_op)
-        mine, whole = places
-        math = arithmetic(input_tensor.device)
-        rows = torch.empty(
-            group.size(), mine.row_bytes(wire), dtype=torch.uint8, device=input_tensor.device
+        # After a forward pass torch may gather other parts, of other ranks; and bytes.
+        known = group is torch_compat.shards_of(self._param_group) and (
+            input_tensor.is_floating_point() and sum(numels) == input_tensor.numel()
         )
-        sent = torch.empty_like(rows[:1])
-        source = Source(input_tensor, input_tensor.view(1, -1)[:0], mine, 1, 1.0)
-        math.encode(wire, source, sent)
-        formats.write_tails(source, sent)
-        dist.all_gather_into_tensor(rows.view(-1), sent.view(-1), group=group)
-        math.decode(wire, rows, whole, output_tensor)
-        formats.read_tails(whole, rows, output_tensor)
+        exchange = self._state.exchange(group, input_tensor.device) if known else None
+        places = None
+        if exchange is not None:
+            size = input_tensor.itemsize
+            if size not in self._places:
+                self._places[size] = exchange.gathered(self._wire, numels, size)
+            places = self._places[size]
+        if exchange is None or places is None:
+            return torch_compat.all_gather_as_torch(output_tensor, input_tensor, group, async_op)
+        exchange.gather(output_tensor, input_tensor, self._wire, places)
         return None
 
 
@@ -280,17 +274,20 @@ def _attach(
             why = f"{dtype} is no wider than {state.wire.name}".removeprefix("torch.")
             state.counts.fallbacks[f"module whose gradients are reduced as they are: {why}"] += 1
         comm = WireReduceScatter(state, group, modules, replicas, through)  # type: ignore[arg-type]
+        # What stays on a host is not rounded.
+        shards = torch_compat.shards_of(group)
+        inside = replicas is not None and state.stay_on_hosts(shards, replicas)
         if through:
             if by_torch is not None:
                 torch_compat.replicas_to_hook(group)
-            if by_torch is None or not state.stay_on_hosts(torch_compat.shards_of(group), replicas):
+            if not inside:
                 module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
-            comm.prepare(group.device)
+            comm.prepare(group.device, inside)
         if replicas is not None and (through or by_torch is None):
             # Of these torch knows nothing: without a hook they would differ.
             module.set_all_reduce_hook(comm.between_replicas)
-        if gather is not None and torch_compat.shards_of(group) is not None:
-            module.set_custom_all_gather(WireAllGather(group, gather))  # type: ignore[arg-type]
+        if gather is not None and shards is not None and not inside:
+            module.set_custom_all_gather(WireAllGather(state, group, gather))  # type: ignore[arg-type]
 
 
 def _refuse(failure: str, *_: Any) -> None:

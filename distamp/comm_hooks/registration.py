@@ -102,7 +102,7 @@ def register(
     state = CommHookState(chosen, wrapped.over[0])
     state.counts.choice = choice
     compressed = choice is None or choice.compressed
-    if compressed:
+    if compressed or gathers is not None:
         connect(state, wrapped, tables)
     wrapped.attach(state, compressed, gathers)
     if chosen is TORCHS and wrapped.attach_torchs is not None:

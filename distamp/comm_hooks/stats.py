@@ -45,9 +45,10 @@ class HookStats:
     """What one hook did on this rank since it was made.
 
     Args:
-        exchanges: Buckets or modules whose gradients were exchanged.
-        bytes_sent: By wire format, the bytes this rank sent to other hosts, or to other ranks where
-            there is one level; without what TCP, IP and Ethernet add.
+        exchanges: Buckets or modules whose gradients, or weights, were exchanged.
+        bytes_sent: By wire format (and ``"int8 weights"``, of what is gathered), the bytes this
+            rank sent to other hosts, or to other ranks where there is one level; without what TCP,
+            IP and Ethernet add.
         bytes_uncompressed: What leaves this host in the place of ``bytes_sent``, for each of its
             ranks, where a ring of all ranks all-reduces (of shards, reduce-scatters) the same
             gradients in their own dtype, and visits each host once.

@@ -202,15 +202,17 @@ def test_what_rounding_takes_of_shards_comes_back(ranks2):
         assert last < first / 5
 
 
-def _gathered(wire: str) -> tuple[float, float, bool]:
+def _gathered(wire: str, hosts: str) -> tuple[float, float, bool]:
     """How far outputs are from those of exact weights; errors of gradients; and the shards."""
     model, exact = sharded(), Net()
     before = [p.to_local().clone() for p in model.parameters()]
-    register(model, "fp16", gather=wire)
+    with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
+        state = register(model, "fp16", gather=wire)
     x = torch.randn(6, 37, generator=torch.Generator().manual_seed(0))
     out, true = model(x), exact(x)
     loss_of(model, dist.get_rank()).backward()
     after = [p.to_local() for p in model.parameters()]
+    assert state.stats().bytes_sent[f"{wire} weights"] > 0
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, out.detach())
     same = all(torch.equal(each, out) for each in every)
@@ -218,9 +220,11 @@ def _gathered(wire: str) -> tuple[float, float, bool]:
     return off, error(model), same and all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize(("wire", "bound"), [("int8", 2e-2), ("bf16", 5e-3)])
-def test_weights_are_gathered_through_the_wire_and_shards_stay_exact(ranks2, wire, bound):
-    for off, wrong, exact in ranks2.run(_gathered, wire):
+@pytest.mark.parametrize(
+    ("hosts", "wire", "bound"), [("ab", "int8", 2e-2), ("ab", "bf16", 5e-3), ("abba", "int8", 2e-2)]
+)
+def test_weights_are_gathered_through_the_wire_and_shards_stay_exact(ranks, hosts, wire, bound):
+    for off, wrong, exact in ranks(len(hosts)).run(_gathered, wire, hosts):
         assert 1e-5 < off < bound
         assert wrong < 3 * bound
         assert exact
