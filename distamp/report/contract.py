@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
@@ -278,22 +278,19 @@ class Contract:
         given: Any = () if optimizer is None else optimizer
         optimizers = (given,) if hasattr(given, "step") else tuple(given)
         observer = Observer(models, optimizers, hooks)
-        self._require_matches(observer.names.values())
+        self._require_matches([*observer.names.values()])
         found = Breaches(self)
         try:
             with observer.observing():
                 yield found
-        except BaseException as error:
-            _exchange(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            _tell(f"{type(error).__name__}: {error}")
             raise
+        raised = _tell("")
+        if raised:
+            raise DistampError(f"the step that a contract watches raised on {', '.join(raised)}")
         rows = {row: (calls, observer.bytes[row]) for row, calls in observer.calls.items()}
-        gathered = _exchange((rows, observer.unseen()))
-        for rank, each in enumerate(gathered):
-            if isinstance(each, str):
-                raise DistampError(
-                    f"the step that a contract watches raised on rank {rank}: {each}"
-                )
-        found.fill(gathered)
+        found.fill(_gather((rows, observer.unseen())))
 
     def judge(self, ranks: Sequence[Mapping[Seen, tuple[int, int]]]) -> Iterator[Breach]:
         """Yield what is not as declared among what each rank saw, and where ranks differ."""
@@ -333,15 +330,16 @@ class Contract:
         declared = self.declared(row.key, row.where)
         return not declared or ("fp8" if "float8" in row.found else row.found) in declared
 
-    def _require_matches(self, names: Iterable[str]) -> None:
-        known = [*names]
-        for pattern in self.modules:
-            if not any(_matches(name, pattern) for name in known):
-                near = difflib.get_close_matches(pattern, known, 3, 0.3) or known[1:4]
-                raise SettingError(
-                    f"the contract's pattern {pattern!r} matches no module of the model; there are "
-                    f"{', '.join(near) or 'none with a name'}"
-                )
+    def _require_matches(self, names: Sequence[str]) -> None:
+        """Raise for a pattern that matches no module on any rank."""
+        matched = {each for each in self.modules if any(_matches(name, each) for name in names)}
+        anywhere = set().union(*_gather(matched)) if self.modules else set()
+        for pattern in self.modules.keys() - anywhere:
+            near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[1:4]
+            raise SettingError(
+                f"the contract's pattern {pattern!r} matches no module of the model; there are "
+                f"{', '.join(near) or 'none with a name'}"
+            )
 
 
 def _dtypes(key: str, given: Any) -> tuple[str, ...]:
@@ -393,13 +391,35 @@ def _breach(
     return replace(breach, fix=next((fix for applies, fix in _FIXES if applies(breach)), ""))
 
 
-def _exchange(own: Any) -> list[Any]:
+def _several_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _gather(own: Any) -> list[Any]:
     """What every rank has, in order."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [own]
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
+    gathered: list[Any] = [own]
+    if _several_ranks():
+        gathered *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, own)
     return gathered
+
+
+def _tell(error: str) -> list[str]:
+    """Tell all ranks by the store how the step ended here; hear it of all, unless it failed.
+
+    No collective: where a step fails on one rank, others may stand in one of its own.
+    """
+    if not _several_ranks():
+        return []
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    rank, ranks = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
+    call = store.add(f"distamp.contract/{rank}", 1)
+    store.set(f"distamp.contract/{call}/{rank}", f"{error} ")
+    heard = [] if error else [store.get(f"distamp.contract/{call}/{each}") for each in ranks]
+    said = [(each, text.decode().strip()) for each, text in enumerate(heard)]
+    return [f"rank {each}: {text}" for each, text in said if text]
 
 
 _HALF = ("bf16", "fp16")

@@ -87,8 +87,8 @@ class Observer(Follower):
         self._lock = threading.Lock()
         self._ran: set[nn.Module] = set()
         # Where parameters are, and casts of them; and of what was packed into bytes, its dtype.
-        self._stored: dict[StorageWeakRef, str] = {}
-        self._packed: dict[StorageWeakRef, str] = {}
+        self._stored: dict[object, str] = {}
+        self._packed: dict[object, str] = {}
         # Open blocks of torch.profiler.record_function: FSDP and optimizers say there what they do.
         self._blocks: list[str] = []
 
@@ -326,10 +326,12 @@ def _handed_to(node: Any) -> Tensor | None:
     return None if node is None else node.variable
 
 
-def _storage(tensor: Tensor) -> StorageWeakRef:
+def _storage(tensor: Tensor) -> object:
     """What tells storages apart, also after they are freed; of a subclass, that of its data."""
     while hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    if tensor.layout is not torch.strided:
+        return object()  # it has none, and is never found again
     return StorageWeakRef(tensor.untyped_storage())
 
 

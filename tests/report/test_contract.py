@@ -219,7 +219,8 @@ def test_dtypes_are_named_as_people_do():
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for _, layout, _ in CLEAN))
 def test_each_level_keeps_its_contract(ranks2: RankPool, layout):
     for setup in (each for each in CLEAN if each[1] == layout):
-        for found in ranks2.run(clean, *setup):
+        alone = layout == "plain"
+        for found in [clean(*setup)] if alone else ranks2.run(clean, *setup):
             assert not found, f"{setup}: {found}"
             assert {"parameters", "compute", "masters", "optimizer_state"} <= {*found.seen}
 
@@ -266,6 +267,34 @@ def _raises_on_one() -> str:
 
 
 def test_a_step_that_raises_on_one_rank_hangs_none(ranks2: RankPool):
-    said = ranks2.run(_raises_on_one)
-    assert said[1] == "no data"
-    assert said[0].endswith("raised on rank 1: ValueError: no data")
+    for _ in range(2):
+        said = ranks2.run(_raises_on_one)
+        assert said[1] == "no data"
+        assert said[0].endswith("raised on rank 1: ValueError: no data")
+
+
+def _of_half_the_model() -> list[Any]:
+    """As in a pipeline: each rank has modules that the other has not."""
+    model = nn.Sequential()
+    model.add_module(f"stage{torch.distributed.get_rank()}", nn.Linear(2, 2))
+    contract = Contract(modules={"stage0": {"compute": "fp32"}, "stage1": {"compute": "bf16"}})
+    found = contract.check(lambda: model(torch.ones(1, 2)), model)
+    with pytest.raises(SettingError, match="'stage2' matches no module"):
+        Contract(modules={"stage2": "fp32"}).check(lambda: None, model)
+    return [(each.where, each.ranks) for each in found]
+
+
+def test_patterns_have_to_match_on_one_rank_alone(ranks2: RankPool):
+    assert ranks2.run(_of_half_the_model) == [[(("stage1",), (1,))]] * 2
+
+
+def test_sparse_gradients_are_nobodys_storage():
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.tensor([1, 2, 2])).sum().backward()
+        model[0].weight.grad.clone().to(BF16)
+        optimizer.step()
+
+    assert not Contract(parameters="fp32", masters="fp32").check(step, model, optimizer)
