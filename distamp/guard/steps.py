@@ -786,7 +786,7 @@ class Steps:
             _multiply(one.source, factor, divisor.device)
             factor = 1.0
         if not fused:
-            result = None if skip else self._maybe_opt_step(one.given, record, *args, **kwargs)
+            result = None if spike else self._maybe_opt_step(one.given, record, *args, **kwargs)
         elif not folds:
             result = self._step_with_scaler(one.given, skip, args, kwargs)
         else:

@@ -41,6 +41,12 @@ def _distamp(program: Program, layout: Layout) -> Any:
     )
 
 
+def _guard(program: Program, layout: Layout) -> Any:
+    from distamp import StepGuard
+
+    return StepGuard(layout.process_group())
+
+
 def _torch(program: Program, layout: Layout) -> Any:
     return torch.amp.GradScaler(
         device_type(), init_scale=program.init_scale, growth_interval=program.growth_interval
@@ -60,6 +66,7 @@ def _sharded(program: Program, layout: Layout) -> Any:
 
 SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
     "distamp": _distamp,
+    "guard": _guard,
     "torch": _torch,
     "sharded": _sharded,
     "none": lambda program, layout: torch.amp.GradScaler(device_type(), enabled=False),
@@ -68,7 +75,7 @@ SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
 
 def run_on_rank(programs: Sequence[Program], scaler: str) -> list[list[Outcome]]:
     """Run each program here; every rank of the pool does the same."""
-    if scaler != "distamp":
+    if scaler not in ("distamp", "guard"):
         # Warnings are errors in ranks; for a peer a warning is no fault.
         warnings.simplefilter("ignore")
     return [Runner(program, scaler).run() for program in programs]
@@ -80,7 +87,8 @@ class Runner:
         self.layout = layout_named(program.layout)()
         self.new_scaler = functools.partial(SCALERS[scaler], program, self.layout)
         self.scaler = self.new_scaler()
-        self.real = scaler != "none"
+        self.guards = scaler == "guard"
+        self.real = scaler not in ("none", "guard")
         kind = KINDS[program.kind]
         parts = self.layout.parts()
         if program.optimizers == 1:
@@ -157,7 +165,9 @@ class Runner:
 
     def _astray(self, number: int) -> str | None:
         astray, last = self.program.astray, len(self.program.iterations) - 1
-        if astray is None or number != last or astray[1] != self.layout.rank or not self.real:
+        if astray is None or number != last or astray[1] != self.layout.rank:
+            return None
+        if not (self.real or self.guards):
             return None
         return astray[0]
 
@@ -225,6 +235,13 @@ class Runner:
 
     def _step_one(self, index: int, iteration: Iteration, outcome: Outcome) -> None:
         optimizer, scaler = self.optimizers[index], self.scaler
+        if iteration.order == "clip" and self.guards and iteration.micro == 2:
+            sharded = self.layout.sharded
+            scaler.step_all([optimizer], max_norm=MAX_NORM, sharded=sharded)
+            norm = scaler.grad_norm(optimizer)
+            outcome.norms.append((float(norm), self.reference.norm(index)))
+            self.reference.clip(index, MAX_NORM)
+            return
         if iteration.order == "clip":
             norm = scaler.clip_grad_norm_(optimizer, MAX_NORM, sharded=self.layout.sharded)
             outcome.norms.append((float(norm), self.reference.norm(index)))

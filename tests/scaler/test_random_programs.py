@@ -1,13 +1,14 @@
 """Random programs on real ranks: which calls, in which order, which rank is hit by what.
 
-``python -m tests.scaler.test_random_programs DRAWS SEED`` draws so many outside pytest, prints
-every program that breaks the invariant and counts them. Other faults are in `tests.faults`.
+``python -m tests.scaler.test_random_programs DRAWS SEED [FORM]`` draws so many outside pytest,
+prints every program that breaks the invariant and counts them. Other faults are in `tests.faults`.
 """
 
 import datetime
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -23,6 +24,8 @@ from tests.scaler.reference import KINDS
 DRAWS = 12
 ALL_DRAWS = 10_000
 PARTS = 20
+# Steps taken together by a scaler, and by a StepGuard, which also clips as it steps.
+FORMS = ["distamp", "guard"]
 
 RANK = st.integers(0, WORLD - 1)
 FAULT = st.builds(
@@ -96,17 +99,25 @@ def _draw(check: Callable[[Program], None], draws: int, seed: int | None) -> Non
     (each if seed is None else hypothesis.seed(seed)(each))()
 
 
-def _check(ranks, draws: int, seed: int | None) -> None:
-    judge = Judge(ranks(WORLD))
+def _fitted(program: Program, form: str) -> Program:
+    """A program as this form of taking steps together has it: a guard loads no scale."""
+    if form == "guard" and program.astray is not None and program.astray[0] == "scale":
+        return replace(program, astray=None)
+    return program
+
+
+def _check(ranks, draws: int, seed: int | None, form: str = "distamp") -> None:
+    judge = Judge(ranks(WORLD), form)
 
     def holds(program: Program) -> None:
-        assert judge.judge(program) == [[]]
+        assert judge.judge(_fitted(program, form)) == [[]]
 
     _draw(holds, draws, seed)
 
 
-def test_invariant_holds_in_random_programs(ranks):
-    _check(ranks, DRAWS, None)
+@pytest.mark.parametrize("form", FORMS)
+def test_invariant_holds_in_random_programs(ranks, form):
+    _check(ranks, DRAWS, None, form)
 
 
 def test_a_step_taken_before_another_optimizer_refuses_its_own_is_no_fault(ranks):
@@ -118,20 +129,22 @@ def test_a_step_taken_before_another_optimizer_refuses_its_own_is_no_fault(ranks
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_invariant_holds_in_ten_thousand_random_programs(ranks, part):
-    _check(ranks, ALL_DRAWS // PARTS, part)
+def test_invariant_holds_in_ten_thousand_random_programs(ranks, part, form):
+    _check(ranks, ALL_DRAWS // PARTS, part, form)
 
 
 def main() -> None:
-    draws, seed = map(int, sys.argv[1:])
+    draws, seed = map(int, sys.argv[1:3])
+    form = sys.argv[3] if len(sys.argv) > 3 else FORMS[0]
     seen = [0, 0]
     start = time.monotonic()
     with RankPool(WORLD) as pool:
-        judge = Judge(pool)
+        judge = Judge(pool, form)
 
         def tell(program: Program) -> None:
-            wrong = judge.judge(program)[0]
+            wrong = judge.judge(_fitted(program, form))[0]
             seen[0] += 1
             seen[1] += bool(wrong)
             if wrong:
