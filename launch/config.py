@@ -184,6 +184,15 @@ class _Optimizer:
         AT_LEAST_0_AND_FINITE,
         "grad_clip max_norm max_grad_norm gradient_clip clip_grad_norm",
     )
+    skip_above: float = option(
+        0.0, "skip a step whose norm lies above this, on every rank; 0: none", AT_LEAST_0, "spike"
+    )
+    on_nonfinite: str = option(
+        "skip",
+        "at inf or NaN in a gradient: skip, or report, which says where it was born",
+        one_of("skip", "report"),
+        "detect_anomaly check_nan",
+    )
     ema: float = option(0.0, "decay of an average of the weights, for sample and evaluate", BELOW_1)
 
 

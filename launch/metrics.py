@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
+from distamp import NonFinite
 from launch.config import Config
 from launch.data import Data
 from launch.folder import begin, write_whole
@@ -131,6 +132,12 @@ class Metrics:
         if self._board is not None:
             for key in record.keys() - {"step"}:
                 self._board.add_scalar(key, record[key], step)
+
+    def blame(self, step: int, origin: NonFinite) -> None:
+        """Keep where the first inf or NaN of a step was born; distamp has logged it."""
+        if self._main:
+            with (self._config.run_dir / "nonfinite.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **origin.to_dict()}, default=str) + "\n")
 
     def _line(self, record: Record) -> str:
         step, steps = record["step"], self._config.steps

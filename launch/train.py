@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if not __package__:  # run as a script: the folder above holds the packages, this one does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -18,6 +18,7 @@ if missing := [name for name in ("rich", "matplotlib") if find_spec(name) is Non
 import torch
 from torch import Tensor, nn
 
+from distamp import StepReplay
 from distamp.initialize import Amp
 from launch.checkpoint import Checkpoints, Progress
 from launch.config import Config, parse
@@ -28,7 +29,7 @@ from launch.job import make_amp, make_model
 from launch.metrics import Metrics, Record
 from launch.model import build, loss_of
 from launch.optim import Average, Rates, make_optimizers
-from launch.parallel import Layout, cut_over, on_first, pick_device, process_group, wrap
+from launch.parallel import Layout, on_first, pick_device, process_group, wrap
 from launch.stop import die_with_parent, listening
 from launch.usage import UsageError, exit_code_of, require
 
@@ -111,6 +112,8 @@ def make_ready(config: Config, data: Data, device: torch.device, checkpoint: Pat
     # After the cast, as DDP's buckets have the dtypes that it finds; before a hook, which it calls.
     model = wrap(inner, layout, Batch.of([data.train[0]] * 2, device))
     amp = make_amp(model, optimizers, config, layout)
+    if config.on_nonfinite == "report":
+        amp.scaler.replay = StepReplay(model)
     # After all that is alike on the ranks: dropout draws other numbers on each.
     torch.manual_seed(config.seed + 1 + layout.data_rank)
     # After the masters, of which it is the average.
@@ -147,19 +150,33 @@ class Outcome(NamedTuple):
     taken: Tensor
 
 
-def train_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
-    """Do one step: forward and backward passes, clip, and the optimizers."""
-    model, amp = job.model, job.amp
+def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
+    """Do the forward and backward passes of a step; return the loss."""
     total = torch.zeros((), device=job.device)
     for number, batch in enumerate(microbatches, 1):
-        with nullcontext() if number == len(microbatches) else amp.no_sync():
-            with amp.autocast():
-                outputs = model(*batch.inputs, **batch.named)
-            loss = loss_of(model)(outputs, batch.targets) / len(microbatches)
-            amp.backward(loss)
+        with nullcontext() if number == len(microbatches) else job.amp.no_sync():
+            with job.amp.autocast():
+                outputs = job.model(*batch.inputs, **batch.named)
+            loss = loss_of(job.model)(outputs, batch.targets) / len(microbatches)
+            job.amp.backward(loss)
         total += loss.detach()
-    norm = amp.clip_grad_norm_(job.config.clip or math.inf, sharded=cut_over)
-    return Outcome(total, norm, amp.step().taken)
+    return total
+
+
+def train_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
+    """Do one step: forward and backward passes, clip, and the optimizers."""
+    config, guard = job.config, job.amp.scaler
+    replay: Any = guard.replay
+    if replay is not None:
+        tensors = [(each.inputs, {**each.named}, each.targets) for each in microbatches]
+        guard.keep(lambda: run_passes(job, microbatches), tensors)
+        replay.found = None
+    loss = run_passes(job, microbatches)
+    limit = config.skip_above or None
+    taken = job.amp.step(max_norm=config.clip or math.inf, skip_above=limit).taken
+    if replay is not None and replay.found is not None:
+        job.metrics.blame(job.progress.step, replay.found)
+    return Outcome(loss, guard.grad_norm(), taken)
 
 
 def checked_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
@@ -210,7 +227,8 @@ def train(job: Job, is_asked: Callable[[], bool]) -> None:
             if config.level.scales:
                 record["loss_scale"] = scale
             metrics.note(record)
-            lost = 0 if config.level.scales or record["taken"] else lost + 1
+            finite = config.level.scales or math.isfinite(record["gradient_norm"])
+            lost = 0 if finite else lost + 1
             require(lost < 3, diverged(record))
             ended = ranks_asked > 0
             if "eval" in tasks:

@@ -1,5 +1,6 @@
 """Data as people have them: labels of every kind, each counted once; tokens that are kept."""
 
+import json
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,24 @@ def test_batch_with_a_nan_is_skipped_on_every_rank_in_any_precision(ranks2, tmp_
         assert [row["loss"] is None for row in steps] == [not row["taken"] for row in steps]
         assert steps[-1]["skipped"] == sum(not row["taken"] for row in steps) == 3
         assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
+
+
+def test_where_a_nan_was_born_goes_into_the_folder_of_the_run(ranks2, tmp_path):
+    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:spoilt", *TINY, "--steps", 4)
+    ranks2.run(jobs.train, tmp_path, (*own, "--batch", 16, "--on-nonfinite", "report"))
+    skipped = [row["step"] for row in jobs.records(tmp_path) if not row.get("taken", True)]
+    lines = (tmp_path / "nonfinite.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == skipped != []
+    assert all(json.loads(line)["kind"] == "input" for line in lines)
+
+
+def test_step_whose_norm_is_a_spike_is_skipped(text, tmp_path):
+    args = ("--data", text, *TINY, "--steps", 4)
+    norms = [row["gradient_norm"] for row in jobs.train(tmp_path / "1", args) if "loss" in row]
+    limit = (norms[0] + max(norms)) / 2 if norms[0] < max(norms) else norms[0] * 0.999
+    rows = [r for r in jobs.train(tmp_path / "2", (*args, "--skip-above", limit)) if "loss" in r]
+    assert [row["taken"] for row in rows] == [row["gradient_norm"] <= limit for row in rows]
+    assert not all(row["taken"] for row in rows)
 
 
 def test_examples_without_a_target_are_refused():

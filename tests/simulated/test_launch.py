@@ -1,11 +1,13 @@
 """launch/train.py with --device sim: in each layout the losses that it has on the CPU."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.launch import jobs
 from tests.launch.jobs import TINY, Rows, losses
+from tests.simulated.device import ALL_SYNCS, counted
 
 RUN = (*TINY, "--steps", 4)
 SHOWN = ("step", "loss", "gradient_norm", "validation_loss")
@@ -39,6 +41,22 @@ def test_a_run_on_ranks_is_as_on_the_cpu(sim_ranks, ranks, text, tmp_path, size,
     given = (*args, "--device", "sim")
     found = sim_ranks(size).run(jobs.train, tmp_path / "sim", given, schedule="random")
     _same(found[0], expected[0])
+
+
+def _waits(folder: Path, args: tuple[object, ...]) -> Counter[str]:
+    """How often a run waits for its device; its records come at its end."""
+    with counted() as found:
+        jobs.train(folder, args)
+    return Counter({kind: count for kind, count in found.items() if kind in ALL_SYNCS})
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_no_step_waits_for_its_device(sim, text, tmp_path, precision):
+    """But where a record is written: twice as many steps wait no more often."""
+    args = ("--data", text, *TINY, "--device", "sim", "--precision", precision, "--log-every", 99)
+    args = (*args, "--eval-every", 99, "--save-every", 99, "--keep", 0, "--no-check-precision")
+    few = sim.one(_waits, tmp_path / "few", (*args, "--steps", 4))
+    assert sim.one(_waits, tmp_path / "many", (*args, "--steps", 8)) == few
 
 
 @pytest.mark.parametrize(
