@@ -332,7 +332,11 @@ class _Watch(Follower):
         given = [(name, each) for name, value in named for each in _floats(value)]
         written = [each for name, each in given if name in kernel.written]
         if kernel.meets:
-            return self._meet(func, args, kwargs, dict(named), given, written)
+            origin = self._feed(kernel, dict(named), given)
+            out = func(*args, **kwargs)
+            # It is looked at where it is used: it may come later.
+            self._note([*written, *_floats(out)], frozenset({origin}))
+            return out
         before = {} if kernel.overwrites else {id(each): _range("", each) for each in written}
         out = func(*args, **kwargs)
         place = self._place(kernel.name)
@@ -342,19 +346,36 @@ class _Watch(Follower):
         if kernel.view:
             return out
         # The other is the whole buffer, of which this rank has filled its part.
-        made = [*_floats(out[:1] if kernel.name == "all_gather_copy_in" else out), *written]
+        outputs = _floats(out[:1] if kernel.name == "all_gather_copy_in" else out)
+        made = [*{id(each): each for each in (*outputs, *written)}.values()]
         if kernel.name in _EMPTY:
             self._note(made, frozenset())
             return out
-        ranges = [(each, _range("", each)) for each in made]
+        ranges = [_range("", each) for each in made]
         if place.direction == "forward":
-            self.total += sum(found.high for _, found in ranges if found.finite)
-        bad = {id(each): (each, found) for each, found in ranges if not found.finite}
-        if not bad:
-            self._absorb(kernel.name, given)
-            return out
-        inputs, origins, unknown = [], frozenset[_Origin](), False
-        storages = {_storage(each) for each, _ in bad.values()}
+            self.total += sum(found.high for found in ranges if found.finite)
+        bad = [each for each, found in zip(made, ranges, strict=True) if not found.finite]
+        if bad:
+            place = replace(place, output=next(found for found in ranges if not found.finite))
+            scalars = [each for _, each in named if isinstance(each, float)]
+            fills = kernel.name in _FILLS and any(map(math.isinf, scalars))
+            self._note(bad, self._made_by(kernel, place, given, before, bad, fills))
+        elif any(word in kernel.name for word in _ABSORBS):
+            self._absorb(given)
+        return out
+
+    def _made_by(
+        self,
+        kernel: _Kernel,
+        place: NonFinite,
+        given: Iterable[tuple[str, Tensor]],
+        before: dict[int, TensorRange],
+        bad: Iterable[Tensor],
+        fills: bool,
+    ) -> _Origins:
+        """The origins of what a kernel made that is not finite: of its inputs, or the kernel."""
+        inputs, origins, partly = [], frozenset[_Origin](), False
+        storages = {*map(_storage, bad)}
         for name, each in given:
             if name in kernel.written and kernel.overwrites:
                 continue
@@ -362,36 +383,22 @@ class _Watch(Follower):
             inputs.append(found)
             known = self._known(each)
             # Where a kernel returns what it was given without a word, its input shows what it made.
-            own = id(each) in before or known is not None or _storage(each) not in storages
-            if not found.finite and own:
+            own = name in kernel.written or known is not None or _storage(each) not in storages
+            if own and not found.finite:
                 origins |= self._of(each, found, place)
-                unknown |= known == frozenset()
-        output = next(found for _, found in bad.values())
-        nan = output.is_nan
+                # It wrote into a part of what nobody had filled.
+                partly |= name in kernel.written and known == frozenset()
+        nan = place.output is not None and place.output.is_nan
         new = nan and not any(each.is_nan for each in inputs)
-        if (not origins and not unknown) or (new and all(each.weak for each in origins)):
-            scalars = [it for it in (*args, *kwargs.values()) if isinstance(it, float)]
-            weak = kernel.name in _FILLS and not nan and any(map(math.isinf, scalars))
-            made_of = replace(place, inputs=tuple(inputs), output=output)
-            origins |= {_Origin(made_of, self._order, weak)}
-        for each, _ in bad.values():
-            keep = id(each) in before and not before[id(each)].finite
-            self._note(
-                [each], origins | ((self._known(each) or frozenset()) if keep else frozenset())
-            )
-        return out
+        if (not origins and not partly) or (new and all(each.weak for each in origins)):
+            place = replace(place, inputs=tuple(inputs))
+            origins |= {_Origin(place, self._order, weak=fills and not nan)}
+        return origins
 
-    def _meet(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        named: dict[str, Any],
-        given: list[tuple[str, Tensor]],
-        written: list[Tensor],
-    ) -> Any:
-        """Run a collective. What it gives is looked at where it is used: it may come later."""
-        kernel = _kernel_of(func)
+    def _feed(
+        self, kernel: _Kernel, named: dict[str, Any], given: Iterable[tuple[str, Tensor]]
+    ) -> _Origin:
+        """Note what this rank feeds to a collective; return what comes out of it, for all ranks."""
         place = self._place(kernel.name)
         name, me = _group_of(named.get("process_group", named.get("group_name")))
         pair = {"send": (me, named.get("dst")), "recv": (named.get("src"), me)}.get(kernel.meets)
@@ -399,20 +406,14 @@ class _Watch(Follower):
         self._meetings[key] += 1
         key = (*key, self._meetings[key])
         source = named.get("root_rank", named.get("src", me)) if "broadcast" in kernel.name else me
-        inputs, fed = [], frozenset[_Origin]()
-        for argument, each in given:
-            is_input = argument.startswith("input") or argument == "tensors"
-            if is_input and kernel.meets != "recv" and source == me:
-                inputs.append(_range(f"rank {self._rank}", each))
-                if not inputs[-1].finite:
-                    fed |= self._of(each, inputs[-1], place)
-        if fed:
-            self.fed[key] = fed
-        out = func(*args, **kwargs)
+        feeds = kernel.meets != "recv" and source == me
+        fed = [each for at, each in given if feeds and (at.startswith("input") or at == "tensors")]
+        inputs = [_range(f"rank {self._rank}", each) for each in fed]
+        for each, found in zip(fed, inputs, strict=True):
+            if not found.finite:
+                self.fed[key] = self.fed.get(key, frozenset()) | self._of(each, found, place)
         place = replace(place, kind="collective", inputs=tuple(inputs))
-        origin = _Origin(place, self._order, key=key)
-        self._note([*written, *_floats(out)], frozenset({origin}))
-        return out
+        return _Origin(place, self._order, key=key)
 
     def _known(self, tensor: Tensor) -> _Origins | None:
         """The origins of what is not finite in a tensor's storage, if it was seen."""
@@ -440,13 +441,11 @@ class _Watch(Follower):
         self._note([tensor], frozenset({origin}))
         return frozenset({origin})
 
-    def _absorb(self, kernel: str, given: Iterable[tuple[str, Tensor]]) -> None:
+    def _absorb(self, given: Iterable[tuple[str, Tensor]]) -> None:
         """A -inf that a softmax turned to 0 did what a mask does."""
-        if any(word in kernel for word in _ABSORBS):
-            for _, each in given:
-                for origin in self._known(each) or ():
-                    made = origin.found.output
-                    origin.weak |= made is not None and made.low == -math.inf < made.high < math.inf
+        for origin in frozenset().union(*(self._known(each) or () for _, each in given)):
+            made = origin.found.output
+            origin.weak |= made is not None and made.low == -math.inf < made.high < math.inf
 
     def reach(self, values: Any, what: str) -> None:
         """Note by what losses or gradients are spoilt, if they are."""
