@@ -34,7 +34,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from distamp.autocast.op_names import schema_of
-from distamp.report.following import Follower, FollowingMode, module_names, tensors_in
+from distamp.report.following import (
+    Follower,
+    FollowingMode,
+    inside_compiled_ones,
+    module_names,
+    tensors_in,
+)
 from distamp.report.rows import OUTSIDE
 
 __all__ = ["NonFinite", "StepReplay", "TensorRange", "first_nonfinite"]
@@ -838,6 +844,8 @@ def _search(
         _drop_gradients(model)
     hooks = [name for each in _ddp_in(model) for name in _hooks_with_a_state(each)]
     notes = [*notes, *(f"the communication hook {name} was left out" for name in hooks)]
+    if inside_compiled_ones(model):
+        notes.append("compiled modules ran eagerly")
     if found[0] is None:
         return None if finite else NonFinite("unseen", notes=tuple(notes))
     if totals[0] != totals[1]:

@@ -35,11 +35,11 @@ from tests.report.plants_nonfinite import MODELS, PLANTS, Plant, build
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "nonfinite.md"
 PARTS = ("operation", "module", "direction", "ranks", "micro-batch")
 OUTSIDE = ("", "(outside)")
-FIRST_RUN = (
-    "First run, at commit 2edabc7: operation 38, module 40, direction 40, ranks 39, micro-batch "
-    "40.\nThe two that are not right are weights under FSDP2, which an all-gather reads before "
-    "their\nmodule does."
-)
+FIRST_RUN = """\
+First run, at commit 2edabc7: operation 38, module 40, direction 40, ranks 39, micro-batch 40.
+The two that are not right are weights under FSDP2, which an all-gather reads before their module
+does. DebugUnderflowOverflow goes on here after its first find, as a rank that stops alone hangs the
+others; set_detect_anomaly raises."""
 
 
 @dataclass(frozen=True)

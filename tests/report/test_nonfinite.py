@@ -241,6 +241,7 @@ def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
     found = distamp.first_nonfinite(step_of(compiled, inputs_of()), compiled)
     assert found is not None
     assert (found.op, found.module) == ("log", "h.1")
+    assert found.notes == ("compiled modules ran eagerly",)
 
 
 def test_the_loss_scale_of_torchs_scaler_overflows_in_backward() -> None:
