@@ -63,6 +63,10 @@ def product_in_half(x: Tensor) -> Tensor:
     return (torch.matmul(x.half() * 1e4, x.half().T * 1e2)).float() @ x
 
 
+def product_backward_in_half(x: Tensor) -> Tensor:
+    return x + (torch.matmul(x.half() * 0, torch.full((16, 16), 6e4).half()) * 1e4).float()
+
+
 FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
     # What, op, kernel, direction.
     "log": (log, "log", "log", "forward"),
@@ -72,6 +76,7 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
     "a product in fp16": (product_in_half, "matmul", "mm", "forward"),
     "in place": (lambda x: x.clone().div_(0.0), "div", "div_", "forward"),
     "0 / 0": (lambda x: x / x.sub(x).norm(dim=-1, keepdim=True), "div", "div", "forward"),
+    "a product's backward": (product_backward_in_half, "matmul", "mm", "backward"),
     "sqrt of 0": (root_of_0, "sqrt", "div", "backward"),
     "hidden by where": (hidden_by_where, "sqrt", "div", "backward"),
     "a function of one's own": (BadBackward.apply, "BadBackward", "div", "backward"),
