@@ -29,7 +29,7 @@ from distamp.errors import (
     StageError,
 )
 from distamp.guard import StepGuard
-from distamp.initialize import cast_model, initialize
+from distamp.initialize import cast_model, float8_layers, initialize
 from distamp.installation import install, uninstall
 from distamp.precision import Precision
 from distamp.report import (
@@ -87,6 +87,7 @@ __all__ = [
     "custom_fwd",
     "findings",
     "first_nonfinite",
+    "float8_layers",
     "initialize",
     "install",
     "pin_precision",

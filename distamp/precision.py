@@ -42,6 +42,9 @@ class Precision:
         loss_scale: ``"dynamic"``, or a constant, where 1.0 is none.
         pins: Modules in a precision of their own: pairs of a shell pattern over module names and
             what `distamp.pin_precision` takes by name; of several that match, the last counts.
+        float8: How linear layers that can are scaled when they compute in float8; None where none
+            does.
+        float8_all_gather: Whether FSDP2 gathers their weights in float8.
 
     Raises:
         SettingError: Something contradicts something else.
@@ -59,6 +62,8 @@ class Precision:
     master_weights: bool | Literal["split"] | None
     loss_scale: float | Literal["dynamic"]
     pins: tuple[tuple[str, str], ...] = ()
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    float8_all_gather: bool = False
 
     @property
     def autocasts(self) -> bool:
@@ -69,6 +74,11 @@ class Precision:
     def casts_model(self) -> bool:
         """Whether the model's own parameters are in a lower precision."""
         return self.param in _HALF
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the model itself is changed before anything is wrapped around it."""
+        return self.casts_model or self.float8 is not None
 
     @property
     def scales(self) -> bool:
@@ -107,6 +117,17 @@ class Precision:
                     f"{name}={value} contradicts {self.level}, whose parameters are float32 "
                     "already; leave it out, or take O2 or O3, whose model is cast"
                 )
+        beside = (self.param, self.compute) == (torch.float32, torch.bfloat16)
+        if self.float8 is not None and not (self.float8 in ("tensorwise", "rowwise") and beside):
+            raise SettingError(
+                "float8 must be 'tensorwise' or 'rowwise', in a region of bfloat16 over float32 "
+                f"parameters, not {self.float8!r} at {self.level}; take fp8 or fp8-rowwise"
+            )
+        if self.float8_all_gather and self.float8 != "tensorwise":
+            raise SettingError(
+                "float8_all_gather gathers shards under one scale for each weight: it needs "
+                f"float8='tensorwise', not {self.float8!r}; take fp8"
+            )
         scale = self.loss_scale
         number = isinstance(scale, float) and math.isfinite(scale) and scale > 0
         if scale != "dynamic" and not number:
@@ -132,7 +153,7 @@ class Precision:
 
         Args:
             level: ``"O0"``, ``"O1"``, ``"O2"``, ``"O3"``, ``"bf16"``, ``"bf16-O2"``, ``"bf16-O3"``,
-                or your own value.
+                ``"fp8"``, ``"fp8-rowwise"``, or your own value.
             keep_batchnorm_fp32: Overrides the row's; also ``"True"`` and ``"False"``, as a
                 command line gives them. None keeps the row's value, here and below.
             master_weights: Overrides the row's.
@@ -177,9 +198,11 @@ class Precision:
         steps = "fp32" if self.master_weights or not self.casts_model else param
         return {
             "parameters": param if half else "fp32",
-            "compute": compute,
+            "compute": compute if self.float8 is None else (compute, "fp8"),
             "norms": either,
-            "gather": either if self.autocasts else compute,
+            "gather": (*either, "fp8")[: 3 if self.float8_all_gather else 2]
+            if self.autocasts
+            else compute,
             "reduce": either if kept or pins else _SHORT[self.reduce],
             "activations": either if self.autocasts else compute,
             "masters": steps,
@@ -225,6 +248,8 @@ LEVELS: Mapping[str, Precision] = MappingProxyType(
             Precision("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
             Precision("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
             Precision("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),
+            Precision("fp8", _F32, _BF16, _F32, None, None, None, 1.0, float8="tensorwise"),
+            Precision("fp8-rowwise", _F32, _BF16, _F32, None, None, None, 1.0, float8="rowwise"),
         )
     }
 )

@@ -6,5 +6,6 @@
 from distamp.initialize.amp import Amp, StepResult
 from distamp.initialize.casting import cast_model
 from distamp.initialize.entry import initialize
+from distamp.initialize.float8 import float8_layers
 
-__all__ = ["Amp", "StepResult", "cast_model", "initialize"]
+__all__ = ["Amp", "StepResult", "cast_model", "float8_layers", "initialize"]

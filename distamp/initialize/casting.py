@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from distamp.errors import SettingError
 from distamp.groups import GroupLike, resolve
+from distamp.initialize.float8 import convert
 from distamp.initialize.kept import Pins, kept_fp32, matched, pin_all
 from distamp.initialize.wrappers import recognise
 from distamp.precision import Precision
@@ -73,7 +74,7 @@ def cast_model(
     )
     pins = matched([model], level, resolve(process_group) if level.pins else None)
     wrapper = recognise(model).name
-    if wrapper is not None and level.casts_model:
+    if wrapper is not None and level.changes_model:
         raise SettingError(
             f"cast_model was given a model inside {wrapper}, which has laid its parameters out in "
             "their present dtype; the order is cast_model(model, level), then the wrapper, then "
@@ -95,7 +96,11 @@ def prepare(model: nn.Module, precision: Precision, pins: Pins) -> None:
     """Pin the modules of a model, and cast the rest where the level says so and nobody has yet."""
     if not precision.casts_model:
         pin_all(model, pins, torch.float32)
-    if not precision.casts_model or cast_as(model) is not None:
+    if not precision.changes_model or cast_as(model) is not None:
+        return
+    if precision.float8 is not None:
+        convert(model, precision)
+        setattr(model, _MARK, precision)
         return
     kept = kept_fp32(model, precision, pins)
     for module in model.modules():
@@ -142,9 +147,13 @@ def cast_as(model: nn.Module) -> Precision | None:
 def layout_of(precision: Precision) -> str:
     """Return what a level casts a model to."""
     pins = f", precision={dict(precision.pins)}" if precision.pins else ""
-    return (
-        f"parameters {precision.param}, keep_batchnorm_fp32={precision.keep_batchnorm_fp32}{pins}"
+    float8 = "".join(
+        f", {name}={value}"
+        for name in ("float8", "float8_all_gather")
+        if (value := getattr(precision, name))
     )
+    norms = f"keep_batchnorm_fp32={precision.keep_batchnorm_fp32}"
+    return f"parameters {precision.param}, {norms}{pins}{float8}"
 
 
 # The hooks are partials of module-level functions, so that a cast model can be copied and pickled.

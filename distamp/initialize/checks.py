@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from distamp.autocast import OpLists
+from distamp.autocast.op_names import Category
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as, check_frozen, layout_of
+from distamp.initialize.float8 import check_kernels
 from distamp.initialize.kept import Pins, pin_of
 from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along, pins_cast_along
 from distamp.optimizers import parameters_of
@@ -33,6 +36,7 @@ def check(
     pins: Pins,
     comm_hook: str | None,
     replicas: object,
+    ops: OpLists | None,
 ) -> str:
     """Refuse what cannot be trained at this level as it is; return the models' device type.
 
@@ -48,6 +52,9 @@ def check(
             "model.to_empty(device=...) and its initialisation or a checkpoint, then initialize"
         )
     _check_optimizers(models, optimizers, precision)
+    if precision.float8 is not None:
+        _check_ops(precision, ops)
+        check_kernels(models, device, precision)
     for model, wrapping in zip(models, wrappings, strict=True):
         _check_model(model, wrapping, precision)
         _check_pins(model, wrapping, pins)
@@ -55,8 +62,20 @@ def check(
     return device.type
 
 
+def _check_ops(precision: Precision, ops: OpLists | None) -> None:
+    lower = Category.LOWER_PRECISION
+    found = lower if ops is None else ops.by_op().get("mm", lower)
+    if found is not lower:
+        raise SettingError(
+            f"ops lists matrix products as {found.value}, and at {precision.level} linear layers "
+            "compute them in float8; leave linear out, or pin layers: precision={'name': 'fp32'}"
+        )
+
+
 def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
     check_frozen(model, precision)
+    if precision.float8 or getattr(cast_as(wrapping.inner), "float8", None):
+        _check_order(wrapping, precision)
     half = _HALF & {p.dtype for p in model.parameters() if p.requires_grad}
     if wrapping.policies:
         _check_policies(model, wrapping, precision, half)
@@ -120,11 +139,22 @@ def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
             f"{level} over {name} is its own mixed precision over float32 parameters: leave out "
             f"cast_model() and pass {name} {_SETTINGS[name].format(precision.param)}{or_cast}"
         )
-    if cast is None and name not in (None, "DataParallel"):
+    _check_order(wrapping, precision)
+
+
+def _check_order(wrapping: Wrapping, precision: Precision) -> None:
+    """Refuse a model that was not changed before it was wrapped, or for another level."""
+    name, level, cast = wrapping.name, precision.level, cast_as(wrapping.inner)
+    if cast is None and precision.float8_all_gather:
         raise SettingError(
-            f"{level} casts the model to {precision.param}, and {name} has laid its parameters "
-            f"out already; the order is cast_model(model, {level!r}), {name}, the optimizer, "
-            "initialize"
+            f"float8_all_gather makes weights anew at {level}, which the optimizer would not know; "
+            "the order is cast_model(model, level), fully_shard, the optimizer, initialize"
+        )
+    if cast is None and name not in (None, "DataParallel"):
+        change = "layers to float8" if precision.float8 else f"the model to {precision.param}"
+        raise SettingError(
+            f"{level} casts {change}, and {name} has laid its parameters out already; the order "
+            f"is cast_model(model, {level!r}), {name}, the optimizer, initialize"
         )
     if cast is not None and layout_of(cast) != layout_of(precision):
         raise SettingError(

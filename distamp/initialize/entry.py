@@ -110,7 +110,7 @@ def initialize(
             "bf16, or name modules by precision="
         )
     pins = matched(models, level, resolve(process_group) if level.pins else None)
-    device = check(models, wrappings, stepped, level, pins, comm_hook, replicas)
+    device = check(models, wrappings, stepped, level, pins, comm_hook, replicas, ops)
     fp16_grads: Any = "inplace" if level.casts_model else "error"
     fp16_grads = "master" if level.master_weights else fp16_grads
     settings: dict[str, Any] = {

@@ -24,7 +24,7 @@ from distamp.errors import LockstepError, SettingError
 from distamp.precision import Precision
 from distamp.report.following import module_names
 
-__all__ = ["Pins", "kept_fp32", "matched", "pin_all", "pin_of"]
+__all__ = ["Pins", "declared", "kept_fp32", "matched", "pin_all", "pin_of"]
 
 _log = logging.getLogger("distamp.initialize")
 #: Modules, and what each is pinned to.
@@ -103,9 +103,9 @@ def kept_fp32(model: nn.Module, precision: Precision, pins: Pins) -> set[int]:
             f"the model itself is pinned to fp32, and {precision.level} casts it to "
             f"{precision.param}; take O0, or pin_precision(model, None)"
         )
-    declared = [each for name in _declared_names(model) for each in _named(model, name)]
+    theirs = declared(model)
     before = {m: _NAMES[p.dtype] + ":keep" * p.keep for m in model.modules() if (p := pin_of(m))}
-    owners = {each: "fp32" for each in declared if isinstance(each, nn.Module)}
+    owners = {each: "fp32" for each in theirs if isinstance(each, nn.Module)}
     pin_all(model, {**owners, **before, **pins}, precision.param)
     kept: set[int] = set()
     for module, fp32 in _with_pins(model):
@@ -118,7 +118,7 @@ def kept_fp32(model: nn.Module, precision: Precision, pins: Pins) -> set[int]:
         shares = any(id(each) in kept for each in module.parameters(recurse=False))
         if shares and not fp32 and not _is_kept_norm(module, precision):
             pin_all(model, {module: "fp32"}, precision.param)
-    return kept | {id(each) for each in declared if isinstance(each, Tensor)}
+    return kept | {id(each) for each in theirs if isinstance(each, Tensor)}
 
 
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -135,6 +135,11 @@ def _with_pins(module: nn.Module, fp32: bool = False) -> Iterator[tuple[nn.Modul
     yield module, fp32
     for child in module.children():
         yield from _with_pins(child, fp32)
+
+
+def declared(model: nn.Module) -> list[nn.Module | nn.Parameter]:
+    """Return what the owners of a model of transformers declared to stay float32."""
+    return [each for name in _declared_names(model) for each in _named(model, name)]
 
 
 def _declared_names(model: nn.Module) -> set[str]:

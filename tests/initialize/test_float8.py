@@ -1,0 +1,277 @@
+"""Level fp8: linear layers compute in float8 by torchao; here emulated, on a CPU."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import OpLists, Precision, cast_model, float8_layers, initialize, pin_precision
+from distamp.errors import SettingError
+from distamp.initialize import float8
+from tests.ranks import RankPool, mesh
+
+pytest.importorskip("torchao")
+
+E4M3, E5M2 = 2.0**-3, 2.0**-2  # spacing of float8 values, relative
+
+
+class Net(nn.Module):
+    """Layers of every kind that conversion meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 32)
+        self.first = nn.Linear(32, 64)
+        self.norm = nn.LayerNorm(64)
+        self.router = nn.Linear(64, 16)
+        self.odd = nn.Linear(64, 20)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.last = nn.Linear(64, 32)
+        self.tied = nn.Linear(32, 32, bias=False)
+        self.tied.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.first(self.embedding(tokens)))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x * self.router(x).softmax(-1).amax(-1, keepdim=True) + self.odd(x).mean()
+        return self.tied(self.last(x))
+
+
+TOKENS = torch.arange(32).reshape(4, 8)
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+
+def test_each_linear_layer_is_shown_with_why_it_does_not_compute_in_float8():
+    model = Net()
+    model.last.register_forward_hook(lambda *_: None)
+    pin_precision(model.router, "fp32")
+    before = dict(model.named_parameters())
+    cast_model(model, "fp8")
+    found = float8_layers(model)
+    assert found.pop("first") == "float8"
+    reasons = {
+        "router": "pinned to torch.float32",
+        "odd": "multiples of 16",
+        "attention.out_proj": "NonDynamicallyQuantizableLinear",
+        "last": "hooks",
+        "tied": "shares its weight",
+    }
+    assert found.keys() == reasons.keys()
+    assert [name for name, words in reasons.items() if words not in found[name]] == []
+    assert all(before[name] is p for name, p in model.named_parameters()), "an optimizer holds them"
+
+
+def test_a_pattern_leaves_layers_out_and_what_a_model_of_transformers_returns_is():
+    model = cast_model(Net(), "fp8", precision={"first": "bf16"})
+    assert "bfloat16" in float8_layers(model)["first"]
+    assert float8_layers(model)["last"] == "float8"
+    owned = Net()
+    owned.get_output_embeddings = lambda: owned.last
+    owned._keep_in_fp32_modules = ["first"]
+    found = float8_layers(cast_model(owned, "fp8"))
+    assert (found["last"], found["first"]) == (
+        "what the model returns",
+        "declared fp32 by its owner",
+    )
+    assert found["router"] == "float8"
+
+
+@pytest.mark.parametrize("level", ["fp8", "fp8-rowwise"])
+def test_a_step_is_that_of_fp32_to_the_rounding_of_float8(level):
+    exact, model = Net(), cast_model(Net(), level)
+    loss_of(exact(TOKENS), TOKENS).backward()
+    amp = initialize(model, sgd(model), level)
+    seen = []
+    model.first.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with amp.autocast():
+        logits = amp.model(TOKENS)
+    assert seen == [torch.bfloat16], "as in a region of CUDA's"
+    amp.backward(loss_of(logits, TOKENS))
+    wanted = gradients(exact)
+    for name, gradient in gradients(model).items():
+        assert gradient.dtype is torch.float32
+        assert (gradient - wanted[name]).norm() < E5M2 * wanted[name].norm(), name
+    difference = gradients(model)["first.weight"] - wanted["first.weight"]
+    assert difference.norm() > 2.0**-7 * wanted["first.weight"].norm(), "less than float8 rounds by"
+    assert amp.step()
+
+
+def test_checkpoints_are_those_of_bf16_and_either_loads_the_others():
+    model, plain = cast_model(Net(), "fp8"), Net()
+    saved = model.state_dict()
+    assert {n: (v.dtype, v.shape) for n, v in saved.items()} == {
+        n: (v.dtype, v.shape) for n, v in plain.state_dict().items()
+    }
+    for parameter in plain.parameters():
+        nn.init.constant_(parameter, 0.5)
+    plain.load_state_dict(saved)
+    cast_model(Net(), "fp8").load_state_dict(plain.state_dict())
+    assert torch.equal(plain.first.weight, model.first.weight)
+
+
+def test_emulation_is_said_once_and_a_model_on_another_device_is_refused(caplog, monkeypatch):
+    float8._say_emulated.cache_clear()
+    with caplog.at_level(logging.WARNING, "distamp.initialize"):
+        model = cast_model(Net(), "fp8")
+        cast_model(Net(), "fp8")
+    assert ["emulated" in record.message for record in caplog.records] == [True]
+    monkeypatch.setattr(float8, "_has_kernels", lambda *_: True)
+    with pytest.raises(SettingError, match="move the model to its device first"):
+        initialize(model, sgd(model), "fp8")
+
+
+def refusal(model: nn.Module, level: str | Precision, **settings: Any) -> str:
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(SettingError) as error:
+        initialize(model, sgd(model), level, **settings)
+    assert before == {name: type(module) for name, module in model.named_modules()}
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused_with_the_way(monkeypatch):
+    assert "cast for fp8" in refusal(cast_model(Net(), "fp8"), "bf16")
+    assert "fp8-rowwise" in refusal(cast_model(Net(), "fp8-rowwise"), "fp8")
+    assert "leave linear out" in refusal(Net(), "fp8", ops=OpLists(fp32={"linear"}))
+    assert "take bf16" in refusal(nn.Sequential(nn.Linear(8, 8)), "fp8")
+    assert "the model itself" not in refusal(nn.Sequential(nn.Linear(8, 8)), "fp8")
+    assert "no layer inside the model" in refusal(nn.Linear(16, 16), "fp8")
+    with pytest.raises(SettingError, match="take fp8"):
+        Precision.of("bf16-O2").replaced(float8="tensorwise")
+    assert "would not know" in refusal(Net(), Precision.of("fp8").replaced(float8_all_gather=True))
+    with pytest.raises(SettingError, match="one scale for each weight"):
+        Precision.of("fp8-rowwise").replaced(float8_all_gather=True)
+    with pytest.raises(ValueError, match="computes in float8"):
+        pin_precision(cast_model(Net(), "fp8").first, "fp32")
+    monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
+    assert r"install distamp[fp8]" in refusal(Net(), "fp8")
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+class Plain(nn.Sequential):
+    """Layers that every layout splits."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(32, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def wrapped(layout: str) -> tuple[nn.Module, Precision]:
+    level = Precision.of("fp8").replaced(float8_all_gather="float8" in layout)
+    model: Any = cast_model(Plain(), level)
+    if layout.startswith("DDP"):
+        return DistributedDataParallel(model), level
+    if "TP" in layout:
+        both = mesh((dist.get_world_size() // 2, 2), ("shard", "tensor"))
+        plan: Any = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+        parallelize_module(model, both["tensor"], plan)
+        return fully_shard(model, mesh=both["shard"]) if "FSDP2" in layout else model, level
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "policy" in layout else None
+    settings: Any = {} if policy is None else {"mp_policy": policy}
+    over = mesh((dist.get_world_size(),), ("shard",))
+    for part in (model[1], model[3], model):
+        fully_shard(part, mesh=over, **settings)
+    return model, level
+
+
+def stepped(layout: str) -> tuple[dict[str, Tensor], list[bool], float]:
+    """Gradients of a first step beside fp32's, whether each step was taken, and the last loss."""
+    model, level = wrapped(layout)
+    hook = "int8" if "int8" in layout else None
+    amp = initialize(model, sgd(model), level, comm_hook=hook)
+    shards = {"TP": 1, "FSDP2 x TP": 2}.get(layout, dist.get_world_size())
+    tokens = TOKENS.chunk(shards)[dist.get_rank() * shards // dist.get_world_size()]
+    taken: list[bool] = []
+    first: dict[str, Tensor] = {}
+    losses: list[Tensor] = []
+    weights: list[str] = []  # as they are gathered
+    layers = [module for module in model.modules() if float8.computes_in_float8(module)]
+    layers[0].register_forward_pre_hook(lambda m, _: weights.append(type(m.weight).__name__))
+
+    def step() -> None:
+        amp.zero_grad()
+        with amp.autocast():
+            losses.append(loss_of(amp.model(tokens), tokens))
+        bad = len(losses) == 2 and dist.get_rank() == 1
+        amp.backward(losses[-1] * (torch.inf if bad else 1.0))
+        first.update({} if first else gradients(model))
+        amp.clip_grad_norm_(1.0, sharded=lambda p: getattr(p, "device_mesh", None))
+        taken.append(bool(amp.step()))
+
+    for _ in range(3):
+        step()
+    breaches = amp.check(step)
+    assert not breaches, str(breaches)
+    assert all(("Float8" in kind) is ("float8" in layout) for kind in weights), weights
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        Plain().load_state_dict(full)
+        assert {type(value) for value in full.values()} == {Tensor}
+    first = {name.removeprefix("module."): value for name, value in first.items()}
+    return first, taken, losses[-1].item()
+
+
+LAYOUTS = ["DDP", "DDP int8", "FSDP2", "FSDP2 policy", "FSDP2 float8 all-gather", "TP"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_process_and_skips_on_all_ranks(ranks2: RankPool, layout):
+    judge(ranks2, layout)
+
+
+@pytest.mark.slow
+def test_fsdp2_with_tensor_parallel_does_too(ranks4: RankPool):
+    judge(ranks4, "FSDP2 x TP")
+
+
+def judge(ranks: RankPool, layout: str) -> None:
+    exact = Plain()
+    loss_of(exact(TOKENS), TOKENS).backward()
+    wanted = gradients(exact)
+    for first, taken, loss in ranks.run(stepped, layout, timeout=240):
+        assert taken == [True, False, True, True]
+        assert loss < 3.6
+        for name, gradient in wanted.items():
+            assert (first[name] - gradient).norm() < E5M2 * gradient.norm(), name
+
+
+def orders() -> list[str]:
+    over = mesh((dist.get_world_size(),), ("shard",))
+    models = [DistributedDataParallel(Plain()), fully_shard(Plain(), mesh=over)]
+    found = [refusal(model, "fp8") for model in models]  # type: ignore[arg-type]
+    with pytest.raises(SettingError) as error:
+        cast_model(models[1], "fp8")  # type: ignore[arg-type]
+    return [*found, str(error.value)]
+
+
+def test_a_model_that_is_wrapped_already_is_refused_with_the_order(ranks2: RankPool):
+    for ddp, fsdp2, late in ranks2.run(orders, timeout=240):
+        assert "the order is cast_model(model, 'fp8'), DistributedDataParallel" in ddp
+        assert "the order is cast_model(model, 'fp8'), fully_shard" in fsdp2
+        assert "then the wrapper" in late
