@@ -291,7 +291,7 @@ def judge(level_name: str, layout: str, extra: str, answers: list[tuple[str, Any
         sum((a - b).square().sum().item() for a, b in zip(one, other, strict=True)) ** 0.5
         for one, other in ((found, wanted), (wanted, before), (wanted, zeros))
     )
-    allowed = (0.3 if level_name == "fp8" else 8 * eps) * moved + stored * size
+    allowed = (8 * eps if level.float8 is None else 0.3) * moved + stored * size
     if not off <= allowed:
         return Outcome("wrong", f"off by {off:.3g}, allowed {allowed:.3g} of a step of {moved:.3g}")
     said = _other_dtypes(level, extra, ran)
@@ -303,6 +303,6 @@ def _other_dtypes(level: Precision, extra: str, ran: dict[str, set[str]]) -> str
         wanted = str(level.compute).removeprefix("torch.")
         if extra == "op lists" or (extra == "pins" and module == "output"):
             wanted = "float32"
-        if level.level != "fp8" and dtypes != {wanted}:
+        if level.float8 is None and dtypes != {wanted}:
             return f"{module} computes in {sorted(dtypes)}, not {wanted}"
     return "" if ran else "no product was recorded"
