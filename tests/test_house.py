@@ -69,7 +69,7 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {*FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize", "doctor"},
 }
 # Behind extras: only inside functions.
-OPTIONAL = {"matplotlib", "fairscale", "numpy", "triton"}
+OPTIONAL = {"matplotlib", "fairscale", "numpy", "torchao", "triton"}
 # What a module of `integrations` is for, and imports at once.
 TRAINERS_OF = {"integrations": {"accelerate", "lightning", "transformers"}}
 # Imported themselves in a function, where the extra is there.
