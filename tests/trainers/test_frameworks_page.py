@@ -2,12 +2,13 @@
 
 import contextlib
 import importlib.util
+import math
 import operator
 import os
 import re
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,33 +178,40 @@ GROUPS = {
 # -- running it -----------------------------------------------------------------------------------
 
 
-def run(name: str) -> tuple[float, float, str]:
+def run(name: str, changes: Sequence[tuple[str, str]] = ()) -> tuple[float, float, str]:
     """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
     quiet()
     code = "loop" if name in OPTIMIZERS else name
+    text = on_cpu(snippets()[code])
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
     _, given, place = GIVEN[code]
     namespace = given()
     if name in OPTIMIZERS:
         namespace["optimizer"] = OPTIMIZERS[name][1](namespace["model"])
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
-            exec(compile(on_cpu(snippets()[code]), str(PAGE), "exec"), namespace)
+            exec(compile(text, str(PAGE), "exec"), namespace)
         finally:
             distamp.uninstall()
     scaler = operator.attrgetter(place)(types.SimpleNamespace(**namespace))
     net = namespace.get("model", namespace.get("module"))
     if net is None:
         (net,) = namespace["trainer"].model_parts
-    return digest(net), scaler.get_scale() / scaler._init_scale, type(scaler).__module__
+    first = getattr(scaler, "_init_scale", 1.0)
+    return digest(net), scaler.get_scale() / first, type(scaler).__module__
 
 
-def run_alone(name: str, port: int) -> tuple[float, float, str]:
+def run_alone(
+    name: str, port: int, changes: Sequence[tuple[str, str]] = ()
+) -> tuple[float, float, str]:
     """As `run`, where the code makes the process group."""
     # The store is the test's, as it is torchrun's agent's: no port is let go and taken again.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
-        return run(name)
+        return run(name, changes)
     finally:
         dist.destroy_process_group()
 
@@ -231,6 +239,25 @@ def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
     assert one == other
     assert one[1] == 0.5, "the overflow of one rank halves the scale of both, once"
     assert one[2].startswith("distamp.")
+
+
+IN_BF16 = [
+    ("from distamp import DistGradScaler", "from distamp import StepGuard"),
+    ('DistGradScaler("cpu")', "StepGuard()"),
+    ('"float16"', '"bfloat16"'),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("beside")
+def test_torchtitans_trainer_skips_in_bf16_by_a_guard(new_ranks):
+    needs("torchtitan")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = ("torchtitan", store.port, IN_BF16)
+    one, other = new_ranks(2, timeout=550).run(run_alone, *arguments, group="none")
+    assert one == other
+    assert math.isfinite(one[0])
+    assert one[2].startswith("distamp.guard")
 
 
 def test_the_fault_is_one_ranks_own(ranks2):
