@@ -223,6 +223,7 @@ def test_each_level_keeps_its_contract(ranks2: RankPool, layout):
         for found in [clean(*setup)] if alone else ranks2.run(clean, *setup):
             assert not found, f"{setup}: {found}"
             assert {"parameters", "compute", "masters", "optimizer_state"} <= {*found.seen}
+            assert not setup[2] or setup[2] in found.seen["reduce"]
 
 
 def _sequence_parallel() -> Breaches:
