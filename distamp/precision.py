@@ -17,6 +17,10 @@ __all__ = ["LEVELS", "Precision"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+# Of DDP, torch.compile, FSDP1 and checkpoint wrappers, in names.
+_WRAPPERS = re.compile(
+    r"^module(\.|$)|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)"
+)
 _PINS = ("fp32", "fp16", "bf16", "fp32:keep", "fp16:keep", "bf16:keep")
 
 
@@ -187,15 +191,21 @@ class Precision:
         """
         param, compute = _SHORT[self.param], _SHORT[self.compute]
         either = tuple(dict.fromkeys(("fp32", compute)))
-        named = [pair for model in models for pair in model.named_modules()]
-        norms = [name for name, each in named if "BatchNorm" in type(each).__name__]
-        # Without the names of DDP's wrapper and of torch.compile's.
-        norms = [re.sub(r"^((module|_orig_mod)\.)+", "", name) for name in norms]
+        modules = {
+            _WRAPPERS.sub("", name) or "*": each for m in models for name, each in m.named_modules()
+        }
+        norms = [name for name, each in modules.items() if "BatchNorm" in type(each).__name__]
         kept = norms if self.casts_model and self.keep_batchnorm_fp32 else []
-        pinned = ("parameters", "compute", "norms") if self.casts_model else ("compute",)
-        pins = {name: dict.fromkeys(pinned, pin.split(":")[0]) for name, pin in self.pins}
+        pins = {name: pin.split(":")[0] for name, pin in self.pins}
+        if models:
+            # Those that are there, also by the model's owner.
+            dtypes = {name: getattr(each, "pin", None) for name, each in modules.items()}
+            dtypes = {name: getattr(pin, "dtype", None) for name, pin in dtypes.items()}
+            pins = {name: _SHORT[dtype] for name, dtype in dtypes.items() if dtype in _SHORT}
         half = not models or any(p.dtype is self.param for m in models for p in m.parameters())
-        steps = "fp32" if self.master_weights or not self.casts_model else param
+        steps: object = "fp32" if self.master_weights or not self.casts_model else param
+        if steps == param and (kept or pins):
+            steps = either
         return {
             "parameters": param if half else "fp32",
             "compute": compute if self.float8 is None else (compute, "fp8"),
@@ -207,8 +217,15 @@ class Precision:
             "activations": either if self.autocasts else compute,
             "masters": steps,
             "optimizer_state": steps,
-            "modules": {name: {"parameters": "fp32"} for name in kept} | pins,
+            "modules": {
+                **{name: {"parameters": "fp32"} for name in kept},
+                **{name: self._of_pinned(pin) for name, pin in pins.items()},
+            },
         }
+
+    def _of_pinned(self, pin: str) -> dict[str, object]:
+        parameters = {"parameters": (pin, "fp32")} if self.casts_model else {}
+        return parameters | {"compute": pin, "norms": (pin, "fp32")}
 
     def replaced(self, **changes: object) -> Self:
         """Return a copy with some fields changed, checked as a whole."""

@@ -267,7 +267,7 @@ class Observer(Follower):
     def unseen(self) -> list[str]:
         """Return what was not looked into, and what did not run, a sentence each."""
         compiled = {self.names[each] for each in self.compiled}
-        outer = [name for name in compiled if name.rpartition(".")[0] not in compiled]
+        outer = [name for name in compiled if not name or name.rpartition(".")[0] not in compiled]
         idle = {
             name
             for module, name in self.names.items()
@@ -275,7 +275,7 @@ class Observer(Follower):
         }
         said = (
             (
-                outer or compiled,
+                outer,
                 "compiled; products and messages were seen, norms and what fused "
                 "kernels do inside were not",
             ),

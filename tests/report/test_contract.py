@@ -90,6 +90,25 @@ def test_exceptions_are_by_pattern_and_the_last_that_matches_counts():
 LINEAR = ("blocks.0", "blocks.0.down", "blocks.0.out", "blocks.0.qkv", "blocks.0.up")
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "bf16-O2", "bf16-O3"])
+def test_pins_by_the_caller_and_the_models_owner_are_part_of_a_levels_contract(level):
+    model = Net()
+    model._keep_in_fp32_modules = ["down"]  # as transformers has it
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-6)
+    pins = {"head": "fp32", "*.norm": "fp32"}
+    amp = distamp.initialize(model, optimizer, level, precision=pins)
+
+    def step() -> None:
+        with amp.autocast():
+            out = amp.model(torch.ones(2, 8, dtype=torch.int64))
+        amp.backward(out.float().square().mean() / 2**10)
+        amp.step()
+
+    found = amp.check(step)
+    assert not found, str(found)
+    assert {"fp32"} < {*found.seen["compute"]}, "beside the level's own"
+
+
 class Wide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
