@@ -304,19 +304,18 @@ class Exchange:
         Returns:
             What this host has, memory for what others send of it, and what is to be sent to each.
         """
-        parts, shape = values.split([*lengths]), (self.wide, places.row_bytes(wire))
-        own, row_bytes = parts[self.local], shape[0] * shape[1]
+        shape = (self.wide, places.row_bytes(wire))
+        parts = [*values.view(torch.uint8).split([each * values.itemsize for each in lengths])]
+        own, row_bytes = parts[self.local].view(values.dtype), shape[0] * shape[1]
         beside = (self.here - 1) * -(-max(own.nbytes, row_bytes) // 16) * 16
         memory = lane.memory("received", beside + row_bytes)
-        others = (
-            memory[: (self.here - 1) * own.nbytes].view(own.dtype).view(self.here - 1, own.numel())
-        )
+        given = memory[: (self.here - 1) * own.nbytes]
+        others = given.view(own.dtype).view(self.here - 1, own.numel())
         if self.here > 1:
-            given = [*others.view(torch.uint8)]
-            given.insert(self.local, memory[:0])
-            flat = [part.view(torch.uint8) for part in parts]
-            flat[self.local] = memory[:0]
-            self.transport.all_to_all_parts("inner", lane, given, flat)
+            received = [*given.view(self.here - 1, own.nbytes)]
+            received.insert(self.local, memory[:0])
+            parts[self.local] = memory[:0]
+            self.transport.all_to_all_parts("inner", lane, received, parts)
         source = Source(own, others, places, self.host, inverse)
         sent = lane.memory("sent", row_bytes).view(shape)
         self._math.encode(wire, source, sent, feedback)

@@ -183,7 +183,7 @@ def _of(param_group: Any) -> tuple[list[Tensor], list[int]]:
     return [each.sharded_param for each in trained], numels
 
 
-def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
+def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> Wrapped:
     """Return a model with modules to which ``fully_shard`` was applied as `register` takes it."""
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
@@ -192,7 +192,7 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None) -> Wrapped:
     numels = [sum(each.numel() for each in some) for some in params]
     meshes = [mesh for group in groups for mesh in torch_compat.mesh_groups(group)]
     shards = list(dict.fromkeys(filter(None, map(torch_compat.shards_of, groups))))
-    refused = next(filter(None, (_refusal(*each, replicas) for each in pairs)), None)
+    refused = next(filter(None, (_refusal(*each, replicas, gathers) for each in pairs)), None)
     by_torch = list(dict.fromkeys(filter(None, map(torch_compat.replicas_of, groups))))
     if by_torch and replicas is None:
         replicas = by_torch[0]
@@ -226,7 +226,9 @@ def _reduced_in(group: Any) -> torch.dtype:
     return found
 
 
-def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> str | None:
+def _refusal(
+    module: FSDPModule, group: Any, replicas: ProcessGroup | None, gathers: bool
+) -> str | None:
     """Return why a module takes no hook, or has replicas that hold other shards."""
     name = type(module).__name__
     if len(torch_compat.param_groups(module)) > 1:
@@ -234,7 +236,8 @@ def _refusal(module: FSDPModule, group: Any, replicas: ProcessGroup | None) -> s
             f"{name} shards its parameters over several meshes, for which torch takes no custom "
             "reduce-scatter: apply fully_shard with one mesh to each module"
         )
-    custom = torch_compat.custom_collective(group)
+    by_hook = replicas is not None or torch_compat.replicas_of(group) is not None
+    custom = torch_compat.custom_collective(group, gathers, by_hook)
     if custom is not None:
         return f"{name} has {custom} already: register one hook only"
     shards = torch_compat.shards_of(group)

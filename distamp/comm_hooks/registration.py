@@ -67,7 +67,7 @@ def register(
             wrappers knows no group to tell: the others wait until their group's timeout.
     """
     group = replicas if isinstance(replicas, ProcessGroup) else None
-    wrapped = _wrapped(torch_compat.not_compiled(model), group)
+    wrapped = _wrapped(torch_compat.not_compiled(model), group, gather is not None)
     failure: Exception | None = None
     chosen: WireFormat | None = None
     gathers: WireFormat | None = None
@@ -115,7 +115,7 @@ def _asked(wire: str, gather: str | None, wrapped: Wrapped) -> str:
     return f"{wire} for {wrapped.what}" + ("" if gather is None else f", gather={gather}")
 
 
-def _wrapped(model: Any, replicas: ProcessGroup | None) -> Wrapped:
+def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> Wrapped:
     """Return a model as its wrapper's adapter has it."""
     if isinstance(model, DistributedDataParallel):
         return torch_hooks.ddp(model)
@@ -127,7 +127,7 @@ def _wrapped(model: Any, replicas: ProcessGroup | None) -> Wrapped:
     if fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in modules):
         from distamp.comm_hooks import fsdp2
 
-        return fsdp2.wrapped(model, replicas)
+        return fsdp2.wrapped(model, replicas, gathers)
     raise TypeError(
         f"cannot give {type(model).__name__} a communication hook; give the wrapped model itself: "
         "DistributedDataParallel, FullyShardedDataParallel, or a module that fully_shard was "

@@ -211,14 +211,23 @@ def mesh_groups(group: Any) -> list[ProcessGroup]:
     return [ranks for ranks in found if ranks is not None]
 
 
-def custom_collective(group: Any) -> str | None:
-    """Return which of a parameter group's collectives is not torch's own, in words; else None."""
-    known = {"_reduce_scatter_comm": "reduce-scatter", "_all_gather_comm": "all-gather"}
-    for name, what in known.items():
+def custom_collective(group: Any, gathers: bool, replicas: bool) -> str | None:
+    """Return which hook point of a parameter group is taken already, in words; None if none is.
+
+    Args:
+        group: The parameter group.
+        gathers: Whether the one for all-gathers is asked for.
+        replicas: Whether the one between replicas is.
+    """
+    asked = {"_reduce_scatter_comm": "reduce-scatter"}
+    if gathers:
+        asked["_all_gather_comm"] = "all-gather"
+    for name, what in asked.items():
         kind = type(_private(group, name)).__name__
         if not kind.startswith(("Default", "ProcessGroupAlloc", "SymmMem")):
             return f"a custom {what} ({kind})"
-    return None if _private(group, "_all_reduce_hook") is None else "an all-reduce hook"
+    taken = replicas and _private(group, "_all_reduce_hook") is not None
+    return "an all-reduce hook" if taken else None
 
 
 def replicas_of(group: Any) -> ProcessGroup | None:

@@ -409,7 +409,7 @@ def _refused(case: str) -> str:
         model = sharded(mesh=mesh((2, 1), ("replicate", "shard")))
         options["replicas"] = world.get_group()
     elif case == "FSDP2 with a user's hook":
-        model = sharded()
+        model = sharded(mesh=mesh((2, 1), ("replicate", "shard")))
         model.first.set_all_reduce_hook(lambda shard: None)
     elif case == "FSDP1 in fp16":
         model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.float16))
