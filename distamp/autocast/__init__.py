@@ -4,7 +4,7 @@
 """
 
 from distamp.autocast.op_lists import OpLists
-from distamp.autocast.pin import PINS, Pin, pin_precision
+from distamp.autocast.pin import PINS, Pin, pin_of, pin_precision
 from distamp.autocast.region import autocast
 from distamp.autocast.state import (
     AutocastState,
@@ -27,6 +27,7 @@ __all__ = [
     "checkpoint_contexts",
     "custom_bwd",
     "custom_fwd",
+    "pin_of",
     "pin_precision",
     "propagate",
 ]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from distamp.autocast.op_names import nearest
 from distamp.autocast.region import autocast
 
-__all__ = ["PINS", "Pin", "pin_precision"]
+__all__ = ["PINS", "Pin", "pin_of", "pin_precision"]
 
 _M = TypeVar("_M", bound=nn.Module)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -97,12 +97,17 @@ def pin_precision(
     if chosen is not None:
         if not issubclass(kind, _Pinned):
             plain.__class__ = _pinned_class(kind)
-        plain.pin = Pin(chosen, keep == "keep", model_dtype)
+        plain.distamp_pin = Pin(chosen, keep == "keep", model_dtype)
     elif issubclass(kind, _Pinned):
-        vars(module).pop("pin", None)
+        vars(module).pop("distamp_pin", None)
         if "unpinned_class" in vars(kind):  # else another's class is over it
             plain.__class__ = kind.unpinned_class
     return module
+
+
+def pin_of(module: nn.Module) -> Pin | None:
+    """Return the pin of a module itself; None where it has none."""
+    return module.distamp_pin if isinstance(module, _Pinned) else None
 
 
 class _Pinned:
@@ -112,14 +117,13 @@ class _Pinned:
     """
 
     unpinned_class: type[nn.Module]
-    pin: Pin | None = None
+    distamp_pin: Pin | None = None  # by a name that no module of a user's has
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
         run: Callable[..., Any] = super().forward  # type: ignore[misc]
-        return (
-            run(*args, **kwargs) if self.pin is None else _run(self.pin, module, run, args, kwargs)
-        )
+        pin = self.distamp_pin
+        return run(*args, **kwargs) if pin is None else _run(pin, module, run, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the class before does, by its own methods."""

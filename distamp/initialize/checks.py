@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distamp.autocast import OpLists
+from distamp.autocast import OpLists, pin_of
 from distamp.autocast.op_names import Category
 from distamp.errors import SettingError
 from distamp.initialize.casting import cast_as, check_frozen, layout_of
 from distamp.initialize.float8 import check_kernels
-from distamp.initialize.kept import Pins, pin_of
+from distamp.initialize.kept import Pins
 from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along, pins_cast_along
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision

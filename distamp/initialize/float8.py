@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distamp.autocast import pin_of
 from distamp.errors import SettingError
-from distamp.initialize.kept import declared, pin_of
+from distamp.initialize.kept import declared
 from distamp.precision import Precision
 
 __all__ = ["check_kernels", "computes_in_float8", "convert", "float8_layers"]

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distamp.autocast import Pin, pin_precision
+from distamp.autocast import pin_of, pin_precision
 from distamp.errors import LockstepError, SettingError
 from distamp.precision import Precision
 from distamp.report.following import module_names
 
-__all__ = ["Pins", "declared", "kept_fp32", "matched", "pin_all", "pin_of"]
+__all__ = ["Pins", "declared", "kept_fp32", "matched", "pin_all"]
 
 _log = logging.getLogger("distamp.initialize")
 #: Modules, and what each is pinned to.
@@ -70,12 +70,6 @@ def matched(models: Sequence[nn.Module], precision: Precision, group: ProcessGro
         if without:
             _log.info("the pattern %r of precision= matches nothing on ranks %s", pattern, without)
     return {named[name]: pin for pattern, pin in precision.pins for name in found[pattern]}
-
-
-def pin_of(module: nn.Module) -> Pin | None:
-    """Return the pin of a module; None where it has none."""
-    pin = getattr(module, "pin", None)
-    return pin if isinstance(pin, Pin) else None
 
 
 def pin_all(model: nn.Module, pins: Pins, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from distamp.autocast.op_names import schema_of
-from distamp.autocast.pin import Pin
+from distamp.autocast.pin import pin_of
 from distamp.report.following import Follower, FollowingMode, Owner, mark, tensors_in
 from distamp.report.rows import OpRow, PrecisionReport, short
 
@@ -63,11 +63,11 @@ class _Recorder(Follower):
     def entered(self, module: nn.Module) -> None:
         """Note what decides about the precision of the module that begins."""
         frames = self.frames()
-        pins = [each for each in frames if isinstance(getattr(each.module, "pin", None), Pin)]
+        pins = [(each.name, pin) for each in frames if (pin := pin_of(each.module)) is not None]
         how = "outside of a region"
         if pins:
-            pin: Any = pins[-1].module.pin
-            how = f"pinned to {short(pin.dtype)} by {pins[-1].name or '(model)'}"
+            name, pin = pins[-1]
+            how = f"pinned to {short(pin.dtype)} by {name or '(model)'}"
         elif frames[-1].autocast:
             on = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
             how = "autocast " + " and ".join(short(torch.get_autocast_dtype(each)) for each in on)

@@ -164,6 +164,13 @@ def test_what_others_lay_over_a_pin_or_under_it_stays(over, first):
     assert type(module) in kinds
 
 
+def test_a_module_may_have_a_part_that_is_called_pin():
+    module: Any = nn.Module()
+    module.pin = nn.Linear(4, 4)
+    pin_precision(module, "fp32")
+    assert type(module.pin) is nn.Linear
+
+
 def test_a_lazy_module_stays_pinned_when_it_has_its_shape():
     module: Any = pin_precision(nn.LazyLinear(4), "fp32")
     with autocast("cpu"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,6 +220,12 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 def cell(level_name: str, layout: str, extra: str) -> tuple[str, Any]:
     """Run a cell on this rank: ``("ran", ...)``, ``("refused", why)`` or ``("raised", why)``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile warns of DTensors, as an error here
+        return _cell(level_name, layout, extra)
+
+
+def _cell(level_name: str, layout: str, extra: str) -> tuple[str, Any]:
     level = level_of(level_name)
     model: Any = net(level, extra)
     pins = PINS if extra == "pins" else None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import Precision, cast_model, initialize, pin_precision
+from distamp import Precision, autocast, cast_model, initialize, pin_precision
 from distamp.errors import SettingError
 from tests.initialize.nets import batches, loss_of, net
 from tests.ranks import RankError, RankPool, mesh
@@ -203,6 +204,28 @@ def test_pins_hold_under_the_mixed_precision_of_fsdp2(ranks2: RankPool, level, a
         assert logits.dtype is F32
         assert (logits - wanted).norm() < 4 * eps * wanted.norm()
         assert (grad - model.norm.weight.grad).norm() < 8 * eps * model.norm.weight.grad.norm()
+
+
+def laid_over(first: bool) -> list[bool]:
+    """A pin under fully_shard, or over it, and then taken off."""
+    module: Any = nn.Linear(4, 4)
+    steps = [
+        lambda: pin_precision(module, "fp32"),
+        lambda: fully_shard(module, mesh=mesh((2,), ("shard",))),
+    ]
+    for step in steps if first else steps[::-1]:
+        step()
+    found = []
+    for pin in ("fp32", None):
+        pin_precision(module, pin)
+        with autocast("cpu"):
+            found += [module(torch.ones(2, 4)).dtype is F32, isinstance(module, FSDPModule)]
+    return found
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_fully_shard_and_a_pin_stand_in_any_order(ranks2: RankPool, first):
+    assert ranks2.run(laid_over, first) == [[True, True, False, True]] * 2
 
 
 def parts(precision: dict[str, str]) -> str:
