@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distamp
+from tests.place import here
 from tests.ranks import RankPool, mesh
 
 INF = float("inf")
@@ -126,7 +127,7 @@ class Net(nn.Module):
 
 def step_of(model: nn.Module, inputs: Tensor, scale: float = 1.0) -> Callable[[], Tensor]:
     def step() -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=inputs.device)
         for each in inputs:
             loss = model(each).pow(2).mean() * scale
             loss.backward()
@@ -274,6 +275,21 @@ def test_what_it_does_not_take_is_refused() -> None:
         distamp.first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
 
 
+def on_a_device() -> list[Any]:
+    found = []
+    for fault in (None, log, root_of_0):
+        model = Net(fault).to(here())
+        found.append(distamp.first_nonfinite(step_of(model, inputs_of().to(here())), model))
+    return found
+
+
+def test_backward_passes_of_a_device_are_watched_too(sim: RankPool) -> None:
+    none, log_of_0, root = sim.run(on_a_device)[0]
+    assert none is None
+    assert (log_of_0.op, log_of_0.direction) == ("log", "forward")
+    assert (root.op, root.module, root.direction) == ("sqrt", "h.1", "backward")
+
+
 # -- ranks --------------------------------------------------------------------------------------
 
 
@@ -325,27 +341,22 @@ def found_in(layout: Callable[[Net], nn.Module], how: str, fault: Any, scale: fl
 
 
 def answers(layout: Callable[[Net], nn.Module]) -> list[Any]:
-    hows = ("", "reentrant", "not reentrant")
-    found = [found_in(layout, how, on_rank_1(log)) for how in hows]
-    found += [found_in(layout, "", root_of_0), found_in(layout, "", None)]
-    return found
+    return [
+        found_in(layout, "", None),
+        found_in(layout, "reentrant", root_of_0),
+        found_in(layout, "not reentrant", on_rank_1(log)),
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda it: it.__name__)
 def test_a_fault_of_one_rank_is_its_own_in_every_layout(ranks2: RankPool, layout: Any) -> None:
     one, other = ranks2.run(answers, layout)
     assert one == other
-    for found in one[:3]:
-        assert (found.op, found.module, found.ranks) == ("log", "h.1", (1,))
-        assert (found.direction, found.micro_batch) == ("forward", 0)
-    found = one[3]
-    assert (found.op, found.module, found.direction, found.ranks) == (
-        "sqrt",
-        "h.1",
-        "backward",
-        (0, 1),
-    )
-    assert one[4] is None
+    none, both, own = one
+    assert none is None
+    assert (both.op, both.module, both.direction, both.ranks) == ("sqrt", "h.1", "backward", (0, 1))
+    assert (own.op, own.module, own.direction, own.ranks) == ("log", "h.1", "forward", (1,))
+    assert own.micro_batch == 0
 
 
 def overflows_on_the_wire() -> Any:
