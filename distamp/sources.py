@@ -45,6 +45,10 @@ class GradientSource:
         inner = inner_optimizer(self._holds)
         return [(p, p) for p in parameters_of(self._holds if inner is None else inner)]
 
+    def value(self, stepped: Tensor) -> Tensor:
+        """Return what is stepped, as it is between steps; where it has no storage, a copy."""
+        return stepped.detach()
+
     def unscale(
         self, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from distamp.errors import SettingError
 from distamp.initialize.wrappers import recognise
-from distamp.sources import source_of
+from distamp.scaler import masters_of
+from distamp.sources import GradientSource, source_of
 
 __all__ = ["FlatState"]
 
@@ -52,8 +53,10 @@ class FlatState:
             self.tensors |= {f"{prefix}.{_plain(name)}": each for name, each in tensors.items()}
         self._names = {id(each): name for name, each in self.tensors.items()}
 
-    def rows(self) -> Iterator[tuple[str, Tensor, dict[str, Any], dict[str, Any]]]:
-        """Yield each stepped parameter's name, what is stepped, its group and its state."""
+    def rows(
+        self,
+    ) -> Iterator[tuple[str, Tensor, GradientSource, dict[str, Any], dict[str, Any]]]:
+        """Yield each stepped parameter's name, what is stepped, whose, its group and its state."""
         for optimizer in self._optimizers:
             source = source_of(optimizer)
             names = {id(step): self._names.get(id(p)) for p, step in source.stepped()}
@@ -64,13 +67,13 @@ class FlatState:
                             f"{type(optimizer).__name__} steps a parameter of shape "
                             f"{tuple(stepped.shape)} that no model of initialize has, or a share"
                         )
-                    yield name, stepped, group, optimizer.state[stepped]
+                    yield name, stepped, source, group, optimizer.state[stepped]
 
     def get(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return all by name; see `Amp.flat_state_dict`."""
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        for name, stepped, group, values in self.rows():
-            state[name] = stepped.detach()
+        for name, stepped, source, group, values in self.rows():
+            state[name] = source.value(stepped)
             prefix = f"optimizer.{name.partition('.')[2]}."
             if saved is not None:
                 # A count of steps is on the host, unless the kernel reads it.
@@ -84,12 +87,15 @@ class FlatState:
     @torch.no_grad()
     def set(self, state: Mapping[str, Any]) -> None:
         """Take over what was read into a result of `get`; see `Amp.load_flat_state_dict`."""
-        for name, stepped, _, values in self.rows():
-            prefix = f"optimizer.{name.partition('.')[2]}."
-            with contextlib.suppress(KeyError):  # no state was saved, or of another optimizer
-                values |= {key: state[f"{prefix}{key}"] for key in values}
-            if stepped is not self.tensors[name]:
-                self.tensors[name].copy_(stepped)
+        with contextlib.ExitStack() as stack:
+            for masters in filter(None, map(masters_of, self._optimizers)):
+                stack.enter_context(masters.materialized())
+            for name, stepped, _, _, values in self.rows():
+                prefix = f"optimizer.{name.partition('.')[2]}."
+                with contextlib.suppress(KeyError):  # no state was saved, or of another optimizer
+                    values |= {key: state[f"{prefix}{key}"] for key in values}
+                if stepped is not self.tensors[name]:
+                    stepped.copy_(state[name])
 
 
 def _plain(name: str) -> str:

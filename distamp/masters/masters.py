@@ -314,12 +314,18 @@ class MasterParameters(GradientSource):
         themselves, as in ``optimizer.state_dict()``; of split masters they are copies.
         """
         self._catch_up()
-        masters = {number: master.detach() for number, master in self._numbered().items()}
-        for number, master in self._numbered().items() if self.split else ():
-            pair = self._pairs[id(master)]
-            masters[number] = torch.empty_like(pair.parameter.detach(), dtype=torch.float32)
-            join([(local_of(masters[number]), *pair.row[1:])])
-        return {"version": 1, "masters": masters}
+        return {"version": 1, "masters": {n: self.value(m) for n, m in self._numbered().items()}}
+
+    @torch.no_grad()
+    def value(self, stepped: Tensor) -> Tensor:
+        """See `GradientSource.value`: of a split master a float32 copy."""
+        pair = self._pairs.get(id(stepped))
+        if pair is None or pair.remainder is None:
+            return stepped.detach()
+        _catch_up(pair)
+        value = torch.empty_like(pair.parameter.detach(), dtype=torch.float32)
+        join([(local_of(value), *pair.row[1:])])
+        return value
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -386,15 +392,7 @@ class MasterParameters(GradientSource):
         """
         pairs = self._adopt()
         for pair in pairs:
-            value, weight, remainder = pair.row
-            if pair.version == _version(weight):
-                continue
-            if remainder is None:
-                same = value.to(weight.dtype) == weight
-                value.copy_(torch.where(same, value, weight.float()))
-            else:  # which elements were written is not known; and zero has none below it
-                remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
-            pair.remember()
+            _catch_up(pair)
         return pairs
 
     def _adopt(self) -> list[_Pair]:
@@ -430,6 +428,18 @@ class MasterParameters(GradientSource):
             state = optimizer.state.pop(parameter)
             optimizer.state[master] = tree_map(lambda v: v.float() if _is_low(v) else v, state)
         return pair
+
+
+def _catch_up(pair: _Pair) -> None:
+    value, weight, remainder = pair.row
+    if pair.version == _version(weight):
+        return
+    if remainder is None:
+        same = value.to(weight.dtype) == weight
+        value.copy_(torch.where(same, value, weight.float()))
+    else:  # which elements were written is not known; and zero has none below it
+        remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
+    pair.remember()
 
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:

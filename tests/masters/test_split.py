@@ -312,6 +312,29 @@ def test_a_level_takes_split_masters_and_refuses_them_without_bfloat16_parameter
             Precision.of(level, master_weights="split")
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_flat_state_has_the_values_of_masters_and_takes_them_back(split):
+    """As ``dcp.load`` leaves it: filled in place."""
+    jobs = []
+    for seed in (0, 1):
+        model = half_mlp(seed, F32)
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        amp = initialize(model, optimizer, "bf16-O2", master_weights="split" if split else True)
+        amp.backward(loss_of(amp.model, seed))
+        assert amp.step()
+        jobs.append(amp)
+    saved, state = jobs[0].flat_state_dict(), jobs[1].flat_state_dict()
+    for name, value in state.items():
+        assert saved[name].isfinite().all()
+        with torch.no_grad():
+            value.copy_(saved[name])
+    jobs[1].load_flat_state_dict(state)
+    ours, theirs = (amp.masters[0].state_dict()["masters"] for amp in jobs)
+    assert all(same_bits(ours[n], theirs[n]) for n in ours)
+    for mine, other in zip(jobs[1].model.parameters(), jobs[0].model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
