@@ -149,14 +149,15 @@ def train(
 
 def summary(rows: list[dict[str, float]]) -> str:
     """Return a line: the reward at both ends, and the mean mismatch."""
+
+    def mean(part: list[dict[str, float]], key: str) -> float:
+        return sum(row[key] for row in part) / len(part)
+
     tenth = max(1, len(rows) // 10)
-    first, last = (
-        sum(row["reward"] for row in part) / tenth for part in (rows[:tenth], rows[-tenth:])
-    )
-    words = [f"reward {first:.3f} -> {last:.3f}"]
-    for key in ("token_abs_mean", "token_k3", "sequence_ess"):
-        words.append(f"{key} {sum(row[f'mismatch/{key}'] for row in rows) / len(rows):.6g}")
-    return ", ".join(words)
+    names = [f"mismatch/{each}" for each in ("token_abs_mean", "token_k3", "sequence_ess")]
+    words = [f"{each} {mean(rows, each):.6g}" for each in names]
+    first, last = mean(rows[:tenth], "reward"), mean(rows[-tenth:], "reward")
+    return ", ".join([f"reward {first:.3f} -> {last:.3f}", *words])
 
 
 def draw_curves(runs: dict[str, list[dict[str, float]]], path: Path) -> None:

@@ -117,8 +117,11 @@ def test_ranks_that_share_the_optimizer_skip_together_and_have_the_same_weights(
     assert found[0][2] == found[1][2]
 
 
-def grpo_at_each_precision(layout: str, drawn_by: str, updates: int) -> dict[str, Any]:
-    module = importlib.import_module("grpo")
+def grpo_at_each_precision(
+    layout: str, drawn_by: str, updates: int, prompts: int
+) -> dict[str, Any]:
+    module: Any = importlib.import_module("grpo")
+    module.PROMPTS = prompts
     start = module.taught(10).state_dict()
     return {
         name: module.train(name, start, updates, layout, drawn_by) for name in module.PRECISIONS
@@ -130,7 +133,7 @@ def test_grpo_shows_how_far_the_sampler_is_from_the_trainer(ranks2, layout):
     pytest.importorskip("transformers")
     grpo = (on_this_rank, __name__, grpo_at_each_precision.__name__, layout)
     drawn_by = "copy" if layout == "FSDP2" else "policy"
-    one, other = ranks2.run(*grpo, drawn_by, 1)
+    one, other = ranks2.run(*grpo, drawn_by, 1, 2, timeout=240)  # to import takes long
     assert one == other
     fp32, bf16, fp16 = (rows[0]["mismatch/token_abs_mean"] for rows in one.values())
     if drawn_by == "copy":
@@ -142,7 +145,7 @@ def test_grpo_shows_how_far_the_sampler_is_from_the_trainer(ranks2, layout):
 @pytest.mark.slow
 def test_grpo_learns_to_sort_as_well_in_fp16_as_in_fp32(ranks2):
     pytest.importorskip("transformers")
-    arguments = (on_this_rank, __name__, grpo_at_each_precision.__name__, "FSDP2", "copy", 40)
+    arguments = (on_this_rank, __name__, grpo_at_each_precision.__name__, "FSDP2", "copy", 40, 8)
     runs, _ = ranks2.run(*arguments, timeout=600)
     gained = {name: rows[-1]["reward"] - rows[0]["reward"] for name, rows in runs.items()}
     assert all(gain > 0.05 for gain in gained.values())
