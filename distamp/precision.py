@@ -199,7 +199,7 @@ class Precision:
         pins = {name: pin.split(":")[0] for name, pin in self.pins}
         if models:
             # Those that are there, also by the model's owner.
-            dtypes = {name: getattr(each, "pin", None) for name, each in modules.items()}
+            dtypes = {name: getattr(each, "distamp_pin", None) for name, each in modules.items()}
             dtypes = {name: getattr(pin, "dtype", None) for name, pin in dtypes.items()}
             pins = {name: _SHORT[dtype] for name, dtype in dtypes.items() if dtype in _SHORT}
         half = not models or any(p.dtype is self.param for m in models for p in m.parameters())
