@@ -14,6 +14,7 @@ first of them has, with as many steps, is not run again: remove it to train all 
 import argparse
 import contextlib
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -270,7 +271,7 @@ def plot(runs: list[dict[str, Any]]) -> None:
             _, beside = _of(runs, task, level)
             axis.plot([place] * len(beside), beside, "o", color=f"C{place}")
         axis.set_title(task)
-        axis.set_xticks(range(len(LEVELS)), [level.replace(" ", "\n", 1) for level in LEVELS])
+        axis.set_xticks(range(len(LEVELS)), [re.sub(" |(?<=-)", "\n", level) for level in LEVELS])
         axis.tick_params(axis="x", labelsize=7)
     axes[0].set_ylabel("validation loss beside O0, %\n(each dot a seed, grey: 1 %)")
     figure.savefig(IMAGE, dpi=110, metadata={"Software": ""})
