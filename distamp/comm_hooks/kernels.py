@@ -37,8 +37,9 @@ BLOCKS, ENOUGH = 8, 512
 OPTIONS = {"enable_fp_fusion": False}
 _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.int8: 2}
 
-# Numbers of which kernels are not compiled again for 1 and for multiples of 16.
-COUNTS = ("more", "own", "rows", "count", "blocks", "length", "total", "first")
+# Numbers of which kernels are not compiled again for 1 and for multiples of 16. Of strides and
+# lengths they are: where these are such multiples, elements are loaded and stored four at a time.
+COUNTS = ("more", "own", "rows", "count", "blocks", "first")
 # KIND says what payloads are: 0 for fp16, 1 for bf16, 2 for int8.
 
 

@@ -3,8 +3,9 @@
     python -m tests.comm_hooks.compiled_kernels 80 90 [--formats fp16 int8]
 
 For each compute capability, kernel and format a line, which ends with how many multiplications are
-fused with an addition, and so rounded once instead of twice; what cannot be compiled raises. To be
-run in a process of its own, in which Triton does not interpret.
+fused with an addition, and so rounded once instead of twice, and with how many loads and stores
+take 16 bytes at once, where rows lie evenly; what cannot be compiled raises. To be run in a process
+of its own, in which Triton does not interpret.
 """
 
 import argparse
@@ -48,9 +49,16 @@ def ptx(kernel: Any, wire: WireFormat, capability: int) -> str:
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i64") for name in names
     }
+    # As of buckets of a real model: what is specialized is a multiple of 16.
+    hinted = [
+        index
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith(("step", "stride", "length", "total"))
+    ]
     source = ASTSource(
         fn=kernel,
         signature=signature,
+        attrs={(index,): [["tt.divisibility", 16]] for index in hinted},
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     target = GPUTarget("cuda", capability, 32)
@@ -68,7 +76,8 @@ def main() -> None:
             for name in given.formats:
                 lines = ptx(kernel, WIRE_FORMATS[name], capability).splitlines()
                 fused = sum("fma.rn.f32" in line for line in lines)
-                print(capability, kernel.fn.__name__, name, fused, flush=True)
+                wide = sum("global.v4" in line for line in lines)
+                print(capability, kernel.fn.__name__, name, fused, wide, flush=True)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,15 @@ def compiled(capability: int, formats: list[str]) -> list[list[str]]:
 
 def check(capability: int, formats: list[str]) -> None:
     lines = compiled(capability, formats)
+    expected = [[str(capability), kernel, name] for kernel in KERNELS for name in formats]
+    assert [line[:3] for line in lines] == expected
     # A product that is fused with a sum is not rounded as torch's is.
-    assert lines == [[str(capability), kernel, name, "0"] for kernel in KERNELS for name in formats]
+    assert {line[3] for line in lines} == {"0"}
+    # Gradients alone are 8 loads or 4 stores of a thread.
+    assert min(int(line[4]) for line in lines) >= 4
 
 
-def test_kernels_compile_for_a_gpu_and_round_every_product():
+def test_kernels_compile_for_a_gpu_round_every_product_and_take_16_bytes_at_once():
     check(90, ["fp16", "int8"])
 
 
