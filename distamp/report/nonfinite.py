@@ -806,7 +806,8 @@ class StepReplay:
             self._skips += 1
             nan = any(_range("", _local(it)).is_nan for _, it in _gradients(self._model))
             if any(_everyone(nan or not scaled or self._skips >= 3)):
-                changed = any(_version(each) != version for each, version in versions)
+                mine = any(_version(each) != version for each, version in versions)
+                changed = any(_everyone(mine))
                 notes = ["a batch was changed in place since the step was kept"] * changed
                 self._skips = -1
                 self.found = _search(step, self._model, kept, notes, True)
