@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import distamp
+from tests.ranks import RankError
 from tests.trainers.common import FAULT, data, digest, faulty, model, rank
 
 STEPS = 7
@@ -157,6 +158,39 @@ def train(number: int, ours: bool, fault: bool = True) -> list[Step]:
         with distamp.install() if ours else contextlib.nullcontext():
             pattern(job)
     return job.steps
+
+
+def fairseq2_resumes(ours: bool) -> tuple[float, float]:
+    """facebookresearch/fairseq2#1346: after a resume it unscales where nothing was scaled yet.
+
+    Here rank 1 has no batch in the first step. The scale, and the norm of the gradients.
+    """
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kind = distamp.DistGradScaler if ours else torch.amp.GradScaler
+    saved = torch.amp.GradScaler("cpu", init_scale=SCALE).state_dict()
+    scaler = kind("cpu", init_scale=4.0)
+    scaler.load_state_dict(saved)
+    if rank() == 0:
+        inputs, targets = (each[:4] for each in data().tensors)
+        scaler.scale((net(inputs) - targets).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1e6)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), norm.item()
+
+
+def test_a_resumed_run_unscales_before_this_rank_has_scaled_a_loss(ranks2):
+    (scale, norm), (other, none) = ranks2.run(fairseq2_resumes, ours=True)
+    assert scale == other == SCALE
+    assert none == 0.0
+    net = model()
+    inputs, targets = (each[:4] for each in data().tensors)
+    (net(inputs) - targets).square().mean().backward()
+    assert norm == pytest.approx(nn.utils.get_total_norm([p.grad for p in net.parameters()]).item())
+    with pytest.raises(RankError, match="_scale is None"):
+        ranks2.run(fairseq2_resumes, ours=False)
 
 
 def nano_gpt(guard: bool) -> list[float]:
