@@ -163,11 +163,11 @@ def test_norms_written_in_python_are_told_by_their_statistics(wide, broken_by):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_modules_stay_compiled_and_what_is_in_them_is_listed_as_unseen():
-    compiles = []
+    compiles, runs = [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
         compiles.append(graph)
-        return graph.forward
+        return lambda *given: runs.append(graph) or graph.forward(*given)
 
     model = Net()
     model.blocks[0].compile(backend=backend)
@@ -175,8 +175,9 @@ def test_compiled_modules_stay_compiled_and_what_is_in_them_is_listed_as_unseen(
     step, *trains = trained(model)
     step()
     before = len(compiles)
+    runs.clear()
     found = Contract(compute="fp32", norms="bf16").check(step, *trains)
-    assert len(compiles) == before > 1
+    assert len(compiles) == before == len(runs) > 1
     places = {place for each in found if each.key == "compute" for place in each.where}
     assert "head" in places
     assert any("blocks.0" in line and "compiled" in line for line in found.unseen)
@@ -261,6 +262,7 @@ def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks(ra
         assert breach.group.endswith("[2]")
         assert breach.ranks == (0, 1)
         assert "reduce_dtype" in breach.fix
+        assert found.seen["activations"]["bf16"] > 4
 
 
 def _one_rank_in_fp32() -> Breaches:
@@ -271,6 +273,17 @@ def test_ranks_that_compute_in_two_precisions_are_a_breach_of_any_contract(ranks
     for found in ranks2.run(_one_rank_in_fp32):
         (breach,) = found
         assert (breach.declared, breach.found) == ((), "bf16 on rank 0, fp32 on rank 1")
+
+
+def _sequence_parallel_alone() -> Breaches:
+    net = parallel(Net(attends=False), mesh((2,), ("tp",)), sequence=True)
+    return Contract(reduce="bf16").check(*trained(net, None))
+
+
+def test_partial_gradients_are_seen_where_the_optimizer_adds_them_up(ranks2: RankPool):
+    for found in ranks2.run(_sequence_parallel_alone):
+        (breach,) = found
+        assert (breach.found, breach.phase, breach.op) == ("fp32", "optimizer", "all_reduce")
 
 
 def _raises_on_one() -> str:
