@@ -168,7 +168,6 @@ def test_ranks_leave_a_folder_alone_to_which_another_process_writes(ranks2, text
     ("args", "named"),
     [
         ("--optimizer muon --shard 2", "--optimizer muon"),
-        ("--hook int8 --shard 2", "--hook"),
         ("--hook fp16 --tp 2", "--hook"),
         (f"--model {__name__}:idle", "1.weight"),  # takes no part in what is returned
     ],
