@@ -134,7 +134,7 @@ def _beside_torch(wire: str, counts: Sequence[int], bad: int | None) -> tuple[fl
 @pytest.mark.filterwarnings("ignore:find_unused")
 @pytest.mark.parametrize("bad", [None, 3], ids=["", "overflow"])
 @pytest.mark.parametrize(("wire", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
-@pytest.mark.parametrize("counts", [(3, 5), (0, 4), (3, 0, 5, 1)], ids=str)
+@pytest.mark.parametrize("counts", [(0, 4), (3, 0, 5, 1)], ids=str)
 def test_epochs_of_uneven_inputs_and_plain_steps_after_them(ranks, counts, wire, bound, bad):
     for error, same in ranks(len(counts)).run(_beside_torch, wire, counts, bad):
         assert error < bound
