@@ -29,7 +29,7 @@ from launch.job import make_amp, make_model
 from launch.metrics import Metrics, Record
 from launch.model import build, loss_of
 from launch.optim import Average, Rates, make_optimizers
-from launch.parallel import Layout, on_first, pick_device, process_group, wrap
+from launch.parallel import Layout, cut_over, on_first, pick_device, process_group, wrap
 from launch.stop import die_with_parent, listening
 from launch.usage import UsageError, exit_code_of, require
 
@@ -173,7 +173,8 @@ def train_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
         replay.found = None
     loss = run_passes(job, microbatches)
     limit = config.skip_above or None
-    taken = job.amp.step(max_norm=config.clip or math.inf, skip_above=limit).taken
+    most = config.clip or math.inf
+    taken = job.amp.step(max_norm=most, skip_above=limit, sharded=cut_over).taken
     if replay is not None and replay.found is not None:
         job.metrics.blame(job.progress.step, replay.found)
     return Outcome(loss, guard.grad_norm(), taken)

@@ -306,6 +306,8 @@ class Amp:
         max_norm: float | None = None,
         skip_above: float | Tensor | None = None,
         together: bool = False,
+        replicated: Declared | None = None,
+        sharded: Declared | None = None,
     ) -> StepResult:
         """Step every optimizer that did not overflow on any rank, and update the loss scale.
 
@@ -316,17 +318,21 @@ class Amp:
             max_norm: Clip by the norm over all optimizers, in the same message; all step or none.
             skip_above: Skip all where that norm is larger.
             together: All step or none, also without a clip.
+            replicated: As in `clip_grad_norm_`, of the norm.
+            sharded: As in `clip_grad_norm_`, of the norm.
 
         Raises:
             StageError, GradientError, LockstepError, NonFiniteGradients: As `StepGuard.step`.
         """
         self._require_optimizers()
-        sharded = _cut_over if self._has_copies else None
+        if self._has_copies and sharded is None and replicated is None:
+            sharded = _cut_over
         self.scaler.step_all(
             self.optimizers,
             max_norm=max_norm,
             skip_above=skip_above,
             together=together,
+            replicated=replicated,
             sharded=sharded,
         )
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
