@@ -59,7 +59,7 @@ WRONG = """
 -lr 1 | train | --lr 1 2 | --lr=one | --resume nowhere --auto-resume | --precision
 """
 # What a word that is nearly right is answered with.
-NEAR = {"--precison fp16": "--precision", "--optimizer adam": "adamw", "--precision fp8": "fp16"}
+NEAR = {"--precison fp16": "--precision", "--optimizer adam": "adamw", "--precision bf61": "bf16"}
 
 
 def no_blocks(data: object) -> nn.Module:
