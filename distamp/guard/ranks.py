@@ -259,8 +259,8 @@ class Ranks:
         digest = digest + (error is not None) & 0x7FFFFFFF
         counted = self.iteration, self.steps
         if group.on_host:
-            word = digest << 32 | sum(map(bool, found))
-            words = torch.tensor(word, dtype=torch.int64, device="cpu")
+            # The group's own, which nobody else sends while this is waited for.
+            words = group.word.fill_(digest << 32 | sum(map(bool, found)))
         else:
             words = _device_words(group, digest, found)
         reach(group, _reduce, group.process_group, words)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from distamp import host
 from distamp.errors import NonFiniteGradients, SettingError, StageError
-from distamp.gradients import flag_of
+from distamp.gradients import flag_of, local_gradients, power_of
 from distamp.groups import GroupLike, check_group
 from distamp.guard.optimizer_state import OWN
 from distamp.guard.overflow import names_of
@@ -135,6 +136,20 @@ class StepGuard(Steps):
 
     def _inverse(self, divisor: Tensor) -> Tensor:
         return divisor
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        source = source_of(optimizer)
+        if source.casts or host.is_host(found_inf.device):
+            return source.unscale(inv_scale, found_inf, allow_fp16)
+        # Nothing is divided: on a device a norm only reads.
+        power = power_of(local_gradients(source.parameters()), 2.0, found_inf.device)
+        return {found_inf.device: found_inf.copy_(power.isfinite().logical_not())}
 
     def _compared(self, divisor: Tensor) -> Differ:
         return Differ(f"StepGuard(max_consecutive_skips={self._guard.limit})", (1.0, 0), True)

@@ -52,7 +52,14 @@ from distamp.optimizers import find_closure, innermost, unwrapped
 from distamp.protocols import CommHook, Replay
 from distamp.sources import GradientSource, source_of
 
-__all__ = ["Differ", "Guard", "Resolved", "Steps", "checked_limit", "outside_the_graph"]
+__all__ = [
+    "Differ",
+    "Guard",
+    "Resolved",
+    "Steps",
+    "checked_limit",
+    "outside_the_graph",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -157,7 +164,8 @@ class Resolved:
         holder: What has the parameters.
         source: Where its gradients are.
         record: torch's record of the iteration.
-        only_check: Whether its own kernel unscales.
+        only_check: Whether its own kernel unscales, in this call.
+        takes_flags: Whether its own kernel skips.
         state: What survives an iteration; None until it is looked at.
     """
 
@@ -166,6 +174,7 @@ class Resolved:
     source: GradientSource
     record: dict[str, Any]
     only_check: bool = False
+    takes_flags: bool = False
     state: OptimizerState | None = None
 
 
@@ -406,9 +415,10 @@ class Steps:
         record = records[id(inside)]
         if given is not inside:
             records[id(given)] = record
-        if to_step:
-            check_step(record)
-        return Resolved(given, holder, source_of(holder), record)
+        if not to_step:
+            return Resolved(given, holder, source_of(holder), record)
+        check_step(record)
+        return Resolved(given, holder, source_of(holder), record, takes_flags=takes_flags(given))
 
     def _state(self, given: Any) -> OptimizerState:
         optimizers = self._guard.optimizers
@@ -500,6 +510,9 @@ class Steps:
             _close(ones, divisor.device)
             raise
         for one, each in zip_longest(ones, agreed):
+            if each.flag is False and error is None:  # on the host, and so no flag here is set
+                one.record[OWN].ranks = ()
+                continue
             tensor = as_tensor(each.flag, divisor.device)
             one.record["found_inf_per_device"] = {tensor.device: tensor}
             one.record[OWN] = Agreed(one.state, each.ranks)
@@ -580,7 +593,7 @@ class Steps:
             verdict = self._look_by_norm(divisor, [one], ByNorm(max_norm, skip_above))
             return self._apply(one, divisor, args, kwargs, verdict)
         if is_ready:
-            if takes_flags(optimizer) and not one.source.casts:
+            if one.takes_flags and not one.source.casts:
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
@@ -628,7 +641,7 @@ class Steps:
             return [self._apply(one, divisor, (), {}, verdict) for one in ones]
         ready = [one for one in ones if one.record["stage"] is OptState.READY]
         for one in ready:
-            one.only_check = takes_flags(one.given) and not one.source.casts
+            one.only_check = one.takes_flags and not one.source.casts
         if ready:
             self._look("step", divisor, ready)
         return [self._apply(one, divisor, (), {}) for one in ones]
@@ -721,7 +734,7 @@ class Steps:
         scaled, unscaled = list[clipping.Share](), list[clipping.Share]()
         for one in ones:
             is_ready = one.record["stage"] is OptState.READY
-            one.only_check = is_ready and takes_flags(one.given) and not one.source.casts
+            one.only_check = is_ready and one.takes_flags and not one.source.casts
             if one.only_check and kept:
                 kept.pop(id(innermost(one.holder)), None)
             if is_ready and not one.only_check and self._unscales(one):
@@ -769,7 +782,7 @@ class Steps:
         flag: Flag
         spike: Flag = False if verdict is None else verdict.spike
         factor: float | Tensor = 1.0 if verdict is None else verdict.factor
-        if fused := takes_flags(one.given):
+        if fused := one.takes_flags:
             flag = merged(flags, divisor.device)
             ranks.settle(wait=False)
         else:
@@ -796,10 +809,11 @@ class Steps:
         if self._guard.hooks:
             self._tell_hooks(one, skip)
         if isinstance(skip, Tensor):
-            values = torch.stack((skip, divisor, as_tensor(spike, divisor.device)))
+            values = (skip, divisor, spike) if isinstance(spike, Tensor) else (skip, divisor)
+            holder = one.holder
             ranks.later(
-                values,
-                lambda v: self._count(one.holder, state, bool(v[0]), v[1], None, bool(v[2])),
+                torch.stack(values),
+                lambda v: self._count(holder, state, bool(v[0]), v[1], None, any(v[2:])),
             )
         else:
             self._count(one.holder, state, skip, divisor, agreed.ranks, bool(spike))

@@ -46,7 +46,7 @@ def _of_the_schedule(name: str) -> Any:
 class _Own:
     """What survives a call on a scaler, beside its guard and torch's own attributes."""
 
-    __slots__ = ("begun", "hysteresis", "scaled", "settings")
+    __slots__ = ("begun", "hysteresis", "inverse", "scaled", "settings")
 
     def __init__(self, given: Settings, begun: tuple[float, int]) -> None:
         self.settings = given
@@ -54,6 +54,8 @@ class _Own:
         self.begun = begun
         # The credit of a schedule that forgives overflows; a tensor from the first update on.
         self.hysteresis: int | Tensor = given.schedule.initial_hysteresis
+        # A scale on the host and its inverse: it moves seldom, and a tensor costs time.
+        self.inverse: tuple[float, Tensor] = (0.0, torch.empty((), device="cpu"))
         # Whether a loss was ever scaled here: ranks tell each other.
         self.scaled = False
 
@@ -203,7 +205,11 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
     def _inverse(self, divisor: Tensor) -> Tensor:
         """Return 1 / scale as torch computes it: in float64, as float32 can be off by one bit."""
         if divisor.is_cpu and (value := divisor.item()):
-            return torch.full((), 1.0 / value, dtype=torch.float32, device=divisor.device)
+            own = self._distamp
+            if own.inverse[0] != value:
+                inverse = torch.full((), 1.0 / value, dtype=torch.float32, device=divisor.device)
+                own.inverse = (value, inverse)
+            return own.inverse[1]
         return divisor.double().reciprocal().float()
 
     def _compared(self, divisor: Tensor) -> Differ:

@@ -134,7 +134,7 @@ def stages_that_add_parameters() -> Any:
 def level(name: str) -> Any:
     """Six steps by `distamp.initialize`, of which one overflows: the weights, and who stepped."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 4)).to(here())
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(here())
     model = DistributedDataParallel(distamp.cast_model(net, name))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     amp, taken = distamp.initialize(model, optimizer, name), []
