@@ -1,5 +1,11 @@
-"""Planted faults as data: an exact replacement in one file, and the tests that must find it."""
+"""Planted faults as data: a piece of syntax in one function, what takes its place, and the tests.
 
+A plant names a file, a function (``Class.method``, or nothing for the whole module) and a piece of
+its code, an expression or statements. Where it lies and how it is laid out do not matter; a plant
+whose piece is not there exactly once fails by name.
+"""
+
+import ast
 import json
 import tomllib
 from dataclasses import dataclass
@@ -16,15 +22,65 @@ class Fault:
     room: str
     file: str
     loses: str
-    old: str
-    new: str
+    replace: str
+    by: str
     tests: tuple[str, ...]
+    function: str = ""
 
     def mutated(self, text: str) -> str:
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(f"{self.name}: its old text is {count} times in {self.file}")
-        return text.replace(self.old, self.new)
+        """The file with the fault in it, without its comments."""
+        tree = ast.parse(text)
+        planting = _Planting(*_pieces(self.replace, self.by))
+        planting.visit(_found(tree, self.function))
+        if planting.count != 1:
+            where = f"{self.function or 'module'} of {self.file}"
+            raise ValueError(f"{self.name}: its code is {planting.count} times in {where}")
+        return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _pieces(*codes: str) -> list[list[ast.AST]]:
+    """Of each code its one expression, or, where any is more than that, its statements."""
+    bodies = [ast.parse(code).body for code in codes]
+    if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in bodies):
+        return [[body[0].value] for body in bodies]
+    return [list(body) for body in bodies]
+
+
+def _found(tree: ast.AST, function: str) -> ast.AST:
+    for name in filter(None, function.split(".")):
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        nodes = [n for n in ast.walk(tree) if isinstance(n, kinds) and n.name == name]
+        if not nodes:
+            return ast.Pass()
+        tree = nodes[0]
+    return tree
+
+
+class _Planting(ast.NodeTransformer):
+    """Puts one piece of syntax in the place of another."""
+
+    def __init__(self, old: list[ast.AST], new: list[ast.AST]) -> None:
+        self.old, self.new, self.count = [ast.dump(node) for node in old], new, 0
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and len(value) >= len(self.old):
+                self._replace_in(value)
+        return super().generic_visit(node)
+
+    def _replace_in(self, nodes: list[ast.AST]) -> None:
+        size = len(self.old)
+        for start in range(len(nodes) - size, -1, -1):
+            dumped = [isinstance(n, ast.AST) and ast.dump(n) for n in nodes[start : start + size]]
+            if dumped == self.old:
+                nodes[start : start + size] = self.new
+                self.count += 1
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if len(self.old) == len(self.new) == 1 and ast.dump(node) == self.old[0]:
+            self.count += 1
+            return self.new[0]
+        return super().visit(node)
 
 
 def planted() -> list[Fault]:

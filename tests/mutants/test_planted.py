@@ -8,7 +8,7 @@ from tests.mutants.planted import ROOT, planted, recorded
 def test_every_fault_can_be_planted():
     for fault in planted():
         compile(fault.mutated((ROOT / fault.file).read_text()), fault.file, "exec")
-        assert fault.new != fault.old
+        assert fault.by != fault.replace
 
 
 def test_every_room_has_five_and_tests_that_are_there():
