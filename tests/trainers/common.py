@@ -87,7 +87,7 @@ def rank() -> int:
 def model() -> nn.Module:
     """Two linear layers, the same on every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 def data(samples: int = 32) -> TensorDataset:

@@ -225,7 +225,8 @@ def test_what_a_hook_keeps_follows_the_loss_scale(ranks2, when):
         ranks2.run(on_ranks, when, **options, growth_interval=every) for every in (99, 1)
     )
     assert growing[0].scale == 2.0**STEPS
-    assert growing[0].weights == constant[0].weights
+    # At a scale of 1 small gradients of float16 are rounded otherwise than at 64.
+    assert growing[0].weights == pytest.approx(constant[0].weights, rel=1e-9)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
