@@ -744,10 +744,12 @@ class Steps:
                 one.record["stage"] = OptState.UNSCALED
             (scaled if one.only_check else unscaled).append(clipping.share_of(one.holder))
         declared = by.replicated, by.sharded
-        square = clipping.local_square(unscaled, divisor.device, size, *declared)
+        if not scaled or unscaled:
+            square = clipping.local_square(unscaled, divisor.device, size, *declared)
         if scaled:
             found = clipping.local_square(scaled, divisor.device, size, *declared)
-            square = square + (found / divisor.double().square() if self._divides else found)
+            found = found / divisor.double().square() if self._divides else found
+            square = square + found if unscaled else found
         if set_flags:  # an override may have set one
             flag = as_tensor(merged(set_flags, divisor.device), divisor.device)
             square = torch.where(flag > 0, math.nan, square)
@@ -856,8 +858,11 @@ class Steps:
                 self._guard.ranks.settle()
                 flag = bool(flag)
             scale = host.moved(scale, _HOST) if on_host else scale
-        if flag is True and type(optimizer).__module__.startswith("torch.optim."):
+        torchs = type(optimizer).__module__.startswith("torch.optim.")
+        if flag is True and torchs:
             return None  # its kernel would do nothing, or leave garbage
+        # Where the host knows that nothing was found, torch's kernels need not ask.
+        found = None if flag is False and torchs else as_tensor(flag, scale.device)
         grad_scale = getattr(optimizer, "grad_scale", None)
         if self._divides and one.record["stage"] is not OptState.UNSCALED:
             grad_scale = scale if grad_scale is None else scale * grad_scale
@@ -866,7 +871,7 @@ class Steps:
             clip = _as_divisor(factor, scale.device)
             grad_scale = clip if grad_scale is None else grad_scale * clip
         try:
-            optimizer.grad_scale, optimizer.found_inf = grad_scale, as_tensor(flag, scale.device)
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, found
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale
