@@ -59,7 +59,7 @@ def microseconds(hosts: int, ranks: int, wire: str, rounds: int) -> float:
         table = Hosts("name", places, "two levels")
         exchange = exchanges.Exchange(table, group, META, HookStats())
         values, form = torch.empty(NUMEL, device=META), WIRE_FORMATS[wire]
-        plan = exchange.plan(form, [NUMEL], 4)
+        plan = exchange.plan("buckets", form, [NUMEL], 4)
         assert plan is not None
         fed: Any = ()
         if form.needs_error_feedback:
@@ -67,8 +67,8 @@ def microseconds(hosts: int, ranks: int, wire: str, rounds: int) -> float:
         times = []
         for _ in range(rounds):
             start = time.perf_counter()
-            exchange.plan(form, [NUMEL], 4)
-            exchange.average(values, form, plan, feedback=fed)
+            exchange.plan("buckets", form, [NUMEL], 4)
+            exchange.average(values, form, plan, hosts * ranks, fed)
             times.append(time.perf_counter() - start)
         exchange.transport.close()
     return 1e6 * statistics.median(times)

@@ -31,15 +31,16 @@ def calls_of(wire: WireFormat, values: torch.Tensor) -> dict[str, Callable[[], o
     if values.is_cuda:
         how = importlib.import_module("distamp.comm_hooks.kernels")
     numel = values.numel()
-    places = Places.evenly(1, -(-numel // BLOCK) * BLOCK, numel, numel, numel)
-    pair = torch.zeros(2, wire.row_bytes(places.numel), dtype=torch.uint8, device=values.device)
+    padded = -(-numel // BLOCK) * BLOCK
+    places = Places(padded, [(0, 0, numel)])
+    pair = torch.zeros(2, wire.row_bytes(padded), dtype=torch.uint8, device=values.device)
     sent, out, none = pair[:1], torch.empty_like(values), values.view(1, -1)[:0]
     source = Source(values, none, places, 1, 0.125)
-    adding = source._replace(places=Places.evenly(2, places.numel, 0, numel, numel), own=0)
+    adding = source._replace(places=Places(padded, places.runs, (0, 0)), own=0)
     return {
         "encode": lambda: how.encode(wire, source, sent),
         "decode": lambda: how.decode(wire, sent, places, out),
-        "add": lambda: how.sum_rows(wire, adding, pair, out, 0),
+        "add": lambda: how.sum_rows(wire, adding, pair, out),
     }
 
 

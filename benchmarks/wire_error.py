@@ -39,10 +39,10 @@ def through(
     ``feedback`` has one for each contribution, and one for the mean.
     """
     numel = given[0].numel()
-    places = places or Places(1, -(-numel // BLOCK) * BLOCK, [(0, 0, numel)])
+    places = places or Places(-(-numel // BLOCK) * BLOCK, [(0, 0, numel)])
     fed: list[Feedback | None] = [*(feedback or [None] * (len(given) + 1))]
     rows = torch.empty(len(given), wire.row_bytes(places.numel), dtype=torch.uint8)
-    everyone = Places(len(given), places.numel, places.runs)
+    everyone = Places(places.numel, places.runs, [0] * len(given))
     # The first is that of the rank which adds up.
     own, *others = (Source(each, each.view(1, -1)[:0], places, 1, 1 / len(given)) for each in given)
     for index, source in enumerate(others, 1):
@@ -120,7 +120,7 @@ def summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tuple
     for numel in (elements, SMALL) * (LAYERS // 2):
         runs.append((begin, first, numel))
         begin, first = begin + -(-numel // BLOCK) * BLOCK, first + numel
-    places = Places(1, begin, runs)
+    places = Places(begin, runs)
     pair = torch.tensor([scale, 1 / scale, 1.0])
     mine, exact = torch.zeros(2, sizes.numel(), dtype=torch.float64)
     kept: list[Feedback] = []

@@ -180,21 +180,17 @@ def _send(
     wrapped: Wrapped, state: CommHookState | None, anchor: Sequence[Tensor], sent: Tensor
 ) -> None:
     """Send gradients as a hook of this state does, or as torch without one."""
-    if wrapped.shards:
-        shards = wrapped.shards[0]
-        part = sent.new_empty(sent.numel() // shards.size())
-        if state is None:
-            torch_compat.reduce(sent, shards, part)
+    for group in wrapped.over:
+        out = None
+        if group is not wrapped.replicas:
+            out = sent.new_empty(sent.numel() // group.size())
+        if state is not None:
+            state.reduce(sent, group, 1.0, out, anchor).wait()
+        elif out is None:
+            dist.all_reduce(sent, group=group)
         else:
-            state.reduce(sent, shards, 1.0, part)
-        sent = part
-    if wrapped.replicas is not None:
-        if state is None:
-            torch_compat.reduce(sent, wrapped.replicas)
-        elif wrapped.shards:
-            state.reduce(sent, wrapped.replicas, 1.0)
-        else:
-            state.average(sent, anchor).wait()
+            torch_compat.reduce_scatter(out, sent, group)
+        sent = sent if out is None else out
 
 
 def _send_as_bf16(group: ProcessGroup, sent: Tensor) -> None:

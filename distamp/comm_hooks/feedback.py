@@ -3,48 +3,38 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdRef
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.exchange import Chunks, Exchange, Plan
+from distamp.comm_hooks.formats import Feedback
 from distamp.host import moved
 
-__all__ = ["Bucket", "ErrorFeedback"]
+__all__ = ["ErrorFeedback"]
 
-# 6: rank and number of ranks in the keys of residuals.
-_VERSION = 6
-
-
-class Bucket(NamedTuple):
-    """What rounding took from gradients that are exchanged together.
-
-    Residuals are fp32, in units of the mean, divided by the loss scale where a scaler is attached,
-    and always finite. Of gradients that are averaged there is one for each rounding: of the part
-    that this rank sends to other hosts, and of the mean that it owns; of shards the first alone.
-    """
-
-    plan: Plan | Chunks
-    name: str
-    residuals: list[Tensor]
+# 7: what is done with a bucket is one of two words in the keys of residuals.
+_VERSION = 7
 
 
 class ErrorFeedback:
-    """The residuals of one hook on this rank."""
+    """The residuals of one hook on this rank.
 
-    # What survives a call. Buckets, by exchange, kind, length and parameters. Names, by which a
-    # checkpoint knows these, and what of a loaded state is in no bucket yet. The loss scale once a
-    # scaler told it; by device what `Feedback.units` says, written in place, since a recorded
-    # graph reads it; whether the backward passes of this iteration have that scale, whether one of
-    # its optimizers has stepped, and whether residuals are in unscaled units.
+    They are fp32, in units of the mean, divided by the loss scale where a scaler is attached, and
+    always finite. Of gradients that are averaged there is one for each rounding: of the part that
+    this rank sends to other hosts, and of the mean that it owns; of shards the first alone.
+    """
+
+    # What survives a call. Residuals, by a bucket's name and the identities of its parameters.
+    # Names, by which a checkpoint knows these, and what of a loaded state is in no bucket yet. The
+    # loss scale once a scaler told it; by device what `Feedback.units` says, written in place,
+    # since a recorded graph reads it; whether the backward passes of this iteration have that
+    # scale, whether one of its optimizers has stepped, and whether residuals are in unscaled units.
     def __init__(self) -> None:
-        self._buckets: dict[tuple[Hashable, str, int, tuple[WeakIdRef, ...]], Bucket] = {}
+        self._residuals: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
         self._names: dict[int, str] = {}
         self._loaded: dict[str, list[Tensor]] = {}
         self._scale: Tensor | None = None
@@ -53,57 +43,43 @@ class ErrorFeedback:
         self._stepped_now = False
         self._scaled = False
 
-    def bucket(
-        self,
-        exchange: Exchange,
-        kind: str,
-        numel: int,
-        parameters: Sequence[Tensor],
-        plan: Plan | Chunks,
-    ) -> Bucket:
-        """Return the bucket of these gradients; residuals of a new one are loaded ones, or zeros.
+    def of(
+        self, where: str, parameters: Sequence[Tensor], numels: Sequence[int], device: torch.device
+    ) -> list[Feedback]:
+        """Return the feedback of a bucket's roundings, as `Feedback`; a new one's is loaded, or 0.
 
         Args:
-            exchange: What carries them.
-            kind: What is done with them, in a word.
-            numel: How many.
-            parameters: Whose.
-            plan: Where they go, if the bucket is new.
+            where: What is done with the bucket, and between which ranks, in words.
+            parameters: Whose gradients lie in it.
+            numels: How many elements each rounding has.
+            device: Where they lie.
         """
-        references = tuple(map(WeakIdRef, parameters))
-        key = exchange, kind, numel, references
-        if key not in self._buckets:
+        key = where, tuple(map(id, parameters))
+        found = self._residuals.get(key, [])
+        if not _fits(found, numels):
             # DDP makes other buckets after the first pass.
-            mine = {*references}
-            for other in [k for k in self._buckets if k[:2] == key[:2] and mine & {*k[3]}]:
-                del self._buckets[other]
-            if isinstance(plan, Plan):
-                lengths = [plan.mine.rows * plan.mine.numel, plan.mine.numel]
-            else:
-                lengths = [sum(places.rows * places.numel for _, _, places in plan)]
-            names = (self._names.get(id(each), "") for each in parameters)
-            name = f"{who()} in {exchange.levels}, {kind}: {', '.join(names)}"
-            residuals = [
-                torch.zeros(n, dtype=torch.float32, device=exchange.device) for n in lengths
-            ]
-            loaded = self._loaded.pop(name, [])
-            if [each.numel() for each in loaded] == lengths:
-                for residual, each in zip(residuals, loaded, strict=True):
+            mine = {*key[1]}
+            for other in [k for k in self._residuals if k[0] == where and mine & {*k[1]}]:
+                del self._residuals[other]
+            found = [torch.zeros(n, dtype=torch.float32, device=device) for n in numels]
+            loaded = self._loaded.pop(self._name(key), [])
+            if _fits(loaded, numels):
+                for residual, each in zip(found, loaded, strict=True):
                     residual.copy_(each)
-            self._buckets[key] = Bucket(plan, name, residuals)
-        return self._buckets[key]
+            self._residuals[key] = found
+        units = self._units_of(device)
+        return [Feedback(each, units) for each in found]
 
-    def known(
-        self, exchange: Exchange, kind: str, numel: int, parameters: Sequence[Tensor]
-    ) -> Bucket | None:
-        """Return the bucket of these gradients, if it is there already."""
-        return self._buckets.get((exchange, kind, numel, tuple(map(WeakIdRef, parameters))))
+    def _name(self, key: tuple[str, tuple[int, ...]]) -> str:
+        where, parameters = key
+        names = (self._names.get(each, "?") for each in parameters)
+        return f"{who()} in {where}: {', '.join(names)}"
 
-    def units(self, device: torch.device) -> Tensor:
-        """Return what `Feedback.units` is in a backward pass: ones where no scaler told a scale."""
+    def _units_of(self, device: torch.device) -> Tensor:
         # A rank without more inputs is in no backward pass, and keeps to the scale it heard last.
-        if self._scale is None or not (self._scaled_now or not torch_compat.in_backward_pass()):
-            return _ones(device)
+        known = self._scale is None or self._scaled_now or not torch_compat.in_backward_pass()
+        if not known:
+            return torch.ones(3, dtype=torch.float32, device=device)
         if device not in self._units:
             self._units[device] = torch.ones(3, dtype=torch.float32, device=device)
             self._read_scale()
@@ -115,7 +91,7 @@ class ErrorFeedback:
         """See `distamp.protocols.CommHook.scale_changed`."""
         if not self._scaled:
             # They are in units of another scale, which nobody knows.
-            self._loaded, self._buckets = {}, {}
+            self._loaded, self._residuals = {}, {}
         self._scale, self._scaled, self._scaled_now = scale, True, True
         self._read_scale()
 
@@ -137,8 +113,9 @@ class ErrorFeedback:
         self._read_scale()
 
     def _read_scale(self) -> None:
+        if self._scale is None:
+            return
         for device, units in self._units.items():
-            assert self._scale is not None
             units[0].copy_(self._scale, non_blocking=device.type != "cpu")
             torch.reciprocal(units[0], out=units[1])
 
@@ -151,19 +128,20 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Any]:
         """See `CommHookState.state_dict`."""
         residuals = dict(self._loaded)
-        for bucket in self._buckets.values():
-            if not all(name.strip() for name in bucket.name.partition(": ")[2].split(", ")):
+        for key, found in self._residuals.items():
+            if not all(each in self._names for each in key[1]):
                 raise RuntimeError(
                     "this hook knows no names of parameters, and equal buckets would be saved as "
                     "one: call state.name_parameters(model.module.named_parameters()) first, or "
                     "register it by distamp.comm_hooks.register"
                 )
-            kept = [self._units.get(r.device, _ones(r.device))[2] * r for r in bucket.residuals]
-            residuals[bucket.name] = kept
-        ranks = dist.get_world_size()
+            residuals[self._name(key)] = [
+                self._units[each.device][2] * each if each.device in self._units else each.clone()
+                for each in found
+            ]
         return {
             "version": _VERSION,
-            "ranks": ranks,
+            "ranks": dist.get_world_size(),
             "scaled": self._scaled,
             "residuals": residuals,
         }
@@ -179,26 +157,21 @@ class ErrorFeedback:
                 f"{state_dict!r:.80} is no state of a hook that this distamp reads (version "
                 f"{_VERSION}): load what hook.state_dict() returned"
             )
-        residuals: dict[str, list[Tensor]] = dict(state_dict["residuals"])
-        ranks = dist.get_world_size()
-        if state_dict["ranks"] != ranks and (residuals or self._buckets):
-            warnings.warn(
-                f"the hook's residuals were saved by {state_dict['ranks']} ranks, and this is one "
-                f"of {ranks}: they are dropped, which loses the rounding of one step",
-                stacklevel=3,
-            )
-            residuals = {}
+        residuals, ranks = dict(state_dict["residuals"]), state_dict["ranks"]
         theirs = {name.partition(", ")[0] for name in residuals}
         mine = {f"{who()} in {each}" for each in levels}
-        if theirs - mine if levels else [x for x in theirs if not x.startswith(f"{who()} in ")]:
+        if not levels:
+            mine = {each for each in theirs if each.startswith(f"{who()} in ")}
+        same = ranks == dist.get_world_size() and theirs <= mine
+        if not same and (residuals or self._residuals):
             warnings.warn(
-                f"the hook's residuals are those of {', '.join(sorted(theirs))}, and this is "
-                f"{', '.join(sorted(mine)) or who()}: they are dropped, which loses the rounding "
-                "of one step",
+                f"the hook's residuals are those of {', '.join(sorted(theirs))}, saved by {ranks} "
+                f"ranks, and this is {', '.join(sorted(mine)) or who()}: they are dropped, which "
+                "loses the rounding of one step",
                 stacklevel=3,
             )
             residuals = {}
-        self._buckets = {}
+        self._residuals = {}
         for units in self._units.values():
             units[2].fill_(1.0)
         self._scaled, self._loaded = state_dict["scaled"], residuals
@@ -207,6 +180,10 @@ class ErrorFeedback:
 def who() -> str:
     """Return which rank this is, by which a checkpoint knows its residuals."""
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def _fits(residuals: Sequence[Tensor], numels: Sequence[int]) -> bool:
+    return [each.numel() for each in residuals] == [*numels]
 
 
 def _is_state(state: Any) -> bool:
@@ -224,8 +201,3 @@ def _is_residual(value: Any) -> bool:
     return (
         isinstance(value, Tensor) and value.dtype is torch.float32 and bool(value.isfinite().all())
     )
-
-
-@lru_cache(64)
-def _ones(device: torch.device) -> Tensor:
-    return torch.ones(3, dtype=torch.float32, device=device)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from distamp.comm_hooks.exchange import bucket_plan
 from distamp.comm_hooks.formats import WIRE_FORMATS
+from distamp.comm_hooks.plans import bucket_plan
 
 __all__ = ["Foretold", "foretell", "main"]
 
@@ -82,7 +82,7 @@ def foretell(
         if plan is None:
             found[name] = found["fp32"]
             continue
-        row = plan.whole.row_bytes(wire)
+        row = plan.parts[0].row_bytes
         encoded = row * count
         sent = 2 * (hosts - 1) * row * ranks
         within = (ranks - 1) / ranks * (size + encoded) / inner

@@ -20,10 +20,9 @@ operation by itself, so that kernels can do the same to the bit.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -39,13 +38,9 @@ __all__ = [
     "WireFormat",
     "decode",
     "encode",
-    "put_tail",
-    "read_tails",
     "sum_encode",
     "sum_rows",
-    "sum_tails",
     "wire_format",
-    "write_tails",
 ]
 
 BLOCK = 256
@@ -81,6 +76,10 @@ class WireFormat:
     def block_bytes(self) -> int:
         """Bytes of 256 elements."""
         return BLOCK * self.payload.itemsize + (2 if self.top else 0)
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Return whether gradients of that dtype do not grow on the wire."""
+        return self.block_bytes <= BLOCK * dtype.to_real().itemsize
 
     def payload_start(self, numel: int) -> int:
         """Return the byte at which the elements of a row begin; a multiple of 16."""
@@ -125,97 +124,49 @@ def wire_format(name: str) -> WireFormat:
 
 
 class Places:
-    """Where the elements of rows lie in a flat tensor; the rest of each row is zeros.
+    """Where encoded elements lie in a flat tensor: the same pattern once for each offset.
 
     Args:
-        rows: How many rows.
-        numel: Elements of a row, whole blocks.
-        runs: (first element in the rows, first element in the tensor, length) of what is contiguous
-            in both, ascending; each begins with a block.
-        tails: Of each row, elements of the tensor, by their numbers, that are sent behind it as
-            fp32: those that blocks would make more of.
+        numel: Encoded elements of one pattern, whole blocks. What no run has are zeros.
+        runs: (first element of the pattern, first in the tensor, length) of what is contiguous in
+            both; each begins with a block.
+        offsets: Where in the tensor each pattern begins.
     """
 
+    # What survives a call: the table, once a kernel asked for it.
     def __init__(
-        self,
-        rows: int,
-        numel: int,
-        runs: Sequence[tuple[int, int, int]],
-        tails: Sequence[Sequence[int]] = (),
+        self, numel: int, runs: Sequence[tuple[int, int, int]], offsets: Sequence[int] = (0,)
     ) -> None:
-        self.rows, self.numel = rows, numel
-        self.runs = [run for run in runs if run[2]]
-        # Of rows that lie evenly: from one to the next, elements of each, and of the tensor.
-        self.even: tuple[int, int, int] | None = None
-        self.tail = max(map(len, tails), default=0)
-        self._tails = tails
-        self._tables: dict[torch.device, Tensor] = {}
-        self._behind: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    @staticmethod
-    def evenly(rows: int, numel: int, stride: int, length: int, total: int) -> Places:
-        """Return the places of rows that begin every ``stride`` elements, which needs no table.
-
-        Args:
-            rows: How many rows.
-            numel: Elements of a row, whole blocks.
-            stride: From the first element of a row to that of the next, in the tensor.
-            length: Elements of each row, those that there are.
-            total: Elements of the tensor.
-        """
-        places = Places(rows, numel, ())
-        places.even = stride, length, total
-        return places
+        self._pattern, self.runs, self.offsets = numel, runs, offsets
+        self.numel = numel * len(offsets)
+        # Whether kernels can load four elements at once.
+        self.aligned = not any(each % 4 for each in chain(offsets, *runs))
+        self._table: Tensor | None = None
 
     def inside(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield what of the rows' elements ``first`` to ``stop`` there is, as in ``runs``."""
-        if self.even is not None:
-            stride, length, total = self.even
-            for row in range(first // self.numel, -(-stop // self.numel)):
-                begin = max(first, row * self.numel)
-                at = begin - row * self.numel
-                taken = min(stop - begin, length - at, total - row * stride - at)
-                if taken > 0:
-                    yield begin, row * stride + at, taken
-            return
-        before = bisect_right(self.runs, first, key=itemgetter(0)) - 1
-        for begin, flat, length in self.runs[max(0, before) :]:
-            if begin >= stop:
-                return
-            skipped = max(0, first - begin)
-            taken = min(length, stop - begin) - skipped
-            if taken > 0:
-                yield begin + skipped, flat + skipped, taken
+        """Yield what of the encoded elements ``first`` to ``stop`` there is, as in ``runs``."""
+        for index in range(first // self._pattern, -(-stop // self._pattern)):
+            before = index * self._pattern
+            for begin, flat, length in self.runs:
+                start, end = max(first - before, begin), min(stop - before, begin + length)
+                if start < end:
+                    at = self.offsets[index] + flat + start - begin
+                    yield before + start, at, end - start
 
     def table(self, device: torch.device) -> Tensor:
-        """Return, of every block, its first element in the tensor times 512 plus its length."""
-        if device not in self._tables:
-            table = torch.zeros(self.rows * self.numel // BLOCK, dtype=torch.int64, device="cpu")
-            for begin, flat, length in self.runs:
-                blocks = -(-length // BLOCK)
-                firsts = torch.arange(blocks, dtype=torch.int64, device="cpu") * BLOCK
-                lengths = (length - firsts).clamp_(max=BLOCK)
-                table[begin // BLOCK : begin // BLOCK + blocks] = (flat + firsts) * 512 + lengths
-            self._tables[device] = table.to(device)
-        return self._tables[device]
+        """Return, of every block, its first element in the tensor times 512 plus its length.
 
-    def behind(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the elements of tails, int64 (rows, most in a row), and which of these there are.
-
-        Those that there are not are called 0.
+        It is made once, for the device of the first call.
         """
-        if device not in self._behind:
-            at = torch.zeros(self.rows, self.tail, dtype=torch.int64, device="cpu")
-            there = torch.zeros(self.rows, self.tail, dtype=torch.bool, device="cpu")
-            for row, some in enumerate(self._tails):
-                at[row, : len(some)] = torch.tensor(some, dtype=torch.int64, device="cpu")
-                there[row, : len(some)] = True
-            self._behind[device] = at.to(device), there.view(-1).nonzero()[:, 0].to(device)
-        return self._behind[device]
-
-    def row_bytes(self, wire: WireFormat) -> int:
-        """Return the bytes of a row with its tail; a multiple of 16."""
-        return wire.row_bytes(self.numel) + -(-self.tail * 4 // 16) * 16
+        if self._table is None:
+            table = torch.zeros(self._pattern // BLOCK, dtype=torch.int64, device="cpu")
+            for begin, flat, length in self.runs:
+                done = torch.arange(0, length, BLOCK, dtype=torch.int64, device="cpu")
+                lengths = (length - done).clamp_(max=BLOCK)
+                table[begin // BLOCK :][: len(done)] = (flat + done) * 512 + lengths
+            offsets = torch.tensor(self.offsets, dtype=torch.int64, device="cpu").unsqueeze(1)
+            self._table = (table + offsets * 512).flatten().to(device)
+        return self._table
 
 
 class Source(NamedTuple):
@@ -224,7 +175,7 @@ class Source(NamedTuple):
     Args:
         values: 1-D, of any floating dtype.
         others: (some, elements of ``values``): more of them, of the same dtype.
-        places: Where the rows lie in these.
+        places: Where the rows, one after another, lie in these.
         own: The row that this rank adds up. It is sent to nobody, so it is added as it is.
         inverse: The inverse of the divisor.
     """
@@ -249,6 +200,10 @@ class Feedback(NamedTuple):
     residual: Tensor
     units: Tensor
 
+    def part(self, start: int, length: int) -> Feedback:
+        """Return that of some of the elements."""
+        return Feedback(self.residual[start : start + length], self.units)
+
 
 def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
     """Write all rows of a source but its own.
@@ -259,12 +214,12 @@ def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | N
         out: uint8 (rows, bytes of a row).
         feedback: Of a format that needs it.
     """
-    numel = source.places.numel
-    for row in range(source.places.rows):
+    numel = source.places.numel // len(out)
+    for row in range(len(out)):
         for start, stop, total, spare in _pieces(numel, out.device) if row != source.own else ():
             first = row * numel + start
             _load(source, first, total, spare)
-            fed = feedback and Feedback(feedback.residual[first:][: stop - start], feedback.units)
+            fed = feedback and feedback.part(first, stop - start)
             _write(wire, total, spare, _piece(wire, out[row], numel, start, stop), fed)
 
 
@@ -284,69 +239,32 @@ def sum_encode(
         out: uint8 (bytes of a row).
         feedback: Of a format that needs it.
     """
-    numel = source.places.numel
+    numel = source.places.numel // len(given)
     for start, stop, total, spare in _pieces(numel, out.device):
         _sum(wire, source, given, start, total, spare)
-        fed = feedback and Feedback(feedback.residual[start:stop], feedback.units)
+        fed = feedback and feedback.part(start, stop - start)
         _write(wire, total, spare, _piece(wire, out, numel, start, stop), fed)
 
 
-def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor, first: int) -> None:
-    """Write the same sum as it is to ``out``, 1-D, which begins at element ``first`` of values."""
-    row = source.own * source.places.numel
-    for start, stop, total, spare in _pieces(source.places.numel, out.device):
+def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> None:
+    """Write the same sum as it is; rows are patterns, and lie in ``out``, 1-D, at no offset."""
+    numel, offset = source.places.numel // len(given), source.places.offsets[source.own]
+    row = source.own * numel
+    for start, stop, total, spare in _pieces(numel, out.device):
         _sum(wire, source, given, start, total, spare)
         for begin, flat, length in source.places.inside(row + start, row + stop):
-            out[flat - first :][:length].copy_(total[begin - row - start :][:length])
+            out[flat - offset :][:length].copy_(total[begin - row - start :][:length])
 
 
 def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
     """Write what rows, uint8 (rows, bytes of a row), say to where they lie in ``out``."""
-    for row in range(places.rows):
-        for start, stop, total, _ in _pieces(places.numel, out.device):
-            _read(wire, _piece(wire, given[row], places.numel, start, stop), total)
-            first = row * places.numel + start
+    numel = places.numel // len(given)
+    for row in range(len(given)):
+        for start, stop, total, _ in _pieces(numel, out.device):
+            _read(wire, _piece(wire, given[row], numel, start, stop), total)
+            first = row * numel + start
             for begin, flat, length in places.inside(first, first + stop - start):
                 out[flat : flat + length].copy_(total[begin - first :][:length])
-
-
-def write_tails(source: Source, rows: Tensor) -> None:
-    """Write the tails of a source, which blocks do not have, behind all rows."""
-    if source.places.tail:
-        _tails(rows, source.places).copy_(_tails_of(source))
-
-
-def sum_tails(source: Source, given: Tensor) -> Tensor:
-    """Return the sum of the source's own tail and of what the others sent of it, as fp32."""
-    rows = _tails(given, source.places).clone()
-    rows[source.own] = _tails_of(source)[source.own]
-    return rows.sum(0)
-
-
-def read_tails(places: Places, rows: Tensor, out: Tensor) -> None:
-    """Write the tails of rows to where they lie in ``out``."""
-    if places.tail:
-        at, there = places.behind(out.device)
-        out[at.view(-1)[there]] = _tails(rows, places).reshape(-1)[there].to(out.dtype)
-
-
-def put_tail(row: Tensor, places: Places, tail: Tensor) -> None:
-    """Write a tail behind one row."""
-    _tails(row, places).copy_(tail)
-
-
-def _tails(rows: Tensor, places: Places) -> Tensor:
-    """Return the tails of uint8 rows, or of one, as fp32 (rows, most in a row)."""
-    return rows[..., -(-(-places.tail * 4 // 16) * 16) :].view(torch.float32)[..., : places.tail]
-
-
-def _tails_of(source: Source) -> Tensor:
-    """Return what this host has of all tails, fp32 (rows, most in a row)."""
-    at, _ = source.places.behind(source.values.device)
-    total = source.values[at].float() * source.inverse
-    for other in source.others:
-        total += other[at].float() * source.inverse
-    return total
 
 
 def _pieces(numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -386,7 +304,8 @@ def _sum(
     wire: WireFormat, source: Source, given: Tensor, start: int, total: Tensor, spare: Tensor
 ) -> None:
     """Add what others sent of a piece of the own row to it, the next rank's first."""
-    rows, numel, own = source.places.rows, source.places.numel, source.own
+    rows, own = len(given), source.own
+    numel = source.places.numel // rows
     _load(source, own * numel + start, total, spare)
     for turn in range(1, rows):
         row = given[(own + turn) % rows]

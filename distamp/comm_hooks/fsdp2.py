@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.formats import Places, WireFormat
-from distamp.comm_hooks.state import CommHookState, fits
+from distamp.comm_hooks.formats import WireFormat
+from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.wrapped import Wrapped
 
 __all__ = ["WireAllGather", "WireReduceScatter", "wrapped"]
@@ -70,11 +70,9 @@ class WireReduceScatter(_Comm):
         """Make what a checkpoint is loaded into; of shards not, if they stay inside a host."""
         parameters, numels = _of(self._param_group)
         shards = None if inside else torch_compat.shards_of(self._param_group)
-        for group, kind in ((shards, "shards"), (self._replicas, "replicas")):
+        for group, kind in ((shards, "shards"), (self._replicas, "buckets")):
             if group is not None and group.size() > 1:
-                self._state.planned(
-                    group, kind, device, torch.float32, sum(numels), parameters, numels
-                )
+                self._state.planned(kind, group, device, torch.float32, numels, parameters)
 
     def __call__(
         self,
@@ -125,7 +123,7 @@ class WireReduceScatter(_Comm):
         gradients: the optimizer would find none, and training would go on without an effect.
         """
         try:
-            self._state.reduce(values, group, divisor, out, *_of(self._param_group))
+            self._state.reduce(values, group, divisor, out, *_of(self._param_group)).wait()
         except Exception as error:
             refuse = partial(_refuse, str(error))
             for module in self._modules:
@@ -145,10 +143,8 @@ class WireAllGather(_Comm):
         wire: The format.
     """
 
-    # What survives a call: places, by bytes of an element.
     def __init__(self, state: CommHookState, param_group: Any, wire: WireFormat) -> None:
         self._state, self._param_group, self._wire = state, param_group, wire
-        self._places: dict[int, tuple[Places, Places] | None] = {}
 
     def __call__(
         self,
@@ -164,16 +160,11 @@ class WireAllGather(_Comm):
             input_tensor.is_floating_point() and sum(numels) == input_tensor.numel()
         )
         exchange = self._state.exchange(group, input_tensor.device) if known else None
-        places = None
         if exchange is not None:
-            size = input_tensor.itemsize
-            if size not in self._places:
-                self._places[size] = exchange.gathered(self._wire, numels, size)
-            places = self._places[size]
-        if exchange is None or places is None:
-            return torch_compat.all_gather_as_torch(output_tensor, input_tensor, group, async_op)
-        exchange.gather(output_tensor, input_tensor, self._wire, places)
-        return None
+            plan = exchange.plan("weights", self._wire, numels, input_tensor.itemsize)
+            if plan is not None:
+                return exchange.gather(output_tensor, input_tensor, self._wire, plan)
+        return torch_compat.all_gather_as_torch(output_tensor, input_tensor, group, async_op)
 
 
 def _of(param_group: Any) -> tuple[list[Tensor], list[int]]:
@@ -272,14 +263,20 @@ def _attach(
     modules = [module for module, _ in pairs]
     for module, group in pairs:
         dtype, by_torch = _reduced_in(group), torch_compat.replicas_of(group)
-        through = compressed and fits(state.wire, dtype)
+        through = compressed and state.wire.fits(dtype)
         if compressed and not through:
             why = f"{dtype} is no wider than {state.wire.name}".removeprefix("torch.")
             state.counts.fallbacks[f"module whose gradients are reduced as they are: {why}"] += 1
         comm = WireReduceScatter(state, group, modules, replicas, through)  # type: ignore[arg-type]
         # What stays on a host is not rounded.
         shards = torch_compat.shards_of(group)
-        inside = replicas is not None and state.stay_on_hosts(shards, replicas)
+        inside = (
+            (through or gather is not None)
+            and replicas is not None
+            and shards is not None
+            and state.on_one_host(shards, group.device)
+            and not state.on_one_host(replicas, group.device)
+        )
         if through:
             if by_torch is not None:
                 torch_compat.replicas_to_hook(group)

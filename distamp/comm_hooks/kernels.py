@@ -37,8 +37,8 @@ BLOCKS, ENOUGH = 8, 512
 OPTIONS = {"enable_fp_fusion": False}
 _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.int8: 2}
 
-# Numbers of which kernels are not compiled again for 1 and for multiples of 16. Of strides and
-# lengths they are: where these are such multiples, elements are loaded and stored four at a time.
+# Numbers of which kernels are not compiled again for 1 and for multiples of 16. Of strides they
+# are: where these are such multiples, and runs aligned, they take four elements at a time.
 COUNTS = ("more", "own", "rows", "count", "blocks", "first")
 # KIND says what payloads are: 0 for fp16, 1 for bf16, 2 for int8.
 
@@ -75,26 +75,22 @@ def _numbers(BLOCKS_: tl.constexpr):
 
 
 @triton.jit
-def _lies(table, step, length, total, blocks, number, inside, EVEN: tl.constexpr):
+def _lies(table, number, inside, ALIGNED: tl.constexpr):
     """Return where the elements of blocks lie in the flat tensor, and which there are."""
+    code = tl.load(table + number, mask=inside, other=0)
+    first, length = code >> 9, code & 511
+    if ALIGNED:
+        first, length = tl.multiple_of(first, 4), tl.multiple_of(length, 4)
     lanes = tl.arange(0, 256)[None, :]
-    if EVEN:
-        within = (number % blocks * 256)[:, None] + lanes
-        at = (number // blocks * step)[:, None] + within
-        there = (within < length) & (at < total) & inside[:, None]
-    else:
-        code = tl.load(table + number, mask=inside, other=0)
-        at, there = (code >> 9)[:, None] + lanes, lanes < (code & 511)[:, None]
-    return at, there
+    return first[:, None] + lanes, lanes < length[:, None]
 
 
 @triton.jit
 def _loaded(
-    values, others, more, other_stride, inverse, table, step, length, total,
-    blocks, number, inside, EVEN: tl.constexpr,
+    values, others, more, other_stride, inverse, table, number, inside, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Return blocks of a source's rows."""
-    at, there = _lies(table, step, length, total, blocks, number, inside, EVEN)
+    at, there = _lies(table, number, inside, ALIGNED)
     x = tl.load(values + at, mask=there, other=0.0).to(tl.float32) * inverse
     for other in range(more):
         beside = at + (tl.zeros_like(at) + other) * other_stride
@@ -118,17 +114,14 @@ def _decoded(units, unit_stride, payload, stride, row, block, inside, KIND: tl.c
 
 @triton.jit
 def _summed(
-    values, others, more, other_stride, inverse, table, step, length, total, own,
+    values, others, more, other_stride, inverse, table, own,
     units, unit_stride, payload, stride, rows, number, count,
-    KIND: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return blocks of the own row and of what the others sent of it, the next rank's first."""
     inside = number < count
     mine = own * count.to(tl.int64) + number
-    x = _loaded(
-        values, others, more, other_stride, inverse, table, step, length, total,
-        count, mine, inside, EVEN,
-    )  # fmt: skip
+    x = _loaded(values, others, more, other_stride, inverse, table, mine, inside, ALIGNED)
     for turn in range(1, rows):
         row = (tl.zeros_like(number) + own + turn) % rows
         x += _decoded(units, unit_stride, payload, stride, row, number, inside, KIND)
@@ -187,18 +180,15 @@ def _write(
 
 @triton.jit(do_not_specialize=COUNTS)
 def encode_kernel(
-    values, others, more, other_stride, inverse, table, step, length, total, own, residual, scale,
+    values, others, more, other_stride, inverse, table, own, residual, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.encode`."""
     number = _numbers(BLOCKS_)
     there = (number < count) & (number // blocks != own)
-    x = _loaded(
-        values, others, more, other_stride, inverse, table, step, length, total,
-        blocks, number, there, EVEN,
-    )  # fmt: skip
+    x = _loaded(values, others, more, other_stride, inverse, table, number, there, ALIGNED)
     _write(
         x, residual, scale, units, unit_stride, payload, stride, number, blocks, there,
         KIND, TOP, LIMIT, FED,
@@ -207,17 +197,17 @@ def encode_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_encode_kernel(
-    values, others, more, other_stride, inverse, table, step, length, total, own,
+    values, others, more, other_stride, inverse, table, own,
     given_units, given_unit_stride, given, given_stride, rows, residual, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.sum_encode`."""
     number = _numbers(BLOCKS_)
     x = _summed(
-        values, others, more, other_stride, inverse, table, step, length, total, own,
-        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND, EVEN,
+        values, others, more, other_stride, inverse, table, own,
+        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND, ALIGNED,
     )  # fmt: skip
     _write(
         x, residual, scale, units, unit_stride, payload, stride, number, blocks, number < count,
@@ -227,30 +217,29 @@ def sum_encode_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_kernel(
-    values, others, more, other_stride, inverse, table, step, length, total, own,
+    values, others, more, other_stride, inverse, table, own,
     given_units, given_unit_stride, given, given_stride, rows, out, first, count, blocks,
-    KIND: tl.constexpr, EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.sum_rows`."""
     number = _numbers(BLOCKS_)
     x = _summed(
-        values, others, more, other_stride, inverse, table, step, length, total, own,
-        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND, EVEN,
+        values, others, more, other_stride, inverse, table, own,
+        given_units, given_unit_stride, given, given_stride, rows, number, count, KIND, ALIGNED,
     )  # fmt: skip
-    inside, mine = number < count, own * count.to(tl.int64) + number
-    at, there = _lies(table, step, length, total, count, mine, inside, EVEN)
+    at, there = _lies(table, own * count.to(tl.int64) + number, number < count, ALIGNED)
     tl.store(out + at - first, x.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def decode_kernel(
-    units, unit_stride, payload, stride, table, step, length, total, out, count, blocks,
-    KIND: tl.constexpr, EVEN: tl.constexpr, BLOCKS_: tl.constexpr,
+    units, unit_stride, payload, stride, table, out, count, blocks,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS_: tl.constexpr,
 ):  # fmt: skip
     """As `formats.decode`."""
     number = _numbers(BLOCKS_)
     inside = number < count
-    at, there = _lies(table, step, length, total, blocks, number, inside, EVEN)
+    at, there = _lies(table, number, inside, ALIGNED)
     x = _decoded(
         units, unit_stride, payload, stride, number // blocks, number % blocks, inside, KIND
     )
@@ -262,10 +251,12 @@ def decode_kernel(
 
 def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
     """Do as `formats.encode`."""
-    fed = feedback or (source.values, source.values)
-    arguments = (*_given(source), *fed, *_views(wire, out, source.places.numel))
+    count = source.places.numel
+    # Residuals that a format does not have are not read.
+    fed = feedback or (out, out)
+    arguments = (*_given(source), *fed, *_views(wire, out, count // len(out)))
     known = constants(wire, source.places, writes=True, fed=feedback is not None)
-    _launch(encode_kernel, arguments, source.places.rows, source.places.numel, known)
+    _launch(encode_kernel, arguments, count, count // len(out), known)
 
 
 def sum_encode(
@@ -276,34 +267,35 @@ def sum_encode(
     feedback: Feedback | None = None,
 ) -> None:
     """Do as `formats.sum_encode`."""
-    numel = source.places.numel
+    numel = source.places.numel // len(given)
     read = (*_given(source), *_views(wire, given, numel), len(given))
     fed = feedback or (given, given)
     arguments = (*read, *fed, *_views(wire, out.view(1, -1), numel))
     known = constants(wire, source.places, writes=True, fed=feedback is not None)
-    _launch(sum_encode_kernel, arguments, 1, numel, known)
+    _launch(sum_encode_kernel, arguments, numel, numel, known)
 
 
-def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor, first: int) -> None:
+def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> None:
     """Do as `formats.sum_rows`."""
-    numel = source.places.numel
+    numel = source.places.numel // len(given)
     read = (*_given(source), *_views(wire, given, numel), len(given))
-    known = constants(wire, source.places, writes=False)
-    _launch(sum_kernel, (*read, out, first), 1, numel, known)
+    offset, known = source.places.offsets[source.own], constants(wire, source.places, writes=False)
+    _launch(sum_kernel, (*read, out, offset), numel, numel, known)
 
 
 def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
     """Do as `formats.decode`."""
-    arguments = (*_views(wire, given, places.numel), *_lying(places, out), out)
+    numel = places.numel // len(given)
+    arguments = (*_views(wire, given, numel), places.table(out.device), out)
     known = constants(wire, places, writes=False)
-    _launch(decode_kernel, arguments, places.rows, places.numel, known)
+    _launch(decode_kernel, arguments, places.numel, numel, known)
 
 
 def constants(
     wire: WireFormat, places: Places, *, writes: bool, fed: bool = False
 ) -> dict[str, Any]:
     """Return what is known when a kernel is compiled."""
-    known: dict[str, Any] = {"KIND": _KINDS[wire.payload], "EVEN": places.even is not None}
+    known: dict[str, Any] = {"KIND": _KINDS[wire.payload], "ALIGNED": places.aligned}
     return {**known, "TOP": wire.top, "LIMIT": wire.limit, "FED": fed} if writes else known
 
 
@@ -314,28 +306,19 @@ def programs(count: int) -> tuple[int, int]:
 
 
 def _launch(
-    kernel: Any, arguments: tuple[Any, ...], rows: int, numel: int, known: dict[str, Any]
+    kernel: Any, arguments: tuple[Any, ...], numel: int, row: int, known: dict[str, Any]
 ) -> None:
-    """Call a kernel for all blocks of so many rows."""
-    count, blocks = rows * numel // BLOCK, numel // BLOCK
+    """Call a kernel for the blocks of so many elements, in rows of so many."""
     options = {} if type(kernel).__name__ == "InterpretedFunction" else OPTIONS
-    many, each = programs(count)
-    if count:
-        kernel[(many,)](*arguments, count, blocks, **known, BLOCKS_=each, **options)
+    many, each = programs(numel // BLOCK)
+    kernel[(many,)](*arguments, numel // BLOCK, row // BLOCK, **known, BLOCKS_=each, **options)
 
 
 def _given(source: Source) -> tuple[Any, ...]:
     """Return a source as kernels take it."""
     values, others, places, own, inverse = source
-    lying = _lying(places, values)
-    return values, others, len(others), others.stride(0), inverse, *lying, own
-
-
-def _lying(places: Places, values: Tensor) -> tuple[Any, ...]:
-    """Return where rows lie: a table, which is not read where they lie evenly, or numbers."""
-    if places.even is not None:
-        return values, *places.even
-    return places.table(values.device), 0, 0, 0
+    table = places.table(values.device)
+    return values, others, len(others), others.stride(0), inverse, table, own
 
 
 def _views(wire: WireFormat, rows: Tensor, numel: int) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from distamp.comm_hooks import torch_compat, torch_hooks
 from distamp.comm_hooks.auto import AUTO, TORCHS, Tables, as_it_is, auto, connect
 from distamp.comm_hooks.formats import WireFormat, wire_format
 from distamp.comm_hooks.hosts import agreed, hosts_of, own_row
-from distamp.comm_hooks.state import CommHookState, fits
+from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import Choice
 from distamp.comm_hooks.wrapped import Wrapped
 from distamp.errors import LockstepError
@@ -168,7 +168,7 @@ def _check(
             f"DistributedDataParallel, or one of {allowed}"
         )
     dtype = wrapped.dtypes[0]
-    if not fits(wire, dtype):
+    if not wire.fits(dtype):
         raise ValueError(
             f"format {wire.name!r} takes {wire.block_bytes / 256:.3g} bytes an element, and "
             f"gradients are reduced in {dtype}, which takes {dtype.itemsize}: choose "

@@ -16,21 +16,14 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.exchange import Chunks, Exchange, Plan
+from distamp.comm_hooks.exchange import Exchange
 from distamp.comm_hooks.feedback import ErrorFeedback
-from distamp.comm_hooks.formats import BLOCK, Feedback, WireFormat, wire_format
+from distamp.comm_hooks.formats import Feedback, WireFormat, wire_format
 from distamp.comm_hooks.hosts import Hosts, agreed, hosts_of, own_row
+from distamp.comm_hooks.plans import Plan
 from distamp.comm_hooks.stats import HookStats
 
-__all__ = ["CommHookState", "fits", "reals_in", "state_of"]
-
-UNEVEN = "hosts have different numbers of ranks"
-SMALL = "too few elements to be fewer bytes in blocks"
-
-
-def fits(wire: WireFormat, dtype: torch.dtype) -> bool:
-    """Return whether gradients do not grow on the wire."""
-    return wire.block_bytes <= BLOCK * dtype.to_real().itemsize
+__all__ = ["CommHookState", "reals_in", "state_of"]
 
 
 def reals_in(parameter: Tensor) -> int:
@@ -55,8 +48,8 @@ class CommHookState:
         ValueError: Unknown format.
     """
 
-    # What survives a call. The wire, what is counted, the group. Exchanges, by group and device:
-    # connections and buffers. What rounding took.
+    # What survives a call. The wire, what is counted, the group. Exchanges, by name of a group and
+    # device: connections, buffers and plans. What rounding took.
     def __init__(
         self, wire: str | WireFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
@@ -65,9 +58,7 @@ class CommHookState:
         self._group: Callable[[], ProcessGroup | None] = torch_compat.default_group
         if process_group is not None:
             self._group = weakref.ref(process_group)
-        self._exchanges: weakref.WeakKeyDictionary[
-            ProcessGroup, dict[torch.device, Exchange | None]
-        ] = weakref.WeakKeyDictionary()
+        self._exchanges: dict[tuple[str, torch.device], Exchange | None] = {}
         self._feedback = ErrorFeedback()
 
     def stats(self) -> HookStats:
@@ -97,9 +88,8 @@ class CommHookState:
         Without, it is done when the state and its model are collected, at the first use after the
         group was destroyed, and as the interpreter ends.
         """
-        for known in self._exchanges.values():
-            for each in filter(None, known.values()):
-                each.transport.close()
+        for each in filter(None, self._exchanges.values()):
+            each.transport.close()
 
     def __enter__(self) -> CommHookState:
         return self
@@ -119,25 +109,20 @@ class CommHookState:
             device: Where gradients lie.
             hosts: Which of the ranks are on which; without, the first call asks them.
         """
-        known = self._exchanges.setdefault(group, {})
-        if device not in known:
+        key = group.group_name, device
+        if key not in self._exchanges:
             hosts = hosts or hosts_of(agreed(own_row(self.wire.name), group))
             self.counts.levels = hosts.text
             # Of several devices of one process each has connections of its own.
-            named = replace(hosts, name=f"{hosts.name}/{len(known)}")
+            named = replace(hosts, name=f"{hosts.name}/{len(self._exchanges)}")
             even = bool(hosts.ranks)
-            known[device] = Exchange(named, group, device, self.counts) if even else None
-        return known[device]
+            self._exchanges[key] = Exchange(named, group, device, self.counts) if even else None
+        return self._exchanges[key]
 
-    def stay_on_hosts(self, shards: ProcessGroup | None, replicas: ProcessGroup | None) -> bool:
-        """Return whether shards are reduced within hosts, and replicas between them."""
-        found = [
-            each.on_one_host
-            for group in (shards, replicas)
-            for each in (self._exchanges.get(group, {}) if group else {}).values()
-            if each is not None
-        ]
-        return len(found) > 1 and found[0] and not found[-1]
+    def on_one_host(self, group: ProcessGroup, device: torch.device) -> bool:
+        """Return whether all ranks of a group that an exchange was made for are on one host."""
+        exchange = self.exchange(group, device)
+        return exchange is not None and exchange.hosts.on_one
 
     def __getstate__(self) -> dict[str, Any]:
         return {"wire": self.wire}
@@ -154,27 +139,9 @@ class CommHookState:
     # -- exchanges -------------------------------------------------------------------------------
 
     def average(self, values: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
-        """Average one bucket over all ranks, in place, while the caller goes on.
-
-        Args:
-            values: 1-D, contiguous, dense.
-            parameters: Those whose gradients lie in it.
-
-        Raises:
-            RuntimeError: An exchange failed before, on whichever rank.
-        """
-        group = self.process_group
-        if group.size() == 1 or values.numel() == 0:
-            return torch_compat.completed(values)
-        numels = [reals_in(each) for each in parameters]
-        found = self.planned(
-            group, "all", values.device, values.dtype, values.numel(), parameters, numels
-        )
-        if isinstance(found, str):
-            return self.all_reduce(values, f"gradients all-reduced as they are: {found}")
-        exchange, plan, residuals = found
-        assert isinstance(plan, Plan)
-        return exchange.average(values, self.wire, plan, feedback=residuals)
+        """Average a bucket over all ranks; as `reduce`."""
+        group, numels = self.process_group, [reals_in(each) for each in parameters]
+        return self.reduce(values, group, float(group.size()), None, parameters, numels)
 
     def reduce(
         self,
@@ -184,8 +151,10 @@ class CommHookState:
         out: Tensor | None = None,
         parameters: Sequence[Tensor] = (),
         numels: Sequence[int] = (),
-    ) -> None:
-        """Write this rank's part of the sum over some ranks to ``out``; without, the sum in place.
+    ) -> Future[Tensor]:
+        """Write this rank's part of the sum over some ranks to ``out``, and wait for it.
+
+        Without ``out`` the sum replaces the values, while the caller goes on.
 
         Args:
             values: 1-D, contiguous, floating.
@@ -193,86 +162,74 @@ class CommHookState:
             divisor: By which the sum is divided.
             out: 1-D, contiguous, floating.
             parameters: Those whose gradients lie in it; for error feedback.
-            numels: How many elements each of them has in a shard.
+            numels: How many elements each of them has, in a shard where there is ``out``.
 
         Raises:
             RuntimeError: An exchange failed on this rank, or did before.
         """
-        if group.size() == 1:
-            (values if out is None else out).copy_(values / divisor)
-            return
-        kind = "replicas" if out is None else "shards"
         shard = values if out is None else out
-        found = self.planned(
-            group, kind, values.device, values.dtype, shard.numel(), parameters, numels
-        )
-        if isinstance(found, str):
-            self.counts.fallbacks[f"gradients reduced as they are: {found}"] += 1
-            # In fp32, as the others are, and divided first.
-            whole = values.float().div_(divisor)
-            total = whole if out is None else out.new_empty(out.shape, dtype=torch.float32)
-            torch_compat.reduce(whole, group, None if out is None else total)
-            shard.copy_(total)
-            return
-        exchange, plan, residuals = found
+        if group.size() == 1 or values.numel() == 0:
+            return torch_compat.completed(shard.copy_(values / divisor))
+        kind = "buckets" if out is None else "shards"
+        # FSDP leaves out what was not used.
+        if sum(numels) != shard.numel():
+            numels = [shard.numel()]
+        planned = self.planned(kind, group, values.device, values.dtype, numels, parameters)
+        if isinstance(planned, str):
+            return self.reduce_as_it_is(values, group, divisor, out, planned)
+        exchange, plan, feedback = planned
         if out is None:
-            assert isinstance(plan, Plan)
-            exchange.average(values, self.wire, plan, divisor=divisor, feedback=residuals).wait()
-        else:
-            assert isinstance(plan, list)
-            taken = residuals[0] if residuals else None
-            exchange.reduce_scatter(out, values, self.wire, plan, divisor=divisor, feedback=taken)
+            return exchange.average(values, self.wire, plan, divisor, feedback)
+        exchange.reduce_scatter(out, values, self.wire, plan, divisor, feedback)
+        return torch_compat.completed(out)
 
-    def all_reduce(self, values: Tensor, reason: str) -> Future[Tensor]:
-        """Average gradients as without a hook, and count that."""
-        group = self.process_group
-        self.counts.fallbacks[reason] += 1
-        work = dist.all_reduce(values.div_(group.size()), group=group, async_op=True)
-        result: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
-        return result
+    def reduce_as_it_is(
+        self, values: Tensor, group: ProcessGroup, divisor: float, out: Tensor | None, reason: str
+    ) -> Future[Tensor]:
+        """Do as `reduce` without a wire, and count the reason."""
+        self.counts.fallbacks[f"gradients reduced as they are: {reason}"] += 1
+        values.div_(divisor)
+        if out is None:
+            work = dist.all_reduce(values, group=group, async_op=True)
+            result: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+            return result
+        total = out if out.dtype is values.dtype else out.to(values.dtype)
+        torch_compat.reduce_scatter(total, values, group)
+        return torch_compat.completed(out.copy_(total))
 
     def planned(
         self,
-        group: ProcessGroup,
         kind: str,
+        group: ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
-        numel: int,
-        parameters: Sequence[Tensor],
         numels: Sequence[int],
-    ) -> tuple[Exchange, Plan | Chunks, tuple[Feedback, ...]] | str:
+        parameters: Sequence[Tensor],
+    ) -> tuple[Exchange, Plan, Sequence[Feedback]] | str:
         """Return what carries gradients, and where they go; or why they should go as they are.
 
         Args:
+            kind: ``"buckets"``, or ``"shards"``.
             group: The ranks.
-            kind: Of a bucket ``"all"``; under FSDP ``"shards"`` or ``"replicas"``.
             device: Where they lie.
             dtype: Theirs.
-            numel: How many; of shards, in one.
+            numels: How many of each parameter, in a shard where they are those of one.
             parameters: Whose.
-            numels: How many of each.
         """
-        # What is reduced by a hook of FSDP is added up in fp32 whatever it is.
-        itemsize = dtype.itemsize if kind == "all" else 4
-        if kind == "all" and not fits(self.wire, dtype):
+        if not self.wire.fits(dtype):
             return f"{dtype} is no wider than {self.wire.name}".removeprefix("torch.")
         exchange = self.exchange(group, device)
         if exchange is None:
-            return UNEVEN
+            return "hosts have different numbers of ranks"
         fed = self.wire.needs_error_feedback
-        known = self._feedback.known(exchange, kind, numel, parameters) if fed else None
-        if known is None:
-            # Blocks begin where parameters do, where one unit would not do for two of them.
-            lengths = numels if fed and sum(numels) == numel else [numel]
-            find = exchange.chunks if kind == "shards" else exchange.plan
-            plan = find(self.wire, lengths, itemsize)
-            if plan is None:
-                return SMALL
-            if not fed:
-                return exchange, plan, ()
-            known = self._feedback.bucket(exchange, kind, numel, parameters, plan)
-        units = self._feedback.units(device)
-        return exchange, known.plan, tuple(Feedback(each, units) for each in known.residuals)
+        # Blocks begin where parameters do, where one unit would not do for two of them.
+        plan = exchange.plan(kind, self.wire, numels if fed else [sum(numels)], dtype.itemsize)
+        if plan is None:
+            return "too few elements to be fewer bytes in blocks"
+        if not fed:
+            return exchange, plan, ()
+        where = f"{exchange.levels}, {kind}"
+        return exchange, plan, self._feedback.of(where, parameters, plan.residuals, device)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -303,8 +260,8 @@ class CommHookState:
         Raises:
             ValueError: It is something else, or of a version that this distamp does not read.
         """
-        every = (each for known in self._exchanges.values() for each in known.values())
-        self._feedback.load_state_dict(state_dict, [each.levels for each in every if each])
+        levels = [each.levels for each in self._exchanges.values() if each is not None]
+        self._feedback.load_state_dict(state_dict, levels)
 
     # -- with a scaler ---------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ __all__ = [
     "new_gloo",
     "not_compiled",
     "param_groups",
-    "reduce",
+    "reduce_scatter",
     "replicas_of",
     "replicas_to_hook",
     "shards_of",
@@ -138,12 +138,8 @@ def completed(value: Tensor) -> Future[Tensor]:
     return future
 
 
-def reduce(values: Tensor, group: ProcessGroup, out: Tensor | None = None) -> None:
-    """Sum as torch does: this rank's part into ``out``; without, all of it in place."""
-    if out is None:
-        dist.all_reduce(values, group=group)
-        return
-    # torch's newer name, where there is.
+def reduce_scatter(out: Tensor, values: Tensor, group: ProcessGroup) -> None:
+    """Sum this rank's part as torch does, by its newer name where there is."""
     by_torch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     by_torch(out, values, group=group)
 

@@ -85,7 +85,8 @@ def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
         return gradient.copy_(mean)  # type: ignore[no-any-return]
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        return state.all_reduce(buffer, "sparse gradient all-reduced as it is")
+        group = state.process_group
+        return state.reduce_as_it_is(buffer, group, group.size(), None, "sparse")
     return state.average(buffer, bucket.parameters())
 
 
@@ -198,7 +199,7 @@ def _reduce_fsdp1(
         # FSDP1 takes what the hook makes of the shard, in whichever dtype it then is.
         output.data = torch.empty_like(output, dtype=state.parameter_type)
     divisor = state.gradient_predivide_factor * state.gradient_postdivide_factor
-    hook.reduce(grad, state.process_group, divisor, output)
+    hook.reduce(grad, state.process_group, divisor, output).wait()
     if output is None and grad.dtype != state.parameter_type:
         grad.data = grad.data.to(state.parameter_type)
 

@@ -64,7 +64,7 @@ class Lane:
 
 Job: TypeAlias = Callable[[Lane], Tensor]
 # The ranks of a level, by their numbers in the group: "inner" are those of this host, "outer" those
-# of other hosts that have the same part as this one. This rank is one of them.
+# of other hosts that have the same part as this one, "all" are all. This rank is one of them.
 Levels: TypeAlias = Mapping[str, Sequence[int]]
 
 
@@ -130,7 +130,7 @@ class Transport(ABC):
         """Send each other rank of a level its row, and receive one from each.
 
         Args:
-            level: ``"inner"`` or ``"outer"``.
+            level: That of `Levels`.
             lane: Whose messages they are.
             received: uint8 (ranks, bytes), contiguous; nothing is known of this rank's own row.
             sent: The same.
@@ -147,11 +147,15 @@ class Transport(ABC):
         """Send a row to each rank of a level, and receive each one's.
 
         Args:
-            level: ``"inner"`` or ``"outer"``.
+            level: That of `Levels`.
             lane: Whose messages they are.
             rows: uint8 (ranks, bytes), contiguous.
             own: uint8 (bytes): this rank's row in ``rows``, or memory elsewhere.
         """
+
+    @abstractmethod
+    def all_reduce(self, lane: Lane, values: Tensor) -> None:
+        """Add up a few values over all ranks, in place."""
 
 
 class HostTransport(Transport):
@@ -206,6 +210,12 @@ class HostTransport(Transport):
         mine = rows[self._levels[level].index(self._rank)]
         if mine.data_ptr() != own.data_ptr():
             mine.copy_(own)
+
+    def all_reduce(self, lane: Lane, values: Tensor) -> None:
+        """See `Transport.all_reduce`."""
+        self.check()
+        (backend,) = self._backends
+        backend.allreduce([values]).wait()
 
     def all_to_all_parts(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
@@ -299,6 +309,10 @@ class DeviceTransport(Transport):
     def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
         """See `Transport.all_gather`."""
         torch_compat.all_gather(self._backends[level, lane.index], rows.view(-1), own).wait()
+
+    def all_reduce(self, lane: Lane, values: Tensor) -> None:
+        """See `Transport.all_reduce`."""
+        self._backends["all", lane.index].allreduce([values]).wait()
 
 
 def _end(workers: Sequence[ThreadPoolExecutor], backends: Any) -> None:

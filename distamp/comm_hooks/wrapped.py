@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
-from distamp.comm_hooks.state import CommHookState, fits
+from distamp.comm_hooks.state import CommHookState
 
 __all__ = ["Wrapped"]
 
@@ -58,5 +58,5 @@ class Wrapped:
         return [
             name
             for name, wire in WIRE_FORMATS.items()
-            if fits(wire, self.dtypes[0]) and wire.needs_error_feedback <= self.feedback
+            if wire.fits(self.dtypes[0]) and wire.needs_error_feedback <= self.feedback
         ]

@@ -4,8 +4,8 @@
 
 For each compute capability, kernel and format a line, which ends with how many multiplications are
 fused with an addition, and so rounded once instead of twice, and with how many loads and stores
-take 16 bytes at once, where rows lie evenly; what cannot be compiled raises. To be run in a process
-of its own, in which Triton does not interpret.
+take 16 bytes at once, where runs are aligned; what cannot be compiled raises. To be run in a
+process of its own, in which Triton does not interpret.
 """
 
 import argparse
@@ -41,8 +41,8 @@ def ptx(kernel: Any, wire: WireFormat, capability: int) -> str:
     payload = PAYLOADS.get(wire.name, "*fp16")
     types = {**TYPES, "payload": payload, "given": payload}
     writes = "FED" in kernel.arg_names
-    even = Places.evenly(2, 256, 256, 256, 512)
-    constants = kernels.constants(wire, even, writes=writes, fed=wire.needs_error_feedback)
+    aligned = Places(256, [(0, 0, 256)])
+    constants = kernels.constants(wire, aligned, writes=writes, fed=wire.needs_error_feedback)
     constants["BLOCKS_"] = kernels.BLOCKS
     names = list(inspect.signature(kernel.fn).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
@@ -53,7 +53,7 @@ def ptx(kernel: Any, wire: WireFormat, capability: int) -> str:
     hinted = [
         index
         for index, name in enumerate(names)
-        if signature[name].startswith("*") or name.endswith(("step", "stride", "length", "total"))
+        if signature[name].startswith("*") or name.endswith("stride")
     ]
     source = ASTSource(
         fn=kernel,

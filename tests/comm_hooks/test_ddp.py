@@ -97,7 +97,7 @@ def test_sparse_gradients_are_passed_by(ranks2):
     for same, error, fallbacks in ranks2.run(_sparse):
         assert same
         assert error <= BOUNDS["fp16"]
-        assert fallbacks == {"sparse gradient all-reduced as it is": 1}
+        assert fallbacks == {"gradients reduced as they are: sparse": 1}
 
 
 def _two_models() -> float:
@@ -198,7 +198,7 @@ def test_gradients_of_two_bytes_are_sent_in_two_bytes(ranks2, dtype, bound):
     for error, fallbacks in ranks2.run(_dropped_in, "fp16_compress_hook", "own", dtype):
         assert error <= bound
         (why,) = fallbacks
-        assert why == f"gradients all-reduced as they are: {str(dtype)[6:]} is no wider than fp16"
+        assert why == f"gradients reduced as they are: {str(dtype)[6:]} is no wider than fp16"
 
 
 # -- nothing hangs, nothing is left ----------------------------------------------------------------

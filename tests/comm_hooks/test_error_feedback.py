@@ -206,7 +206,8 @@ def _loaded_elsewhere() -> tuple[dict[Any, Any], str]:
         states.append(state)
     two, one = states
     with pytest.warns(
-        UserWarning, match=r"those of rank . of 4 in 2x2, and this is rank . of 4 in 4x1: they are"
+        UserWarning,
+        match=r"of 4 in 2x2, saved by 4 ranks, and this is rank . of 4 in 4x1",
     ):
         one.load_state_dict(two.state_dict())
     damaged = {**two.state_dict(), "residuals": {"a": [torch.full((3,), math.nan)]}}

@@ -4,10 +4,9 @@ import itertools
 import random
 
 import pytest
-import torch
 
 from distamp.comm_hooks import WIRE_FORMATS
-from distamp.comm_hooks.exchange import bucket_plan, shard_chunks
+from distamp.comm_hooks.plans import bucket_plan, shard_plan
 
 by_name = pytest.mark.parametrize("wire", list(WIRE_FORMATS.values()), ids=lambda each: each.name)
 RANKS = [(wide, here) for wide in (2, 3, 16, 128, 1024) for here in (1, 2, 8)]
@@ -17,14 +16,19 @@ def bucket_share(wire, wide, here, numels):
     """What leaves a host, beside the same elements as fp32 in a ring between hosts."""
     plan = bucket_plan(wire, wide, here, 0, numels, 4)
     # What has no plan is all-reduced as it is.
-    return 1.0 if plan is None else plan.whole.rows * plan.whole.row_bytes(wire) / (4 * sum(numels))
+    if plan is None:
+        return 1.0
+    rows = wide * here * plan.parts[0].row_bytes
+    return (rows + 4 * len(plan.small)) / (4 * sum(numels))
 
 
 def shard_share(wire, wide, here, numels):
-    chunks = shard_chunks(wire, wide, here, numels, 4)
-    if chunks is None:
+    plan = shard_plan(wire, wide, here, numels, 4)
+    if plan is None:
         return 1.0
-    return sum(places.row_bytes(wire) for _, _, places in chunks) / (4 * sum(numels))
+    # What is small is all-reduced, which is twice a reduce-scatter.
+    rows = sum(part.row_bytes for part in plan.parts)
+    return (rows + 8 * len(plan.small)) / (4 * sum(numels))
 
 
 @pytest.mark.parametrize("share", [bucket_share, shard_share])
@@ -51,16 +55,8 @@ def test_many_elements_among_which_some_are_few_take_the_formats_bytes(wire, sha
 
 
 def positions(places):
-    """All elements of a tensor that rows have, encoded or behind."""
-    found = [
-        at
-        for _, flat, n in places.inside(0, places.rows * places.numel)
-        for at in range(flat, flat + n)
-    ]
-    if places.tail:
-        at, there = places.behind(torch.device("cpu"))
-        found += at.view(-1)[there].tolist()
-    return found
+    """All elements of a tensor that are encoded."""
+    return [at for _, flat, n in places.inside(0, places.numel) for at in range(flat, flat + n)]
 
 
 @pytest.mark.parametrize(("wide", "here"), [(2, 1), (2, 2), (3, 2)])
@@ -71,9 +67,13 @@ def test_each_element_is_once_in_the_plan_of_a_bucket(wide, here):
         plans = [bucket_plan(wire, wide, here, local, numels, 4) for local in range(here)]
         if plans[0] is None:
             continue
-        assert sorted(positions(plans[0].whole)) == list(range(sum(numels)))
-        before = 0
-        for plan, length in zip(plans, plans[0].lengths, strict=True):
-            assert sorted(positions(plan.mine)) == list(range(length))
+        whole, small = positions(plans[0].parts[0].whole), plans[0].small.tolist()
+        assert sorted(whole + small) == list(range(sum(numels)))
+        sent, before = [], 0
+        for plan, length in zip(plans, plans[0].parts[0].lengths, strict=True):
+            mine = positions(plan.parts[0].mine)
+            assert all(at < length for at in mine)
+            sent += [before + at for at in mine]
             before += length
         assert before == sum(numels)
+        assert sent == whole

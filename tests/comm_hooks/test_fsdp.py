@@ -266,7 +266,7 @@ def test_residuals_of_shards_go_on_to_the_bit_by_torchs_checkpoints(ranks, tmp_p
 def test_residuals_of_another_number_of_ranks_are_said_to_be_lost(ranks, tmp_path):
     ranks(4).run(_saved, str(tmp_path), False)
     for _, warned in ranks(2).run(_saved, str(tmp_path), True):
-        assert any("saved by 4 ranks, and this is one of 2" in each for each in warned)
+        assert any("saved by 4 ranks, and this is rank" in each for each in warned)
 
 
 def _separate() -> tuple[float, int]:
@@ -392,7 +392,9 @@ def _direct(dtype: torch.dtype, parameter_type: torch.dtype) -> float:
 @pytest.mark.parametrize("parameter_type", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_hook_casts_to_the_parameters_dtype(ranks4, dtype, parameter_type):
-    bound = 4e-3 if parameter_type == torch.bfloat16 else ERRORS["fp16"]
+    # Gradients of two bytes go as they are, and are added up in fp16.
+    bound = 1e-3 if dtype == torch.float16 else ERRORS["fp16"]
+    bound = 4e-3 if parameter_type == torch.bfloat16 else bound
     assert max(ranks4.run(_direct, dtype, parameter_type)) < bound
 
 

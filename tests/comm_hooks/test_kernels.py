@@ -51,23 +51,25 @@ def values_of(numel: int, seed: int, kind: str = "plain") -> Tensor:
     return values
 
 
-def places_of(numel: int, seed: int) -> Places:
-    """Rows of one run, of parameters that begin with a block, or apart from each other."""
+def places_of(numel: int, seed: int) -> tuple[Places, int]:
+    """Rows, and how many: of one run, apart from each other, or of parameters that begin a block.
+
+    The first are aligned, where rows are few.
+    """
     draw = random.Random(seed)
     rows = draw.choice([1, 2, 3, 7])
     if seed % 3 == 0:
-        part = -(-numel // rows // 256) * 256
-        return Places.evenly(rows, part, part, part, numel)
+        return Places(-(-numel // rows // 256) * 256 * rows, [(0, 0, numel // 4 * 4)]), rows
     if seed % 3 == 1:
         length = numel // rows * 3 // 4
-        part = -(-length // 256) * 256
-        return Places.evenly(rows, part, numel // rows, length, numel)
+        offsets = [row * (numel // rows) for row in range(rows)]
+        return Places(-(-length // 256) * 256 or 256, [(0, 0, length)], offsets), rows
     edges = [0, *sorted(draw.choices(range(numel + 1), k=9)), numel]
     runs, begin = [], 0
     for first, stop in itertools.pairwise(edges):
         runs.append((begin, first, stop - first))
         begin += -(-(stop - first) // 256) * 256
-    return Places(rows, -(-begin // 256 // rows) * 256, runs)
+    return Places(-(-begin // 256 // rows) * 256 * rows, runs), rows
 
 
 def empty(wire: WireFormat, rows: int, numel: int) -> Tensor:
@@ -87,10 +89,10 @@ def same_rows(wire: WireFormat, a: Tensor, b: Tensor, numel: int) -> bool:
     return same(units, others) and same(payload.float(), theirs.float())
 
 
-def source_of(given: Tensor, places: Places, seed: int, inverse: float = 1.0) -> Source:
+def source_of(given: Tensor, places: Places, rows: int, seed: int, inverse: float = 1.0) -> Source:
     """These values and up to two others, of which a row, or none, is not to be written."""
     others = torch.stack([values_of(len(given), 90 + other) for other in range(2)])[: seed % 3]
-    own = seed % (places.rows + 1)
+    own = seed % (rows + 1)
     return Source(given, others.to(given.dtype), places, own, inverse)
 
 
@@ -98,15 +100,15 @@ def source_of(given: Tensor, places: Places, seed: int, inverse: float = 1.0) ->
 @by_name
 def test_encode_and_decode(wire, kind):
     for seed, numel in enumerate((300, 1, 4096, 9001, 5003)):
-        places = places_of(numel, seed)
+        places, rows = places_of(numel, seed)
         values = values_of(numel, seed, kind)
         if kind == "plain":
             values = values.to((torch.float32, torch.float16, torch.float64)[seed % 3])
-        source = source_of(values, places, seed, 1 / (1.0, 3.0, 4.0, 0.25, 6.0)[seed])
-        out = [empty(wire, places.rows, places.numel) for _ in range(2)]
+        source = source_of(values, places, rows, seed, 1 / (1.0, 3.0, 4.0, 0.25, 6.0)[seed])
+        out = [empty(wire, rows, places.numel // rows) for _ in range(2)]
         formats.encode(wire, source, out[0])
         kernels.encode(wire, source, out[1])
-        assert same_rows(wire, *out, places.numel)
+        assert same_rows(wire, *out, places.numel // rows)
         for dtype in (torch.float32, torch.float16):
             read = [torch.full((numel,), 7.0, dtype=dtype) for _ in range(2)]
             formats.decode(wire, out[0], places, read[0])
@@ -119,7 +121,7 @@ def test_encode_and_decode(wire, kind):
 def test_sums(wire, kind):
     for numel, count in ((300, 2), (5001, 4)):
         part = -(-numel // 256) * 256
-        places = Places.evenly(count, part, numel, numel, count * numel)
+        places = Places(part, [(0, 0, numel)], range(0, count * numel, numel))
         given = empty(wire, count, part)
         values = torch.cat([values_of(numel, 50 + row, kind) for row in range(count)])
         # What others sent of the second row; of which this rank's own is not read.
@@ -129,8 +131,8 @@ def test_sums(wire, kind):
         source = Source(values, values.view(1, -1) * 2, places, 1, 0.5)
         for dtype in (torch.float32, torch.float64):
             totals = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
-            formats.sum_rows(wire, source, given, totals[0], numel)
-            kernels.sum_rows(wire, source, given, totals[1], numel)
+            formats.sum_rows(wire, source, given, totals[0])
+            kernels.sum_rows(wire, source, given, totals[1])
             assert same(*totals)
         out = [empty(wire, 1, part) for _ in range(2)]
         formats.sum_encode(wire, source, given, out[0][0])
@@ -143,21 +145,22 @@ def test_what_rounding_takes(scale):
     wire = WIRE_FORMATS["int8"]
     pair = torch.tensor([scale, 1 / scale, 1.0])
     for seed in range(4):
-        places = places_of(5000, seed)
+        places, rows = places_of(5000, seed)
+        numel = places.numel // rows
         values = values_of(5000, seed, "nonfinite")
         values[1000:3000] = 0.0
         pair[2] = seed != 3
-        source = source_of(values, places, seed, 1 / 3)
-        before = torch.randn(places.rows * places.numel) * 1e-3
+        source = source_of(values, places, rows, seed, 1 / 3)
+        before = torch.randn(places.numel) * 1e-3
         left = [Feedback(before.clone(), pair) for _ in range(2)]
-        given = empty(wire, places.rows, places.numel)
+        given = empty(wire, rows, numel)
         for how, feedback in zip((formats, kernels), left, strict=True):
             how.encode(wire, source, given, feedback)
         assert same(left[0].residual, left[1].residual)
         assert left[0].residual.isfinite().all()
-        assert source.own == 0 == places.rows - 1 or not torch.equal(left[0].residual, before)
-        sums = [Feedback(before[: places.numel].clone(), pair) for _ in range(2)]
-        mine = source._replace(own=source.own % places.rows)
+        assert source.own == 0 == rows - 1 or not torch.equal(left[0].residual, before)
+        sums = [Feedback(before[:numel].clone(), pair) for _ in range(2)]
+        mine = source._replace(own=source.own % rows)
         for how, feedback in zip((formats, kernels), sums, strict=True):
-            how.sum_encode(wire, mine, given, empty(wire, 1, places.numel)[0], feedback)
+            how.sum_encode(wire, mine, given, empty(wire, 1, numel)[0], feedback)
         assert same(sums[0].residual, sums[1].residual)

@@ -92,7 +92,12 @@ def _worst(wrapper: str, wire: str, ranks_per_host: int) -> float:
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 @pytest.mark.parametrize(
     ("wrapper", "wire", "bound"),
-    [("DDP", "fp16", 4e-4), ("DDP", "int8", 2e-2), ("FSDP2", "fp16", 4e-4)],
+    [
+        ("DDP", "fp16", 4e-4),
+        ("DDP", "int8", 2e-2),
+        ("FSDP2", "fp16", 4e-4),
+        ("FSDP2", "int8", 2e-2),
+    ],
 )
 def test_a_small_parameter_among_large_ones_arrives_as_well(
     ranks4, wrapper, wire, bound, ranks_per_host

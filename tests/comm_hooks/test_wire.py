@@ -27,18 +27,18 @@ def gradients(numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def places(numel: int) -> Places:
     """One row of one parameter."""
-    return Places.evenly(1, -(-numel // 256) * 256, numel, numel, numel)
+    return Places(-(-numel // 256) * 256, [(0, 0, numel)])
 
 
 def written(wire: WireFormat, values: Tensor, where: Places, divisor: float = 1.0) -> Tensor:
-    out = torch.zeros(where.rows, wire.row_bytes(where.numel), dtype=torch.uint8)
+    out = torch.zeros(1, wire.row_bytes(where.numel), dtype=torch.uint8)
     formats.encode(wire, source(values, where, 1 / divisor), out)
     return out
 
 
 def source(values: Tensor, where: Places, inverse: float = 1.0) -> Source:
-    """Values of which all rows are written."""
-    return Source(values, values.view(1, -1)[:0], where, where.rows, inverse)
+    """Values of which the one row is written."""
+    return Source(values, values.view(1, -1)[:0], where, 1, inverse)
 
 
 def read(wire: WireFormat, values: Tensor, divisor: float = 1.0) -> Tensor:
