@@ -11,6 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -21,18 +22,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
-from distamp.comm_hooks.hosts import Hosts
+from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS, WireFormat, as_it_is
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import Choice
-from distamp.comm_hooks.wrapped import Wrapped
+from distamp.comm_hooks.wrapped import Tables, Wrapped
 
-__all__ = ["AUTO", "TORCHS", "Tables", "as_it_is", "auto", "choose", "connect", "timed_choice"]
+__all__ = ["AUTO", "auto", "choose", "connect", "timed_choice"]
 
 # What `register` takes in the place of a format's name, and those it stands for.
 AUTO, FORMATS = "auto", ("fp16", "int8")
-# torch's own hook, which casts to bf16 and adds up in it.
-TORCHS = WireFormat("torch bf16", torch.bfloat16)
 # A way that is more exact wins unless another takes this much less: what is chosen is never 5 %
 # slower than the fastest, and no run changes its numbers for less than it can feel.
 MARGIN = 1.04
@@ -40,7 +38,6 @@ MARGIN = 1.04
 WARMUP, FEW = 2, 1 << 16
 ROUNDS, SECONDS = 9, 10.0
 
-Tables: TypeAlias = dict[ProcessGroup, Hosts]
 Trial: TypeAlias = Callable[[Tensor], object]
 
 _log = logging.getLogger("distamp.comm_hooks")
@@ -56,35 +53,31 @@ def auto(wrapped: Wrapped, tables: Tables) -> tuple[Choice, WireFormat, Tables]:
     Returns:
         The choice, its format, and the hosts as the ranks are to see them.
     """
-    dtype, device, over = wrapped.dtypes[0], wrapped.devices[0], wrapped.over
-    plain = as_it_is(dtype)
-    flat = {group: hosts.flat() for group, hosts in tables.items()}
+    plain = as_it_is(wrapped.dtype)
     ways = {plain.name: (plain, tables)}
-    for name in FORMATS if any(group.size() > 1 for group in over) else ():
-        wire = WIRE_FORMATS[name]
-        if name == "int8" and wrapped.attach_torchs is not None and dtype is torch.float32:
-            ways[TORCHS.name] = TORCHS, tables
-        if name in wrapped.formats() and wire.payload.itemsize < dtype.itemsize:
-            ways[name] = wire, tables
-            if any(len(tables[group].ranks) < group.size() for group in over):
-                ways[f"{name} in one level"] = wire, flat
+    if any(group.size() > 1 for group in wrapped.over):
+        levels = {"": tables}
+        if any(len(tables[group].ranks) < group.size() for group in wrapped.over):
+            levels[" in one level"] = {group: hosts.flat() for group, hosts in tables.items()}
+        for name in FORMATS:
+            if name == "int8" and wrapped.torchs and wrapped.dtype is torch.float32:
+                ways[TORCHS.name] = TORCHS, tables
+            for level, hosts in levels.items() if name in wrapped.fitting() else ():
+                ways[name + level] = WIRE_FORMATS[name], hosts
+    numel, device = wrapped.numel, wrapped.devices[0]
+    values = torch.empty(numel, device=device, dtype=wrapped.dtype)
+    drawn = torch.randn(numel, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    values.copy_(drawn)
     trials: dict[str, Trial] = {}
-    states: list[CommHookState] = []
-    for way, (wire, hosts) in ways.items():
-        state = None
-        if wire not in (plain, TORCHS):
-            state = CommHookState(wire, over[0])
-            apart = {g: replace(each, name=f"{each.name}/{way}") for g, each in hosts.items()}
-            connect(state, wrapped, apart)
-            states.append(state)
-        trials[way] = partial(_send, wrapped, state, [torch.empty(0, dtype=dtype, device=device)])
-        if wire is TORCHS:
-            trials[way] = partial(_send_as_bf16, over[0])
-    generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.randn(wrapped.numel, generator=generator, dtype=torch.float32, device="cpu")
-    choice = timed_choice(trials, drawn.to(device=device, dtype=dtype), wrapped.groups)
-    for state in states:
-        state.close()
+    with ExitStack() as stack:
+        for way, (wire, hosts) in ways.items():
+            state = CommHookState(wire, wrapped.over[0])
+            if wire.encodes:
+                stack.enter_context(state)
+                apart = {g: replace(each, name=f"{each.name}/{way}") for g, each in hosts.items()}
+                connect(state, wrapped, apart)
+            trials[way] = partial(_send, wrapped, state, values[:0])
+        choice = timed_choice(trials, values, wrapped.over)
     return choice, *ways[choice.wire]
 
 
@@ -93,11 +86,6 @@ def connect(state: CommHookState, wrapped: Wrapped, tables: Tables) -> None:
     for group in wrapped.over:
         for device in wrapped.devices:
             state.exchange(group, device, tables[group])
-
-
-def as_it_is(dtype: torch.dtype) -> WireFormat:
-    """Return what stands for gradients that are sent as they are: a format that nobody encodes."""
-    return WireFormat("fp32" if dtype is torch.float32 else str(dtype)[6:], dtype)
 
 
 def choose(seconds: Mapping[str, Sequence[float]], nbytes: int) -> Choice:
@@ -117,7 +105,7 @@ def choose(seconds: Mapping[str, Sequence[float]], nbytes: int) -> Choice:
     reason = "the link is the bottleneck"
     if wire == first:
         reason = "the processor is the bottleneck, and no format is 4 % faster"
-    return Choice(wire, wire not in (first, TORCHS.name), medians, nbytes, reason)
+    return Choice(wire, medians, nbytes, reason)
 
 
 def timed_choice(
@@ -138,7 +126,7 @@ def timed_choice(
     if len(trials) == 1:
         alone = all(group.size() == 1 for group in groups)
         reason = "there is one rank" if alone else "no format is narrower than the gradients"
-        choice = Choice(next(iter(trials)), False, {}, values.nbytes, reason)
+        choice = Choice(next(iter(trials)), {}, values.nbytes, reason)
     else:
         size = groups[0].size()
         few = values[: FEW // size * size]
@@ -176,27 +164,21 @@ def _round(
     return [float(each) for each in slowest.tolist()]
 
 
-def _send(
-    wrapped: Wrapped, state: CommHookState | None, anchor: Sequence[Tensor], sent: Tensor
-) -> None:
-    """Send gradients as a hook of this state does, or as torch without one."""
+def _send(wrapped: Wrapped, state: CommHookState, anchor: Tensor, sent: Tensor) -> None:
+    """Send gradients as a hook of this state does, or as torch in the dtype that it stands for."""
     for group in wrapped.over:
         out = None
         if group is not wrapped.replicas:
             out = sent.new_empty(sent.numel() // group.size())
-        if state is not None:
-            state.reduce(sent, group, 1.0, out, anchor).wait()
+        if state.wire.encodes:
+            state.reduce(sent, group, 1.0, out, parameters=[anchor]).wait()
         elif out is None:
-            dist.all_reduce(sent, group=group)
+            narrow = sent.to(state.wire.payload)
+            dist.all_reduce(narrow, group=group)
+            sent.copy_(narrow)
         else:
             torch_compat.reduce_scatter(out, sent, group)
         sent = sent if out is None else out
-
-
-def _send_as_bf16(group: ProcessGroup, sent: Tensor) -> None:
-    narrow = sent.to(torch.bfloat16).div_(group.size())
-    dist.all_reduce(narrow, group=group)
-    sent.copy_(narrow)
 
 
 def _synchronize(device: torch.device) -> None:

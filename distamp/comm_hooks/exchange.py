@@ -48,7 +48,7 @@ class Exchange:
     def __init__(
         self, hosts: Hosts, group: ProcessGroup, device: torch.device, stats: HookStats
     ) -> None:
-        self.device, self.hosts, self._stats = device, hosts, stats
+        self.device, self._stats = device, stats
         self.wide, self.here = len(hosts.ranks), len(hosts.ranks[0])
         self.host, self.local = next(
             (host, ranks.index(group.rank()))

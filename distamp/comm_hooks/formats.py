@@ -31,11 +31,13 @@ from torch import Tensor
 
 __all__ = [
     "BLOCK",
+    "TORCHS",
     "WIRE_FORMATS",
     "Feedback",
     "Places",
     "Source",
     "WireFormat",
+    "as_it_is",
     "decode",
     "encode",
     "sum_encode",
@@ -66,6 +68,11 @@ class WireFormat:
     payload: torch.dtype
     top: int = 0
     limit: float = FP32_MAX
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it is one of `WIRE_FORMATS`; others stand for gradients as they are."""
+        return self.name in WIRE_FORMATS
 
     @property
     def needs_error_feedback(self) -> bool:
@@ -107,6 +114,13 @@ WIRE_FORMATS: Mapping[str, WireFormat] = MappingProxyType(
         "int8": WireFormat("int8", torch.int8, 127, FP32_MAX * (1 - 1 / 127)),
     }
 )
+# torch's own hook, which casts to bf16 and adds up in it.
+TORCHS = WireFormat("torch bf16", torch.bfloat16)
+
+
+def as_it_is(dtype: torch.dtype) -> WireFormat:
+    """Return what stands for gradients that are sent in their own dtype."""
+    return WireFormat("fp32" if dtype is torch.float32 else str(dtype)[6:], dtype)
 
 
 def wire_format(name: str) -> WireFormat:

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.formats import WireFormat
+from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
 from distamp.comm_hooks.state import CommHookState
-from distamp.comm_hooks.wrapped import Wrapped
+from distamp.comm_hooks.wrapped import Tables, Wrapped
 
 __all__ = ["WireAllGather", "WireReduceScatter", "wrapped"]
 
@@ -48,7 +48,6 @@ class WireReduceScatter(_Comm):
         param_group: torch's own object for the group, read for its divide factor and shards.
         modules: All FSDP2 modules of the model; after a failure their forward passes raise.
         replicas: The ranks that hold the same shard, where this is to average between them.
-        through: Whether gradients go through the wire; else as torch's HSDP sends them.
     """
 
     # What survives a call: of an accumulation, shards that are not averaged over replicas yet.
@@ -58,21 +57,18 @@ class WireReduceScatter(_Comm):
         param_group: Any,
         modules: Sequence[nn.Module],
         replicas: ProcessGroup | None,
-        through: bool,
     ) -> None:
-        self._state, self._through = state, through
-        self._param_group = param_group
-        self._modules = modules
-        self._replicas = replicas
+        self._state, self._param_group = state, param_group
+        self._modules, self._replicas = modules, replicas
         self._partial: Tensor | None = None
 
-    def prepare(self, device: torch.device, inside: bool) -> None:
-        """Make what a checkpoint is loaded into; of shards not, if they stay inside a host."""
-        parameters, numels = _of(self._param_group)
-        shards = None if inside else torch_compat.shards_of(self._param_group)
+    def prepare(self, shards: ProcessGroup | None) -> None:
+        """Make what a checkpoint is loaded into."""
+        device, dtype = self._param_group.device, _reduced_in(self._param_group)
         for group, kind in ((shards, "shards"), (self._replicas, "buckets")):
             if group is not None and group.size() > 1:
-                self._state.planned(kind, group, device, torch.float32, numels, parameters)
+                numels, parameters = _of(self._param_group)
+                self._state.planned(kind, group, device, dtype, numels, parameters)
 
     def __call__(
         self,
@@ -88,7 +84,7 @@ class WireReduceScatter(_Comm):
             RuntimeError: An exchange failed on this rank, or did before.
         """
         # Not a separate one of the same ranks, which is torch's for another stream.
-        shards = torch_compat.shards_of(self._param_group) or group
+        shards = torch_compat.mesh_groups(self._param_group)[0] or group
         self._reduce(input_tensor, shards, _divisor(op, group.size()), output_tensor)
 
     def between_replicas(self, reduce_output: Tensor) -> None:
@@ -109,10 +105,7 @@ class WireReduceScatter(_Comm):
         # As torch's HSDP: a factor of the user's own divides for all ranks, in the first sum.
         factor = self._param_group.gradient_divide_factor
         divisor = 1.0 if factor is not None else float(self._replicas.size())
-        if self._through:
-            self._reduce(reduce_output, self._replicas, divisor)
-        else:
-            dist.all_reduce(reduce_output.div_(divisor), group=self._replicas)
+        self._reduce(reduce_output, self._replicas, divisor)
 
     def _reduce(
         self, values: Tensor, group: ProcessGroup, divisor: float, out: Tensor | None = None
@@ -156,7 +149,7 @@ class WireAllGather(_Comm):
         """Gather, as ``torch.distributed.all_gather_single`` would; done when it returns."""
         numels = [each.padded_sharded_param_size.numel() for each in self._param_group.fsdp_params]
         # After a forward pass torch may gather other parts, of other ranks; and bytes.
-        known = group is torch_compat.shards_of(self._param_group) and (
+        known = group is torch_compat.mesh_groups(self._param_group)[0] and (
             input_tensor.is_floating_point() and sum(numels) == input_tensor.numel()
         )
         exchange = self._state.exchange(group, input_tensor.device) if known else None
@@ -167,41 +160,37 @@ class WireAllGather(_Comm):
         return torch_compat.all_gather_as_torch(output_tensor, input_tensor, group, async_op)
 
 
-def _of(param_group: Any) -> tuple[list[Tensor], list[int]]:
-    """Return what of a parameter group is trained, and how much of each a shard has."""
+def _of(param_group: Any) -> tuple[list[int], list[Tensor]]:
+    """Return how much a shard has of what is trained of a parameter group, and what that is."""
     trained = [each for each in param_group.fsdp_params if each.sharded_param.requires_grad]
     numels = [each.padded_sharded_param_size.numel() for each in trained]
-    return [each.sharded_param for each in trained], numels
+    return numels, [each.sharded_param for each in trained]
 
 
 def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> Wrapped:
     """Return a model with modules to which ``fully_shard`` was applied as `register` takes it."""
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
-    groups = [group for _, group in pairs]
-    params = [[each.sharded_param for each in group.fsdp_params] for group in groups]
-    numels = [sum(each.numel() for each in some) for some in params]
-    meshes = [mesh for group in groups for mesh in torch_compat.mesh_groups(group)]
-    shards = list(dict.fromkeys(filter(None, map(torch_compat.shards_of, groups))))
+    meshes = [torch_compat.mesh_groups(group) for _, group in pairs]
+    shards = list(dict.fromkeys(each for each, _ in meshes if each is not None))
+    by_torch = list(dict.fromkeys(each for _, each in meshes if each is not None))
     refused = next(filter(None, (_refusal(*each, replicas, gathers) for each in pairs)), None)
-    by_torch = list(dict.fromkeys(filter(None, map(torch_compat.replicas_of, groups))))
-    if by_torch and replicas is None:
-        replicas = by_torch[0]
     if len(by_torch) > 1:
         refused = refused or "modules have replicas on different ranks: give all one mesh"
-    dtypes: Counter[torch.dtype] = Counter()
-    for group, some in zip(groups, params, strict=True):
-        dtypes[_reduced_in(group)] += sum(each.numel() for each in some)
-    size = next((group.size() for group in (*shards, replicas) if group is not None), 1)
+    if replicas is None and by_torch:
+        replicas = by_torch[0]
+    over = [*shards, *([] if replicas is None else [replicas])]
+    numels, dtypes = [], Counter[torch.dtype]()
+    for _, group in pairs:
+        numels.append(sum(each.sharded_param.numel() for each in group.fsdp_params))
+        dtypes[_reduced_in(group)] += numels[-1]
     return Wrapped(
-        groups=list(dict.fromkeys([*meshes, *([] if replicas is None else [replicas])])),
-        shards=shards,
+        over=over,
         replicas=replicas,
-        feedback=True,
-        gathers=bool(shards),
-        dtypes=[dtype for dtype, _ in dtypes.most_common()],
-        devices=[groups[0].device],
-        numel=-(-max(numels) // size) * size,
+        formats=list(WIRE_FORMATS),
+        dtype=dtypes.most_common(1)[0][0],
+        devices=[pairs[0][1].device],
+        numel=-(-max(numels) // over[0].size()) * over[0].size(),
         what=f"{sum(numels)} elements",
         refused=refused,
         attach=partial(_attach, model, pairs, replicas),
@@ -221,24 +210,20 @@ def _refusal(
     module: FSDPModule, group: Any, replicas: ProcessGroup | None, gathers: bool
 ) -> str | None:
     """Return why a module takes no hook, or has replicas that hold other shards."""
-    name = type(module).__name__
+    name, (shards, by_torch) = type(module).__name__, torch_compat.mesh_groups(group)
     if len(torch_compat.param_groups(module)) > 1:
         return (
             f"{name} shards its parameters over several meshes, for which torch takes no custom "
             "reduce-scatter: apply fully_shard with one mesh to each module"
         )
-    by_hook = replicas is not None or torch_compat.replicas_of(group) is not None
+    by_hook = replicas is not None or by_torch is not None
     custom = torch_compat.custom_collective(group, gathers, by_hook)
     if custom is not None:
         return f"{name} has {custom} already: register one hook only"
-    shards = torch_compat.shards_of(group)
-    if replicas is None or shards is None:
+    if replicas is None:
         return None
-    if torch_compat.replicas_of(group) is not None:
-        return (
-            f"{name} is sharded over a two-dimensional mesh, which has its replicas: leave out "
-            "replicas"
-        )
+    if by_torch is not None:
+        return f"{name} has replicas by its two-dimensional mesh: leave out replicas"
     # Gradients of replicas that hold another shard are those of other elements.
     held, ranks = map(dist.get_process_group_ranks, (shards, replicas))
     if set(held) & set(ranks) == {dist.get_rank()}:
@@ -255,35 +240,29 @@ def _attach(
     pairs: Sequence[tuple[FSDPModule, Any]],
     replicas: ProcessGroup | None,
     state: CommHookState,
-    compressed: bool,
     gather: WireFormat | None,
+    tables: Tables,
 ) -> None:
     """Fill torch's hook points: through the wire of ``state``, or as torch would."""
     state.name_parameters(model.named_parameters())
     modules = [module for module, _ in pairs]
     for module, group in pairs:
-        dtype, by_torch = _reduced_in(group), torch_compat.replicas_of(group)
-        through = compressed and state.wire.fits(dtype)
-        if compressed and not through:
-            why = f"{dtype} is no wider than {state.wire.name}".removeprefix("torch.")
-            state.counts.fallbacks[f"module whose gradients are reduced as they are: {why}"] += 1
-        comm = WireReduceScatter(state, group, modules, replicas, through)  # type: ignore[arg-type]
+        shards, by_torch = torch_compat.mesh_groups(group)
+        comm = WireReduceScatter(state, group, modules, replicas)  # type: ignore[arg-type]
         # What stays on a host is not rounded.
-        shards = torch_compat.shards_of(group)
         inside = (
-            (through or gather is not None)
+            shards is not None
             and replicas is not None
-            and shards is not None
-            and state.on_one_host(shards, group.device)
-            and not state.on_one_host(replicas, group.device)
+            and tables[shards].on_one
+            and not tables[replicas].on_one
         )
-        if through:
+        if state.wire.encodes:
             if by_torch is not None:
                 torch_compat.replicas_to_hook(group)
             if not inside:
                 module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
-            comm.prepare(group.device, inside)
-        if replicas is not None and (through or by_torch is None):
+            comm.prepare(None if inside else shards)
+        if replicas is not None and (state.wire.encodes or by_torch is None):
             # Of these torch knows nothing: without a hook they would differ.
             module.set_all_reduce_hook(comm.between_replicas)
         if gather is not None and shards is not None and not inside:

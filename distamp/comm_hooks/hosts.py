@@ -101,8 +101,16 @@ def hosts_of(rows: Sequence[Row]) -> Hosts:
 
     Hosts of the same number of ranks exchange in two levels, in whichever order ranks are on them.
     Ranks that are all on one host, or each on its own, exchange in one.
+
+    Raises:
+        ValueError: There are no hosts of as many ranks as the user says.
     """
     count, given, local = len(rows), rows[0].ranks_per_host, rows[0].local_world_size
+    if given is not None and (given < 1 or count % given):
+        raise ValueError(
+            f"ranks_per_host is {given}, and a group has {count} ranks: give a number that divides "
+            "it, or leave it out"
+        )
     # Containers may all have one name. Launchers number the ranks of a host in succession.
     known = local > 0 and all(row.local_world_size == local for row in rows)
     by_host: dict[object, list[int]] = {}
@@ -115,6 +123,6 @@ def hosts_of(rows: Sequence[Row]) -> Hosts:
         flat, text = [[index] for index in range(count)], f"one level of {count} ranks"
         return Hosts(rows[0].name, flat, text, on_one=len(ranks) == 1)
     if len(sizes) > 1:
-        text = f"no hook: hosts have from {sizes[0]} to {sizes[-1]} ranks"
+        text = f"hosts have from {sizes[0]} to {sizes[-1]} ranks"
         return Hosts(rows[0].name, [], text)
     return Hosts(rows[0].name, ranks, f"two levels: {len(ranks)} hosts of {sizes[0]} ranks")

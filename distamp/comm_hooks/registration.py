@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat, torch_hooks
-from distamp.comm_hooks.auto import AUTO, TORCHS, Tables, as_it_is, auto, connect
-from distamp.comm_hooks.formats import WireFormat, wire_format
-from distamp.comm_hooks.hosts import agreed, hosts_of, own_row
+from distamp.comm_hooks.auto import AUTO, auto, connect
+from distamp.comm_hooks.formats import WireFormat, as_it_is, wire_format
+from distamp.comm_hooks.hosts import Hosts, agreed, hosts_of, own_row
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import Choice
-from distamp.comm_hooks.wrapped import Wrapped
+from distamp.comm_hooks.wrapped import Tables, Wrapped
 from distamp.errors import LockstepError
 
 __all__ = ["register"]
@@ -66,68 +66,67 @@ def register(
             errors above; raised on all other ranks. But a rank whose model is none of these
             wrappers knows no group to tell: the others wait until their group's timeout.
     """
-    group = replicas if isinstance(replicas, ProcessGroup) else None
-    wrapped = _wrapped(torch_compat.not_compiled(model), group, gather is not None)
+    given = replicas if isinstance(replicas, ProcessGroup) else None
+    wrapped, sharded = _wrapped(torch_compat.not_compiled(model), given, gather is not None)
     failure: Exception | None = None
-    chosen: WireFormat | None = None
-    gathers: WireFormat | None = None
+    chosen = gathers = None
     try:
-        chosen = None if wire == AUTO else wire_format(wire)
+        if replicas is not None and given is None:
+            raise TypeError(
+                f"replicas must be a ProcessGroup of this rank or None, not "
+                f"{type(replicas).__name__}; of a DeviceMesh give mesh.get_group()"
+            )
+        if not sharded and (replicas is not None or gather is not None):
+            raise ValueError("replicas and gather are for a model that fully_shard was applied to")
+        if wrapped.refused is not None:
+            raise ValueError(wrapped.refused)
         gathers = None if gather is None else wire_format(gather)
-        if gathers is not None and not wrapped.gathers:
-            raise ValueError("gather is for weights that fully_shard gathers: leave it out")
-        _check(wrapped, chosen, replicas, ranks_per_host)
+        chosen = None if wire == AUTO else _fitting(wire, wrapped)
     except (TypeError, ValueError) as error:
         failure = error
-    tables: Tables = {}
-    for group in wrapped.groups:
+    found: dict[ProcessGroup, Hosts] = {}
+    asked = f"{wire} for {wrapped.what}" + ("" if gather is None else f", gather={gather}")
+    for group in wrapped.over:
         # The other ranks may have nothing to refuse, and wait for this one in every group.
-        row = own_row(None if failure else _asked(wire, gather, wrapped), ranks_per_host)
         try:
-            tables[group] = hosts_of(agreed(row, group))
-        except LockstepError as error:
+            rows = agreed(own_row(None if failure else asked, ranks_per_host), group)
+            found[group] = hosts_of(rows)
+        except (LockstepError, ValueError) as error:
             failure = failure or error
     if failure is not None:
         raise failure
     choice: Choice | None = None
-    uneven = [hosts.text for hosts in tables.values() if not hosts.ranks]
+    tables: Tables = found
+    uneven = [hosts.text for hosts in found.values() if not hosts.ranks]
     if uneven:
         # In one level a host would send several times what a ring does.
-        reason = f"{uneven[0].removeprefix('no hook: ')}; ranks_per_host=1 compresses between all"
-        chosen = as_it_is(wrapped.dtypes[0])
-        choice = Choice(chosen.name, False, {}, 0, reason, auto=False)
+        chosen = as_it_is(wrapped.dtype)
+        reason = f"{uneven[0]}; ranks_per_host=1 compresses between all"
+        choice = Choice(chosen.name, {}, 0, reason)
         _log.warning("%s", choice)
     elif chosen is None:
         choice, chosen, tables = auto(wrapped, tables)
     state = CommHookState(chosen, wrapped.over[0])
     state.counts.choice = choice
-    compressed = choice is None or choice.compressed
-    if compressed or gathers is not None:
+    if chosen.encodes or gathers is not None:
         connect(state, wrapped, tables)
-    wrapped.attach(state, compressed, gathers)
-    if chosen is TORCHS and wrapped.attach_torchs is not None:
-        wrapped.attach_torchs()
+    wrapped.attach(state, gathers, tables)
     return state
 
 
-def _asked(wire: str, gather: str | None, wrapped: Wrapped) -> str:
-    """Return what a rank asks for, in words."""
-    return f"{wire} for {wrapped.what}" + ("" if gather is None else f", gather={gather}")
-
-
-def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> Wrapped:
-    """Return a model as its wrapper's adapter has it."""
+def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> tuple[Wrapped, bool]:
+    """Return a model as its wrapper's adapter has it, and whether that is FSDP2's."""
     if isinstance(model, DistributedDataParallel):
-        return torch_hooks.ddp(model)
+        return torch_hooks.ddp(model), False
     # It takes a second to import, which a user of DDP need not wait.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
-        return torch_hooks.fsdp1(model)
+        return torch_hooks.fsdp1(model), False
     modules = model.modules() if isinstance(model, nn.Module) else ()
     if fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in modules):
         from distamp.comm_hooks import fsdp2
 
-        return fsdp2.wrapped(model, replicas, gathers)
+        return fsdp2.wrapped(model, replicas, gathers), True
     raise TypeError(
         f"cannot give {type(model).__name__} a communication hook; give the wrapped model itself: "
         "DistributedDataParallel, FullyShardedDataParallel, or a module that fully_shard was "
@@ -135,42 +134,23 @@ def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> Wrappe
     )
 
 
-def _check(
-    wrapped: Wrapped, wire: WireFormat | None, replicas: object, ranks_per_host: int | None
-) -> None:
-    """Refuse what cannot be registered.
+def _fitting(name: str, wrapped: Wrapped) -> WireFormat:
+    """Return a format.
 
     Raises:
-        TypeError: Replicas are no group.
-        ValueError: All else.
+        ValueError: There is none of that name, or gradients do not fit.
     """
-    if replicas is not None and not isinstance(replicas, ProcessGroup):
-        raise TypeError(
-            f"replicas must be a ProcessGroup of this rank or None, not {type(replicas).__name__}; "
-            "of a DeviceMesh give mesh.get_group()"
-        )
-    if replicas is not None and not (wrapped.shards and wrapped.replicas is replicas):
-        raise ValueError("replicas are for a model that fully_shard was applied to")
-    for group in wrapped.groups if ranks_per_host is not None else ():
-        if ranks_per_host < 1 or group.size() % ranks_per_host:  # type: ignore[operator]
-            raise ValueError(
-                f"ranks_per_host is {ranks_per_host}, and a group has {group.size()} ranks: give a "
-                "number that divides it, or leave it out"
-            )
-    if wrapped.refused is not None:
-        raise ValueError(wrapped.refused)
-    if wire is None:
-        return
-    allowed = ", ".join(map(repr, wrapped.formats()))
-    if wire.needs_error_feedback > wrapped.feedback:
+    wire, dtype = wire_format(name), wrapped.dtype
+    allowed = ", ".join(map(repr, wrapped.fitting())) or "no format"
+    if name not in wrapped.formats:
         raise ValueError(
-            f"{wire.name} needs error feedback, which gradients of FSDP1 have not: use FSDP2 or "
+            f"{name} needs error feedback, which gradients of FSDP1 have not: use FSDP2 or "
             f"DistributedDataParallel, or one of {allowed}"
         )
-    dtype = wrapped.dtypes[0]
     if not wire.fits(dtype):
         raise ValueError(
-            f"format {wire.name!r} takes {wire.block_bytes / 256:.3g} bytes an element, and "
-            f"gradients are reduced in {dtype}, which takes {dtype.itemsize}: choose "
-            f"{allowed or 'no format'} or no hook, or reduce in torch.float32"
+            f"format {name!r} takes {wire.block_bytes / 256:.3g} bytes an element, and gradients "
+            f"are reduced in {dtype}, which takes {dtype.itemsize}: choose {allowed} or no hook, "
+            "or reduce in torch.float32"
         )
+    return wire

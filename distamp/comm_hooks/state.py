@@ -119,11 +119,6 @@ class CommHookState:
             self._exchanges[key] = Exchange(named, group, device, self.counts) if even else None
         return self._exchanges[key]
 
-    def on_one_host(self, group: ProcessGroup, device: torch.device) -> bool:
-        """Return whether all ranks of a group that an exchange was made for are on one host."""
-        exchange = self.exchange(group, device)
-        return exchange is not None and exchange.hosts.on_one
-
     def __getstate__(self) -> dict[str, Any]:
         return {"wire": self.wire}
 
@@ -141,7 +136,7 @@ class CommHookState:
     def average(self, values: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
         """Average a bucket over all ranks; as `reduce`."""
         group, numels = self.process_group, [reals_in(each) for each in parameters]
-        return self.reduce(values, group, float(group.size()), None, parameters, numels)
+        return self.reduce(values, group, float(group.size()), None, numels, parameters)
 
     def reduce(
         self,
@@ -149,8 +144,8 @@ class CommHookState:
         group: ProcessGroup,
         divisor: float,
         out: Tensor | None = None,
-        parameters: Sequence[Tensor] = (),
         numels: Sequence[int] = (),
+        parameters: Sequence[Tensor] = (),
     ) -> Future[Tensor]:
         """Write this rank's part of the sum over some ranks to ``out``, and wait for it.
 
@@ -161,8 +156,8 @@ class CommHookState:
             group: The ranks.
             divisor: By which the sum is divided.
             out: 1-D, contiguous, floating.
-            parameters: Those whose gradients lie in it; for error feedback.
-            numels: How many elements each of them has, in a shard where there is ``out``.
+            numels: How many of each parameter, in a shard where there is ``out``.
+            parameters: Whose; for error feedback.
 
         Raises:
             RuntimeError: An exchange failed on this rank, or did before.
@@ -216,7 +211,7 @@ class CommHookState:
             numels: How many of each parameter, in a shard where they are those of one.
             parameters: Whose.
         """
-        if not self.wire.fits(dtype):
+        if not (self.wire.encodes and self.wire.fits(dtype)):
             return f"{dtype} is no wider than {self.wire.name}".removeprefix("torch.")
         exchange = self.exchange(group, device)
         if exchange is None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS
+
 __all__ = ["Choice", "HookStats"]
 
 
@@ -16,26 +18,25 @@ class Choice:
     Args:
         wire: The format that gradients travel in; or their own dtype, such as ``"fp32"``; or
             ``"torch bf16"``, of which torch's own hook casts to bf16 and adds up in it.
-        compressed: Whether it is a format of `WIRE_FORMATS`.
         seconds: How long each way took on the slowest rank, the median of several times; nothing
             where there was nothing to choose from.
         nbytes: Bytes of the gradients that were sent.
         reason: Why, in a few words.
-        auto: Whether it was asked to; else a hook was left off.
     """
 
     wire: str
-    compressed: bool
     seconds: Mapping[str, float]
     nbytes: int
     reason: str
-    auto: bool = True
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it is a format of `WIRE_FORMATS`, in one level or two."""
+        return self.wire.split()[0] in WIRE_FORMATS
 
     def __str__(self) -> str:
-        hook = "" if self.compressed or self.wire.startswith("torch") else " (no hook)"
-        line = f"auto chose {self.wire}{hook}: {self.reason}"
-        if not self.auto:
-            return f"no hook: {self.reason}"
+        hook = "" if self.compressed or self.wire == TORCHS.name else " (no hook)"
+        line = f"chose {self.wire}{hook}: {self.reason}"
         times = ", ".join(f"{name} {1e3 * each:.4g} ms" for name, each in self.seconds.items())
         return f"{line} ({self.nbytes / 1e6:.3g} MB in {times})" if times else line
 

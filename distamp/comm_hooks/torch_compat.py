@@ -36,9 +36,7 @@ __all__ = [
     "not_compiled",
     "param_groups",
     "reduce_scatter",
-    "replicas_of",
     "replicas_to_hook",
-    "shards_of",
     "shut_down",
 ]
 
@@ -200,42 +198,30 @@ def param_groups(module: Any) -> list[Any]:
     return [one] if one else []
 
 
-def mesh_groups(group: Any) -> list[ProcessGroup]:
-    """Return the ranks of a parameter group: those it is sharded over, and torch's replicas."""
-    names = ("shard_process_group", "replicate_process_group")
-    found = (getattr(group.mesh_info, name, None) for name in names)
-    return [ranks for ranks in found if ranks is not None]
+def mesh_groups(group: Any) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """Return the ranks that a parameter group is sharded over, and those torch averages between.
+
+    The first is None under ``replicate``, the second where there are shards alone.
+    """
+    names = "shard_process_group", "replicate_process_group"
+    shards, replicas = (getattr(group.mesh_info, name, None) for name in names)
+    return shards, replicas
 
 
 def custom_collective(group: Any, gathers: bool, replicas: bool) -> str | None:
-    """Return which hook point of a parameter group is taken already, in words; None if none is.
+    """Return which hook point of a parameter group is taken already; None if none is.
 
     Args:
         group: The parameter group.
         gathers: Whether the one for all-gathers is asked for.
         replicas: Whether the one between replicas is.
     """
-    asked = {"_reduce_scatter_comm": "reduce-scatter"}
-    if gathers:
-        asked["_all_gather_comm"] = "all-gather"
-    for name, what in asked.items():
+    for name in ("_reduce_scatter_comm", *(("_all_gather_comm",) if gathers else ())):
         kind = type(_private(group, name)).__name__
         if not kind.startswith(("Default", "ProcessGroupAlloc", "SymmMem")):
-            return f"a custom {what} ({kind})"
+            return f"a custom collective ({kind})"
     taken = replicas and _private(group, "_all_reduce_hook") is not None
     return "an all-reduce hook" if taken else None
-
-
-def replicas_of(group: Any) -> ProcessGroup | None:
-    """Return the ranks that torch itself averages a parameter group over, if there are several."""
-    found: ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
-    return found if found is not None and found.size() > 1 else None
-
-
-def shards_of(group: Any) -> ProcessGroup | None:
-    """Return the ranks that a parameter group is sharded over; None under ``replicate``."""
-    found: ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
-    return found
 
 
 def replicas_to_hook(group: Any) -> None:
@@ -246,9 +232,10 @@ def replicas_to_hook(group: Any) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
     known: Any = group.mesh_info
-    kind: Any = common.FSDPMeshInfo if shards_of(group) else common.DataParallelMeshInfo
+    sharded = mesh_groups(group)[0] is not None
+    kind: Any = common.FSDPMeshInfo if sharded else common.DataParallelMeshInfo
     left = kind(**{each.name: getattr(known, each.name) for each in fields(kind) if each.init})
-    if shards_of(group):
+    if sharded:
         left.reduce_scatter_process_group = known.reduce_scatter_process_group
     if group.post_forward_mesh_info == known:
         group.post_forward_mesh_info = left

@@ -17,10 +17,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.formats import WireFormat
+from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS, WireFormat
 from distamp.comm_hooks.state import CommHookState, reals_in, state_of
 from distamp.comm_hooks.torch_compat import GradBucket
-from distamp.comm_hooks.wrapped import Wrapped
+from distamp.comm_hooks.wrapped import Tables, Wrapped
 
 __all__ = [
     "LowPrecisionState",
@@ -122,8 +122,7 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
     numels: Counter[torch.dtype] = Counter()
     for each in trained:
         numels[each.dtype.to_real()] += reals_in(each)
-    # That of most gradients first.
-    dtypes = [dtype for dtype, _ in numels.most_common()]
+    dtype, numel = numels.most_common(1)[0]
     name, refused = torch_compat.ddp_hook_name(model), None
     if name is not None:
         shown = "built into torch" if name.startswith("BuiltinCommHookType") else name
@@ -132,27 +131,25 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
             "register another, wrap the model again"
         )
 
-    def attach(state: CommHookState, compressed: bool, gather: WireFormat | None) -> None:
+    def attach(state: CommHookState, gather: WireFormat | None, tables: Tables) -> None:
         state.name_parameters(model.module.named_parameters())
-        if compressed:
+        if state.wire.encodes:
             model.register_comm_hook(state, wire_hook)
+        elif state.wire is TORCHS:
+            casting = bf16_compress_wrapper(default_hooks.allreduce_hook)
+            model.register_comm_hook(model.process_group, casting)
 
-    group = model.process_group
     return Wrapped(
-        groups=[group],
-        shards=[],
-        replicas=group,
-        feedback=True,
-        gathers=False,
-        dtypes=dtypes,
+        over=[model.process_group],
+        replicas=model.process_group,
+        formats=list(WIRE_FORMATS),
+        dtype=dtype,
         devices=list(dict.fromkeys(each.device for each in trained)),
-        numel=min(numels[dtypes[0]], max(1, model.bucket_bytes_cap // dtypes[0].itemsize)),
+        numel=min(numel, max(1, model.bucket_bytes_cap // dtype.itemsize)),
         what=f"{sum(numels.values())} elements",
         refused=refused,
         attach=attach,
-        attach_torchs=partial(
-            model.register_comm_hook, group, bf16_compress_wrapper(default_hooks.allreduce_hook)
-        ),
+        torchs=True,
     )
 
 
@@ -220,23 +217,20 @@ def fsdp1(model: Any) -> Wrapped:
     elif not model.check_is_root():
         refused = "this FullyShardedDataParallel is inside another: register on the outermost one"
     own = next((each.dtype for each in model.parameters()), torch.float32)
-    policies = [unit.mixed_precision for unit in units]
-    dtypes = [each.reduce_dtype or each.param_dtype or own for each in policies]
+    policy = units[0].mixed_precision
+    group = model.process_group
 
-    def attach(state: CommHookState, compressed: bool, gather: WireFormat | None) -> None:
-        if compressed:
+    def attach(state: CommHookState, gather: WireFormat | None, tables: Tables) -> None:
+        if state.wire.encodes:
             low = LowPrecisionState(group, own)
             model.register_comm_hook(low, partial(_reduce_fsdp1, state))
 
-    group = model.process_group
-    whole = model.sharding_strategy.name == "NO_SHARD"
     return Wrapped(
-        groups=[group],
-        shards=[] if whole else [group],
-        replicas=group if whole else None,
-        feedback=False,
-        gathers=False,
-        dtypes=dtypes,
+        over=[group],
+        replicas=group if model.sharding_strategy.name == "NO_SHARD" else None,
+        # Units are not reduced in the same buckets at every step, as error feedback needs.
+        formats=["fp16", "bf16"],
+        dtype=policy.reduce_dtype or policy.param_dtype or own,
         devices=[model.compute_device],
         numel=SAMPLE // group.size() * group.size(),
         what=f"{len(units)} FullyShardedDataParallel",

@@ -41,7 +41,7 @@ def test_the_most_exact_way_that_is_not_slower_wins(fp32, fp16, int8, wire):
     choice = choose({"fp32": fp32, "fp16": fp16, "int8": int8}, 26_214_400)
     assert choice.wire == wire
     assert choice.compressed == (wire != "fp32")
-    assert str(choice).startswith(f"auto chose {wire}")
+    assert str(choice).startswith(f"chose {wire}")
     assert "26.2 MB in fp32" in str(choice)
 
 
@@ -130,7 +130,7 @@ def test_gradients_of_two_bytes_are_not_sent_in_more(ranks2):
 
 def _torchs() -> tuple[float, str]:
     """The error where torch's own bf16 is chosen, and what is said of it."""
-    chosen = Choice("torch bf16", False, {}, 0, "the link is the bottleneck")
+    chosen = Choice("torch bf16", {}, 0, "the link is the bottleneck")
     model = DistributedDataParallel(mlp(*WIDTHS))
     with mock.patch.object(auto, "timed_choice", return_value=chosen):
         state = comm_hooks.register(model, "auto")
@@ -140,7 +140,7 @@ def _torchs() -> tuple[float, str]:
 def test_torchs_own_bf16_is_registered_where_it_is_chosen(ranks2):
     for error, line in ranks2.run(_torchs):
         assert 1e-4 < error < 1e-2
-        assert line == "auto chose torch bf16: the link is the bottleneck"
+        assert line == "chose torch bf16: the link is the bottleneck"
 
 
 def _alone() -> str:
@@ -149,7 +149,7 @@ def _alone() -> str:
 
 
 def test_one_rank_measures_nothing(ranks1):
-    assert ranks1.run(_alone) == ["auto chose fp32 (no hook): there is one rank"]
+    assert ranks1.run(_alone) == ["chose fp32 (no hook): there is one rank"]
 
 
 # -- between hosts ---------------------------------------------------------------------------------
