@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,30 @@ from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane, Transport
 
 __all__ = ["Exchange"]
+
+
+class _Buffers(NamedTuple):
+    """A lane's memory: uint8 rows, but for the first two.
+
+    Args:
+        others: (ranks of this host - 1, elements): their values of this rank's part.
+        parts: The same for each rank of this host, of which its own is empty.
+        received: (hosts, bytes): what other hosts sent of this rank's part.
+        sent: (hosts, bytes): what it sends to them.
+        mean: (1, bytes): of these, what it sends to none: there is the mean that it owns.
+        means: (hosts, bytes): those of the other hosts, in the place of ``others``.
+        flat: (ranks of this host, bytes): those of all of them, of which ``means`` is this rank's.
+        rows: (ranks, bytes): the same, a row for each.
+    """
+
+    others: Tensor
+    parts: list[Tensor]
+    received: Tensor
+    sent: Tensor
+    mean: Tensor
+    means: Tensor
+    flat: Tensor
+    rows: Tensor
 
 
 class Exchange:
@@ -113,29 +138,26 @@ class Exchange:
             divisor: By which the sum is divided.
             feedback: What rounding takes of this rank's part, and of the mean that it owns.
         """
-        (part,), inverse = plan.parts, 1.0 / divisor
-        row, small = part.row_bytes, len(plan.small)
+        (part,), inverse, small = plan.parts, 1.0 / divisor, plan.small.numel()
         of_mine, of_mean = feedback or (None, None)
-        self._count(wire.name, 2 * row, 2 * values.nbytes, 8 * small)
+        self._count(wire.name, 2 * part.row_bytes, 2 * values.nbytes, 8 * small)
 
         def run(lane: Lane) -> Tensor:
-            source, received, sent = self._encoded(wire, values, part, inverse, of_mine, lane)
-            # When all that was added up is read, the means of all owners take its place.
-            means = lane.memory("received", self.here * sent.numel()).view(self.here, -1, row)
-            mean = sent[self.host]
-            with lane.turn():
-                self.transport.all_to_all("outer", lane, received, sent)
-                self._math.sum_encode(wire, source, received, mean, of_mean)
-                self.transport.all_gather("outer", lane, means[self.local], mean)
+            source, buffers = self._encoded(wire, values, part, inverse, of_mine, lane)
+            with lane.turn:
+                self.transport.all_to_all("outer", lane, buffers.received, buffers.sent)
+                self._math.sum_encode(wire, source, buffers.received, buffers.mean, of_mean)
+                # All that was added up is read: the means of all owners take its place.
+                self.transport.all_gather("outer", lane, buffers.means, buffers.mean)
                 if small:
                     total = values[plan.small].float().mul_(inverse)
                     self.transport.all_reduce(lane, total)
                     values[plan.small] = total.to(values.dtype)
-            self._math.decode(wire, self._passed_on(lane, means), part.whole, values)
+            self._pass_on(lane, buffers)
+            self._math.decode(wire, buffers.rows, part.whole, values)
             return values
 
-        uses = [values, *(each for fed in feedback for each in fed)]
-        return self.transport.submit(run, uses)
+        return self.transport.submit(run, [values, *chain(*feedback)])
 
     def reduce_scatter(
         self,
@@ -156,19 +178,19 @@ class Exchange:
             divisor: By which the sum is divided.
             feedback: What rounding takes, of one part of the plan after another.
         """
-        shards, small = values.view(self._size, -1), len(plan.small)
+        shards, inverse, small = values.view(self._size, -1), 1.0 / divisor, plan.small.numel()
         row = sum(part.row_bytes for part in plan.parts)
         self._count(wire.name, row, values.nbytes, 8 * small * self._size)
-        uses, before, done = [each for fed in feedback for each in fed], 0, []
+        before, done = 0, []
         for part in plan.parts:
             fed = feedback[0].part(before, part.mine.numel) if feedback else None
-            job = partial(self._scatter, out, shards, wire, part, 1.0 / divisor, fed)
-            done.append(self.transport.submit(job, uses))
+            job = partial(self._scatter, out, shards, wire, part, inverse, fed)
+            done.append(self.transport.submit(job, [*chain(*feedback)]))
             before += part.mine.numel
 
         def add_small(lane: Lane) -> Tensor:
-            with lane.turn():
-                total = shards[:, plan.small].float().mul_(1.0 / divisor)
+            with lane.turn:
+                total = shards[:, plan.small].float().mul_(inverse)
                 self.transport.all_reduce(lane, total)
                 out[plan.small] = total[self._rank].to(out.dtype)
             return out
@@ -187,24 +209,25 @@ class Exchange:
             wire: The format.
             plan: That of weights.
         """
-        (part,), small = plan.parts, len(plan.small)
+        (part,), small = plan.parts, plan.small.numel()
         self._count(f"{wire.name} weights", part.row_bytes, out.nbytes, 4 * small * self._size)
 
         def run(lane: Lane) -> Tensor:
-            shape = self.here, self.wide, part.row_bytes
-            rows = lane.memory("received", self._size * part.row_bytes).view(shape)
-            own, whole = rows[self.local, self.host], out.view(self._size, -1)
+            buffers = self._buffers(part, values.dtype, lane)
+            source = Source(values, values.view(1, -1)[:0], part.mine, 1, 1.0)
+            mine = buffers.means[self.host : self.host + 1]
+            self._math.encode(wire, source, mine)
             exact = values.new_empty(self._size, small)
             exact[self._rank] = values[plan.small]
-            source = Source(values, values.view(1, -1)[:0], part.mine, 1, 1.0)
-            self._math.encode(wire, source, own.view(1, -1))
-            with lane.turn():
-                self.transport.all_gather("outer", lane, rows[self.local], own)
+            with lane.turn:
+                self.transport.all_gather("outer", lane, buffers.means, mine)
                 if small:
                     everyone = exact.view(torch.uint8)
-                    self.transport.all_gather("all", lane, everyone, everyone[self._rank])
-            self._math.decode(wire, self._passed_on(lane, rows), part.whole, out)
-            whole[:, plan.small] = exact
+                    own = everyone[self._rank].clone().view(1, -1)
+                    self.transport.all_gather("all", lane, everyone, own)
+            self._pass_on(lane, buffers)
+            self._math.decode(wire, buffers.rows, part.whole, out)
+            out.view(self._size, -1)[:, plan.small] = exact
             return out
 
         self.transport.submit(run, [out, values]).wait()
@@ -228,10 +251,11 @@ class Exchange:
             given = packed.view(shards.dtype)
             some = shards[:, part.start : part.start + length]
             torch.index_select(some, 0, self._index, out=given.view(-1, length))
-        source, received, sent = self._encoded(wire, given, part, inverse, feedback, lane)
-        with lane.turn():
-            self.transport.all_to_all("outer", lane, received, sent)
-        self._math.sum_rows(wire, source, received, out[part.start : part.start + length])
+        source, buffers = self._encoded(wire, given, part, inverse, feedback, lane)
+        with lane.turn:
+            self.transport.all_to_all("outer", lane, buffers.received, buffers.sent)
+        some = out[part.start : part.start + length]
+        self._math.sum_rows(wire, source, buffers.received, some)
         return out
 
     def _encoded(
@@ -242,36 +266,54 @@ class Exchange:
         inverse: float,
         feedback: Feedback | None,
         lane: Lane,
-    ) -> tuple[Source, Tensor, Tensor]:
+    ) -> tuple[Source, _Buffers]:
         """Divide values between the ranks of this host, and encode rows of the sum for the hosts.
 
         Returns:
-            What this host has, memory for what others send of it, and what is to be sent to each.
+            What this host has, and buffers of which ``sent`` is to be sent.
         """
-        row_bytes = self.wide * part.row_bytes
-        parts = [*values.split(part.lengths)] if self.here > 1 else [values]
-        own = parts[self.local]
-        beside = (self.here - 1) * -(-max(own.nbytes, row_bytes) // 16) * 16
-        memory = lane.memory("received", beside + row_bytes)
-        given = memory[: (self.here - 1) * own.nbytes].view(own.dtype)
-        others = given.view(self.here - 1, own.numel())
+        buffers = self._buffers(part, values.dtype, lane)
         if self.here > 1:
-            received = [*others]
-            received.insert(self.local, given[:0])
-            parts[self.local] = given[:0]
-            self.transport.all_to_all_parts("inner", lane, received, parts)
-        source = Source(own, others, part.mine, self.host, inverse)
-        shape = self.wide, part.row_bytes
-        sent = lane.memory("sent", row_bytes).view(shape)
-        self._math.encode(wire, source, sent, feedback)
-        return source, memory[beside:].view(shape), sent
+            parts = [*values.split_with_sizes(part.lengths)]
+            values, parts[self.local] = parts[self.local], buffers.parts[self.local]
+            self.transport.all_to_all_parts("inner", lane, buffers.parts, parts)
+        source = Source(values, buffers.others, part.mine, self.host, inverse)
+        self._math.encode(wire, source, buffers.sent, feedback)
+        return source, buffers
 
-    def _passed_on(self, lane: Lane, rows: Tensor) -> Tensor:
-        """Send the other ranks of this host what other hosts sent; return all rows."""
+    def _buffers(self, part: Part, dtype: torch.dtype, lane: Lane) -> _Buffers:
+        """Return a lane's memory as a part of a plan uses it; made once."""
+        key = part, dtype
+        if key not in lane.views:
+            own = part.lengths[self.local] if part.lengths else 0
+            shape, rows_bytes = (self.wide, part.row_bytes), self.wide * part.row_bytes
+            nbytes = own * dtype.itemsize
+            beside = (self.here - 1) * -(-max(nbytes, rows_bytes) // 16) * 16
+            memory = lane.memory("received", beside + rows_bytes)
+            # Weights are written where they are gathered.
+            sent = lane.memory("sent", rows_bytes if part.lengths else 0).view(-1, part.row_bytes)
+            others = memory[: (self.here - 1) * nbytes].view(dtype).view(self.here - 1, own)
+            parts = [*others]
+            parts.insert(self.local, others.view(-1)[:0])
+            rows = memory[: self.here * rows_bytes].view(self.here, *shape)
+            lane.views[key] = _Buffers(
+                others=others,
+                parts=parts,
+                received=memory[beside:].view(shape),
+                sent=sent,
+                mean=sent[self.host : self.host + 1],
+                means=rows[self.local],
+                flat=rows.flatten(1),
+                rows=rows.flatten(0, 1),
+            )
+        found: _Buffers = lane.views[key]
+        return found
+
+    def _pass_on(self, lane: Lane, buffers: _Buffers) -> None:
+        """Send the other ranks of this host what other hosts sent."""
         if self.here > 1:
-            flat = rows.flatten(1)
-            self.transport.all_gather("inner", lane, flat, flat[self.local])
-        return rows.flatten(0, 1)
+            own = buffers.flat[self.local : self.local + 1]
+            self.transport.all_gather("inner", lane, buffers.flat, own)
 
     def _count(self, what: str, row_bytes: int, nbytes: int, small: int) -> None:
         """Count what leaves a host, beside its ranks' share of what a ring of all ranks sends."""

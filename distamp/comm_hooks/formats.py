@@ -250,7 +250,7 @@ def sum_encode(
         wire: The format.
         source: This rank's part.
         given: uint8 (rows, bytes of a row), of which the source's own is not read.
-        out: uint8 (bytes of a row).
+        out: uint8 (1, bytes of a row).
         feedback: Of a format that needs it.
     """
     numel = source.places.numel // len(given)

@@ -24,7 +24,7 @@ PARTS, PARTS_OF_TWO_LEVELS = 9, 18
 LEAST_PART = 1 << 17
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """What is sent at once: a bucket, weights, or some of a shard.
 

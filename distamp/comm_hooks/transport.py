@@ -13,9 +13,9 @@ import time
 import traceback
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -32,34 +32,27 @@ LANES = 2
 
 
 class Lane:
-    """What one exchange after another uses: memory, a number for its messages, and its turn."""
+    """What one exchange after another uses.
 
-    # What survives a job: buffers by name. On a host, of the job that runs: what is set when the
-    # one before has sent, and what is set when this one has.
+    ``turn`` is entered while a job uses the network between hosts: on a host in the order of
+    submission. A stream waits for its own messages alone. ``views`` are those of ``memory``, by who
+    made them.
+    """
+
+    # What survives a job: buffers by name, and their views; on a host the turn of the last job.
     def __init__(self, index: int, device: torch.device) -> None:
-        self.index = index
-        self._device = device
+        self.index, self._device = index, device
         self._memory: dict[str, Tensor] = {}
-        self.before: threading.Event | None = None
-        self.over = threading.Event()
+        self.views: dict[Hashable, Any] = {}
+        self.turn: AbstractContextManager[None] = nullcontext()
 
     def memory(self, name: str, nbytes: int) -> Tensor:
         """Return uint8 of that length, of which the next exchange of this lane has the same."""
         if name not in self._memory or self._memory[name].numel() < nbytes:
+            self.views.clear()
             self._memory.pop(name, None)
             self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._memory[name][:nbytes]
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Return within what a job uses the network between hosts: in the order of submission.
-
-        A stream waits for its own messages alone.
-        """
-        if self.before is not None:
-            self.before.wait()
-        yield
-        self.over.set()
 
 
 Job: TypeAlias = Callable[[Lane], Tensor]
@@ -105,11 +98,10 @@ class Transport(ABC):
 
     def failed(self, error: Exception) -> None:
         """Keep the first failure."""
-        if self._failure is None:
-            self._failure = (
-                f"an exchange of gradients failed before ({error}): no gradients are exchanged any "
-                "more; end this job, and start it again from its last checkpoint"
-            )
+        self._failure = self._failure or (
+            f"an exchange of gradients failed before ({error}): no gradients are exchanged any "
+            "more; end this job, and start it again from its last checkpoint"
+        )
 
     def close(self) -> None:
         """Give threads and connections back, when what was submitted is done. Not collective."""
@@ -150,12 +142,30 @@ class Transport(ABC):
             level: That of `Levels`.
             lane: Whose messages they are.
             rows: uint8 (ranks, bytes), contiguous.
-            own: uint8 (bytes): this rank's row in ``rows``, or memory elsewhere.
+            own: uint8 (1, bytes): this rank's row in ``rows``, or memory elsewhere.
         """
 
     @abstractmethod
     def all_reduce(self, lane: Lane, values: Tensor) -> None:
         """Add up a few values over all ranks, in place."""
+
+
+class _Turn:
+    """That of one job on a host.
+
+    Args:
+        before: What is set when the job before has had its turn.
+    """
+
+    def __init__(self, before: threading.Event | None) -> None:
+        self._before, self.over = before, threading.Event()
+
+    def __enter__(self) -> None:
+        if self._before is not None:
+            self._before.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
 
 
 class HostTransport(Transport):
@@ -171,7 +181,7 @@ class HostTransport(Transport):
     """
 
     # A thread a lane, which takes its jobs in turn, and which the interpreter joins before it ends:
-    # one that it finds in torch aborts the process. The end of the last job that was submitted.
+    # one that it finds in torch aborts the process. What ends the turn of the last job.
     def __init__(self, name: str, group: ProcessGroup, levels: Levels, stats: HookStats) -> None:
         super().__init__(torch.device("cpu"))
         self._workers = [ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes]
@@ -181,20 +191,28 @@ class HostTransport(Transport):
         self._finalizer = weakref.finalize(self, _end, self._workers, self._backends)
 
     def _submit(self, lane: Lane, job: Job, uses: Sequence[Tensor]) -> Future[Tensor]:
-        done = Future[Any]()
-        before, over = self._over, threading.Event()
-
-        def run() -> None:
-            lane.before, lane.over = before, over
-            outcome = self._outcome(job, lane)
-            with lane.turn():
-                done.set_result(outcome)
-
-        self._over = over
-        self._workers[lane.index].submit(run)
+        done, turn = Future[Any](), _Turn(self._over)
+        self._over = turn.over
+        self._workers[lane.index].submit(self._run, job, lane, turn, done)
         # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
         # a callback, which starts no collective, it arrives as an error.
         return done.then(_value_or_raise)
+
+    def _run(self, job: Job, lane: Lane, turn: _Turn, done: Future[Any]) -> None:
+        lane.turn = turn
+        try:
+            self.check()
+            with torch.no_grad():
+                outcome: Tensor | Exception = job(lane)
+        except Exception as error:
+            self.failed(error)
+            # Ranks that wait for this one hear of it as its connections end, which the locals of
+            # what failed would keep.
+            self._backends.clear()
+            traceback.clear_frames(error.__traceback__)
+            outcome = error
+        with turn:
+            done.set_result(outcome)
 
     def _wait(self) -> None:
         for worker in self._workers:
@@ -207,9 +225,7 @@ class HostTransport(Transport):
     def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
         """See `Transport.all_gather`."""
         self.all_to_all_parts(level, lane, rows.unbind(), [own] * len(rows))
-        mine = rows[self._levels[level].index(self._rank)]
-        if mine.data_ptr() != own.data_ptr():
-            mine.copy_(own)
+        rows[self._levels[level].index(self._rank)] = own[0]
 
     def all_reduce(self, lane: Lane, values: Tensor) -> None:
         """See `Transport.all_reduce`."""
@@ -236,19 +252,6 @@ class HostTransport(Transport):
             for work in works:
                 work.wait()
         self._stats.seconds_waiting += time.perf_counter() - start
-
-    def _outcome(self, job: Job, lane: Lane) -> Tensor | Exception:
-        try:
-            self.check()
-            with torch.no_grad():
-                return job(lane)
-        except Exception as error:
-            self.failed(error)
-            # Ranks that wait for this one hear of it as its connections end, which the locals of
-            # what failed would keep.
-            self._backends.clear()
-            traceback.clear_frames(error.__traceback__)
-            return error
 
 
 def _value_or_raise(done: Future[Any]) -> Tensor:
@@ -297,8 +300,7 @@ class DeviceTransport(Transport):
 
     def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
         """See `Transport.all_to_all`. One buffer: its cost does not grow with the ranks."""
-        backend = self._backends[level, lane.index]
-        backend.alltoall_base(received.view(-1), sent.view(-1), [], []).wait()
+        self._backends[level, lane.index].alltoall_base(received, sent, [], []).wait()
 
     def all_to_all_parts(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
@@ -308,7 +310,7 @@ class DeviceTransport(Transport):
 
     def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
         """See `Transport.all_gather`."""
-        torch_compat.all_gather(self._backends[level, lane.index], rows.view(-1), own).wait()
+        torch_compat.all_gather(self._backends[level, lane.index], rows, own).wait()
 
     def all_reduce(self, lane: Lane, values: Tensor) -> None:
         """See `Transport.all_reduce`."""
