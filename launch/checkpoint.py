@@ -1,11 +1,11 @@
 """What a run goes on from, by torch.distributed.checkpoint: any number of ranks, any layout."""
 
+import contextlib
 import io
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from distamp.initialize import Amp
-from launch.config import Config
-from launch.folder import checkpoints_of, remove
+from launch.config import Config, read_config
+from launch.data import Data
+from launch.folder import checkpoint_of, checkpoints_of, remove
+from launch.job import Job, make_job
 from launch.model import unwrapped
-from launch.optim import Average
-from launch.parallel import Layout
+from launch.parallel import Layout, pick_device
 from launch.usage import UsageError
 
 # What torch raises where a file is not there, not whole, or of another model.
-_FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError)
-
-
-@dataclass
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        step: Steps done, skipped ones included.
-        position: Examples read, over all ranks: the whole state of the data.
-        skipped: Steps that the scaler skipped.
-    """
-
-    step: int = 0
-    position: int = 0
-    skipped: int = 0
+_FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError, dcp.CheckpointException)
 
 
 class Checkpoints:
@@ -47,37 +32,22 @@ class Checkpoints:
     of any level goes on at any other.
 
     Args:
-        config: Where, how many, and whether training waits for them.
-        layout: The ranks that write.
-        amp: The model, its optimizers, its loss scale and its hooks.
-        average: Of the weights.
-        progress: How far the run is.
-        device: Whose random numbers are written.
+        job: What is written, and read.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        amp: Amp,
-        average: Average,
-        progress: Progress,
-        device: torch.device,
-    ) -> None:
-        self._config = config
-        self._layout = layout
-        self._amp = amp
-        self._average = {f"ema.{name}": value for name, value in average.values.items()}
-        self._progress = progress
-        self._kinds = [type(optimizer).__name__ for optimizer in amp.optimizers]
-        self._ranks = [layout.world, device.type]
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._average = {f"ema.{name}": value for name, value in job.average.values.items()}
+        # What decides whether optimizers, and what a rank has for itself, mean the same again.
+        self._optimizers = [type(optimizer).__name__ for optimizer in job.amp.optimizers]
+        self._ranks = [job.layout.world, job.device.type]
         # What draws random numbers.
         self._random: list[Any] = [torch.random]
-        if device.type != "cpu":
-            self._random.append(torch.get_device_module(device))
+        if job.device.type != "cpu":
+            self._random.append(torch.get_device_module(job.device))
         self._future: Any = None
-        several = config.async_save and layout.world > 1
         # What is sent while training goes on needs a group that training does not use.
+        several = job.config.async_save and job.layout.world > 1
         self._group = dist.new_group(backend="gloo") if several else None
 
     def save(self) -> None:
@@ -87,20 +57,21 @@ class Checkpoints:
             UsageError: It cannot be written, on any rank; those before it stay.
         """
         self.wait()
-        if self._config.keep == 0:
+        config, amp, progress = self._job.config, self._job.amp, self._job.progress
+        if config.keep == 0:
             return
-        state = self._amp.flat_state_dict() | self._average
-        state[f"rank.{self._layout.rank}"] = self._own()
-        if self._layout.rank == 0:
-            about = {**asdict(self._progress), "scaler": self._amp.scaler.state_dict()}
-            state["about"] = json.dumps(about | {"ranks": self._ranks, "optimizers": self._kinds})
-        folder = self._config.run_dir / "checkpoints" / f"step-{self._progress.step:08d}"
+        state = amp.flat_state_dict() | self._average
+        state[f"rank.{self._job.layout.rank}"] = self._own()
+        if self._job.layout.rank == 0:
+            about = {**asdict(progress), "scaler": amp.scaler.state_dict()}
+            about |= {"ranks": self._ranks, "optimizers": self._optimizers}
+            state["about"] = json.dumps(about)
+        folder = config.run_dir / "checkpoints" / f"step-{progress.step:08d}"
         writer = dcp.FileSystemWriter(folder)
-        with _one_sentence(f"cannot write {folder}"):
-            if self._config.async_save:
-                self._future = dcp.async_save(
-                    state, storage_writer=writer, process_group=self._group
-                )
+        with _refused(f"cannot write {folder}"):
+            if config.async_save:
+                group = self._group
+                self._future = dcp.async_save(state, storage_writer=writer, process_group=group)
             else:
                 dcp.save(state, storage_writer=writer)
                 self._prune()
@@ -113,13 +84,13 @@ class Checkpoints:
         """
         future, self._future = self._future, None
         if future is not None:
-            with _one_sentence("cannot write a checkpoint"):
+            with _refused("cannot write a checkpoint"):
                 future.result()
             self._prune()
 
     def _prune(self) -> None:
-        for old in checkpoints_of(self._config.run_dir)[self._config.keep :]:
-            if self._layout.rank == 0:
+        if self._job.layout.rank == 0:
+            for old in checkpoints_of(self._job.config.run_dir)[self._job.config.keep :]:
                 remove(old)
 
     def read(self, path: Path) -> None:
@@ -131,14 +102,15 @@ class Checkpoints:
         Raises:
             UsageError: The checkpoint is damaged, or of another model.
         """
-        amp, own = self._amp, f"rank.{self._layout.rank}"
+        amp, own = self._job.amp, f"rank.{self._job.layout.rank}"
         reader = dcp.FileSystemReader(path)
-        with _one_sentence(f"--resume {path}: it is damaged, or of another model"):
+        with _refused(f"--resume {path}: it is damaged, or of another model"):
             saved = reader.read_metadata().state_dict_metadata
             first: dict[str, Any] = {"about": None}
             dcp.load(first, storage_reader=reader)
             about = json.loads(first["about"])
-            state = amp.flat_state_dict(saved if about["optimizers"] == self._kinds else None)
+            alike = about["optimizers"] == self._optimizers
+            state = amp.flat_state_dict(saved if alike else None)
             state |= {name: value for name, value in self._average.items() if name in saved}
             if about["ranks"] == self._ranks:
                 state[own] = None
@@ -146,8 +118,8 @@ class Checkpoints:
             amp.load_flat_state_dict(state)
             for name in self._average.keys() - saved.keys():  # it begins here
                 self._average[name].copy_(state[name.replace("ema.", "model.", 1)])
-            for name in asdict(self._progress):
-                setattr(self._progress, name, about[name])
+            for name in asdict(self._job.progress):
+                setattr(self._job.progress, name, about[name])
             if amp.precision.loss_scale == "dynamic" and about["scaler"]:
                 amp.scaler.load_state_dict(about["scaler"])
             if own in state:
@@ -156,9 +128,9 @@ class Checkpoints:
     def _own(self) -> bytes:
         """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
         random = [module.get_rng_state() for module in self._random]
-        hooks = [hook.state_dict() for hook in self._amp.comm_hooks]
+        buffers = dict(unwrapped(self._job.model).named_buffers())
+        hooks = [hook.state_dict() for hook in self._job.amp.comm_hooks]
         file = io.BytesIO()
-        buffers = dict(unwrapped(self._amp.model).named_buffers())
         torch.save((random, buffers, hooks), file)
         return file.getvalue()
 
@@ -167,37 +139,50 @@ class Checkpoints:
         random, buffers, hooks = torch.load(io.BytesIO(own), "cpu", weights_only=True)
         for module, numbers in zip(self._random, random, strict=True):
             module.set_rng_state(numbers)
-        for name, tensor in unwrapped(self._amp.model).named_buffers():
+        for name, tensor in unwrapped(self._job.model).named_buffers():
             tensor.copy_(buffers[name])
-        for hook, saved in zip(self._amp.comm_hooks, hooks, strict=False):
+        for hook, saved in zip(self._job.amp.comm_hooks, hooks, strict=False):
             hook.load_state_dict(saved)
 
 
-def load_weights(path: Path, amp: Amp) -> None:
-    """Fill a whole model from a checkpoint: with the average of the weights where it has one.
+def load_run(path: Path, load: Callable[[Config], Data]) -> Job:
+    """Read a run's flags and its newest checkpoint on one process, to be used.
+
+    Its weights are their average, where the run has one.
+
+    Args:
+        path: The folder of a run, or one checkpoint.
+        load: From the run's flags to the data.
 
     Raises:
-        UsageError: The checkpoint is damaged, or of another model.
+        UsageError: There is no such run, or it is damaged or of another model.
     """
-    with _one_sentence(f"{path}: it is damaged, or of another model"):
-        reader = dcp.FileSystemReader(path)
+    run, checkpoint = checkpoint_of(path)
+    alone = {"replicate": 0, "shard": 1, "tp": 1, "hook": None, "accumulate": 1}
+    config = read_config(run).model_copy(
+        update={**alone, "compile": False, "checkpoint_blocks": "none"}
+    )
+    job = make_job(config, load(config), Layout(), pick_device(config), trains=False)
+    with _refused(f"{checkpoint}: it is damaged, or of another model"):
+        reader = dcp.FileSystemReader(checkpoint)
         saved = reader.read_metadata().state_dict_metadata
         state = {}
-        for name, tensor in amp.flat_state_dict().items():
+        for name, tensor in job.amp.flat_state_dict().items():
             average = name.replace("model.", "ema.", 1)
             state[average if average in saved else name] = tensor
         dcp.load(state, storage_reader=reader)
+    return job
 
 
-@contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
     """Turn what torch raises about files into a sentence that begins with ``what``."""
     try:
         with warnings.catch_warnings():
             # One process is one process; it is no mistake.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
-    except (dcp.CheckpointException, *_FAULTS) as error:
+    except _FAULTS as error:
         cause: BaseException = error
         if isinstance(error, dcp.CheckpointException):
             cause = error.failures[min(error.failures)][0]

@@ -3,15 +3,15 @@
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from launch.config import read_config
-from launch.metrics import Record, draw, read_records
-from launch.usage import Parser, exit_code_of, flag, require
+from launch.metrics import draw, read_records
+from launch.stop import exit_code_of
+from launch.usage import Parser, flag, require
 
 
 def compare(runs: list[Path]) -> Table:
@@ -20,34 +20,32 @@ def compare(runs: list[Path]) -> Table:
     Raises:
         UsageError: One of them is not there, or has no step.
     """
-    table = Table("")
-    columns = []
-    for run in runs:
-        rows = read_records(run)
-        steps = [row for row in rows if "loss" in row]
-        require(steps, f"{run}: it has no step yet")
-        columns.append(_outcome(rows, steps))
-        table.add_column(run.name, justify="right")
-    flags = [{name: str(value) for name, value in asdict(read_config(run)).items()} for run in runs]
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
+    table = Table("", *(run.name for run in runs))
+    outcomes = [_outcome(run) for run in runs]
+    for name in outcomes[0]:
+        table.add_row(name, *(outcome[name] for outcome in outcomes))
     table.add_section()
+    flags = [
+        read_config(run).model_dump(exclude={"run_dir", "resume", "overwrite"}) for run in runs
+    ]
     for name in flags[0]:
-        values = [each[name] for each in flags]
-        if len(set(values)) > 1 and name not in ("run_dir", "resume", "overwrite"):
+        values = [str(each[name]) for each in flags]
+        if len(set(values)) > 1:
             table.add_row(flag(name), *values)
     return table
 
 
-def _outcome(rows: list[Record], steps: list[Record]) -> dict[str, str]:
-    last = steps[-1]
-    held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
+def _outcome(run: Path) -> dict[str, str]:
+    rows = read_records(run)
+    steps = [row for row in rows if "loss" in row]
+    require(steps, f"{run}: it has no step yet")
+    last, held_out = steps[-1], [row["validation_loss"] for row in rows if "validation_loss" in row]
     return {
         "step": str(last["step"]),
         "loss": f"{last['loss']:.4f}",
         "validation loss": f"{held_out[-1]:.4f}" if held_out else "-",
         "loss scale": f"{last['loss_scale']:g}" if "loss_scale" in last else "-",
-        "skipped steps": str(last.get("skipped", "-")),
+        "skipped steps": str(last["skipped"]),
         "tokens/s": f"{statistics.median(row['tokens_per_second'] for row in steps):,.0f}",
     }
 

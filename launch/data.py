@@ -1,14 +1,15 @@
 """What is trained on: bytes, tokens or datasets of the user's own, and which example comes when."""
 
 import fcntl
+import functools
 import hashlib
 import importlib
+import itertools
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from launch.usage import UsageError, load_own, refusing, require
 
 Tokens = np.ndarray[Any, Any]
 # What distributions put among the standard library, and what they leave out of it.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # Which entry of an example that is a dict is its target.
 _TARGETS = ("labels", "label", "targets", "target")
 
@@ -64,13 +65,8 @@ class Batch:
     targets: Tensor
 
     @classmethod
-    def of(cls, examples: list[Any], device: torch.device) -> Self:
-        """Put examples together; see `split`."""
-        return cls.split(default_collate(examples), device)
-
-    @classmethod
-    def split(cls, collated: Any, device: torch.device) -> Self:
-        """Tell inputs and targets apart.
+    def of(cls, collated: Any, device: torch.device) -> Self:
+        """Tell inputs and targets apart, and move them; the copy is not waited for.
 
         The target is the last entry of a tuple or a named tuple, and ``labels``, ``label``,
         ``targets`` or ``target`` of a dict. One input is handed over by position, and several of a
@@ -86,20 +82,17 @@ class Batch:
             inputs = {key: value for key, value in collated.items() if key != name}
             one = len(inputs) == 1
             return cls(tuple(inputs.values()) if one else (), {} if one else inputs, collated[name])
-        pair = isinstance(collated, list | tuple) and len(collated) > 1
+        pair = isinstance(collated, list) and len(collated) > 1
         require(pair, "--data: an example must be (input, target), or a dict with 'labels'")
         return cls((*collated[:-1],), {}, collated[-1])
 
 
 def _to(collated: Any, device: torch.device) -> Any:
-    """Move what a batch holds; the copy is not waited for."""
-    if isinstance(collated, Tensor):
-        return collated.to(device, non_blocking=True)
     if isinstance(collated, Mapping):
         return {key: _to(value, device) for key, value in collated.items()}
     if isinstance(collated, list | tuple):
         return [_to(value, device) for value in collated]
-    return collated
+    return collated.to(device, non_blocking=True) if isinstance(collated, Tensor) else collated
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ class Data:
 
     Attributes:
         name: What it is, for people.
-        train: What is trained on: a dataset of examples, which `Batch.split` takes apart.
+        train: What is trained on: a dataset of examples, which `Batch.of` takes apart.
         held_out: What is not.
         classes: How many classes, or tokens, there are to choose from.
         text: How its tokens are text, where that is known.
@@ -137,10 +130,15 @@ class Data:
     classes: int
     text: Text | None = None
 
-    @cached_property
-    def targets(self) -> int:
-        """How many targets one example has."""
-        return Batch.of([self.train[0]], torch.device("cpu")).targets.numel()
+    def first(self, count: int, device: torch.device) -> Batch:
+        """Return the first example, so many times: what a batch looks like."""
+        return Batch.of(default_collate([self.train[0]] * count), device)
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(length: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    return torch.randperm(length, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -167,22 +165,19 @@ class Order(Sampler[list[int]]):
     world: int = 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, order = -1, torch.empty(0)
         first = self.position + self.rank * self.count
-        while True:
-            microbatch = []
-            for place in range(first, first + self.count):
-                if place // self.length != epoch:
-                    epoch = place // self.length
-                    generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-                    order = torch.randperm(self.length, generator=generator)
-                microbatch.append(int(order[place % self.length]))
-            yield microbatch
-            first += self.world * self.count
+        for start in itertools.count(first, self.world * self.count):
+            yield [self._example(place) for place in range(start, start + self.count)]
+
+    def _example(self, place: int) -> int:
+        epoch, place = divmod(place, self.length)
+        return int(_shuffled(self.length, self.seed, epoch)[place])
 
 
-def batches(examples: Any, order: Order, device: torch.device, workers: int) -> Iterator[Batch]:
-    """Yield a rank's microbatches on its device; the copy there is not waited for."""
+def batches(
+    examples: Any, order: Iterable[list[int]], device: torch.device, workers: int = 0
+) -> Iterator[Batch]:
+    """Yield the batches of an order on a device."""
     loader: Any = DataLoader(
         examples,
         batch_sampler=order,
@@ -191,8 +186,7 @@ def batches(examples: Any, order: Order, device: torch.device, workers: int) -> 
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else it draws from the one that dropout goes on with
     )
-    for collated in loader:
-        yield Batch.split(collated, device)
+    return (Batch.of(collated, device) for collated in loader)
 
 
 # -- what --data names -----------------------------------------------------------------------------
@@ -204,10 +198,17 @@ def load_data(config: Config) -> Data:
     Raises:
         UsageError: There is nothing to read, or too little.
     """
-    with refusing(f"--data {config.data}: cannot read it", OSError, ValueError):
-        data = _load(config)
+    named = f"--data {config.data}"
+    path = None if config.data is None else Path(config.data)
+    with refusing(f"{named}: cannot read it", OSError, ValueError):
+        if path is not None and not path.exists():
+            data = _own(config.data or "")
+        elif path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
+            data = _tokens(path, config)
+        else:
+            data = _text(path, config)
     sized = all(hasattr(part, "__len__") for part in (data.train, data.held_out))
-    require(sized, f"--data {config.data}: its datasets must have a length, and be read by index")
+    require(sized, f"{named}: its datasets must have a length, and be read by index")
     sizes = f"{data.name} has {len(data.train)} examples to train on, {len(data.held_out)} held out"
     needed = f"--batch {config.batch} of --block {config.block} needs {config.batch} and 1"
     enough = len(data.train) >= config.batch and len(data.held_out) > 0
@@ -215,50 +216,49 @@ def load_data(config: Config) -> Data:
     return data
 
 
-def _load(config: Config) -> Data:
-    name, path = config.data, None if config.data is None else Path(config.data).expanduser()
-    if name is not None and path is not None and not path.exists():
-        require(":" in name, f"--data {name}: no such file or folder")
-        with refusing(f"--data {name}", TypeError):
-            returned = load_own("--data", name)()
-        right = isinstance(returned, tuple) and len(returned) == 3
-        require(right, f"--data {name}: it must return (train, held out, number of classes)")
-        return Data(name, *returned)
-    text: Text | None = text_of(config.tokenizer)
-    if path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
-        name, (train, held_out) = str(path), _tokens(path, config.token_dtype)
-        if config.tokenizer is None:  # they are no bytes; whose they are is not known
-            text = None
-    else:
-        name, content = _content(path)
-        require(content, f"--data {config.data}: no text in it")
-        train, held_out = _split(_encoded(content, config.tokenizer))
-    classes = text.classes if text else 1 + max(int(p.max(initial=0)) for p in (train, held_out))
-    parts = Windows(train, config.block), Windows(held_out, config.block)
-    return Data(name, *parts, classes, text)
+def _own(name: str) -> Data:
+    """Call a function of the user's own."""
+    require(":" in name, f"--data {name}: no such file or folder")
+    with refusing(f"--data {name}", TypeError):
+        returned = load_own("--data", name)()
+    right = isinstance(returned, tuple) and len(returned) == 3
+    require(right, f"--data {name}: it must return (train, held out, number of classes)")
+    return Data(name, *returned)
 
 
-def _tokens(path: Path, dtype: str) -> tuple[Tokens, Tokens]:
-    """Map nanoGPT's files, which are tokens and nothing else."""
+def _tokens(path: Path, config: Config) -> Data:
+    """Map nanoGPT's files, which are tokens and nothing else; whose they are, --tokenizer says."""
     files = [file for file in (path, path / "train.bin", path / "val.bin") if file.is_file()]
-    parts = [np.memmap(file, dtype, "r") for file in files]
-    return (parts[0], parts[1]) if len(parts) > 1 else _split(parts[0])
+    parts = [np.memmap(file, config.token_dtype, "r") for file in files]
+    train, held_out = parts if len(parts) > 1 else _split(parts[0])
+    text = text_of(config.tokenizer) if config.tokenizer else None
+    classes = text.classes if text else 1 + max(int(p.max(initial=0)) for p in (train, held_out))
+    return Data(str(path), *_windows(train, held_out, config), classes, text)
 
 
-def _content(path: Path | None) -> tuple[str, bytes]:
-    """Return what the texts are called, and all of them, one after the other."""
-    if path is not None and path.is_file():
-        return str(path), path.read_bytes()
-    if path is not None:
-        return str(path), _join(path, list(_walk(path)))
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, _NOT_STDLIB) if file.suffix == ".py"]
-    return f"the Python {platform.python_version()} library", _join(root, files)
+def _text(path: Path | None, config: Config) -> Data:
+    """Read a text, a folder of texts, or Python's standard library."""
+    if path is None:
+        name, path = (
+            f"the Python {platform.python_version()} library",
+            Path(sysconfig.get_path("stdlib")),
+        )
+        content = _joined(path, ".py", without=_NOT_STDLIB)
+    else:
+        name, content = str(path), path.read_bytes() if path.is_file() else _joined(path)
+    require(content, f"--data {name}: no text in it")
+    text = text_of(config.tokenizer)
+    train, held_out = _split(_encoded(content, config.tokenizer, text))
+    return Data(name, *_windows(train, held_out, config), text.classes, text)
 
 
 def _split(tokens: Tokens) -> tuple[Tokens, Tokens]:
     cut = len(tokens) - len(tokens) // 10
     return tokens[:cut], tokens[cut:]
+
+
+def _windows(train: Tokens, held_out: Tokens, config: Config) -> tuple[Windows, Windows]:
+    return Windows(train, config.block), Windows(held_out, config.block)
 
 
 def text_of(tokenizer: Path | None) -> Text:
@@ -268,47 +268,54 @@ def text_of(tokenizer: Path | None) -> Text:
         UsageError: It cannot be read.
     """
     if tokenizer is None:
-        decode: Any = lambda tokens: bytes(tokens).decode(errors="replace")  # noqa: E731
-        return Text(256, lambda text: list(text.encode()), decode, of_bytes=True)
+        return Text(
+            classes=256,
+            encode=lambda text: list(text.encode()),
+            decode=lambda tokens: bytes(tokens).decode(errors="replace"),
+            of_bytes=True,
+        )
     try:
-        read: Any = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer))
+        tokenizers: Any = importlib.import_module("tokenizers")
     except ImportError:
         raise UsageError("--tokenizer: pip install -e '.[hf]' brings tokenizers") from None
-    except Exception as error:  # it raises no other class
-        raise UsageError(f"--tokenizer {tokenizer}: {error}") from None
+    with refusing(f"--tokenizer {tokenizer}", Exception):  # it raises no other class
+        read = tokenizers.Tokenizer.from_file(str(tokenizer))
     return Text(read.get_vocab_size(), lambda text: list(read.encode(text).ids), read.decode)
 
 
-def _encoded(content: bytes, tokenizer: Path | None) -> Tokens:
+def _encoded(content: bytes, tokenizer: Path | None, text: Text) -> Tokens:
     """Return the tokens of texts; a tokenizer's are kept, by the first process that makes them."""
     if tokenizer is None:
         return np.frombuffer(content, np.uint8)
     digest = hashlib.sha256(tokenizer.read_bytes() + b"\0" + content).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "distamp" / "tokens"
-    path = folder / f"{digest}.bin"
-    folder.mkdir(parents=True, exist_ok=True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    path = cache / "distamp" / "tokens" / f"{digest}.bin"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait
         if not path.exists():
-            tokens = text_of(tokenizer).encode(content.decode(errors="replace"))
-            np.array(tokens, np.uint32).tofile(path.with_suffix(".partial"))
+            tokens = np.array(text.encode(content.decode(errors="replace")), np.uint32)
+            tokens.tofile(path.with_suffix(".partial"))
             path.with_suffix(".partial").replace(path)
     return np.memmap(path, np.uint32, "r")
 
 
-def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [s for s in subfolders if s not in without and s[0] != "."]
-        yield from (Path(folder, name) for name in names if name[0] != ".")
+def _joined(root: Path, suffix: str = "", without: Iterable[str] = ()) -> bytes:
+    """Join the texts of a folder in an order that their names alone decide, and that mixes folders.
 
+    Hidden files, what is there twice, and binary files are left out; git's own sign of those is a
+    zero among their first bytes.
+    """
 
-def _join(root: Path, files: list[Path]) -> bytes:
-    """Join texts in an order that their names alone decide, and that mixes folders."""
+    def place(name: Path) -> bytes:
+        return hashlib.sha256(str(name).encode(errors="replace")).digest()
 
-    def place(file: Path) -> bytes:
-        return hashlib.sha256(str(file.relative_to(root)).encode(errors="replace")).digest()
-
-    contents = [file.read_bytes() for file in sorted(files, key=place) if file.is_file()]
-    # Git's own sign of a binary file is a zero among its first bytes.
+    names: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in without and name[0] != "."]
+        shown = [name for name in files if name.endswith(suffix) and name[0] != "."]
+        names += [Path(folder, name).relative_to(root) for name in shown]
+    paths = [root / name for name in sorted(names, key=place)]
+    contents = [path.read_bytes() for path in paths if path.is_file()]
     texts = (content for content in contents if content.strip() and b"\0" not in content[:8000])
     return b"\0".join(dict.fromkeys(texts))

@@ -7,58 +7,50 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from distamp.initialize import Amp
+from launch.checkpoint import load_run
 from launch.config import Config
-from launch.data import Batch, Data, load_data
-from launch.folder import about
-from launch.job import load_run
+from launch.data import Data, batches, load_data
+from launch.folder import read_about
+from launch.job import Job
 from launch.model import loss_of, mean_loss
-from launch.parallel import Layout
-from launch.usage import Parser, exit_code_of, require
+from launch.stop import exit_code_of
+from launch.usage import Parser, require
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, data: Data, config: Config, amp: Amp, layout: Layout, device: torch.device
-) -> dict[str, float]:
+def evaluate(job: Job, examples: int) -> dict[str, float]:
     """Return the mean loss over held-out examples, shared among the ranks.
 
     Args:
-        model: As it is called.
-        data: Of which up to ``--eval-examples`` are read, spread evenly.
-        config: The run's flags.
-        amp: Whose region the model runs in.
-        layout: The ranks.
-        device: Where the model is.
+        job: A model, as it is called, and its data.
+        examples: How many to read at most, spread evenly over those there are.
     """
-    model.eval()
-    classifies = loss_of(model) is mean_loss
-    length, world = min(config.eval_examples, len(data.held_out)), layout.data_world
+    job.model.eval()
+    layout, config, held_out = job.layout, job.config, job.data.held_out
+    loss, classifies = loss_of(job.model), loss_of(job.model) is mean_loss
+    length, world = min(examples, len(held_out)), layout.data_world
     count = config.batch // (world * config.accumulate)
+    starts = range(0, length, count * world)
+    shares = [range(s + layout.data_rank, min(s + count * world, length), world) for s in starts]
+    # A sharded model needs every rank in each pass: one that has run out repeats an example, and
+    # counts it for nothing.
+    places = [[*share] or [start] for share, start in zip(shares, starts, strict=True)]
+    order = [[place * len(held_out) // length for place in chosen] for chosen in places]
     # Of the loss, of right answers, and of examples; the host waits for none of them.
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for start in range(0, length, count * world):
-        places = range(start + layout.data_rank, start + count * world, world)
-        mine = [place for place in places if place < length]
-        # A sharded model needs every rank in each pass: one that has run out repeats an example,
-        # and counts it for nothing.
-        chosen = [place * len(data.held_out) // length for place in mine or [start]]
-        batch = Batch.of([data.held_out[index] for index in chosen], device)
-        with amp.autocast():
-            outputs = model(*batch.inputs, **batch.named)
-        loss, right = loss_of(model)(outputs, batch.targets), torch.zeros((), device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=job.device)
+    for share, batch in zip(shares, batches(held_out, order, job.device), strict=True):
+        with job.amp.autocast():
+            outputs = job.model(*batch.inputs, **batch.named)
+        sums[0] += len(share) * loss(outputs, batch.targets)
         if classifies:
-            right = (outputs.argmax(-1) == batch.targets).double().mean()
-        sums += torch.stack([loss.double(), right.double(), torch.ones_like(loss.double())]) * len(
-            mine
-        )
-    loss_sum, right_sum, examples = layout.sum(*sums)
-    measured = {"validation_loss": loss_sum / examples}
-    if data.text is not None and data.text.of_bytes:
-        measured["bits_per_byte"] = loss_sum / examples / math.log(2)
-    return measured | ({"accuracy": right_sum / examples} if classifies else {})
+            sums[1] += len(share) * (outputs.argmax(-1) == batch.targets).double().mean()
+        sums[2] += len(share)
+    loss_sum, right_sum, counted = layout.sum(*sums)
+    measured = {"validation_loss": loss_sum / counted}
+    if job.data.text is not None and job.data.text.of_bytes:
+        measured["bits_per_byte"] = loss_sum / counted / math.log(2)
+    return measured | ({"accuracy": right_sum / counted} if classifies else {})
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -75,13 +67,12 @@ def main(args: Sequence[str] | None = None) -> int:
         def load(config: Config) -> Data:
             if given.data is None:
                 return load_data(config)
-            classes = about(given.run)["classes"]
-            return replace(load_data(replace(config, data=given.data)), classes=classes)
+            classes = read_about(given.run)["classes"]
+            other = load_data(config.model_copy(update={"data": given.data}))
+            return replace(other, classes=classes)
 
-        of = load_run(given.run, load)
-        config = replace(of.config, eval_examples=given.examples or len(of.data.held_out))
-        measured = evaluate(of.model, of.data, config, of.amp, Layout(), of.device)
-        for name, value in measured.items():
+        job = load_run(given.run, load)
+        for name, value in evaluate(job, given.examples or len(job.data.held_out)).items():
             print(f"{name.replace('_', ' ')} {value:.4f}")
 
     return exit_code_of(program)

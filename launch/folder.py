@@ -43,21 +43,21 @@ def checkpoint_of(resume: Path, flag: str = "") -> tuple[Path, Path]:
         UsageError: There is no whole one.
     """
     resume, run = resume.absolute(), run_of(resume)
-    whole = [path for path in checkpoints_of(run) if resume in (run, path)]
-    what = "no whole checkpoint there" if resume.is_dir() else "no such run"
-    require(whole, f"{flag}{resume}: {what}")
-    return run, whole[0]
+    named = [path for path in checkpoints_of(run) if resume in (run, path)]
+    reason = "no whole checkpoint there" if resume.is_dir() else "no such run"
+    require(named, f"{flag}{resume}: {reason}")
+    return run, named[0]
 
 
-def about(path: Path) -> dict[str, Any]:
+def read_about(path: Path) -> dict[str, Any]:
     """Return what a run, or the run of a checkpoint, has written of its data.
 
     Raises:
         UsageError: There is none.
     """
-    told = run_of(path) / "data.json"
-    require(told.exists(), f"{path}: no run there ({told})")
-    values: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+    file = run_of(path) / "data.json"
+    require(file.exists(), f"{path}: no run there ({file})")
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return values
 
 
@@ -67,16 +67,13 @@ def began_here(run: Path) -> bool:
     So a restart of its ranks tells its own run from another's. Its agents keep a random word in
     their store as long as they live, and the run has the same.
     """
-    path = run / "lock"
-    words = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return len(words) == 2 and words[1] == _word_of_agents()
-
-
-def _word_of_agents() -> str | None:
-    if (store := _store_of_agents()) is None:
-        name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # --rdzv-id
-        return None if name == "none" else name
-    return store.get(_KEY).decode() if store.check([_KEY]) else None
+    lock, store = run / "lock", _store_of_agents()
+    if store is not None:
+        word = store.get(_KEY).decode() if store.check([_KEY]) else None
+    else:
+        word = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # --rdzv-id
+    lines = lock.read_text(encoding="utf-8").splitlines() if lock.exists() else []
+    return word not in (None, "none") and word in lines[1:]
 
 
 def _store_of_agents() -> dist.Store | None:
@@ -110,11 +107,11 @@ def begin(run: Path, after: int | None) -> IO[str]:
         raise UsageError(f"--run-dir {run}: {holder} trains there; end it first") from None
     except OSError as error:  # a file system without locks
         print(f"Warning: {run} cannot be locked: {error.strerror}", file=sys.stderr, flush=True)
-    store, word = _store_of_agents(), secrets.token_hex(8)
-    if store is None:
-        word = _word_of_agents() or word
-    else:  # first, so that no restart takes a run for its own that it had not begun
+    word = secrets.token_hex(8)
+    if store := _store_of_agents():  # first, so that no restart takes for its own what it is not
         store.set(_KEY, word)
+    else:
+        word = os.environ.get("TORCHELASTIC_RUN_ID", word)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n{word}\n")
     lock.flush()

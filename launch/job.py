@@ -1,93 +1,104 @@
-"""A model and its precision, as the flags ask for them: to be trained, or of a finished run."""
+"""A model, its precision and its ranks, as the flags ask for them: to be trained, or to be used."""
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from distamp import cast_model, initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
-from launch.checkpoint import load_weights
-from launch.config import Config, read_config
+from launch.config import Config
 from launch.data import Data
-from launch.folder import checkpoint_of
-from launch.model import build, draw, is_empty
-from launch.parallel import Layout, parallelize, pick_device, prepare_blocks
-from launch.usage import UsageError
+from launch.model import build, draw
+from launch.optim import Average, make_optimizers
+from launch.parallel import Layout, parallelize, prepare_blocks, wrap
+from launch.usage import refusing
 
 
-def make_model(config: Config, data: Data, layout: Layout, device: torch.device) -> nn.Module:
-    """Build the model, cast and sharded, and draw its weights; no rank ever has all of them."""
-    built = build(config, data)
-    model = copy.deepcopy(built) if is_empty(built) else built.to(device)
-    if layout.shard * layout.tp == 1 or not config.level.master_weights:
-        cast_model(model, config.level)
-    prepare_blocks(model, config)
-    parallelize(model, config, layout, device)
-    if is_empty(built):
-        draw(model, built, config.seed, device)
-    return model
+@dataclass
+class Progress:
+    """How far a run is.
 
-
-def make_amp(model: nn.Module, optimizers: list[Optimizer], config: Config, layout: Layout) -> Amp:
-    """Set up mixed precision by distamp's one call.
-
-    Raises:
-        UsageError: distamp refuses it; with its reason.
+    Attributes:
+        step: Steps done, skipped ones included.
+        position: Examples read, over all ranks: the whole state of the data.
+        skipped: Steps that were skipped.
     """
-    how: dict[str, Any] = {}
-    if config.level.loss_scale == "dynamic":
-        schedule = DynamicSchedule(growth_interval=config.growth_interval)
-        how = {"init_scale": config.init_scale, "schedule": schedule}
-    if config.hook:
-        how |= {"comm_hook": config.hook, "replicas": layout.replicas}
-    try:
-        return initialize(model, optimizers, config.level, **how)
-    except (ValueError, RuntimeError) as error:
-        hook = f" --hook {config.hook}" if config.hook else ""
-        raise UsageError(f"--precision {config.precision}{hook}: {error}") from None
+
+    step: int = 0
+    position: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The model of a finished run, on one process, and what it was trained on."""
+class Job:
+    """What every part of a run works with.
+
+    Attributes:
+        config: Its flags.
+        data: Its examples.
+        device: Where this rank computes.
+        layout: The ranks.
+        model: As it is called: in DDP, or sharded.
+        amp: The model, its optimizers, and what distamp keeps of them.
+        average: Of the weights.
+        progress: How far it is.
+    """
 
     config: Config
     data: Data
+    device: torch.device
+    layout: Layout
     model: nn.Module
     amp: Amp
-    device: torch.device
+    average: Average
+    progress: Progress = field(default_factory=Progress)
 
 
-def load_run(path: Path, load: Callable[[Config], Data]) -> Trained:
-    """Read a run's flags and its newest checkpoint, with the weights' average if it has one.
+def make_model(config: Config, data: Data, layout: Layout, device: torch.device) -> nn.Module:
+    """Build the model, cast and sharded, with its weights.
 
-    Args:
-        path: The folder of a run, or one checkpoint.
-        load: From the run's flags to the data.
+    Of one that is built on the meta device, no rank ever has all of them.
+    """
+    model = build(config, data)
+    is_empty = any(p.is_meta for p in model.parameters())
+    if not is_empty:
+        model.to(device)
+    if not layout.is_cut or not config.level.master_weights:
+        cast_model(model, config.level)
+    prepare_blocks(model, config)
+    parallelize(model, config, layout, device)
+    if is_empty:
+        draw(model, config.seed, device)
+    return model
+
+
+def make_job(
+    config: Config, data: Data, layout: Layout, device: torch.device, *, trains: bool = True
+) -> Job:
+    """Make a job from its flags; one that does not train has no optimizer, and needs no data.
 
     Raises:
-        UsageError: There is no such run, or it is damaged.
+        UsageError: There is no such model or optimizer, or distamp refuses it; with the reason.
     """
-    run, checkpoint = checkpoint_of(path)
-    config = replace(
-        read_config(run),
-        replicate=0,
-        shard=1,
-        tp=1,
-        hook=None,
-        accumulate=1,
-        compile=False,
-        checkpoint_blocks="none",
-    )
-    data, device = load(config), pick_device(config)
-    model = make_model(config, data, Layout(), device)
-    amp = make_amp(model, [], config, Layout())
-    load_weights(checkpoint, amp)
-    return Trained(config, data, model, amp, device)
+    inner = make_model(config, data, layout, device)
+    # After sharding, which makes other parameters; before masters, which the optimizers then hold.
+    optimizers = make_optimizers(inner, config) if trains else []
+    # After the cast, as DDP's buckets have the dtypes that it finds; before a hook, which it calls.
+    model = wrap(inner, layout, data, device) if trains else inner
+    how: dict[str, Any] = {}
+    if config.level.loss_scale == "dynamic":
+        schedule = DynamicSchedule(growth_interval=config.growth_interval)
+        how |= {"init_scale": config.init_scale, "schedule": schedule}
+    if config.hook:
+        two_levels = layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
+        replicas = layout.mesh["replicate"].get_group() if layout.mesh and two_levels else None
+        how |= {"comm_hook": config.hook, "replicas": replicas}
+    asked = f"--precision {config.precision}" + (f" --hook {config.hook}" if config.hook else "")
+    with refusing(asked, ValueError, RuntimeError):
+        amp = initialize(model, optimizers, config.level, **how)
+    # After the masters, of which it is the average.
+    average = Average(amp, config.ema if trains else 0.0)
+    return Job(config, data, device, layout, model, amp, average)

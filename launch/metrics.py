@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch import nn
 
 from distamp import NonFinite
-from launch.config import Config
-from launch.data import Data
 from launch.folder import begin, write_whole
-from launch.model import blocks_of
-from launch.parallel import Layout, on_first
-from launch.usage import UsageError
+from launch.job import Job
+from launch.model import blocks_of, unwrapped
+from launch.usage import UsageError, flag
 
 Record = dict[str, Any]
 # How a line shows what a record has.
@@ -46,61 +43,40 @@ class Metrics:
     """Where the records of a run go; on other ranks than the first, nowhere.
 
     Args:
-        config: The run's flags.
-        data: What is trained on.
-        model: What is trained, not wrapped.
-        layout: The ranks.
-        device: Where the model is.
-        step: From which the run goes on.
+        job: The run.
 
     Raises:
         UsageError: The folder cannot be written to, or another process does.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        data: Data,
-        model: nn.Module,
-        layout: Layout,
-        device: torch.device,
-        step: int,
-    ) -> None:
-        self._config, self._data, self._device = config, data, device
-        self._main = layout.rank == 0
-        peak = layout.world * (config.peak_tflops or math.inf) * 1e12
-        self._utilisation = flops_per_example(model, config, data) / peak
+    def __init__(self, job: Job) -> None:
+        self._job, self._is_first = job, job.layout.rank == 0
         self._board: Any = None
-        on_first(layout, lambda: self._open(step))
-        console = Console(highlight=False, soft_wrap=True, quiet=not self._main)
+        job.layout.on_first(self._open)
+        console = Console(highlight=False, soft_wrap=True, quiet=not self._is_first)
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=config.steps, completed=step)
+        self._task = self._bar.add_task("", total=job.config.steps, completed=job.progress.step)
         self._bar.start()
-        weights = sum(p.numel() for p in model.parameters())
-        shape = f"{layout.replicate} x {layout.shard} x {layout.tp} ranks on {device.type}"
-        self.say(f"{config.model}, {weights:,} weights, {config.precision}, {shape}")
-        self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
-        if step:
-            self.say(f"going on after step {step}")
-        self._first = step
-        self._started = time.monotonic()
-        self.start_clock(step)
+        self._say_what_begins()
+        self._first_step, self._started = job.progress.step, time.monotonic()
+        self.start_clock()
 
-    def _open(self, step: int) -> None:
-        config, run = self._config, self._config.run_dir
+    def _open(self) -> None:
+        config, data, step = self._job.config, self._job.data, self._job.progress.step
+        run = config.run_dir
         self._lock = begin(run, step if config.goes_on else None)
+        about = {"data": data.name, "classes": data.classes, "text": data.text is not None}
+        write_whole(run / "data.json", json.dumps(about) + "\n")
+        write_whole(run / "config.json", config.model_dump_json(indent=1) + "\n")
+        with contextlib.suppress(shutil.SameFileError):
+            if config.tokenizer is not None:
+                shutil.copyfile(config.tokenizer, run / "tokenizer.json")
+        with contextlib.suppress(shutil.SameFileError):
+            if config.precision.endswith(".toml"):
+                shutil.copyfile(config.precision, run / "precision.toml")
         # What came after the checkpoint comes again.
-        old = read_records(run) if config.goes_on else []
-        lines = [json.dumps(row) + "\n" for row in old if row["step"] <= step]
-        text = self._data.text is not None
-        told = {"data": self._data.name, "classes": self._data.classes, "text": text}
-        write_whole(run / "data.json", json.dumps(told) + "\n")
-        write_whole(run / "config.json", config.to_json())
-        write_whole(run / "metrics.jsonl", "".join(lines))
-        if config.tokenizer is not None:
-            _copy(config.tokenizer, run / "tokenizer.json")
-        if config.precision.endswith(".toml"):
-            _copy(Path(config.precision), run / "precision.toml")
+        kept = [row for row in read_records(run) if row["step"] <= step] if config.goes_on else []
+        write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         self._file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         if config.tensorboard:
             try:
@@ -109,6 +85,20 @@ class Metrics:
                 raise UsageError("--tensorboard: pip install -e '.[tensorboard]'") from None
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
+    def _say_what_begins(self) -> None:
+        config, data, layout = self._job.config, self._job.data, self._job.layout
+        flags = config.model_dump(exclude_defaults=True, exclude={"run_dir", "resume"})
+        told = " ".join(f"{flag(name)} {value}" for name, value in flags.items())
+        self.say(f"{time.strftime('%Y-%m-%d %H:%M')} {config.run_dir}: {told}")
+        weights = sum(p.numel() for p in self._job.model.parameters())
+        ranks = (
+            f"{layout.replicate} x {layout.shard} x {layout.tp} ranks on {self._job.device.type}"
+        )
+        self.say(f"{config.model}, {weights:,} weights, {config.precision}, {ranks}")
+        self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
+        if self._job.progress.step:
+            self.say(f"going on after step {self._job.progress.step}")
+
     def say(self, line: str) -> None:
         """Print a line, once, and at once."""
         self._bar.console.print(line, markup=False)
@@ -116,13 +106,13 @@ class Metrics:
 
     def note(self, record: Record) -> None:
         """Write a record of a step or an evaluation, for machines and for people."""
-        if not self._main:
+        if not self._is_first:
             return
-        step, trained = record["step"], "loss" in record
-        if trained:
+        step, is_step = record["step"], "loss" in record
+        if is_step:
             record = {**record, **self._speed(step)}
         line = self._line(record)
-        if trained and not self._bar.disable:
+        if is_step and not self._bar.disable:
             self._bar.update(self._task, completed=step, description=line)
         else:
             self.say(line)
@@ -133,49 +123,58 @@ class Metrics:
             for key in record.keys() - {"step"}:
                 self._board.add_scalar(key, record[key], step)
 
-    def blame(self, step: int, origin: NonFinite) -> None:
-        """Keep where the first inf or NaN of a step was born; distamp has logged it."""
-        if self._main:
-            with (self._config.run_dir / "nonfinite.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **origin.to_dict()}, default=str) + "\n")
-
     def _line(self, record: Record) -> str:
-        step, steps = record["step"], self._config.steps
-        parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+        step, config = record["step"], self._job.config
+        parts = [f"step {step:>{len(str(config.steps))}}/{config.steps}"]
         parts += [form.format(record[key]) for key, form in _SHOWN.items() if key in record]
         if "loss" in record:
-            seconds = (time.monotonic() - self._started) / (step - self._first)
-            parts.append(f"{timedelta(seconds=round((steps - step) * seconds))} left")
+            seconds = (time.monotonic() - self._started) / (step - self._first_step)
+            parts.append(f"{timedelta(seconds=round((config.steps - step) * seconds))} left")
+        if not record.get("taken", True):
+            finite = math.isfinite(record["gradient_norm"])
+            reason = f"norm above --skip-above {config.skip_above:g}" if finite else "not finite"
+            parts.append(f"SKIPPED: {reason}")
         return "  ".join(parts)
 
-    def start_clock(self, step: int) -> None:
+    def start_clock(self) -> None:
         """Begin to measure speed, after a step and all that was due."""
-        self._began, self._last = time.monotonic(), step
+        self._began, self._last = time.monotonic(), self._job.progress.step
 
     def _speed(self, step: int) -> Record:
-        seconds = max(1e-9, time.monotonic() - self._began)
-        examples = (step - self._last) * self._config.batch / seconds
-        speed = {"tokens_per_second": round(examples * self._data.targets, 1)}
-        return speed | (
-            {"mfu": round(examples * self._utilisation, 4)} if self._utilisation else {}
-        )
+        job, seconds = self._job, max(1e-9, time.monotonic() - self._began)
+        examples = (step - self._last) * job.config.batch / seconds
+        targets = job.data.first(1, torch.device("cpu")).targets.numel()
+        speed = {"tokens_per_second": round(examples * targets, 1)}
+        if job.config.peak_tflops:
+            peak = job.layout.world * job.config.peak_tflops * 1e12
+            speed["mfu"] = round(examples * flops_per_example(job) / peak, 4)
+        return speed
 
-    def summarize(self, ended: bool, step: int, skipped: int) -> None:
-        """Say how a run went, and what can be done with it."""
-        run, keep = self._config.run_dir, self._config.keep
+    def blame(self, origin: NonFinite) -> None:
+        """Keep where the first inf or NaN of this step was born; distamp has logged it."""
+        row = {"step": self._job.progress.step, **origin.to_dict()}
+        if self._is_first:
+            with (self._job.config.run_dir / "nonfinite.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, default=str) + "\n")
+
+    def summarize(self, *, ended: bool) -> None:
+        """Say how a run went, and what can be done with it; ``ended``: before its last step."""
+        config, progress = self._job.config, self._job.progress
+        run, keep = config.run_dir, config.keep
         self._bar.stop()
-        rows = read_records(run) if self._main and skipped else []
-        which = [str(row["step"]) for row in rows if not row.get("taken", True)]
-        # With --log-every some steps have no record.
-        shown = "" if len(which) == skipped else ", among those with a record"
-        which = ["...", *which[-8:]] if len(which) > 8 else which
-        shown = f" on every rank{shown}: {', '.join(which)}" if which else ""
-        self.say(f"{step - skipped} steps taken, {skipped} skipped{shown}")
-        self.say(f"peak memory of rank 0: {peak_memory(self._device) / 2**30:.2f} GiB")
+        rows = read_records(run) if self._is_first else []
+        which = [str(row["step"]) for row in rows if not row.get("taken", True)][-8:]
+        which = which if len(which) == progress.skipped else ["...", *which]
+        skipped = f"{progress.skipped} skipped" + (
+            f" on every rank: {', '.join(which)}" if which else ""
+        )
+        self.say(f"{progress.step - progress.skipped} steps taken, {skipped}")
+        took = timedelta(seconds=round(time.monotonic() - self._started))
+        self.say(f"{took}, peak memory of rank 0: {peak_memory(self._job.device) / 2**30:.2f} GiB")
         if ended:
-            self.say(f"stopped as asked; go on with --resume {run}" if keep else "stopped as asked")
+            self.say("stopped as asked" + (f"; go on with --resume {run}" if keep else ""))
         self.say(f"Results are in {run}" + ("" if keep else ", without a checkpoint (--keep 0)"))
-        if keep and self._data.text is not None:
+        if keep and self._job.data.text is not None:
             # `make` activates no environment: the interpreter is named as it is called from here.
             python = os.path.relpath(sys.executable)
             python = "python" if python.startswith("..") else python
@@ -186,25 +185,22 @@ class Metrics:
         self._bar.stop()
         if self._board is not None:
             self._board.close()
-        if self._main:
+        if self._is_first:
             with self._lock, self._file:
-                draw([self._config.run_dir], self._config.run_dir / "curves.png")
+                draw([self._job.config.run_dir], self._job.config.run_dir / "curves.png")
 
 
-def _copy(file: Path, to: Path) -> None:
-    with contextlib.suppress(shutil.SameFileError):
-        shutil.copyfile(file, to)
-
-
-def flops_per_example(model: nn.Module, config: Config, data: Data) -> float:
+def flops_per_example(job: Job) -> float:
     """Return the floating-point operations of one example, forward and backward.
 
     Six for each weight and token, and twelve for each channel, block and pair of tokens (PaLM,
     appendix B).
     """
+    config, model = job.config, unwrapped(job.model)
     weights = sum(p.numel() for p in model.parameters())
     attention = 12 * len(blocks_of(model)) * config.width * config.block
-    return float(data.targets * (6 * weights + attention * (config.model == "gpt")))
+    targets = job.data.first(1, torch.device("cpu")).targets.numel()
+    return float(targets * (6 * weights + attention * (config.model == "gpt")))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -238,8 +234,8 @@ def figure_of(runs: list[Path]) -> Any:
     """Return a picture of losses, and of loss scales where a run has one; a cross is a skip."""
     from matplotlib.figure import Figure
 
-    records = [read_records(run) for run in runs]
-    scaled = any("loss_scale" in row for rows in records for row in rows)
+    records = {run.name: read_records(run) for run in runs}
+    scaled = any("loss_scale" in row for rows in records.values() for row in rows)
     figure = Figure(figsize=(8, 5) if scaled else (8, 3.5), layout="constrained")
     ratios = (3, 1) if scaled else (1,)
     panels = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
@@ -248,22 +244,29 @@ def figure_of(runs: list[Path]) -> Any:
     if scaled:
         panels[1].set_yscale("log", base=2)
         panels[1].set_ylabel("loss scale")
-        panels[1].margins(y=0.15)  # a cross is drawn around its point
-    for number, (run, rows) in enumerate(zip(runs, records, strict=True)):
-        skipped = [row for row in rows if not row.get("taken", True)]
+    panels[-1].margins(y=0.15)  # a cross is drawn around its point
+
+    for number, (name, rows) in enumerate(records.items()):
         # Runs that lie on each other stay in sight: each is thinner than the one below it.
         width = 1.0 + 2.0 * (len(runs) - 1 - number)
-        lines: list[tuple[int, str, str, list[Record], dict[str, Any]]] = [
-            (0, "loss", "training", rows, {"lw": width, "alpha": 0.4}),
-            (0, "validation_loss", "held out", rows, {"lw": width, "marker": "o", "ms": 2 + width}),
-            (-1, "loss_scale", "scale", rows, {"lw": width, "drawstyle": "steps-pre"}),
-            (-1, "loss_scale", "skipped", skipped, {"lw": 0, "marker": "x", "ms": 5 + width}),
+        skips = [row for row in rows if not row.get("taken", True)]
+        lines: list[tuple[Any, str, list[Record], str, dict[str, Any]]] = [
+            (panels[0], "loss", rows, "training", {"alpha": 0.4}),
+            (panels[0], "validation_loss", rows, "held out", {"marker": "o", "ms": 2 + width}),
+            (panels[-1], "loss_scale", rows, "scale", {"drawstyle": "steps-pre"}),
+            (
+                panels[-1],
+                "loss_scale",
+                skips,
+                "skipped",
+                {"ls": "", "marker": "x", "ms": 5 + width},
+            ),
         ]
-        for panel, name, label, shown, style in lines:
-            points = [(row["step"], row[name]) for row in shown if row.get(name) is not None]
+        for panel, key, shown, label, style in lines:
+            points = [(row["step"], row[key]) for row in shown if row.get(key) is not None]
             if points:
-                style |= {"color": f"C{number}", "label": f"{run.name}, {label}"}
-                panels[panel].plot(*zip(*points, strict=True), **style)
+                style |= {"color": f"C{number}", "lw": width, "label": f"{name}, {label}"}
+                panel.plot(*zip(*points, strict=True), **style)
     for panel in (panel for panel in panels if panel.lines):
-        panel.legend(fontsize="small", loc="best")
+        panel.legend(fontsize="small")
     return figure

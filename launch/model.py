@@ -18,10 +18,6 @@ from launch.data import Data
 from launch.usage import UsageError, arguments, load_own, refusing, require
 
 
-class Residual(nn.Linear):
-    """A layer whose output is added to the residual stream."""
-
-
 class Block(nn.Module):
     """Attention and a feed-forward network, each added to the residual stream."""
 
@@ -30,9 +26,9 @@ class Block(nn.Module):
         width, self.dropout = config.width, config.dropout
         self.head_width = width // config.heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = Residual(width, width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
         self.feed_in = nn.Linear(width, 4 * width, bias=False)
-        self.feed_out = Residual(4 * width, width, bias=False)
+        self.feed_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
@@ -72,18 +68,16 @@ class GPT(nn.Module):
         logits: Tensor = self.head(F.rms_norm(x, x.shape[-1:]))
         return logits
 
-    def init_weights(self, module: nn.Module) -> None:
-        """Draw the weights of one layer, as GPT-2 does."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            residual = isinstance(module, Residual)
-            depth = (2 * len(self.blocks)) ** 0.5 if residual else 1.0
-            nn.init.normal_(module.weight, std=0.02 / depth)
+    def init_weight(self, name: str, weight: Tensor) -> None:
+        """Draw a weight as GPT-2 does: smaller where its output is added to the stream."""
+        added = name.endswith("_out.weight")
+        nn.init.normal_(weight, std=0.02 / (2 * len(self.blocks)) ** 0.5 if added else 0.02)
 
 
 class Logits(nn.Module):
     """A causal language model of transformers that returns its logits alone."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
@@ -91,13 +85,6 @@ class Logits(nn.Module):
         """Map int64 tokens (batch, time) to logits (batch, time, classes)."""
         logits: Tensor = self.inner(input_ids=input_ids, use_cache=False, **more).logits
         return logits
-
-    def init_weights(self, module: nn.Module) -> None:
-        """Draw the weights of one layer, as transformers does: some are drawn by their parents."""
-        self.inner._init_weights(module)
-        for parent in self.inner.modules():
-            if module in parent.children():
-                self.inner._init_weights(parent)
 
 
 def build(config: Config, data: Data) -> nn.Module:
@@ -107,46 +94,37 @@ def build(config: Config, data: Data) -> nn.Module:
         UsageError: There is no such model, or it cannot be built for these data.
     """
     kind, _, name = config.model.partition(":")
+    given = arguments(config.model_args)
     torch.manual_seed(config.seed)
-    if config.model == "gpt":
+    if kind == "gpt":
         with torch.device("meta"):
             return GPT(config, data.classes)
     if kind == "hf":
-        return _hugging_face(name, config, data)
-    make = load_own("--model", config.model)
+        return _hugging_face(name, given, data.classes)
+    function = load_own("--model", config.model)
     with refusing(f"--model {config.model}", TypeError):
-        model: nn.Module = make(data, **arguments(config.model_args))
+        model: nn.Module = function(data, **given)
     trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
     require(trains, f"--model {config.model}: it returned no Module with something to train")
     return model
 
 
-def is_empty(model: nn.Module) -> bool:
-    """Whether a model is on the meta device; its ``init_weights`` draws a layer."""
-    return any(p.is_meta for p in model.parameters())
-
-
-def _hugging_face(name: str, config: Config, data: Data) -> nn.Module:
+def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise UsageError(f"--model hf:{name}: pip install -e '.[hf]' brings transformers") from None
     transformers.logging.set_verbosity_error()
-    folder, given = Path(name).expanduser(), arguments(config.model_args)
     auto, models = transformers.AutoConfig, transformers.AutoModelForCausalLM
-    try:
-        if any(folder.glob("*.safetensors")):
-            return Logits(models.from_pretrained(folder, dtype=torch.float32, **given))
-        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer
-        known = {"vocab_size": data.classes, **special, **given}
-        local = folder.is_dir()
-        settings = auto.from_pretrained(folder, **known) if local else auto.for_model(name, **known)
-        with torch.device("meta"):
-            return Logits(models.from_config(settings, dtype=torch.float32))
-    except Exception as error:  # of any class
-        first = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
-        raise UsageError(f"--model hf:{name}: transformers cannot build it ({first})") from None
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer
+    known = {"vocab_size": classes, **special, **given}
+    with refusing(f"--model hf:{name}: transformers cannot build it", Exception):  # of any class
+        if any(Path(name).glob("*.safetensors")):
+            return Logits(models.from_pretrained(name, dtype=torch.float32, **given))
+        local = Path(name).is_dir()
+        settings = auto.from_pretrained(name, **known) if local else auto.for_model(name, **known)
+        return Logits(models.from_config(settings, dtype=torch.float32))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -158,38 +136,29 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def draw(model: nn.Module, empty: Any, seed: int, device: torch.device) -> None:
+def draw(model: Any, seed: int, device: torch.device) -> None:
     """Give a model on the meta device its memory and its weights, one tensor at a time.
 
     Each rank draws a tensor whole, from a seed made of its name, and keeps its shard; so a run
     starts with the same weights in every layout, and takes the memory of the shards and one tensor.
 
     Args:
-        model: To be drawn, sharded or not.
-        empty: What it is a copy of: its ``init_weights`` draws what has memory in a layer.
+        model: Sharded or not. Its ``init_weight(name, tensor)`` draws a whole one.
         seed: Of the weights.
         device: Where the model is to be.
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # layers go on sharing weights
     model.to_empty(device=device)
-    torch.__future__.set_swap_module_params_on_conversion(before)
-    shards = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, shard in shards.items():
-        layer = empty.get_submodule(name.rpartition(".")[0])
-        key, without = name.rpartition(".")[2], getattr(layer, name.rpartition(".")[2])
-        values = torch.empty_like(without, device="cpu")
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        dtype = torch.float32 if weight.is_floating_point() else weight.dtype
+        drawn = torch.empty(weight.shape, dtype=dtype)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
-        setattr(layer, key, nn.Parameter(values) if isinstance(without, nn.Parameter) else values)
-        empty.init_weights(layer)
-        setattr(layer, key, without)
-        values = values.to(shard.device, shard.dtype)
-        if isinstance(shard, DTensor):  # every rank has drawn the same, so none is sent
-            mesh, placements = shard.device_mesh, shard.placements
-            values = distribute_tensor(values, mesh, placements, src_data_rank=None).to_local()
-            shard = shard.to_local()
-        shard.copy_(values)
+        model.init_weight(name, drawn)
+        drawn = drawn.to(device, weight.dtype)
+        if isinstance(weight, DTensor):  # every rank has drawn the same, so none is sent
+            mesh, placements = weight.device_mesh, weight.placements
+            drawn = distribute_tensor(drawn, mesh, placements, src_data_rank=None)
+        weight.copy_(drawn)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -34,11 +34,11 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
         fits = inside and not any(isinstance(p, DTensor) for p in trained)
         hint = "it needs a model with blocks, and whole matrices: no --shard, no --tp"
         require(fits, f"--optimizer muon --shard {config.shard} --tp {config.tp}: {hint}")
-        # Its updates are given the size of AdamW's, so that one learning rate fits both.
         muon = torch.optim.Muon(
             [p for p in trained if id(p) in inside],
             lr=config.lr,
             weight_decay=config.weight_decay,
+            # Updates have the size of AdamW's, so that one learning rate fits both.
             adjust_lr_fn="match_rms_adamw",
         )
         return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
@@ -94,14 +94,17 @@ class Average:
     Args:
         amp: Whose model's weights.
         decay: 0: there is none.
+
+    Attributes:
+        values: The averages, by the names of the weights.
     """
 
     def __init__(self, amp: Amp, decay: float) -> None:
-        self._follow = get_ema_multi_avg_fn(decay)
         weights = amp.flat_state_dict() if decay else {}
         names = [name for name, _ in unwrapped(amp.model).named_parameters()] if decay else []
         self._weights = [weights[f"model.{name}"] for name in names]
         self.values = dict(zip(names, map(torch.clone, self._weights), strict=True))
+        self._follow = get_ema_multi_avg_fn(decay)
 
     def count(self, taken: Tensor) -> None:
         """Follow the weights, if a step was taken."""
@@ -110,7 +113,7 @@ class Average:
 
 
 class Rates:
-    """The learning rate, which waits while steps are skipped.
+    """The learning rate, which stays where it is while steps are skipped.
 
     Whether a step was taken is known on the device. There the rate is looked up, so that the host
     need not wait, where every optimizer takes a tensor: fused AdamW does.
@@ -120,30 +123,31 @@ class Rates:
         optimizers: What it is for.
         device: Where the model is.
         taken: Steps taken before.
+
+    Attributes:
+        taken: Steps taken until now.
     """
 
     def __init__(
         self, config: Config, optimizers: Sequence[Optimizer], device: torch.device, taken: int
     ) -> None:
         fused = all(optimizer.defaults.get("fused") for optimizer in optimizers)
-        wait = device.type == "cpu" or not fused or config.ema > 0
-        self._rates = [config.lr * part_of_peak(config, n) for n in range(config.steps + 1)]
-        self._table = None if wait else torch.tensor(self._rates, device=device)
+        self._on_host = device.type == "cpu" or not fused
+        rates = [config.lr * part_of_peak(config, n) for n in range(config.steps + 1)]
+        dtype = torch.float64 if self._on_host else torch.float32  # what a fused kernel reads
+        self._table = torch.tensor(rates, dtype=dtype, device=device)
         self._optimizers = optimizers
-        self.taken = torch.tensor([taken], device="cpu" if wait else device)
+        self.taken = torch.tensor([taken], device=device)
 
     def set(self) -> float | Tensor:
         """Give the optimizers the rate of the next step, and return it."""
-        rate: float | Tensor
-        if self._table is None:
-            rate = self._rates[int(self.taken)]
-        else:
-            rate = self._table.index_select(0, self.taken).squeeze(0)
+        rate = self._table.index_select(0, self.taken).squeeze(0)
+        given = float(rate) if self._on_host else rate
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
-        return rate
+                group["lr"] = given
+        return given
 
     def count(self, taken: Tensor) -> None:
         """Count a step, if it was taken."""
-        self.taken += taken.to(self.taken.device)
+        self.taken += taken

@@ -1,9 +1,9 @@
 """How a model is spread over the ranks: one mesh of copies, shards and tensor-parallel ranks."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from launch.config import Config
-from launch.data import Batch
+from launch.data import Data
 from launch.model import GPT, blocks_of
 from launch.usage import UsageError, require
 
@@ -48,19 +48,19 @@ def pick_device(config: Config) -> torch.device:
     return device
 
 
-@contextmanager
+@contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    makes_it = several and not dist.is_initialized()
-    if makes_it:
-        dist.init_process_group(timeout=timedelta(seconds=config.timeout))
-    elif several:
-        dist.barrier()  # as making a group does: each rank has looked at the run's folder
-    try:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
-    finally:
-        if makes_it:
+    elif dist.is_initialized():
+        dist.barrier()  # as making a group does: each rank has looked at the run's folder
+        yield
+    else:
+        dist.init_process_group(timeout=timedelta(seconds=config.timeout))
+        try:
+            yield
+        finally:
             dist.destroy_process_group()
 
 
@@ -89,10 +89,9 @@ class Layout:
         """Lay out the ranks of the default group as the flags ask."""
         if not dist.is_initialized():
             return cls()
-        world, names = dist.get_world_size(), ("replicate", "shard", "tp")
-        shape = config.layout(world)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        return cls(dist.get_rank(), world, *shape, mesh)
+        shape = config.layout(dist.get_world_size())
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
+        return cls(dist.get_rank(), dist.get_world_size(), *shape, mesh)
 
     @property
     def data_world(self) -> int:
@@ -105,10 +104,9 @@ class Layout:
         return self.rank // self.tp
 
     @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that have the same shard, where both exchanges go through a hook."""
-        several = self.replicate > 1 and self.shard > 1
-        return self.mesh["replicate"].get_group() if self.mesh is not None and several else None
+    def is_cut(self) -> bool:
+        """Whether a weight is cut over ranks."""
+        return self.shard * self.tp > 1
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Add values over the ranks that read different examples, in float64."""
@@ -117,25 +115,24 @@ class Layout:
             dist.all_reduce(packed)
         return [value / self.tp for value in packed.tolist()]
 
+    def on_first(self, action: Callable[[], object]) -> None:
+        """Do something on the first rank, while the others wait for it.
 
-def on_first(layout: Layout, do: Callable[[], object]) -> None:
-    """Do something on the first rank, while the others wait for it.
-
-    Raises:
-        UsageError: It was refused, or its file; on every rank.
-    """
-    refused: list[str | None] = [None]
-    if layout.rank == 0:
+        Raises:
+            UsageError: It was refused, or its file; on every rank.
+        """
+        refused: list[str | None] = [None]
         try:
-            do()
+            if self.rank == 0:
+                action()
         except UsageError as error:
             refused = [str(error)]
         except OSError as error:
             refused = [f"{error.filename}: {error.strerror}"]
-    if layout.world > 1:
-        dist.broadcast_object_list(refused)
-    if refused[0] is not None:
-        raise UsageError(refused[0])
+        if self.world > 1:
+            dist.broadcast_object_list(refused)
+        if refused[0] is not None:
+            raise UsageError(refused[0])
 
 
 def prepare_blocks(model: nn.Module, config: Config) -> None:
@@ -144,27 +141,29 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     Raises:
         UsageError: The model has no blocks.
     """
+    kind = config.checkpoint_blocks
+    asked = "--compile" if kind == "none" else f"--checkpoint-blocks {kind}"
     blocks: list[Any] = [*blocks_of(model)]
-    recomputes = config.checkpoint_blocks != "none"
-    given = f"--checkpoint-blocks {config.checkpoint_blocks}" if recomputes else "--compile"
-    missing = f"{given}: --model {config.model} has no blocks (members of a ModuleList)"
-    require(blocks or not (recomputes or config.compile), missing)
+    fits = blocks or not (config.compile or kind != "none")
+    require(fits, f"{asked}: --model {config.model} has no blocks (members of a ModuleList)")
     how: dict[str, Any] = {"use_reentrant": False}
-    if config.checkpoint_blocks == "selective":
+    if kind == "selective":
         contexts = checkpoint.create_selective_checkpoint_contexts
-        how["context_fn"] = functools.partial(contexts, _policy)
+        how["context_fn"] = functools.partial(contexts, _recompute_policy)
     for block in blocks:
-        if recomputes:
+        if kind != "none":
             block.forward = functools.partial(checkpoint.checkpoint, block.forward, **how)
         if config.compile:  # last, so that the compiler sees what is to be computed again
             block.forward = torch.compile(block.forward)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
+def _recompute_policy(
+    context: Any, op: Any, *args: Any, **kwargs: Any
+) -> checkpoint.CheckpointPolicy:
     """Keep what takes longest to compute again: products and attention."""
-    kept = "mm" in op.name() or "attention" in op.name()
+    is_kept = "mm" in op.name() or "attention" in op.name()
     policies = checkpoint.CheckpointPolicy
-    return policies.MUST_SAVE if kept else policies.PREFER_RECOMPUTE
+    return policies.MUST_SAVE if is_kept else policies.PREFER_RECOMPUTE
 
 
 def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> None:
@@ -173,7 +172,7 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
     Raises:
         UsageError: The model does not say how its layers can be divided.
     """
-    if layout.mesh is None or layout.shard * layout.tp == 1:
+    if layout.mesh is None or not layout.is_cut:
         return
     if layout.tp > 1:
         columns, rows = getattr(model, "tensor_parallel_plan", ((), ()))
@@ -208,28 +207,23 @@ def cut_over(parameter: Tensor) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def wrap(model: nn.Module, layout: Layout, batch: Batch) -> nn.Module:
+def wrap(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> nn.Module:
     """Wrap what is not sharded in DDP, and return what is to be called.
 
     DDP lays its buckets out again after its first backward pass, and the order in which gradients
     are added depends on the layout. One pass is therefore thrown away here, so that the first step
     of a resumed run adds in the same order as the step that it repeats.
 
-    Args:
-        model: Not wrapped.
-        layout: The ranks.
-        batch: Of two examples: a batch norm has no statistics of one.
-
     Raises:
         UsageError: A parameter takes no part in what the model returns.
     """
-    if layout.world == 1 or layout.shard * layout.tp > 1:
+    if layout.world == 1 or layout.is_cut:
         return model
-    device = next(model.parameters()).device
     ids = None if device.type == "cpu" else [device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng([] if ids is None else ids, device_type=device.type):
+    batch = data.first(2, device)  # a batch norm has no statistics of one example
+    with torch.random.fork_rng(ids or [], device_type=device.type):
         wrapped(*batch.inputs, **batch.named).float().sum().backward()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])

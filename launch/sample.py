@@ -2,16 +2,18 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from launch.checkpoint import load_run
 from launch.config import Config
 from launch.data import Data, load_data, text_of
-from launch.folder import about
-from launch.job import load_run
-from launch.usage import Parser, exit_code_of, require
+from launch.folder import read_about
+from launch.stop import exit_code_of
+from launch.usage import Parser, require
 
 
 @torch.no_grad()
@@ -30,10 +32,9 @@ def sample(
     model.eval()
     while True:
         logits = model(tokens[None, -block:])[0, -1].float()
-        if temperature == 0:
-            chosen = logits.argmax().reshape(1)
-        else:
-            likeliest = logits.topk(min(top_k or len(logits), len(logits)))
+        likeliest = logits.topk(min(top_k or len(logits), len(logits)))
+        chosen = likeliest.indices[:1]
+        if temperature > 0:
             odds = (likeliest.values / temperature).softmax(0)
             chosen = likeliest.indices[torch.multinomial(odds, 1)]
         tokens = torch.cat([tokens, chosen])
@@ -56,25 +57,23 @@ def main(args: Sequence[str] | None = None) -> int:
         given = parser.read(args)
         ranges = "--tokens, --temperature and --top-k must be 0 or more, --prompt not empty"
         require(min(given.tokens, given.temperature, given.top_k) >= 0 and given.prompt, ranges)
-        told = about(given.run)
+        about = read_about(given.run)
         unread = f"{given.run}: its data are no text; for tokens of a .bin, give --tokenizer"
-        require(told["text"] or given.tokenizer, unread)
+        require(about["text"] or given.tokenizer, unread)
 
         def load(config: Config) -> Data:
-            text = text_of(given.tokenizer or config.tokenizer)
             if config.model == "gpt" or config.model.startswith("hf:"):
-                return Data(told["data"], (), (), told["classes"], text)
+                text = text_of(given.tokenizer or config.tokenizer)
+                return Data(about["data"], (), (), about["classes"], text)
             return load_data(config)  # a model of one's own may look at them
 
-        of = load_run(given.run, load)
-        text = of.data.text
-        assert text is not None
+        job = load_run(given.run, load)
+        text = text_of(given.tokenizer or job.config.tokenizer)
         torch.manual_seed(given.seed)
-        prompt = torch.tensor(text.encode(given.prompt), device=of.device)
-        with of.amp.autocast():
-            drawn = sample(of.model, prompt, of.config.block, given.temperature, given.top_k)
-            tokens = [next(drawn) for _ in range(given.tokens)]
-        print(given.prompt + text.decode(tokens))
+        prompt = torch.tensor(text.encode(given.prompt), device=job.device)
+        with job.amp.autocast():
+            drawn = sample(job.model, prompt, job.config.block, given.temperature, given.top_k)
+            print(given.prompt + text.decode([*islice(drawn, given.tokens)]))
 
     return exit_code_of(program)
 

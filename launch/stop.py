@@ -1,7 +1,8 @@
-"""SIGTERM, Ctrl-C and a time limit as requests: a step is finished and saved before the end."""
+"""How a process ends: its exit code, signals and a time limit, and the end of its torchrun."""
 
 import ctypes
 import math
+import os
 import signal
 import sys
 import time
@@ -9,10 +10,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from launch.usage import UsageError, place_of_user
+
+
+def exit_code_of(program: Callable[[], None]) -> int:
+    """Run a program; return its exit code, which is 2 if the user asked for what cannot be.
+
+    Every rank finds the same fault. The first of each machine prints it and ends, upon which
+    torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off. An error of
+    the user's own code keeps its traceback, below the line of it that went wrong.
+    """
+    try:
+        program()
+        return 0
+    except UsageError as error:
+        message, code = f"error: {error}", 2
+    except KeyboardInterrupt:
+        message, code = "stopped before there was anything to save", 130
+    except Exception as error:
+        if place := place_of_user(error):
+            print(f"error in {place}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+        return code
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+    time.sleep(10)
+    return code
+
 
 @contextmanager
 def listening(minutes: float = math.inf) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether this process was asked to end.
+    """Give a function that says whether SIGTERM, Ctrl-C or a time limit asks this process to end.
 
     Args:
         minutes: After which it counts as asked.

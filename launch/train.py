@@ -5,33 +5,31 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 if not __package__:  # run as a script: the folder above holds the packages, this one does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-if missing := [name for name in ("rich", "matplotlib") if find_spec(name) is None]:
+if missing := [name for name in ("pydantic", "rich", "matplotlib") if find_spec(name) is None]:
     sys.exit(f"error: no {missing[0]} here; pip install -e '.[train]' brings it")
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distamp import StepReplay
-from distamp.initialize import Amp
-from launch.checkpoint import Checkpoints, Progress
+from launch.checkpoint import Checkpoints
 from launch.config import Config, parse
-from launch.data import Batch, Data, Order, batches, load_data
+from launch.data import Batch, Order, batches, load_data
 from launch.evaluate import evaluate
 from launch.folder import checkpoint_of
-from launch.job import make_amp, make_model
+from launch.job import Job, make_job
 from launch.metrics import Metrics, Record
 from launch.model import build, loss_of
-from launch.optim import Average, Rates, make_optimizers
-from launch.parallel import Layout, cut_over, on_first, pick_device, process_group, wrap
-from launch.stop import die_with_parent, listening
-from launch.usage import UsageError, exit_code_of, require
+from launch.optim import Rates, make_optimizers
+from launch.parallel import Layout, cut_over, pick_device, process_group
+from launch.stop import die_with_parent, exit_code_of, listening
+from launch.usage import UsageError, require
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -63,11 +61,18 @@ def run(config: Config, is_asked: Callable[[], bool]) -> None:
         print(f"these flags can run, on {config.smallest_world()} ranks or more of their kind")
         return
     with process_group(config):
-        job = make_ready(config, data, device, checkpoint)
+        job = make_job(config, data, Layout.of(config, device), device)
+        # After all that is alike on the ranks: dropout draws other numbers on each.
+        torch.manual_seed(config.seed + 1 + job.layout.data_rank)
+        checkpoints = Checkpoints(job)
+        if checkpoint is not None:
+            checkpoints.read(checkpoint)
+        # Last: what is refused above has left the run's folder as it was.
+        metrics = Metrics(job)
         try:
-            train(job, is_asked)
+            train(job, checkpoints, metrics, is_asked)
         finally:
-            job.metrics.close()
+            metrics.close()
 
 
 def start_from(config: Config) -> Path | None:
@@ -87,53 +92,69 @@ def start_from(config: Config) -> Path | None:
     return checkpoint
 
 
-@dataclass
-class Job:
-    """All that the loop works with."""
-
-    config: Config
-    data: Data
-    device: torch.device
-    layout: Layout
-    model: nn.Module
-    amp: Amp
-    average: Average
-    progress: Progress
-    checkpoints: Checkpoints
-    metrics: Metrics
-
-
-def make_ready(config: Config, data: Data, device: torch.device, checkpoint: Path | None) -> Job:
-    """Make the model and all that trains it, or read it from a checkpoint."""
-    layout = Layout.of(config, device)
-    inner = make_model(config, data, layout, device)
-    # After sharding, which makes other parameters; before masters, which the optimizers then hold.
-    optimizers = make_optimizers(inner, config)
-    # After the cast, as DDP's buckets have the dtypes that it finds; before a hook, which it calls.
-    model = wrap(inner, layout, Batch.of([data.train[0]] * 2, device))
-    amp = make_amp(model, optimizers, config, layout)
+def train(
+    job: Job, checkpoints: Checkpoints, metrics: Metrics, is_asked: Callable[[], bool]
+) -> None:
+    """Train to the last step, or until a rank is asked to stop."""
+    config, amp, layout, progress = job.config, job.amp, job.layout, job.progress
+    rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
     if config.on_nonfinite == "report":
-        amp.scaler.replay = StepReplay(model)
-    # After all that is alike on the ranks: dropout draws other numbers on each.
-    torch.manual_seed(config.seed + 1 + layout.data_rank)
-    # After the masters, of which it is the average.
-    average, progress = Average(amp, config.ema), Progress()
-    # After everything that it fills.
-    checkpoints = Checkpoints(config, layout, amp, average, progress, device)
-    if checkpoint is not None:
-        checkpoints.read(checkpoint)
-    # Last: what is refused above has left the run's folder as it was.
-    metrics = Metrics(config, data, inner, layout, device, progress.step)
-    return Job(config, data, device, layout, model, amp, average, progress, checkpoints, metrics)
+        amp.scaler.replay = StepReplay(job.model)
+    source = read_ahead(job)
+    ended, lost = False, 0
+    if progress.step == 0:
+        metrics.note({"step": 0, **evaluate(job, config.eval_examples)})
+
+    while progress.step < config.steps and not ended:
+        job.model.train()
+        rate = rates.set()
+        progress.step += 1
+        progress.position += config.batch
+        tasks = tasks_after(config, progress.step)
+        # Without a record to write, nothing here waits for the device.
+        scale = amp.scaler.get_scale() if tasks else 1.0
+        microbatches = [next(source) for _ in range(config.accumulate)]
+        if config.check_precision and progress.step == 1:
+            outcome = checked_step(job, metrics, microbatches)
+        else:
+            outcome = train_step(job, metrics, microbatches)
+        rates.count(outcome.taken)
+        job.average.count(outcome.taken)
+        amp.zero_grad()
+
+        if tasks:
+            # One message has the loss, and how many ranks were asked to end.
+            loss_sum, ranks_asked = layout.sum(outcome.loss, is_asked())
+            progress.skipped = progress.step - int(rates.taken)
+            record = {"step": progress.step, "loss": loss_sum / layout.data_world}
+            record |= {"gradient_norm": float(outcome.norm), "learning_rate": float(rate)}
+            record |= {"taken": bool(outcome.taken), "skipped": progress.skipped}
+            if config.level.scales:
+                record["loss_scale"] = scale
+            metrics.note(record)
+            finite = config.level.scales or math.isfinite(record["gradient_norm"])
+            lost = 0 if finite else lost + 1
+            require(lost < 3, diverged(record))
+            ended = ranks_asked > 0
+            is_last = ended or progress.step == config.steps
+            if "eval" in tasks:
+                metrics.note({"step": progress.step, **evaluate(job, config.eval_examples)})
+            if ("save" in tasks and not lost) or is_last:
+                save(checkpoints, metrics, must=is_last)
+            metrics.start_clock()
+    checkpoints.wait()
+    for hook in amp.comm_hooks:
+        metrics.say(f"gradients: {hook.stats()}")
+    metrics.summarize(ended=ended)
 
 
 def read_ahead(job: Job) -> Iterator[Batch]:
     """Yield this rank's microbatches, from where the run is."""
-    config, layout = job.config, job.layout
+    config, layout, examples = job.config, job.layout, job.data.train
     count = config.batch // (layout.data_world * config.accumulate)
     ranks = layout.data_rank, layout.data_world
-    order = Order(len(job.data.train), config.seed, job.progress.position, count, *ranks)
-    return batches(job.data.train, order, job.device, config.workers)
+    order = Order(len(examples), config.seed, job.progress.position, count, *ranks)
+    return batches(examples, order, job.device, config.workers)
 
 
 class Outcome(NamedTuple):
@@ -163,7 +184,7 @@ def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
     return total
 
 
-def train_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
+def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> Outcome:
     """Do one step: forward and backward passes, clip, and the optimizers."""
     config, guard = job.config, job.amp.scaler
     replay: Any = guard.replay
@@ -172,75 +193,22 @@ def train_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
         guard.keep(lambda: run_passes(job, microbatches), tensors)
         replay.found = None
     loss = run_passes(job, microbatches)
-    limit = config.skip_above or None
-    most = config.clip or math.inf
-    taken = job.amp.step(max_norm=most, skip_above=limit, sharded=cut_over).taken
+    max_norm, skip_above = config.clip or math.inf, config.skip_above or None
+    taken = job.amp.step(max_norm=max_norm, skip_above=skip_above, sharded=cut_over).taken
     if replay is not None and replay.found is not None:
-        job.metrics.blame(job.progress.step, replay.found)
+        metrics.blame(replay.found)
     return Outcome(loss, guard.grad_norm(), taken)
 
 
-def checked_step(job: Job, microbatches: Sequence[Batch]) -> Outcome:
+def checked_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> Outcome:
     """Do one step, and compare the precisions that ran with what the level promises."""
     outcomes: list[Outcome] = []
-    breaches = job.amp.check(lambda: outcomes.append(train_step(job, microbatches)))
-    on_first(
-        job.layout,
-        lambda: (job.config.run_dir / "precision.txt").write_text(f"{breaches}\n", "utf-8"),
-    )
+    breaches = job.amp.check(lambda: outcomes.append(train_step(job, metrics, microbatches)))
+    path = job.config.run_dir / "precision.txt"
+    job.layout.on_first(lambda: path.write_text(f"{breaches}\n", "utf-8"))
     for breach in breaches:
-        job.metrics.say(f"Warning: --precision {job.config.precision}: {breach}")
+        metrics.say(f"Warning: --precision {job.config.precision}: {breach}")
     return outcomes[0]
-
-
-def train(job: Job, is_asked: Callable[[], bool]) -> None:
-    """Train to the last step, or until a rank is asked to stop."""
-    config, amp, layout = job.config, job.amp, job.layout
-    progress, metrics = job.progress, job.metrics
-    rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
-    source = read_ahead(job)
-    ended, lost = False, 0
-    if progress.step == 0:
-        metrics.note(validate(job))
-
-    while progress.step < config.steps and not ended:
-        job.model.train()
-        rate = rates.set()
-        progress.step += 1
-        progress.position += config.batch
-        tasks = tasks_after(config, progress.step)
-        # Without a record to write, nothing here waits for the device.
-        scale = amp.scaler.get_scale() if tasks else 1.0
-        check = config.check_precision and progress.step == 1
-        microbatches = [next(source) for _ in range(config.accumulate)]
-        outcome = (checked_step if check else train_step)(job, microbatches)
-        rates.count(outcome.taken)
-        job.average.count(outcome.taken)
-        amp.zero_grad()
-
-        if tasks:
-            # One message has the loss, and how many ranks were asked to end.
-            loss_sum, ranks_asked = layout.sum(outcome.loss, is_asked())
-            progress.skipped = progress.step - int(rates.taken)
-            record = {"step": progress.step, "loss": loss_sum / layout.data_world}
-            record |= {"gradient_norm": float(outcome.norm), "learning_rate": float(rate)}
-            record |= {"taken": bool(outcome.taken), "skipped": progress.skipped}
-            if config.level.scales:
-                record["loss_scale"] = scale
-            metrics.note(record)
-            finite = config.level.scales or math.isfinite(record["gradient_norm"])
-            lost = 0 if finite else lost + 1
-            require(lost < 3, diverged(record))
-            ended = ranks_asked > 0
-            if "eval" in tasks:
-                metrics.note(validate(job))
-            if ("save" in tasks and not lost) or ended or progress.step == config.steps:
-                save(job, must=ended or progress.step == config.steps)
-            metrics.start_clock(progress.step)
-    job.checkpoints.wait()
-    for hook in amp.comm_hooks:
-        metrics.say(f"gradients: {hook.stats()}")
-    metrics.summarize(ended, progress.step, progress.skipped)
 
 
 def tasks_after(config: Config, step: int) -> set[str]:
@@ -249,26 +217,20 @@ def tasks_after(config: Config, step: int) -> set[str]:
     return {name for name, steps in every.items() if step % steps == 0 or step == config.steps}
 
 
-def validate(job: Job) -> Record:
-    """Return a record of the loss over held-out examples."""
-    measured = evaluate(job.model, job.data, job.config, job.amp, job.layout, job.device)
-    return {"step": job.progress.step, **measured}
-
-
-def save(job: Job, *, must: bool) -> None:
+def save(checkpoints: Checkpoints, metrics: Metrics, *, must: bool) -> None:
     """Write a checkpoint; a failure ends the run only if there will be no other time.
 
     Raises:
         UsageError: It cannot be written, and must be.
     """
     try:
-        job.checkpoints.save()
+        checkpoints.save()
         if must:
-            job.checkpoints.wait()
+            checkpoints.wait()
     except UsageError as error:
         if must:
             raise
-        job.metrics.say(f"Warning: {error}; the run goes on, and tries again at the next save")
+        metrics.say(f"Warning: {error}; the run goes on, and tries again at the next save")
 
 
 def diverged(record: Record) -> str:

@@ -1,26 +1,22 @@
-"""The command line of any program here; refusals in one sentence, and errors that are a user's."""
+"""What all programs here have: a command line, refusals in one sentence, whose an error is."""
 
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
-import signal
 import sys
 import sysconfig
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Files of ours and of installed packages; any other is the user's.
-_NOT_THEIRS = (
-    *(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("launch", "distamp")),
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
+# Folders of ours and of installed packages; a file in any other is the user's.
+_OURS = [Path(__file__).resolve().parents[1] / name for name in ("launch", "distamp")]
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (*_OURS, *_INSTALLED))
 
 
 class UsageError(Exception):
@@ -44,33 +40,29 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that raises `UsageError`; of all ranks, the first prints its help.
+    """An ``ArgumentParser`` that raises `UsageError`.
 
     Args:
         prog: What the program is called.
         description: What it does.
-        meant: Names that other programs have for flags of this one.
+        elsewhere: From names that other programs have to attributes of this one.
     """
 
-    def __init__(self, prog: str, description: str, meant: dict[str, str] | None = None) -> None:
-        layout = argparse.RawDescriptionHelpFormatter
+    def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] = {}) -> None:
         super().__init__(
             prog=prog,
             usage=f"{prog} [flags]",
             description=description,
             allow_abbrev=False,
-            formatter_class=lambda prog: layout(prog, max_help_position=36, width=120),
+            formatter_class=lambda prog: argparse.HelpFormatter(
+                prog, max_help_position=46, width=130
+            ),
         )
-        self._meant = meant or {}
+        self._elsewhere = elsewhere
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print below the usage."""
         raise UsageError(message.removeprefix("argument "))
-
-    def print_help(self, file: Any = None) -> None:
-        """Print all flags; of all ranks, the first does."""
-        if speaks():
-            super().print_help(file)
 
     def read(self, args: Sequence[str] | None) -> argparse.Namespace:
         """Read the command line.
@@ -84,52 +76,19 @@ class Parser(argparse.ArgumentParser):
         values, unknown = self.parse_known_args(args)
         if unknown:
             name = unknown[0].partition("=")[0]
-            meant = self._meant.get(name.lstrip("-").replace("-", "_"))
+            ours = self._elsewhere.get(name.lstrip("-").replace("-", "_"))
             known = [each for action in self._actions for each in action.option_strings]
-            hint = f"; here it is {flag(meant)}" if meant else near(name, known)
+            hint = f"; here it is {flag(ours)}" if ours else near(name, known)
             self.error(f"{unknown[0]}: no such flag or value{hint}")
         return values
 
 
-def exit_code_of(program: Callable[[], None]) -> int:
-    """Run a program; return its exit code, which is 2 if the user asked for what cannot be.
-
-    Every rank finds the same fault. The first of each machine prints it and ends, upon which
-    torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off. An error of
-    the user's own code keeps its traceback, below the line of it that went wrong.
-    """
-    try:
-        program()
-        return 0
-    except UsageError as error:
-        message, code = f"error: {error}", 2
-    except KeyboardInterrupt:
-        message, code = "stopped before there was anything to save", 130
-    except Exception as error:
-        if (place := place_of_user(error)) is None:
-            raise
-        print(f"error in {place}: {type(error).__name__}: {error}", file=sys.stderr)
-        traceback.print_exc()
-        return 1
-    if speaks():
-        print(message, file=sys.stderr, flush=True)
-        return code
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
-    time.sleep(10)
-    return code
-
-
-def speaks() -> bool:
-    """Whether this is the first rank of its machine."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def place_of_user(error: BaseException) -> str | None:
     """Return the innermost line of the user's own files that an error came through, if any."""
-    lines = traceback.extract_tb(error.__traceback__)
-    places = [(os.path.realpath(line.filename), line) for line in lines if line.filename[0] != "<"]
-    theirs = [line for path, line in places if not path.startswith(_NOT_THEIRS)]
-    return f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else None
+    for line in reversed(traceback.extract_tb(error.__traceback__)):
+        if line.filename[0] != "<" and not os.path.realpath(line.filename).startswith(_NOT_THEIRS):
+            return f"{line.filename}, line {line.lineno}"
+    return None
 
 
 @contextlib.contextmanager
@@ -138,9 +97,10 @@ def refusing(what: str, *faults: type[Exception]) -> Iterator[None]:
     try:
         yield
     except faults as error:
-        if place_of_user(error):
+        if place_of_user(error) or isinstance(error, UsageError):
             raise
-        raise UsageError(f"{what}: {error}") from None
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"{what}: {first}") from None
 
 
 def arguments(pairs: Sequence[str]) -> dict[str, Any]:
@@ -162,13 +122,13 @@ def load_own(flag: str, name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        is_there = importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError) as error:
-        if place_of_user(error):
-            raise
-        is_there = False
-    require(is_there, f"{flag} {name}: no module {module!r} here, nor where Python looks")
-    loaded = importlib.import_module(module)
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports another that is not
+        raise UsageError(
+            f"{flag} {name}: no module {module!r} here, nor where Python looks"
+        ) from None
     hint = near(attribute, dir(loaded))
     require(hasattr(loaded, attribute), f"{flag} {name}: {module} has no {attribute!r}{hint}")
     return getattr(loaded, attribute)

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
+from distamp import initialize
 from launch import sample
 from launch.config import Config, read_config
 from launch.data import Batch, Data, load_data
 from launch.evaluate import evaluate
-from launch.job import make_amp
+from launch.job import Job
+from launch.optim import Average
 from launch.parallel import Layout
 from tests.launch import jobs
 from tests.launch.jobs import TINY
@@ -104,19 +107,19 @@ def test_step_whose_norm_is_a_spike_is_skipped(text, tmp_path):
 def test_examples_without_a_target_are_refused():
     for example in (IMAGES[0], {"image": IMAGES[0], "class": 1}, [IMAGES[0]]):
         with pytest.raises(Exception, match="an example"):
-            Batch.of([example], CPU)
+            Batch.of(default_collate([example]), CPU)
 
 
 def judged(length: int) -> dict[str, float]:
     """Evaluate on this rank's share of some held-out examples."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
-    model, config = Both(), Config(batch=6, eval_examples=length)
+    model, config = Both(), Config(batch=6)
     images, labels = torch.randn(17, 6), torch.arange(17) % 2
     data = Data("", [], list(zip(images, labels, strict=True)), 2)
     layout = Layout(rank, 2, replicate=2)
-    amp = make_amp(model, [], config, layout)
-    found = evaluate(model, data, config, amp, layout, CPU)
+    amp = initialize(model, [], "O0")
+    found = evaluate(Job(config, data, CPU, layout, model, amp, Average(amp, 0.0)), length)
     chosen = [place * 17 // length for place in range(length)]
     logits = model.double()(images[chosen].double())
     loss = nn.functional.cross_entropy(logits, labels[chosen]).item()

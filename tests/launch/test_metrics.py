@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from launch.config import Config, checkpoints_of, parse
-from launch.data import Data, load_data
-from launch.job import make_model
+from launch.config import Config, parse
+from launch.data import load_data
+from launch.folder import checkpoints_of
+from launch.job import Job, make_job
 from launch.metrics import figure_of, flops_per_example
 from launch.parallel import Layout
 from launch.train import run
@@ -57,23 +58,24 @@ def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
-def test_operations_of_an_example_are_those_counted_by_hand(text):
+@pytest.fixture
+def tiny(text: Path) -> Job:
+    """What the flags of a tiny run make."""
     config = Config(data=str(text), layers=2, heads=4, width=16, block=16, batch=8)
-    data = load_data(config)
-    model = make_model(config, data, Layout(), torch.device("cpu"))
+    return make_job(config, load_data(config), Layout(), torch.device("cpu"))
+
+
+def test_operations_of_an_example_are_those_counted_by_hand(tiny):
     block = 3 * 16 * 16 + 16 * 16 + 2 * 4 * 16 * 16
     weights = 256 * 16 + 16 * 16 + 2 * block + 256 * 16
     # PaLM, appendix B: a token costs 6 N + 12 L H Q T.
-    assert flops_per_example(model, config, data) == 16 * (6 * weights + 12 * 2 * 4 * 4 * 16)
+    assert flops_per_example(tiny) == 16 * (6 * weights + 12 * 2 * 4 * 4 * 16)
 
 
-def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(text, tmp_path):
+def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 3, "--peak-tflops", 1e-3, "--keep", 0)
     jobs.train(tmp_path, args)
-    config = Config(data=str(text), layers=2, heads=4, width=16, block=16, batch=8)
-    data: Data = load_data(config)
-    model = make_model(config, data, Layout(), torch.device("cpu"))
-    token = flops_per_example(model, config, data) / 16
+    token = flops_per_example(tiny) / 16
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for row in (row for row in rows if "loss" in row):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * token / 1e9, abs=1e-4)

@@ -4,7 +4,6 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import fields
 
 import pytest
 import torch
@@ -84,9 +83,9 @@ def wrong() -> Iterator[str]:
     for names, values in BAD.items():
         for name, value in itertools.product(names.split(), values.split()):
             yield f"{flag(name)} {value}"
-    for field in fields(Config):  # no value at all
-        if field.type is not bool and field.name != "model_args":
-            yield flag(field.name)
+    for name, field in Config.model_fields.items():  # no value at all
+        if field.annotation is not bool and name != "model_args":
+            yield flag(name)
     for line in WRONG.strip().splitlines():
         yield from line.split(" | ")
 

@@ -11,8 +11,8 @@ from launch.config import Config, parser
 from launch.job import make_model
 from launch.optim import make_optimizers
 from launch.parallel import Layout
+from launch.stop import exit_code_of
 from launch.train import main
-from launch.usage import exit_code_of
 from tests.launch import jobs
 from tests.launch.jobs import TINY
 from tests.launch.test_refusals import refused
@@ -94,11 +94,13 @@ def test_error_of_ones_own_names_its_line_and_keeps_its_traceback(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    assert main([*map(str, TINY), *flags.split(), "--run-dir", str(tmp_path / "run")]) == 1
-    first, *rest = capsys.readouterr().err.splitlines()
+    # What is raised again, Python prints with its traceback, and exits with 1.
+    with pytest.raises((LookupError, TypeError, RuntimeError, ArithmeticError)) as raised:
+        main([*map(str, TINY), *flags.split(), "--run-dir", str(tmp_path / "run")])
+    assert type(raised.value).__name__ == error
+    (first,) = capsys.readouterr().err.splitlines()
     file = flags.split()[-1].partition(":")[0] if "broken" in flags else "mine"
     assert first.startswith(f"error in {tmp_path / file}.py, line {line}: {error}")
-    assert rest[0].startswith("Traceback")
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(capsys):
