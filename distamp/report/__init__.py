@@ -3,9 +3,10 @@
 from distamp.report.contract import Breach, Breaches, Contract
 from distamp.report.findings import Finding, findings
 from distamp.report.mismatch import mismatch
-from distamp.report.nonfinite import NonFinite, StepReplay, TensorRange, first_nonfinite
+from distamp.report.nonfinite import NonFinite, TensorRange
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.recording import precision_report
+from distamp.report.replay import StepReplay, first_nonfinite
 from distamp.report.rows import PrecisionReport
 from distamp.report.updates import lost_updates
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from distamp.errors import DistampError, SettingError
 from distamp.precision import Precision
+from distamp.report.following import every_rank
 from distamp.report.observing import Observer, Seen
 from distamp.report.rows import collapsed, short, text_table
 
@@ -290,7 +291,7 @@ class Contract:
         if raised:
             raise DistampError(f"the step that a contract watches raised on {', '.join(raised)}")
         rows = {row: (calls, observer.bytes[row]) for row, calls in observer.calls.items()}
-        found.fill(_gather((rows, observer.unseen())))
+        found.fill(every_rank((rows, observer.unseen())))
 
     def judge(self, ranks: Sequence[Mapping[Seen, tuple[int, int]]]) -> Iterator[Breach]:
         """Yield what is not as declared among what each rank saw, and where ranks differ."""
@@ -333,7 +334,7 @@ class Contract:
     def _require_matches(self, names: Sequence[str]) -> None:
         """Raise for a pattern that matches no module on any rank."""
         matched = {each for each in self.modules if any(_matches(name, each) for name in names)}
-        anywhere = set().union(*_gather(matched)) if self.modules else set()
+        anywhere = set().union(*every_rank(matched)) if self.modules else set()
         for pattern in self.modules.keys() - anywhere:
             near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[1:4]
             raise SettingError(
@@ -393,15 +394,6 @@ def _breach(
 
 def _several_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _gather(own: Any) -> list[Any]:
-    """What every rank has, in order."""
-    gathered: list[Any] = [own]
-    if _several_ranks():
-        gathered *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(gathered, own)
-    return gathered
 
 
 def _tell(error: str) -> list[str]:

@@ -1,32 +1,39 @@
-"""Whose a kernel is: the module that runs, in whatever thread, and in backward the one that ran.
+"""The one observer of a step: what runs, of which module, and in backward of which one it is.
 
-Modules are followed by hooks. On each autograd node that a module made is written whose it is, so
-that backward can be given to modules too.
+Hooks follow modules in every thread, a TorchDispatchMode the kernels below autograd and autocast,
+and a TorchFunctionMode the torch functions above them. On each autograd node is written which
+function of which module made it, so that backward can be given to modules too. The report, the
+contract and first_nonfinite are a `Follower` each, and differ in what they do with the events.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from distamp.report.rows import OUTSIDE
 
 __all__ = [
     "Follower",
-    "FollowingMode",
     "Frame",
     "Owner",
+    "every_rank",
+    "group_of",
+    "held_by",
     "inside_compiled_ones",
-    "mark",
     "module_names",
-    "owner_of",
+    "storage_of",
     "tensors_in",
 ]
 
@@ -35,6 +42,13 @@ _in_backward = torch._C._current_graph_task_id
 # Components of names that wrappers add: FSDP1 and fairscale, torch.compile, checkpoint wrappers.
 _WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 _NODE_KEY = "distamp.owner"
+# Python calls that ask for a dtype by name.
+_CONVERSIONS = frozenset(
+    ("to", "type", "type_as", "_to_copy", "asarray", "as_tensor", "tensor", "copy_")
+    + ("float", "half", "bfloat16", "double", "int", "long", "short", "char", "byte", "bool")
+    + ("chalf", "cfloat", "cdouble")
+)
+_GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
 
 
 class Owner(NamedTuple):
@@ -42,13 +56,17 @@ class Owner(NamedTuple):
 
     Args:
         module: Its name, without those of wrappers.
-        function: The torch function that was called, where that is followed.
+        function: The torch function that was called.
         cause: Of casts in it; see `OpRow`.
+        line: Of the user's code, where that is asked for.
+        micro_batch: At which call of the model, where that is asked for.
     """
 
     module: str = OUTSIDE
     function: str = ""
     cause: str = ""
+    line: str = ""
+    micro_batch: int = -1
 
 
 class Frame(NamedTuple):
@@ -63,41 +81,46 @@ class Frame(NamedTuple):
 class _Thread(threading.local):
     """What one thread is doing."""
 
+    # The torch function that runs, and the cause of casts in it.
+    function = cause = ""
+
     def __init__(self) -> None:
         # The modules that run, innermost last.
         self.frames: list[Frame] = []
-        self.modes: ExitStack | None = None
+        self.modes = ExitStack()
 
 
 class Follower:
-    """Knows which module runs, in any thread that runs the models; subclasses watch what it does.
+    """Knows which module runs, in any thread that runs the models; subclasses take the events.
 
     Args:
         models: Whose modules are followed.
-        inside_compiled: Whether to follow what is inside compiled modules, which then have to run
-            eagerly. If not, they stay compiled, and what they run is theirs as a whole.
     """
 
-    def __init__(self, *models: nn.Module, inside_compiled: bool = True) -> None:
+    #: Whether compiled code runs eagerly meanwhile, so that its modules and functions are followed.
+    #: If not, it stays compiled, what it runs is of the module as a whole, and no functions are.
+    eager = True
+
+    def __init__(self, *models: nn.Module) -> None:
         self.closed = True
         self.names: dict[nn.Module, str] = {}
         #: What runs in compiled modules, and is not followed.
         self.compiled: set[nn.Module] = set()
         for model in models:
             self.names |= module_names(model)
-            for module in model.modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    raise TypeError(
-                        f"module {self.names[module]!r} is scripted or traced by torch.jit, and "
-                        "cannot be followed: report on the model as it is before that"
-                    )
-            if not inside_compiled:
+            if not self.eager:
                 self.compiled |= inside_compiled_ones(model)
+        for module, name in self.names.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"module {name!r} is scripted or traced by torch.jit, and cannot be followed: "
+                    "report on the model as it is before that"
+                )
         #: Of each parameter, by id, its name and its module's.
         self.parameters = {
-            id(parameter): (f"{name}.{leaf}".lstrip("."), name)
-            for module, name in self.names.items()
-            for leaf, parameter in module.named_parameters(recurse=False)
+            id(each): (name, self.names[module])
+            for kind, name, module, each in held_by(self.names)
+            if kind == "parameter"
         }
         self._thread = _Thread()
 
@@ -105,28 +128,43 @@ class Follower:
         """Leave an empty, closed one in a copied or pickled module."""
         return Follower, ()
 
-    def modes(self) -> tuple[Any, ...]:
-        """Return the modes that watch a thread, to be entered; the first is a TorchDispatchMode."""
-        return ()
+    # -- events --------------------------------------------------------------------------------
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the models in every thread, and watch this one, while the block runs."""
-        self.closed = False
-        with ExitStack() as stack:
-            stack.callback(setattr, self, "closed", True)
-            for module, name in self.names.items():
-                if module in self.compiled:
-                    continue
-                enter = functools.partial(self._enter, name)
-                for handle in (
-                    module.register_forward_pre_hook(enter, prepend=True),
-                    module.register_forward_hook(self._leave, always_call=True),
-                ):
-                    stack.callback(handle.remove)
-            for mode in self.modes():
-                stack.enter_context(mode)
-            yield
+    def entered(self, module: nn.Module) -> None:
+        """Note that a module's forward begins; it is the last of `frames`."""
+
+    def opens(self, types: Iterable[type]) -> bool:
+        """Return whether to see the kernels inside of these subclasses' instead of theirs."""
+        return False
+
+    def kernel(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a kernel, and note what it did."""
+        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self.record(func, args, kwargs, out)
+        return out
+
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Note a kernel that ran."""
+
+    def function(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, and write on the autograd nodes that it made whose they are."""
+        name, thread = getattr(func, "__name__", ""), self._thread
+        if name in _GETTERS or self.closed:
+            return func(*args, **kwargs)
+        before = thread.function, thread.cause
+        asked = name in _CONVERSIONS or kwargs.get("dtype") is not None
+        thread.function = name.strip("_").removesuffix("backward")
+        thread.cause = "autocast" if _any_autocast() and not asked else "explicit"
+        try:
+            out = func(*args, **kwargs)
+            if nodes := _nodes_of(out):
+                _mark(nodes, (args, kwargs), self.maker(), through=False)
+            return out
+        finally:
+            thread.function, thread.cause = before
+
+    # -- what runs -----------------------------------------------------------------------------
 
     def frames(self) -> list[Frame]:
         """Return the modules that run in this thread, innermost last."""
@@ -134,52 +172,83 @@ class Follower:
 
     def running(self) -> tuple[Owner, str, Any]:
         """Return whose the kernel that runs is, its phase, and in backward the autograd node."""
-        frames = self._thread.frames
-        if frames:
-            return Owner(frames[-1].name), frames[-1].phase, None
-        if _in_backward() == -1:
-            return Owner(), "forward", None
-        node: Any = torch._C._current_autograd_node()
-        if hasattr(node, "variable"):
-            module = self.parameters.get(id(node.variable), ("", OUTSIDE))[1]
-            return Owner(module, "accumulate_grad", "autograd"), "backward", node
-        return owner_of(node), "backward", node
+        thread = self._thread
+        frame = thread.frames[-1] if thread.frames else None
+        if frame is None and _in_backward() != -1:
+            node: Any = torch._C._current_autograd_node()
+            if hasattr(node, "variable"):
+                module = self.parameters.get(id(node.variable), ("", OUTSIDE))[1]
+                return Owner(module, "accumulate_grad", "autograd"), "backward", node
+            owner = _owner_of(node)
+            # The gradient of a cast has its cause; what another's kernel casts is autograd's.
+            if type(node).__name__ != "ToCopyBackward0":
+                by_hand = isinstance(node, torch.autograd.function.BackwardCFunction)
+                cause = (by_hand and thread.cause) or "autograd"
+                owner = Owner(owner.module, owner.function, cause, owner.line, owner.micro_batch)
+            return owner, "backward", node
+        cause = thread.cause or ("autocast" if frame and frame.autocast else "explicit")
+        name, phase = (frame.name, frame.phase) if frame else (OUTSIDE, "forward")
+        return Owner(name, thread.function, cause), phase, None
+
+    def maker(self) -> Owner:
+        """Return what is written on autograd nodes that are made now."""
+        return self.running()[0]
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the models in every thread, and watch this one, while the block runs."""
+        with ExitStack() as stack:
+            if self.eager and "torch._dynamo" in sys.modules:
+                # Under a function mode torch.compile gives a function up, for good.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self.closed = False
+            stack.callback(setattr, self, "closed", True)
+            for module, name in self.names.items():
+                if module not in self.compiled:
+                    enter = functools.partial(self._enter, name)
+                    stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                    leave = module.register_forward_hook(self._leave, always_call=True)
+                    stack.callback(leave.remove)
+            self._watch_thread(stack)
+            yield
+
+    def _watch_thread(self, stack: ExitStack) -> None:
+        """Enter the modes that do not watch this thread; autograd's own threads inherit them."""
+        watching = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+        for kind in (_Kernels, _Functions) if self.eager else (_Kernels,):
+            if not any(type(mode) is kind and mode.follower is self for mode in watching):
+                stack.enter_context(kind(self))
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         """A module's forward begins in this thread."""
         if torch.compiler.is_compiling() or self.closed:
             return
         thread = self._thread
-        # Autograd's own threads inherit the modes.
-        stack = _get_current_dispatch_mode_stack() if not thread.frames else ()
-        if not thread.frames and all(getattr(mode, "follower", None) is not self for mode in stack):
-            thread.modes = ExitStack()
-            for mode in self.modes():
-                thread.modes.enter_context(mode)
+        if not thread.frames:
+            # A function mode is off while it is asked, so in what backward runs again too.
+            self._watch_thread(thread.modes)
         phase = "forward" if _in_backward() == -1 else "recompute"
         thread.frames.append(Frame(name, phase, _any_autocast(), module))
         self.entered(module)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward has ended, by return or by an exception."""
-        if torch.compiler.is_compiling():
-            return
         thread = self._thread
-        if self.closed or all(frame.module is not module for frame in thread.frames):
+        inside = all(frame.module is not module for frame in thread.frames)
+        if torch.compiler.is_compiling() or self.closed or inside:
             return
-        while (frame := thread.frames.pop()).module is not module:
-            pass
-        mark(output, inputs, Owner(frame.name), through=True)
-        if not thread.frames and thread.modes is not None:
+        while thread.frames[-1].module is not module:
+            thread.frames.pop()
+        # Nodes that no torch function made, such as those of autograd Functions.
+        if nodes := _nodes_of(output):
+            _mark(nodes, inputs, self.maker(), through=True)
+        thread.frames.pop()
+        if not thread.frames:
             thread.modes.close()
-            thread.modes = None
-
-    def entered(self, module: nn.Module) -> None:
-        """Note that a module's forward begins; it is the last of `frames`."""
 
 
-class FollowingMode(TorchDispatchMode):
-    """A dispatch mode of a follower, which tells it of every kernel call of a thread."""
+class _Kernels(TorchDispatchMode):
+    """Shows a follower every kernel call of a thread."""
 
     # flex_attention, cond and the like are one kernel; what they run inside is not seen.
     supports_higher_order_operators = True
@@ -188,28 +257,55 @@ class FollowingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.follower = follower
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile do as without this mode."""
+        return True
 
-def owner_of(node: Any) -> Owner:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if types and self.follower.opens(types):
+            # What it runs on what it holds comes here again.
+            return NotImplemented
+        return self.follower.kernel(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Shows a follower every torch function that Python calls in a thread."""
+
+    def __init__(self, follower: Follower) -> None:
+        super().__init__()
+        self.follower = follower
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.follower.function(func, args, kwargs or {})
+
+
+def _owner_of(node: Any) -> Owner:
     """Return whose an autograd node is; nobody's if it was made before or outside."""
     owner: Owner = Owner() if node is None else node.metadata.get(_NODE_KEY, Owner())
     return owner
 
 
-def mark(outputs: Any, inputs: Any, owner: Owner, through: bool = False) -> None:
-    """Write on the autograd nodes between inputs and outputs whose they are, if nobody's yet.
+def _nodes_of(outputs: Any) -> list[Any]:
+    return [each.grad_fn for each in tensors_in(outputs) if each.grad_fn is not None]
+
+
+def _mark(nodes: list[Any], inputs: Any, owner: Owner, through: bool) -> None:
+    """Write on autograd nodes, and on those from there to inputs, whose they are, if nobody's yet.
 
     Args:
-        outputs: Tensors, also nested.
-        inputs: Where to end.
+        nodes: The last ones; emptied.
+        inputs: Tensors, also nested, where to end.
         owner: Whose the nodes are.
         through: Whether to look behind nodes that have an owner, as those of inner modules have.
     """
-    todo = [each.grad_fn for each in tensors_in(outputs) if each.grad_fn is not None]
-    if not todo:
-        return
-    seen = {each.grad_fn for each in tensors_in(inputs)}
-    while todo:
-        node: Any = todo.pop()
+    seen = {*_nodes_of(inputs)}
+    while nodes:
+        node = nodes.pop()
         if node in seen or hasattr(node, "variable"):
             continue
         seen.add(node)
@@ -217,7 +313,7 @@ def mark(outputs: Any, inputs: Any, owner: Owner, through: bool = False) -> None
             node.metadata[_NODE_KEY] = owner
         elif not through:
             continue
-        todo.extend(each for each, _ in node.next_functions if each is not None)
+        nodes.extend(each for each, _ in node.next_functions if each is not None)
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -229,6 +325,28 @@ def tensors_in(values: Any) -> list[Tensor]:
     elif not isinstance(values, list | tuple):
         return []
     return [tensor for each in values for tensor in tensors_in(each)]
+
+
+def storage_of(tensor: Tensor) -> object:
+    """What tells storages apart, also after they are freed; of a subclass, that of its data."""
+    while hasattr(tensor, "__tensor_flatten__"):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    if tensor.is_sparse:
+        tensor = torch.ops.aten._values(tensor)
+    if tensor.layout is not torch.strided:
+        return object()  # it has none, and is never found again
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def held_by(names: dict[nn.Module, str]) -> list[tuple[str, str, nn.Module, Tensor]]:
+    """Parameters and buffers of modules: which of the two, name, module, tensor."""
+    kinds = (("parameter", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers))
+    return [
+        (kind, f"{name}.{leaf}".lstrip("."), module, tensor)
+        for module, name in names.items()
+        for kind, named in kinds
+        for leaf, tensor in named(module, recurse=False)
+    ]
 
 
 def inside_compiled_ones(model: nn.Module) -> set[nn.Module]:
@@ -255,3 +373,23 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
         wrapped = leaf in _WRAPPERS or (leaf == "module" and alone)
         names[module] = above if wrapped or not name else f"{above}.{leaf}".lstrip(".")
     return names
+
+
+def every_rank(own: Any) -> list[Any]:
+    """What every rank has, in order."""
+    gathered: list[Any] = [own]
+    if dist.is_available() and dist.is_initialized():
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+    return gathered
+
+
+def group_of(arguments: Iterable[Any]) -> Any:
+    """The process group that a collective's kernel was given, by name or boxed; None without."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    for each in arguments:
+        try:
+            return resolve(each) if isinstance(each, str) else dist.ProcessGroup.unbox(each)
+        except (LookupError, RuntimeError, TypeError, ValueError):
+            continue
+    return None

@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
-from distamp.report.following import Follower, FollowingMode, tensors_in
+from distamp.report.following import Follower, group_of, held_by, storage_of, tensors_in
 from distamp.report.rows import collapsed, short
 
 __all__ = ["Observer", "Seen"]
@@ -71,13 +70,15 @@ class Observer(Follower):
         hooks: States of communication hooks, which tell what they sent by threads of their own.
     """
 
+    eager = False
+
     def __init__(
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         hooks: Sequence[Any] = (),
     ) -> None:
-        super().__init__(*models, inside_compiled=False)
+        super().__init__(*models)
         self.calls: Counter[Seen] = Counter()
         self.bytes: Counter[Seen] = Counter()
         self._optimizers = [unwrapped(each) for each in optimizers]
@@ -92,14 +93,14 @@ class Observer(Follower):
         # Open blocks of torch.profiler.record_function: FSDP and optimizers say there what they do.
         self._blocks: list[str] = []
 
-    def modes(self) -> tuple[Any, ...]:
-        """One."""
-        return (_Kernels(self),)
+    def opens(self, types: Iterable[type]) -> bool:
+        """See what a DTensor runs and sends."""
+        return any(each.__name__ == "DTensor" for each in types)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Observe what runs in the block, and what stands at its end."""
-        self._stored = {_storage(each): name for each, name in self.named_parameters()}
+        self._stored = {storage_of(each): name for each, name in self.named_parameters()}
         before = {key: Counter(hook.stats().bytes_sent) for key, hook in self._hooks.items()}
         with ExitStack() as stack:
             for optimizer in self._optimizers:
@@ -118,14 +119,12 @@ class Observer(Follower):
 
     def named_parameters(self) -> list[tuple[Tensor, str]]:
         """Return every parameter as it is now, with its name; FSDP1's flat ones too."""
-        found: dict[int, tuple[Tensor, str]] = {}
-        for module, name in self.names.items():
-            own: dict[str, Any] = dict(module.named_parameters(recurse=False))
-            own["flat_param"] = getattr(module, "_flat_param", None)
-            for leaf, each in own.items():
-                if each is not None:
-                    found[id(each)] = (each, f"{name}.{leaf}".lstrip("."))
-        return [*found.values()]
+        held = [(each, name) for kind, name, _, each in held_by(self.names) if kind == "parameter"]
+        flats = [(getattr(each, "_flat_param", None), name) for each, name in self.names.items()]
+        held += [
+            (each, f"{name}.flat_param".lstrip(".")) for each, name in flats if each is not None
+        ]
+        return [*{id(each): (each, name) for each, name in held}.values()]
 
     # -- what modules and optimizers do --------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Observer(Follower):
 
     # -- what runs -----------------------------------------------------------------------------
 
-    def record(self, func: Any, args: Any, out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Count one kernel or collective, if a contract speaks of it."""
         name, namespace = str(func.__name__).split(".")[0], func.namespace
         if self.closed:
@@ -183,10 +182,10 @@ class Observer(Follower):
 
     def _derived(self, name: str, source: Tensor, out: Tensor) -> None:
         """Remember casts of parameters, and the dtype of what was packed into bytes."""
-        if name != "view" and (stored := self._stored.get(_storage(source))) is not None:
-            self._stored[_storage(out)] = stored
+        if name != "view" and (stored := self._stored.get(storage_of(source))) is not None:
+            self._stored[storage_of(out)] = stored
         elif source.is_floating_point() and not out.is_floating_point():
-            self._packed[_storage(source)] = short(source.dtype)
+            self._packed[storage_of(source)] = short(source.dtype)
 
     def _kernel(self, key: str, name: str, args: Any) -> None:
         owner, phase, _ = self.running()
@@ -215,16 +214,19 @@ class Observer(Follower):
         found = short(sent[0].dtype)
         if not sent[0].is_floating_point():
             # Numbers that were packed into bytes are told by what they were; others are counts.
-            found = self._packed.get(_storage(sent[0]), "")
+            found = self._packed.get(storage_of(sent[0]), "")
         if key and found:
-            self._count(Seen(key, where, found, name.strip("_"), phase, _group(args)), *sent)
+            group = group_of(args[1:])
+            ranks = group.group_desc.replace("default_pg", "all ranks") if group else ""
+            ranks += f"[{group.size()}]" if group else ""
+            self._count(Seen(key, where, found, name.strip("_"), phase, ranks), *sent)
 
     def _part(self, name: str, namespace: str, sent: Tensor) -> tuple[str, str, str]:
         """What a message is of (key; "" if of nothing that a contract speaks of), whose, when."""
         owner, phase, node = self.running()
         part = "gather" if "gather" in name or "broadcast" in name else "reduce"
         block = self._blocks[-1] if self._blocks else ""
-        stored = self._stored.get(_storage(sent))
+        stored = self._stored.get(storage_of(sent))
         if self._inside("Optimizer.step"):
             return part, stored or "", "optimizer"
         if block.startswith(("FSDP::", "FullyShardedDataParallel._")):
@@ -251,7 +253,7 @@ class Observer(Follower):
 
     def _is_of(self, gradients: list[Tensor], namespace: str, part: str, sent: Tensor) -> bool:
         """Whether a message that is sent by hand is of gradients: by its storage, or its size."""
-        if _storage(sent) in map(_storage, gradients):
+        if storage_of(sent) in map(storage_of, gradients):
             return True
         sizes = {sum(each.numel() for each in gradients), *(each.numel() for each in gradients)}
         return namespace == "c10d" and part == "reduce" and sent.dim() > 0 and sent.numel() in sizes
@@ -290,27 +292,6 @@ def _together(names: Collection[str]) -> str:
     return ", ".join(sorted({name or "(model)" for name in shown.values()}))
 
 
-class _Kernels(FollowingMode):
-    """Shows an observer every kernel call of this thread, and those that DTensors make."""
-
-    follower: Observer
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile do as without this mode."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
-            self.follower.record(func, args, out)
-        return out
-
-
 def _is_norm(module: nn.Module | None) -> bool:
     named = module is not None and "norm" in type(module).__name__.lower()
     return named and not [*module.children()]  # type: ignore[union-attr]
@@ -324,27 +305,3 @@ def _handed_to(node: Any) -> Tensor | None:
             return None
         node = behind[0]
     return None if node is None else node.variable
-
-
-def _storage(tensor: Tensor) -> object:
-    """What tells storages apart, also after they are freed; of a subclass, that of its data."""
-    while hasattr(tensor, "__tensor_flatten__"):
-        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    if tensor.layout is not torch.strided:
-        return object()  # it has none, and is never found again
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def _group(args: Any) -> str:
-    """The ranks of a collective: what their mesh calls them, and how many they are."""
-    from torch.distributed import distributed_c10d
-
-    resolve: Any = distributed_c10d._resolve_process_group
-    for each in args[1:]:
-        try:
-            named = isinstance(each, str)
-            group = resolve(each) if named else distributed_c10d.ProcessGroup.unbox(each)
-        except (LookupError, RuntimeError, TypeError, ValueError):
-            continue
-        return f"{group.group_desc.replace('default_pg', 'all ranks')}[{group.size()}]"
-    return ""

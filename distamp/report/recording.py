@@ -1,44 +1,29 @@
-"""Recording a precision report: which module, which function, which kernel, which dtypes.
-
-A TorchDispatchMode sees every kernel, below autograd and autocast, casts included. It cannot see
-who asked for a cast; a TorchFunctionMode, above autocast, can: ``Tensor.to`` passes it by name.
-It also sees the autograd nodes that a function made, and writes on them which one it was.
-"""
+"""Recording a precision report: which module, which function, which kernel, which dtypes."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.overrides import TorchFunctionMode
 
 from distamp.autocast.op_names import schema_of
 from distamp.autocast.pin import pin_of
-from distamp.report.following import Follower, FollowingMode, Owner, mark, tensors_in
+from distamp.report.following import Follower, tensors_in
 from distamp.report.rows import OpRow, PrecisionReport, short
 
 __all__ = ["precision_report"]
 
-_any_autocast = torch._C._is_any_autocast_enabled
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 # Kernels that may give a tensor another dtype; aten::to is whole in inference mode.
 _CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 # Those that write into half of what they are given.
 _COPIES = frozenset({"copy_", "copy", "_foreach_copy_", "_foreach_copy"})
-# Python calls that ask for a dtype by name.
-_CONVERSIONS = frozenset(
-    ("to", "type", "type_as", "_to_copy", "asarray", "as_tensor", "tensor", "copy_")
-    + ("float", "half", "bfloat16", "double", "int", "long", "short", "char", "byte", "bool")
-    + ("chalf", "cfloat", "cdouble")
-)
-_GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
 _SUMS = frozenset({"sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm", "mean"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear"})
 
@@ -54,11 +39,6 @@ class _Recorder(Follower):
         self.settings: dict[str, str] = {}
         self._counts: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
-        self._function = _Function()
-
-    def modes(self) -> tuple[Any, ...]:
-        """Both."""
-        return _Kernels(self), _Functions(self)
 
     def entered(self, module: nn.Module) -> None:
         """Note what decides about the precision of the module that begins."""
@@ -73,39 +53,6 @@ class _Recorder(Follower):
             how = "autocast " + " and ".join(short(torch.get_autocast_dtype(each)) for each in on)
         self.settings[frames[-1].name] = how
 
-    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function, and note which one while it runs."""
-        name = getattr(func, "__name__", "")
-        if name in _GETTERS or self.closed:
-            return func(*args, **kwargs)
-        thread = self._function
-        found = thread.name, thread.cause
-        asked = name in _CONVERSIONS or kwargs.get("dtype") is not None
-        thread.name = name.strip("_")
-        thread.cause = "autocast" if _any_autocast() and not asked else "explicit"
-        try:
-            out = func(*args, **kwargs)
-            mark(out, (args, kwargs), self._owner()[0])
-            return out
-        finally:
-            thread.name, thread.cause = found
-
-    def _owner(self) -> tuple[Owner, str]:
-        """Whose the kernel that runs is, and in which phase it does."""
-        owner, phase, node = self.running()
-        function = self._function
-        if phase != "backward":
-            on = any(frame.autocast for frame in self.frames()[-1:])
-            cause = function.cause or ("autocast" if on else "explicit")
-            return Owner(owner.module, function.name, cause), phase
-        cause = "autograd"
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            cause = function.cause or cause
-        elif type(node).__name__ == "ToCopyBackward0":
-            # The gradient of a cast has its cause; what another's kernel casts is autograd's.
-            cause = owner.cause
-        return Owner(owner.module, owner.function, cause), phase
-
     def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Count one kernel call."""
         name, view, runs = _kernel_of(func)
@@ -113,10 +60,11 @@ class _Recorder(Follower):
             return
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         casts = _casts_of(name, inputs, outputs)
-        (module, function, cause), phase = self._owner()
-        if not casts or name not in _CASTS:
-            cause = "explicit" if casts else ""
-        about = module, self._kinds.get(module, ""), phase, function, name
+        owner, phase, _ = self.running()
+        cause = "explicit" if casts else ""
+        if casts and name in _CASTS:
+            cause = owner.cause
+        about = owner.module, self._kinds.get(owner.module, ""), phase, owner.function, name
         key = (*about, _dtypes(inputs), _dtypes(outputs), cause, view)
         read = sum(source.numel() * source.element_size() for source, _ in casts)
         written = sum(result.numel() * result.element_size() for _, result in casts)
@@ -130,41 +78,6 @@ class _Recorder(Follower):
         """What was counted so far."""
         with self._lock:
             return tuple([OpRow(*key, *counts) for key, counts in self._counts.items()])
-
-
-class _Function(threading.local):
-    """The torch function that one thread runs, and the cause of casts in it."""
-
-    name = ""
-    cause = ""
-
-
-class _Kernels(FollowingMode):
-    """Shows a recorder every kernel call of this thread."""
-
-    follower: _Recorder
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            self.follower.record(func, args, kwargs, out)
-        return out
-
-
-class _Functions(TorchFunctionMode):
-    """Shows a recorder every torch function that Python calls in this thread."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self.recorder.call(func, args, kwargs or {})
 
 
 @functools.cache
@@ -244,9 +157,5 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
         )
     recorder = _Recorder(*() if model is None else (model,))
     inside = [type(module).__name__ for module, name in recorder.names.items() if not name]
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            # Under a dispatch mode torch.compile gives a function up, for good.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(recorder.following())
+    with recorder.following():
         yield PrecisionReport(recorder.rows, "".join(inside[-1:]), settings=recorder.settings)

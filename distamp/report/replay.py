@@ -1,0 +1,262 @@
+"""first_nonfinite: where the first NaN or inf of a step was born, found by replaying it."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp.report.following import (
+    every_rank,
+    held_by,
+    inside_compiled_ones,
+    module_names,
+    tensors_in,
+)
+from distamp.report.nonfinite import NonFinite
+from distamp.report.origins import Watch, first_of, floats_in, local_of, range_of
+
+__all__ = ["StepReplay", "first_nonfinite"]
+
+_version = operator.attrgetter("_version")
+
+
+class _Kept:
+    """What a step moves besides gradients: states of random numbers, and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._random = _random_states()
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._syncs = [(each, each.require_forward_param_sync) for each in _ddp_in(model)]
+
+    def put_back(self) -> None:
+        """Put all of it back as it was."""
+        for put, state in self._random:
+            put(state)
+        with torch.no_grad():
+            for module, name, buffer, copy in self._buffers:
+                buffer.copy_(copy)
+                setattr(module, name, buffer)
+        for each, sync in self._syncs:
+            each.require_forward_param_sync = sync
+
+
+def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
+    """The states of torch's, python's and numpy's random numbers, and what puts each back."""
+    states: list[tuple[Callable[[Any], Any], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.accelerator.is_available():
+        device = torch.get_device_module(torch.accelerator.current_accelerator())
+        states.append((device.set_rng_state, device.get_rng_state()))
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        states.append((numpy.set_state, numpy.get_state()))
+    return states
+
+
+def _run(step: Callable[[], Any], model: nn.Module, watch: Watch | None) -> bool:
+    """Run forward and backward; return whether all losses and gradients are finite."""
+    _drop_gradients(model)
+    with ExitStack() as stack:
+        for ddp in _ddp_in(model):
+            # What such a hook keeps between steps would move. A mean of finite gradients is finite.
+            if _hooks_with_a_state(ddp):
+                stack.enter_context(ddp.no_sync())
+        if watch is not None:
+            stack.enter_context(watch.following())
+            # Backward passes of every device in this thread, whose modes see them.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        losses = tensors_in(step())
+    named = [("loss", each) for each in losses] + _gradients(model)
+    if watch is not None:
+        for name, each in named:
+            watch.reach(each, name)
+    return all(
+        range_of(name, it).finite for name, each in named for it in floats_in(local_of(each))
+    )
+
+
+def _gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
+    held = held_by(module_names(model))
+    return [(name, tensor.grad) for _, name, _, tensor in held if tensor.grad is not None]
+
+
+def _ddp_in(model: nn.Module) -> list[DistributedDataParallel]:
+    return [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _hooks_with_a_state(model: DistributedDataParallel) -> list[str]:
+    """Names of the communication hooks that keep something between steps."""
+    hooks = getattr(model, "_comm_hooks", ())
+    stateless = dist.ProcessGroup | None
+    return [getattr(hook, "__name__", "?") for hook, own in hooks if not isinstance(own, stateless)]
+
+
+def first_nonfinite(step: Callable[[], Any], model: nn.Module) -> NonFinite | None:
+    """Find where the first NaN or inf of a step is born, by running the step again.
+
+    ``torch.autograd.set_detect_anomaly`` raises in the first backward function that returns a NaN;
+    this names the operation that made the first one, in forward or backward, on which rank.
+    Every rank calls it with the same step. It runs the step twice, and leaves every gradient None.
+    States of random numbers and buffers are put back. Compiled code runs eagerly under watch. DDP's
+    communication hooks that have a state are left out, as it would move.
+
+    ::
+
+        def step():
+            for batch in batches:
+                scaler.scale(loss_fn(model(batch))).backward()
+
+        print(distamp.first_nonfinite(step, model))
+
+    Args:
+        step: Runs forward and backward passes and nothing else, with the same batches each time.
+            What it returns counts as losses.
+        model: Whose modules it runs, as it is wrapped.
+
+    Returns:
+        Where it was born, the same on every rank; None if all losses and gradients are finite.
+        ``kind="unseen"`` if the replay shows nothing, and gradients were not finite before, or are
+        not when nobody watches, as of compiled code.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``step`` cannot be called.
+    """
+    if not isinstance(model, nn.Module) or not callable(step):
+        raise TypeError(
+            "first_nonfinite takes a function that runs forward and backward, and the model, a "
+            f"torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
+        )
+    return _search(step, model, _Kept(model), (), False)
+
+
+class StepReplay:
+    """Keeps what the replay of a step needs, and replays it when the step was skipped.
+
+    For the ``replay`` of a guard or a scaler::
+
+        guard.replay = distamp.StepReplay(model)
+        for batches in loader:
+            def step():
+                for batch in batches:
+                    loss_fn(model(batch)).backward()
+
+            guard.keep(step, *batches)     # before the step: random states, and a copy of buffers
+            step()
+            guard.step(optimizer)
+            guard.update()                 # replays a step that was skipped, and logs why
+
+    It is replayed where it was skipped and nothing scales the loss, or a gradient has a NaN, or
+    three steps in a row were skipped; once in a row of skipped steps. The answer is logged as
+    ``distamp.report`` at WARNING. While a step is kept, ``update`` reads the flag on the host,
+    which waits for a device. Every rank keeps its step.
+
+    Args:
+        model: As it is wrapped.
+
+    Attributes:
+        found: The last answer; None if there was none yet, or all was finite.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: NonFinite | None = None
+        self._model = model
+        self._kept: tuple[Callable[[], Any], _Kept, list[tuple[Tensor, int]]] | None = None
+        # How many steps were skipped in a row; -1 once they were replayed.
+        self._skips = 0
+
+    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
+        """Keep a step before it runs; the last one counts.
+
+        Args:
+            step: As of `first_nonfinite`; with the loss scaled where there is a scale.
+            batches: Its batches, in any nesting: it is said if they change before the replay.
+        """
+        versions = [(each, _version(each)) for each in tensors_in(batches)]
+        self._kept = step, _Kept(self._model), versions
+
+    def step_ended(self, skipped: Callable[[], bool], scaled: bool) -> None:
+        """Replay what was kept, if it was skipped as it should not be.
+
+        Args:
+            skipped: Reads whether any optimizer skipped its step, the same on every rank.
+            scaled: Whether a loss is scaled: then some steps are skipped for its overflow.
+        """
+        if self._kept is None:
+            return
+        (step, kept, versions), self._kept = self._kept, None
+        if not skipped():
+            self._skips = 0
+        elif self._skips >= 0:
+            self._skips += 1
+            nan = any(range_of("", local_of(it)).is_nan for _, it in _gradients(self._model))
+            if any(every_rank(nan or not scaled or self._skips >= 3)):
+                mine = any(_version(each) != version for each, version in versions)
+                changed = any(every_rank(mine))
+                notes = ["a batch was changed in place since the step was kept"] * changed
+                self._skips = -1
+                self.found = _search(step, self._model, kept, notes, True)
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    logging.getLogger("distamp.report").warning(
+                        "a step was skipped: %s", self.found
+                    )
+
+
+def _search(
+    step: Callable[[], Any],
+    model: nn.Module,
+    kept: _Kept,
+    notes: Sequence[str],
+    was_skipped: bool,
+) -> NonFinite | None:
+    """Replay a step from what was kept; say ``notes`` in the answer."""
+    now = _Kept(model)
+    finite = not was_skipped and all(
+        range_of("", local_of(it)).finite for _, it in _gradients(model)
+    )
+    found: list[NonFinite | None] = []
+    totals = []
+    try:
+        while len(found) < 2 and None not in found:
+            kept.put_back()
+            watch = Watch(model)
+            _run(step, model, watch)
+            everyone = every_rank((watch.fed, watch.reached, watch.total))
+            found.append(first_of([each[:2] for each in everyone]))
+            totals.append([each[2] for each in everyone])
+        kept.put_back()
+        if found[0] is None:
+            finite = all(every_rank(_run(step, model, None) and finite))
+    finally:
+        now.put_back()
+        _drop_gradients(model)
+    hooks = [name for each in _ddp_in(model) for name in _hooks_with_a_state(each)]
+    notes = [*notes, *(f"the communication hook {name} was left out" for name in hooks)]
+    if inside_compiled_ones(model):
+        notes.append("compiled modules ran eagerly")
+    if found[0] is None:
+        return None if finite else NonFinite("unseen", notes=tuple(notes))
+    if totals[0] != totals[1]:
+        notes.append("the step is not deterministic: a second replay computed other numbers")
+    return replace(found[0], notes=tuple(notes))
