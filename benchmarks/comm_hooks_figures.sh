@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure everything in docs/comm_hooks_figures.md; takes about 20 minutes.
+# Measure everything in docs/results/comm_hooks_figures.md; takes about 20 minutes.
 #
 #   sudo benchmarks/comm_hooks_figures.sh FOLDER
 #

@@ -7,8 +7,8 @@ GPT on the Python standard library's source, and a small convolutional network w
 scikit-learn's digits (which must be installed). Hooks run at O0 on two ranks, beside O0 on two
 ranks. Memory is counted in bytes, tensor by tensor, at one step: it depends on no machine.
 
-Results go to docs/results/levels.json, docs/levels.md and docs/images/levels.png. A run that the
-first of them has, with as many steps, is not run again: remove it to train all of them anew.
+Results go to levels.json and levels.md in docs/results, and to docs/images/levels.png. A run that
+the first of them has, with as many steps, is not run again: remove it to train all of them anew.
 """
 
 import argparse
@@ -49,7 +49,7 @@ LEVELS = (*ALONE, *HOOKS)
 LEFT_OUT = {("conv net", "fp8")}
 # A run this short would otherwise spend a part of it on finding its scale.
 SCALING: dict[str, Any] = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
-RESULTS, PAGE = Path("docs/results/levels.json"), Path("docs/levels.md")
+RESULTS, PAGE = Path("docs/results/levels.json"), Path("docs/results/levels.md")
 IMAGE = Path("docs/images/levels.png")
 BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->"
 
@@ -254,7 +254,7 @@ def render(results: dict[str, Any]) -> str:
         "Nats per byte and per digit, mean and standard deviation over seeds; "
         f"{results['steps']} steps each. {results['environment']}. Written by "
         f"`OMP_NUM_THREADS=1 python -m benchmarks.levels`.\n\n{markdown(header, losses)}\n\n"
-        "![Validation loss of each level beside O0](images/levels.png)\n\n"
+        "![Validation loss of each level beside O0](../images/levels.png)\n\n"
         "KiB at one step, each tensor counted once.\n\n"
         f"{markdown(['Model', 'Level', *kinds], memory)}\n"
     )

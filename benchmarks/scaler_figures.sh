@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure everything in docs/scaler_figures.md in one run.
+# Measure everything in docs/results/scaler_figures.md in one run.
 #
 #   benchmarks/scaler_figures.sh FOLDER
 #

@@ -1,6 +1,6 @@
-"""Write the page of ops: what this torch lists, and where its documents say otherwise.
+"""Print the page of ops: what this torch lists, and where its documents say otherwise.
 
-python docs/op_reference.py > docs/op_reference.md
+The site makes its page of ops by this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CATEGORIES = ("lower_precision", "fp32", "promote")
 HEAD = """\
 # Op reference
 
-Written by `python docs/op_reference.py > docs/op_reference.md`; do not edit.
+Made by `python docs/op_reference.py`.
 
 What torch {torch} lists, as `distamp.OpLists.of_torch(device_type)` reads it off the kernels
 that are registered, and where a document of torch's says otherwise. *lower_precision*: inputs

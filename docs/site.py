@@ -42,6 +42,7 @@ def on_files(files: Any, config: Any) -> Any:
     pages = {page: (ROOT / name).read_text() for name, page in FROM_ROOT.items()}
     pages["reference/launcher.md"] = launcher()
     pages["reference/command_line.md"] = command_line()
+    pages["reference/ops.md"] = ops()
     for path in sorted((ROOT / "examples").glob("*.py")):
         pages[f"examples/{path.stem}.md"] = example(path)
     for uri, text in pages.items():
@@ -106,6 +107,14 @@ def launcher() -> str:
     text = parser().format_help().strip()
     page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", text, "```", ""]
     return "\n".join(page)
+
+
+def ops() -> str:
+    """Return what this torch lists, op by op."""
+    sys.path.insert(0, str(DOCS))
+    from op_reference import page
+
+    return "\n".join(page())
 
 
 def command_line() -> str:

@@ -6,6 +6,7 @@ the CPU stands in the place of CUDA. A comment before a block says what is speci
 
     <!-- ranks: 2 -->            the whole page runs on that many ranks, with a process group
     <!-- not run: the reason --> it is compiled, and not run
+    <!-- run: name -->           a test of its own runs it (`OWN_TESTS`)
 """
 
 import contextlib
@@ -27,10 +28,10 @@ __all__ = ["PAGES", "Block", "blocks_of", "ranks_of", "run_page"]
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Pages whose code has a test of its own, with what it needs.
+# Pages with code that has a test of its own, with what it needs.
 OWN_TESTS = {
     "frameworks.md": "tests/trainers/test_frameworks_page.py",
-    "moving_from_apex.md": "tests/test_moving_from_apex.py",
+    "moving.md": "tests/test_moving_from_apex.py",
 }
 _BLOCK = re.compile(
     r"(?:<!-- (?P<how>[^>]*?) -->\n+)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
@@ -59,6 +60,11 @@ class Block:
     def reason(self) -> str:
         """Why it is not run; empty if it is."""
         return self.how.removeprefix("not run:").strip() if self.how.startswith("not run:") else ""
+
+    @property
+    def is_run_here(self) -> bool:
+        """Whether `run_page` runs it."""
+        return self.language == "python" and not re.match("run:|not run:", self.how)
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -113,7 +119,7 @@ def run_page(path: str) -> list[str]:
             code = block.code.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
             # Lines as they are on the page.
             compiled = compile("\n" * block.line + code, str(page), "exec")
-            if block.reason:
+            if not block.is_run_here:
                 continue
             try:
                 with contextlib.redirect_stdout(io.StringIO()):

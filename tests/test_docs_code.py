@@ -11,8 +11,7 @@ from distamp.__main__ import parser
 from launch.config import parser as launcher_parser
 from tests.docs_code import OWN_TESTS, PAGES, ROOT, blocks_of, ranks_of, run_page
 
-WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
-HERE = [page for page in WITH_CODE if page.name not in OWN_TESTS]
+HERE = [page for page in PAGES if any(b.is_run_here for b in blocks_of(page))]
 
 
 @pytest.mark.parametrize(
@@ -29,8 +28,14 @@ def test_the_code_of_a_page_for_two_ranks_runs_on_two(ranks2: Any, page: Path) -
     assert ranks2.run(run_page, str(page)) == [[], []]
 
 
+def test_code_that_is_run_elsewhere_has_a_test_that_is_there() -> None:
+    pages = {p.name for p in PAGES if any(b.how.startswith("run:") for b in blocks_of(p))}
+    assert pages == set(OWN_TESTS)
+    assert all((ROOT / test).is_file() for test in OWN_TESTS.values())
+
+
 def test_code_that_is_not_run_says_why() -> None:
-    left_out = [b for page in HERE for b in blocks_of(page) if b.how.startswith("not run")]
+    left_out = [b for page in PAGES for b in blocks_of(page) if b.how.startswith("not run")]
     assert all(len(block.reason) > 10 for block in left_out)
     assert len(left_out) <= 12, "run it, or leave it out of the docs"
 

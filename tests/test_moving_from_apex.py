@@ -1,4 +1,4 @@
-"""The two scripts of docs/moving_from_apex.md: both run, and learn the same."""
+"""The two scripts of docs/howto/moving.md: both run, and learn the same."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-PAGE = Path(__file__).parents[1] / "docs" / "moving_from_apex.md"
+PAGE = Path(__file__).parents[1] / "docs" / "howto" / "moving.md"
 EPOCHS = 3
 LEVELS = ["O0", "O1", "O2"]
 HALVES = ("before", "after")

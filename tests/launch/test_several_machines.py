@@ -50,7 +50,7 @@ def one_host(ranks4, text: Path, tmp_path: Path) -> jobs.Rows:
 
 def documented() -> list[str]:
     """The command of the page on several machines, without its --run-dir."""
-    page = (ROOT / "docs" / "several_machines.md").read_text()
+    page = (ROOT / "docs" / "howto" / "several_machines.md").read_text()
     command = "torchrun --nnodes 2" + page.partition("    torchrun --nnodes 2")[2]
     words = shlex.split(command.partition("\n\n")[0].replace("\\\n", " "))
     assert words[-2] == "--run-dir"

@@ -1,0 +1,68 @@
+"""How long the docs are: ``python -m tests.docs_words [PAGE ...]``.
+
+Words are those of ``wc -w``, code and tables included, of every page but docs/results, which
+are dated outputs. Sentences are those of running text: no code, no tables, no headings.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+__all__ = ["LONGEST", "MOST_LONG", "MOST_WORDS", "long_sentences", "pages", "sentences", "words"]
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+#: Words of all pages outside of docs/results.
+MOST_WORDS = 18_000
+#: A sentence of more words is long, and what share of all may be.
+LONGEST, MOST_LONG = 25, 0.02
+
+_BLOCK = re.compile(r"<!--.*?-->|^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+_LINE = re.compile(r"^(?: {4}(?! *[-*] )|\||#|:::|!!!).*$", re.MULTILINE)
+_LINK = re.compile(r"!?\[([^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\]\([^)\s]*\)(?:\{[^}]*\})?")
+_ITEM = re.compile(r"^ *(?:[-*]|\d+\.) +", re.MULTILINE)
+_END = re.compile(r"(?<=[.?!])[*_)\"']*\s+(?=[\"'(*_`]*[A-Z0-9`])")
+
+
+def pages() -> list[Path]:
+    """Return the pages that are counted."""
+    return [p for p in sorted(DOCS.rglob("*.md")) if DOCS / "results" not in p.parents]
+
+
+def words(page: Path) -> int:
+    """Return the words of a page, as ``wc -w`` counts them."""
+    return len(page.read_text().split())
+
+
+def sentences(page: Path) -> list[str]:
+    """Return the sentences of a page's running text."""
+    text = _LINE.sub("\n\n", _BLOCK.sub("\n\n", page.read_text()))
+    text = _LINK.sub(lambda match: match[1], text)
+    text = _ITEM.sub("\n\n", text)
+    paragraphs = [" ".join(each.split()) for each in re.split(r"\n\s*\n", text)]
+    return [sentence for each in paragraphs if each for sentence in _END.split(each)]
+
+
+def long_sentences(page: Path) -> list[str]:
+    """Return those of more than ``LONGEST`` words."""
+    return [each for each in sentences(page) if len(each.split()) > LONGEST]
+
+
+def main() -> None:
+    """Print words and long sentences, page by page, and of all."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("page", nargs="*", type=Path, help="show the long sentences of these")
+    chosen = parser.parse_args().page
+    for page in chosen:
+        print(*long_sentences(page), sep="\n")
+    rows = [(words(p), len(sentences(p)), len(long_sentences(p)), p) for p in chosen or pages()]
+    print(" words  sentences  long")
+    for count, every, long, page in sorted(rows, key=lambda row: row[0]):
+        print(f"{count:6,}  {every:9,}  {long:4}  {page.resolve().relative_to(ROOT)}")
+    total, every, long = (sum(row[place] for row in rows) for place in range(3))
+    share = f"{long / max(every, 1):.1%} of sentences have over {LONGEST} words"
+    print(f"{total:6,}  {every:9,}  {long:4}  of all; {share}")
+
+
+if __name__ == "__main__":
+    main()
