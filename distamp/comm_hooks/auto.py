@@ -168,7 +168,7 @@ def _send(wrapped: Wrapped, state: CommHookState, anchor: Tensor, sent: Tensor) 
     """Send gradients as a hook of this state does, or as torch in the dtype that it stands for."""
     for group in wrapped.over:
         out = None
-        if group is not wrapped.replicas:
+        if group in wrapped.shards:
             out = sent.new_empty(sent.numel() // group.size())
         if state.wire.encodes:
             state.reduce(sent, group, 1.0, out, parameters=[anchor]).wait()

@@ -173,27 +173,23 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> W
     pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
     meshes = [torch_compat.mesh_groups(group) for _, group in pairs]
     shards = list(dict.fromkeys(each for each, _ in meshes if each is not None))
-    by_torch = list(dict.fromkeys(each for _, each in meshes if each is not None))
-    refused = next(filter(None, (_refusal(*each, replicas, gathers) for each in pairs)), None)
-    if len(by_torch) > 1:
-        refused = refused or "modules have replicas on different ranks: give all one mesh"
-    if replicas is None and by_torch:
-        replicas = by_torch[0]
-    over = [*shards, *([] if replicas is None else [replicas])]
+    by_torch = [each for _, each in meshes if each is not None]
+    averaged = list(dict.fromkeys(by_torch if replicas is None else [replicas]))
+    size = next(each.size() for each in (*shards, *averaged))
     numels, dtypes = [], Counter[torch.dtype]()
     for _, group in pairs:
         numels.append(sum(each.sharded_param.numel() for each in group.fsdp_params))
         dtypes[_reduced_in(group)] += numels[-1]
     return Wrapped(
-        over=over,
-        replicas=replicas,
+        shards=shards,
+        replicas=averaged,
         formats=list(WIRE_FORMATS),
         dtype=dtypes.most_common(1)[0][0],
         devices=[pairs[0][1].device],
-        numel=-(-max(numels) // over[0].size()) * over[0].size(),
+        numel=-(-max(numels) // size) * size,
         what=f"{sum(numels)} elements",
-        refused=refused,
         attach=partial(_attach, model, pairs, replicas),
+        refused=next(filter(None, (_refusal(*each, replicas, gathers) for each in pairs)), None),
     )
 
 
@@ -211,11 +207,6 @@ def _refusal(
 ) -> str | None:
     """Return why a module takes no hook, or has replicas that hold other shards."""
     name, (shards, by_torch) = type(module).__name__, torch_compat.mesh_groups(group)
-    if len(torch_compat.param_groups(module)) > 1:
-        return (
-            f"{name} shards its parameters over several meshes, for which torch takes no custom "
-            "reduce-scatter: apply fully_shard with one mesh to each module"
-        )
     by_hook = replicas is not None or by_torch is not None
     custom = torch_compat.custom_collective(group, gathers, by_hook)
     if custom is not None:
@@ -248,13 +239,14 @@ def _attach(
     modules = [module for module, _ in pairs]
     for module, group in pairs:
         shards, by_torch = torch_compat.mesh_groups(group)
-        comm = WireReduceScatter(state, group, modules, replicas)  # type: ignore[arg-type]
+        between = by_torch if replicas is None else replicas
+        comm = WireReduceScatter(state, group, modules, between)  # type: ignore[arg-type]
         # What stays on a host is not rounded.
         inside = (
             shards is not None
-            and replicas is not None
+            and between is not None
             and tables[shards].on_one
-            and not tables[replicas].on_one
+            and not tables[between].on_one
         )
         if state.wire.encodes:
             if by_torch is not None:
@@ -262,7 +254,7 @@ def _attach(
             if not inside:
                 module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
             comm.prepare(None if inside else shards)
-        if replicas is not None and (state.wire.encodes or by_torch is None):
+        if between is not None and (state.wire.encodes or by_torch is None):
             # Of these torch knows nothing: without a hook they would differ.
             module.set_all_reduce_hook(comm.between_replicas)
         if gather is not None and shards is not None and not inside:

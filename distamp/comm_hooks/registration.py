@@ -58,8 +58,9 @@ def register(
         The state of the hook: it has ``stats()``, and is the argument of ``DistGradScaler.attach``.
 
     Raises:
-        ValueError: The format is unknown; the model has a hook already; replicas hold another
+        ValueError: The format is unknown; FSDP2 has a hook already; replicas hold another
             shard; the format is wider than the gradients; the group is not so many hosts.
+        RuntimeError, AssertionError: torch's own, of a DDP or FSDP1 model that takes no hook.
         TypeError: The model is none of these wrappers, or replicas are no ProcessGroup (a
             DeviceMesh, for example).
         LockstepError: A rank registers another format, has another model, or raises one of the

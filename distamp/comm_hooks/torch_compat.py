@@ -22,12 +22,9 @@ __all__ = [
     "GradBucket",
     "all_gather",
     "all_gather_as_torch",
-    "all_reduce_in_graph",
     "completed",
     "custom_collective",
-    "ddp_hook_name",
     "default_group",
-    "fsdp1_hook",
     "in_backward_pass",
     "is_destroyed",
     "mesh_groups",
@@ -161,32 +158,13 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def ddp_hook_name(model: Any) -> str | None:
-    """Return the name of a DDP module's communication hook; None without one."""
-    name: str | None = _private(model, "_get_ddp_logging_data")().get("comm_hook")
-    return name
-
-
 def not_compiled(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` was given; any other as it is."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
 
 
-def all_reduce_in_graph(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over ranks, as a node of a graph that is being compiled."""
-    from torch.distributed import _functional_collectives as functional_collectives
-
-    total: Tensor = functional_collectives.all_reduce(values, "sum", group)
-    return total
-
-
 # -- FSDP -------------------------------------------------------------------------------------
-
-
-def fsdp1_hook(unit: Any) -> Any | None:
-    """Return the hook of an FSDP1 unit, if it has one."""
-    return _private(unit, "_comm_hook")
 
 
 def param_groups(module: Any) -> list[Any]:

@@ -16,7 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS, WireFormat
 from distamp.comm_hooks.state import CommHookState, reals_in, state_of
 from distamp.comm_hooks.torch_compat import GradBucket
@@ -71,18 +70,16 @@ def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
 
 
 def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
-    """Average what DDP, or its compiled reducer, hands to a hook, in the format of ``state``.
+    """Average what DDP hands to a hook, in the format of ``state``.
 
     Returns and raises what `fp16_compress_hook` does.
     """
     given: Any = bucket
     if isinstance(given, tuple):
-        # Of one gradient, in a graph, which has no place for a thread. Its result is taken from the
-        # gradient itself, and the future is not looked at.
-        gradient, group = given[0], state.process_group
-        state.counts.fallbacks["gradient all-reduced by torch.compile's Python reducer"] += 1
-        mean = torch_compat.all_reduce_in_graph(gradient / group.size(), group)
-        return gradient.copy_(mean)  # type: ignore[no-any-return]
+        raise RuntimeError(
+            "torch.compile's Python reducer has no buckets for a communication hook: leave "
+            "torch._dynamo.config.optimize_ddp as it is, or register no hook"
+        )
     buffer = bucket.buffer()
     if buffer.is_sparse:
         group = state.process_group
@@ -123,13 +120,6 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
     for each in trained:
         numels[each.dtype.to_real()] += reals_in(each)
     dtype, numel = numels.most_common(1)[0]
-    name, refused = torch_compat.ddp_hook_name(model), None
-    if name is not None:
-        shown = "built into torch" if name.startswith("BuiltinCommHookType") else name
-        refused = (
-            f"the model has a communication hook already ({shown}), and can have only one; to "
-            "register another, wrap the model again"
-        )
 
     def attach(state: CommHookState, gather: WireFormat | None, tables: Tables) -> None:
         state.name_parameters(model.module.named_parameters())
@@ -140,14 +130,13 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
             model.register_comm_hook(model.process_group, casting)
 
     return Wrapped(
-        over=[model.process_group],
-        replicas=model.process_group,
+        shards=[],
+        replicas=[model.process_group],
         formats=list(WIRE_FORMATS),
         dtype=dtype,
         devices=list(dict.fromkeys(each.device for each in trained)),
         numel=min(numel, max(1, model.bucket_bytes_cap // dtype.itemsize)),
         what=f"{sum(numels.values())} elements",
-        refused=refused,
         attach=attach,
         torchs=True,
     )
@@ -206,19 +195,9 @@ def fsdp1(model: Any) -> Wrapped:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     units = FullyShardedDataParallel.fsdp_modules(model)
-    refused = None
-    if any(torch_compat.fsdp1_hook(unit) is not None for unit in units):
-        refused = "this FSDP1 model has a communication hook already: register one only"
-    elif "HYBRID" in model.sharding_strategy.name:
-        refused = (
-            f"FSDP1 takes no communication hook with {model.sharding_strategy}: use FSDP2, or one "
-            "of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"
-        )
-    elif not model.check_is_root():
-        refused = "this FullyShardedDataParallel is inside another: register on the outermost one"
     own = next((each.dtype for each in model.parameters()), torch.float32)
-    policy = units[0].mixed_precision
-    group = model.process_group
+    policy, group = units[0].mixed_precision, model.process_group
+    whole = model.sharding_strategy.name == "NO_SHARD"
 
     def attach(state: CommHookState, gather: WireFormat | None, tables: Tables) -> None:
         if state.wire.encodes:
@@ -226,14 +205,13 @@ def fsdp1(model: Any) -> Wrapped:
             model.register_comm_hook(low, partial(_reduce_fsdp1, state))
 
     return Wrapped(
-        over=[group],
-        replicas=group if model.sharding_strategy.name == "NO_SHARD" else None,
+        shards=[] if whole else [group],
+        replicas=[group] if whole else [],
         # Units are not reduced in the same buckets at every step, as error feedback needs.
         formats=["fp16", "bf16"],
         dtype=policy.reduce_dtype or policy.param_dtype or own,
         devices=[model.compute_device],
         numel=SAMPLE // group.size() * group.size(),
         what=f"{len(units)} FullyShardedDataParallel",
-        refused=refused,
         attach=attach,
     )

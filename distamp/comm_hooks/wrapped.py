@@ -24,29 +24,34 @@ class Wrapped:
     """A wrapped model, and how it takes a hook.
 
     Args:
-        over: The ranks that gradients are exchanged over, one group after another.
-        replicas: Which of these averages; over others they are reduce-scattered.
+        shards: The ranks that gradients are reduce-scattered over.
+        replicas: Those that they, or shards of them, are averaged over.
         formats: Names of the formats that it takes, if gradients are wide enough.
         dtype: In which most gradients are reduced. Others, if they do not fit, go as they are.
         devices: Where they lie.
         numel: How many are exchanged together, where most are.
         what: The model in words.
-        refused: Why it takes no hook, or not these options.
         attach: Fills torch's hook points, given a state, the format in which weights are gathered,
-            and where ranks are.
+            and where ranks are. Where one is taken, torch's DDP and FSDP1 raise.
+        refused: Why it takes no hook, or not these options.
         torchs: Whether it takes torch's own bf16 hook.
     """
 
-    over: Sequence[ProcessGroup]
-    replicas: ProcessGroup | None
+    shards: Sequence[ProcessGroup]
+    replicas: Sequence[ProcessGroup]
     formats: Sequence[str]
     dtype: torch.dtype
     devices: Sequence[torch.device]
     numel: int
     what: str
-    refused: str | None
     attach: Callable[[CommHookState, WireFormat | None, Tables], None]
+    refused: str | None = None
     torchs: bool = False
+
+    @property
+    def over(self) -> list[ProcessGroup]:
+        """All these."""
+        return [*self.shards, *self.replicas]
 
     def fitting(self) -> list[str]:
         """Return the names of the formats in which gradients do not grow."""
