@@ -28,7 +28,7 @@ from distamp.comm_hooks.formats import Feedback, Source, WireFormat
 from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.plans import Part, Plan, bucket_plan, shard_plan, weight_plan
 from distamp.comm_hooks.stats import HookStats
-from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane, Transport
+from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane
 
 __all__ = ["Exchange"]
 
@@ -93,7 +93,7 @@ class Exchange:
             self._math = kernels
         outer = [ranks[self.local] for ranks in hosts.ranks]
         levels = {"inner": hosts.ranks[self.host], "outer": outer, "all": range(self._size)}
-        self.transport: Transport
+        self.transport: HostTransport | DeviceTransport
         if device.type == "cpu":
             self.transport = HostTransport(hosts.name, group, levels, stats)
         else:

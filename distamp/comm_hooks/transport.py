@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,7 @@ from torch.futures import Future
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.stats import HookStats
 
-__all__ = ["DeviceTransport", "HostTransport", "Job", "Lane", "Transport"]
+__all__ = ["DeviceTransport", "HostTransport", "Job", "Lane"]
 
 LANES = 2
 
@@ -61,35 +60,24 @@ Job: TypeAlias = Callable[[Lane], Tensor]
 Levels: TypeAlias = Mapping[str, Sequence[int]]
 
 
-class Transport(ABC):
-    """Runs jobs in turn on two lanes, while the caller goes on; sends what they send.
+class _Lanes:
+    """The lanes of a transport, and the first failure, after which nothing is exchanged."""
 
-    Owned by whoever makes it, and given back by `close`, when it is collected, or as the
-    interpreter ends. Unlike groups of ``torch.distributed.new_group``, its connections are no
-    other's, and making them concerns their own ranks alone.
-    """
-
-    # What survives a call: the lanes and whose turn it is; the first failure, after which nothing
-    # is exchanged; what gives the connections back.
+    # What survives a call: the lanes, and whose turn it is; why nothing is exchanged.
     def __init__(self, device: torch.device) -> None:
         self.lanes = [Lane(index, device) for index in range(LANES)]
         self._count = 0
         self._failure: str | None = None
-        self._finalizer: Callable[[], object] = lambda: None
 
-    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
-        """Return the future of what ``job`` returns; whoever waits for it raises what it raised.
-
-        Args:
-            job: What to do with a lane.
-            uses: Tensors of the caller that the job reads or writes.
+    def next(self) -> Lane:
+        """Return the lane of the next job.
 
         Raises:
-            RuntimeError: A job failed before, or it is closed.
+            RuntimeError: A job failed before, on any lane, or it is closed.
         """
         self.check()
         self._count += 1
-        return self._submit(self.lanes[self._count % LANES], job, uses)
+        return self.lanes[self._count % LANES]
 
     def check(self) -> None:
         """Raise where a job failed before, on any lane, or it is closed."""
@@ -97,57 +85,17 @@ class Transport(ABC):
             raise RuntimeError(self._failure)
 
     def failed(self, error: Exception) -> None:
-        """Keep the first failure."""
+        """Exchange nothing any more."""
         self._failure = self._failure or (
             f"an exchange of gradients failed before ({error}): no gradients are exchanged any "
             "more; end this job, and start it again from its last checkpoint"
         )
 
-    def close(self) -> None:
-        """Give threads and connections back, when what was submitted is done. Not collective."""
-        self._wait()
+    def closed(self) -> None:
+        """Exchange nothing any more."""
         self._failure = self._failure or (
             "this communication hook was closed: wrap the model and register a hook again"
         )
-        self._finalizer()
-
-    @abstractmethod
-    def _submit(self, lane: Lane, job: Job, uses: Sequence[Tensor]) -> Future[Tensor]: ...
-
-    @abstractmethod
-    def _wait(self) -> None: ...
-
-    @abstractmethod
-    def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
-        """Send each other rank of a level its row, and receive one from each.
-
-        Args:
-            level: That of `Levels`.
-            lane: Whose messages they are.
-            received: uint8 (ranks, bytes), contiguous; nothing is known of this rank's own row.
-            sent: The same.
-        """
-
-    @abstractmethod
-    def all_to_all_parts(
-        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
-    ) -> None:
-        """Do the same with a tensor for each rank, of its own length, which may be none."""
-
-    @abstractmethod
-    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
-        """Send a row to each rank of a level, and receive each one's.
-
-        Args:
-            level: That of `Levels`.
-            lane: Whose messages they are.
-            rows: uint8 (ranks, bytes), contiguous.
-            own: uint8 (1, bytes): this rank's row in ``rows``, or memory elsewhere.
-        """
-
-    @abstractmethod
-    def all_reduce(self, lane: Lane, values: Tensor) -> None:
-        """Add up a few values over all ranks, in place."""
 
 
 class _Turn:
@@ -168,10 +116,15 @@ class _Turn:
         self.over.set()
 
 
-class HostTransport(Transport):
-    """See `Transport`. Exchanges with one rank after another, and one bucket after another.
+class HostTransport(_Lanes):
+    """Runs jobs in turn on two lanes, while the caller goes on; sends what they send.
 
-    Streams that share a link divide it unevenly, and all wait for the slowest.
+    Owned by whoever makes it, and given back by `close`, when it is collected, or as the
+    interpreter ends. Unlike groups of ``torch.distributed.new_group``, its connections are no
+    other's, and making them concerns their own ranks alone.
+
+    Exchanges with one rank after another, and one bucket after another: streams that share a link
+    divide it unevenly, and all wait for the slowest.
 
     Args:
         name: Of a new gloo backend, the same on all ranks and no other's.
@@ -181,7 +134,8 @@ class HostTransport(Transport):
     """
 
     # A thread a lane, which takes its jobs in turn, and which the interpreter joins before it ends:
-    # one that it finds in torch aborts the process. What ends the turn of the last job.
+    # one that it finds in torch aborts the process. What ends the turn of the last job. What gives
+    # threads and connections back.
     def __init__(self, name: str, group: ProcessGroup, levels: Levels, stats: HookStats) -> None:
         super().__init__(torch.device("cpu"))
         self._workers = [ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes]
@@ -190,13 +144,29 @@ class HostTransport(Transport):
         self._rank, self._levels, self._stats = group.rank(), levels, stats
         self._finalizer = weakref.finalize(self, _end, self._workers, self._backends)
 
-    def _submit(self, lane: Lane, job: Job, uses: Sequence[Tensor]) -> Future[Tensor]:
-        done, turn = Future[Any](), _Turn(self._over)
+    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
+        """Return the future of what ``job`` returns; whoever waits for it raises what it raised.
+
+        Args:
+            job: What to do with a lane.
+            uses: Tensors of the caller that the job reads or writes.
+
+        Raises:
+            RuntimeError: A job failed before, or it is closed.
+        """
+        lane, done, turn = self.next(), Future[Any](), _Turn(self._over)
         self._over = turn.over
         self._workers[lane.index].submit(self._run, job, lane, turn, done)
         # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
         # a callback, which starts no collective, it arrives as an error.
         return done.then(_value_or_raise)
+
+    def close(self) -> None:
+        """Give threads and connections back, when what was submitted is done. Not collective."""
+        for worker in self._workers:
+            worker.shutdown()
+        self.closed()
+        self._finalizer()
 
     def _run(self, job: Job, lane: Lane, turn: _Turn, done: Future[Any]) -> None:
         lane.turn = turn
@@ -214,29 +184,21 @@ class HostTransport(Transport):
         with turn:
             done.set_result(outcome)
 
-    def _wait(self) -> None:
-        for worker in self._workers:
-            worker.shutdown()
-
     def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
-        """See `Transport.all_to_all`."""
+        """Send each other rank of a level its row, and receive one from each.
+
+        Args:
+            level: That of `Levels`.
+            lane: Whose messages they are.
+            received: uint8 (ranks, bytes), contiguous; nothing is known of this rank's own row.
+            sent: The same.
+        """
         self.all_to_all_parts(level, lane, received.unbind(), sent.unbind())
-
-    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
-        """See `Transport.all_gather`."""
-        self.all_to_all_parts(level, lane, rows.unbind(), [own] * len(rows))
-        rows[self._levels[level].index(self._rank)] = own[0]
-
-    def all_reduce(self, lane: Lane, values: Tensor) -> None:
-        """See `Transport.all_reduce`."""
-        self.check()
-        (backend,) = self._backends
-        backend.allreduce([values]).wait()
 
     def all_to_all_parts(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
-        """See `Transport.all_to_all_parts`."""
+        """Do the same with a tensor for each rank, of its own length, which may be none."""
         start = time.perf_counter()
         self.check()
         (backend,), ranks = self._backends, self._levels[level]
@@ -253,6 +215,24 @@ class HostTransport(Transport):
                 work.wait()
         self._stats.seconds_waiting += time.perf_counter() - start
 
+    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
+        """Send a row to each rank of a level, and receive each one's.
+
+        Args:
+            level: That of `Levels`.
+            lane: Whose messages they are.
+            rows: uint8 (ranks, bytes), contiguous.
+            own: uint8 (1, bytes): this rank's row in ``rows``, or memory elsewhere.
+        """
+        self.all_to_all_parts(level, lane, rows.unbind(), [own] * len(rows))
+        rows[self._levels[level].index(self._rank)] = own[0]
+
+    def all_reduce(self, lane: Lane, values: Tensor) -> None:
+        """Add up a few values over all ranks, in place."""
+        self.check()
+        (backend,) = self._backends
+        backend.allreduce([values]).wait()
+
 
 def _value_or_raise(done: Future[Any]) -> Tensor:
     outcome: Tensor | Exception = done.value()
@@ -261,10 +241,10 @@ def _value_or_raise(done: Future[Any]) -> Tensor:
     return outcome
 
 
-class DeviceTransport(Transport):
-    """See `Transport`; arguments as of `HostTransport`, and the device."""
+class DeviceTransport(_Lanes):
+    """As `HostTransport`, on a device, of which each lane has a stream."""
 
-    # A stream for each lane, and communicators by level and lane.
+    # A stream for each lane, and communicators by level and lane; what gives these back.
     def __init__(
         self, name: str, group: ProcessGroup, levels: Levels, device: torch.device
     ) -> None:
@@ -280,7 +260,9 @@ class DeviceTransport(Transport):
         }
         self._finalizer = weakref.finalize(self, _end, [], self._backends)
 
-    def _submit(self, lane: Lane, job: Job, uses: Sequence[Tensor]) -> Future[Tensor]:
+    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
+        """As `HostTransport.submit`; the caller puts what the job does on a stream."""
+        lane = self.next()
         stream = self._streams[lane.index]
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         result: Future[Tensor] = Future(devices=[self._device])
@@ -294,26 +276,29 @@ class DeviceTransport(Transport):
                 raise
         return result
 
-    def _wait(self) -> None:
+    def close(self) -> None:
+        """As `HostTransport.close`."""
         for stream in self._streams:
             stream.synchronize()
+        self.closed()
+        self._finalizer()
 
     def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
-        """See `Transport.all_to_all`. One buffer: its cost does not grow with the ranks."""
+        """As `HostTransport.all_to_all`. One buffer: its cost does not grow with the ranks."""
         self._backends[level, lane.index].alltoall_base(received, sent, [], []).wait()
 
     def all_to_all_parts(
         self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
-        """See `Transport.all_to_all_parts`."""
+        """As `HostTransport.all_to_all_parts`."""
         self._backends[level, lane.index].alltoall([*received], [*sent]).wait()
 
     def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
-        """See `Transport.all_gather`."""
+        """As `HostTransport.all_gather`."""
         torch_compat.all_gather(self._backends[level, lane.index], rows, own).wait()
 
     def all_reduce(self, lane: Lane, values: Tensor) -> None:
-        """See `Transport.all_reduce`."""
+        """As `HostTransport.all_reduce`."""
         self._backends["all", lane.index].allreduce([values]).wait()
 
 
