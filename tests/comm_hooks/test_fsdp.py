@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 
 from distamp.comm_hooks import (
     LowPrecisionState,
+    exchange,
     formats,
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
@@ -337,6 +338,26 @@ def test_after_an_exchange_that_failed_every_later_pass_raises_too(new_ranks):
     for said, reduced in new_ranks(2, group_timeout=60).run(_fails):
         assert not reduced
         assert len(set(said)) == 1, "the first failure, again"
+
+
+def _plans(sizes: int) -> list[int]:
+    """How many plans there are of a model of modules of so many sizes, after each of two steps."""
+    model: Any = nn.ModuleList(nn.Linear(40 + each, 60) for each in range(sizes))
+    for each in model:
+        fully_shard(each, mesh=mesh((dist.get_world_size(),), ("shard",)))
+    made = []
+    with patch.object(exchange, "shard_plan", wraps=exchange.shard_plan) as plan:
+        register(model, "fp16")
+        for _ in range(2):
+            losses = [each(torch.ones(1, each.in_features)).sum() for each in model]
+            torch.stack(losses).sum().backward()
+            made.append(plan.call_count)
+    return made
+
+
+def test_plans_of_more_than_32_sizes_of_modules_are_made_once(ranks2):
+    for made in ranks2.run(_plans, 40):
+        assert made == [40, 40]
 
 
 # -- FSDP1 -----------------------------------------------------------------------------------------

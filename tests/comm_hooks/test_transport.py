@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import comm_hooks_lanes
 from distamp import comm_hooks
 from distamp.comm_hooks import torch_compat, transport
 from tests.comm_hooks.training import inputs, mlp
@@ -51,11 +53,12 @@ def test_a_process_ends_while_a_lane_is_still_in_torch():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def _counts() -> tuple[int, int]:
-    """Threads and sockets of this process."""
+def _counts() -> tuple[int, int, int]:
+    """Threads, sockets and process groups of this process."""
     links = (os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink())
     threads = sum(each.name.startswith("distamp") for each in threading.enumerate())
-    return threads, sum(link.startswith("socket") for link in links)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return threads, sum(link.startswith("socket") for link in links), groups
 
 
 def _step(how: str) -> None:
@@ -68,7 +71,7 @@ def _step(how: str) -> None:
             model(inputs(0, 31)).sum().backward()
 
 
-def _again(how: str, times: int) -> tuple[tuple[int, int], ...]:
+def _again(how: str, times: int) -> tuple[tuple[int, int, int], ...]:
     """Before, after one model, and after so many more."""
     gc.collect()
     found = [_counts()]
@@ -86,6 +89,22 @@ def test_threads_and_connections_are_given_back(ranks2, how):
     for before, first, last in ranks2.run(_again, how, 8):
         assert last == first
         assert first[0] == before[0]
+
+
+def _grown(how: str, times: int) -> tuple[tuple[tuple[int, int, int], ...], float]:
+    """The same, and how many megabytes the process has grown by, after as many before."""
+    _again(how, times)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = _again(how, times)
+    return found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_fifty_times_take_no_more_than_one(new_ranks, how):
+    for (_, first, last), grown in new_ranks(2).run(_grown, how, 50):
+        assert last == first
+        assert grown < 4
 
 
 def _destroyed() -> tuple[str, int]:
@@ -148,3 +167,10 @@ def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock
     # The stage's ranks alone, no split of the default group; none for a level of one rank.
     assert first == ([(0, 2, True)] * 2, {-1}, [1, 1])
     assert last == ([(1, 2, True)] * 2, {-1}, [1, 1])
+
+
+def test_lanes_overlap_because_each_has_its_own_communicators():
+    own, shared, one = comm_hooks_lanes.ways(comm_hooks_lanes.arguments().parse_args([])).values()
+    # On an imagined clock, which counts what each waits for.
+    assert shared > 1.3 * own
+    assert one > shared

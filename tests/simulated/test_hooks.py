@@ -180,6 +180,25 @@ def test_roots_never_share_a_buffer_in_flight(sim_ranks):
     assert max(sim_ranks(4).run(_roots, True)) > 0.04
 
 
+def _fails() -> list[str]:
+    """What exchanges on both lanes say after one that failed."""
+    model = DistributedDataParallel(nn.Linear(8, 8).to(here()))
+    state, bucket, said = register(model, "fp16"), torch.ones(4096, device=here()), []
+    failing = patch.object(formats, "encode", side_effect=RuntimeError("out of memory"))
+    with failing, pytest.raises(RuntimeError, match="out of memory"):
+        state.average(bucket, [])
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            state.average(bucket, [])
+        said.append(str(raised.value))
+    return said
+
+
+def test_every_lane_of_a_device_keeps_a_failure(sim2):
+    for said in sim2.run(_fails):
+        assert all("failed before (out of memory)" in each for each in said)
+
+
 class _Launches(TorchDispatchMode):
     """Counts what a device would launch, bytes that are allocated, and pinned memory."""
 
