@@ -24,7 +24,7 @@ from distamp.gradients import (
 )
 from distamp.groups import Group, GroupLike, gather_sums, resolve
 from distamp.optimizers import unwrapped
-from distamp.sources import source_of
+from distamp.sources import GradientSource, source_of
 
 __all__ = [
     "Chosen",
@@ -81,9 +81,8 @@ class Chosen(NamedTuple):
     multiplied: list[Tensor]
 
 
-def share_of(optimizer: Any) -> Share:
+def share_of(source: GradientSource) -> Share:
     """Return what an optimizer, or the one it wraps, steps on this rank."""
-    source = source_of(optimizer)
     pairs = source.stepped()
     return Share(pairs, len(pairs) < len(source.parameters()))
 
@@ -108,11 +107,12 @@ def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
     shares: list[Share] = []
     left = {key for key, parameter in wanted.items() if parameter.grad is not None}
     for optimizer in optimizers:
-        share = share_of(optimizer)
+        source = source_of(optimizer)
+        share = share_of(source)
         pairs = share.pairs
         if wanted:
             held = {id(p) for pair in pairs for p in pair}
-            held.update(map(id, source_of(optimizer).parameters()))
+            held.update(map(id, source.parameters()))
             if not held & wanted.keys():
                 continue
             left -= held
@@ -134,7 +134,8 @@ def choose_unscaled(given: Any) -> Chosen:
     if not _is_optimizer(given):
         parameters = _parameters(given)
         return Chosen([], [Share([(p, p) for p in parameters])], parameters)
-    source, share = source_of(given), share_of(given)
+    source = source_of(given)
+    share = share_of(source)
     multiplied = [stepped for _, stepped in share.pairs]
     if source.casts and multiplied:  # optimizer.step() then takes them from the masters
         one = flag_of(True, multiplied[0].device)

@@ -1,11 +1,9 @@
-"""What a scaler knows of each optimizer, and what an optimizer's own kernel takes."""
+"""What is known of an optimizer: in an iteration, and beyond it; and what its flags are."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +16,21 @@ from distamp.errors import StageError
 from distamp.gradients import flag_of
 from distamp.guard.ranks import Flag
 from distamp.optimizers import innermost, unwrapped
+from distamp.sources import GradientSource
 
 __all__ = [
     "OWN",
-    "Agreed",
     "OptimizerState",
     "OptimizerStates",
+    "Resolved",
     "StepCounts",
     "as_tensor",
     "check_step",
     "check_unscale",
-    "leaves_garbage",
     "merged",
-    "names_of_step",
-    "stepping",
-    "takes_flags",
-    "takes_scaler",
 ]
 
-#: Where in torch's record of an iteration our own `Agreed` lies.
+#: Where in torch's record of an iteration our own `Resolved` lies.
 OWN = "distamp"
 
 
@@ -93,9 +87,8 @@ class OptimizerStates:
         # By the id of what is inside all wrappers, for some are unhashable.
         self._states: dict[int, OptimizerState] = {}
 
-    def find(self, given: Any) -> OptimizerState | None:
-        """Return the state of an optimizer; None if it was never seen, or is none."""
-        inside = innermost(given)
+    def find(self, inside: Any) -> OptimizerState | None:
+        """Return the state of what is inside all wrappers; None if it was never seen."""
         state = self._states.get(id(inside))
         return state if state is not None and state.inside() is inside else None
 
@@ -132,17 +125,33 @@ class OptimizerStates:
 
 
 @dataclass(slots=True, eq=False)
-class Agreed:
-    """What lies beside a flag that all ranks have agreed on.
+class Resolved:
+    """An optimizer as one iteration sees it, looked through once.
 
-    It is a part of torch's record of the iteration, so it goes where that is popped or replaced.
+    It lies in torch's record of the iteration, so it goes where that is popped or replaced.
 
     Args:
-        state: Of the optimizer; None where an error came before it was found.
+        given: What the user gave: perhaps a wrapper.
+        holder: What has the parameters.
+        inside: What is inside all wrappers.
+        source: Where its gradients are.
+        record: torch's record.
+        state: What survives an iteration; None until it is looked at.
+        only_check: Whether gradients stay as they are, for its own kernel unscales.
+        takes_flags: Whether its own kernel skips; asked by ``step``.
+        agreed: Whether the flags in the record are what all ranks agreed on.
         ranks: Those that overflowed, where the host knows.
     """
 
-    state: OptimizerState | None
+    given: Any
+    holder: Any
+    inside: Any
+    source: GradientSource
+    record: dict[str, Any]
+    state: OptimizerState | None = None
+    only_check: bool = False
+    takes_flags: bool = False
+    agreed: bool = False
     ranks: tuple[int, ...] | None = None
 
 
@@ -178,55 +187,3 @@ def merged(flags: Sequence[Tensor], device: torch.device) -> Flag:
 def as_tensor(flag: Flag, device: torch.device | str) -> Tensor:
     """Return a flag as 0-d float32, exactly 0 or 1; on ``device`` where the host knows it."""
     return flag.float() if isinstance(flag, Tensor) else flag_of(flag, device)
-
-
-# -- what an optimizer's own kernel takes ----------------------------------------------------------
-
-
-def stepping(given: Any) -> Any:
-    """Return whose own ``step`` runs: a wrapper that passes all names on has none."""
-    return given if hasattr(type(given), "step") else unwrapped(given)
-
-
-def takes_flags(optimizer: Any) -> bool:
-    """Return whether the optimizer's own kernel unscales and skips, as torch asks it.
-
-    One that a loaded state has made unfused does not: torch leaves its mark on the optimizer and
-    fails in the step.
-    """
-    optimizer = stepping(optimizer)
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if not type(optimizer).step.__module__.startswith("torch.optim."):
-        return True  # a step of its own, also of a subclass, does what the mark says
-    return all(group.get("fused", True) for group in optimizer.param_groups)
-
-
-@functools.lru_cache(maxsize=64)
-def names_of_step(kind: Hashable) -> frozenset[str]:
-    """Return the names of what the ``step`` of a class takes."""
-    return frozenset(inspect.signature(kind.step).parameters)  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=64)
-def takes_scaler(kind: Hashable) -> bool:
-    """Return whether the ``step`` of a class takes the scaler itself: torch's older protocol."""
-    return "grad_scaler" in inspect.signature(kind.step).parameters  # type: ignore[attr-defined]
-
-
-def leaves_garbage(optimizer: Any) -> bool:
-    """Return whether a step skipped inside the kernel would spoil the optimizer's state.
-
-    torch's fused SGD makes its momentum buffers uninitialised and fills them in the first step; if
-    the kernel skips that one, the next takes what lies there for momentum. So does a parameter
-    that came later.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    state = optimizer.state
-    return not all(
-        group["momentum"] == 0 or state.get(p, {}).get("momentum_buffer") is not None
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    )

@@ -14,10 +14,11 @@ from distamp import host
 from distamp.errors import NonFiniteGradients, SettingError, StageError
 from distamp.gradients import flag_of, local_gradients, power_of
 from distamp.groups import GroupLike, check_group
+from distamp.guard.asked import Guard
 from distamp.guard.optimizer_state import OWN
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Flag, Ranks
-from distamp.guard.steps import Differ, Guard, Steps, checked_limit, outside_the_graph
+from distamp.guard.steps import Steps, checked_limit, outside_the_graph
 from distamp.optimizers import parameters_of, unwrapped
 from distamp.sources import source_of
 
@@ -151,8 +152,8 @@ class StepGuard(Steps):
         power = power_of(local_gradients(source.parameters()), 2.0, found_inf.device)
         return {found_inf.device: found_inf.copy_(power.isfinite().logical_not())}
 
-    def _compared(self, divisor: Tensor) -> Differ:
-        return Differ(f"StepGuard(max_consecutive_skips={self._guard.limit})", (1.0, 0), True)
+    def _compared(self, divisor: Tensor) -> tuple[str, tuple[float, int], bool]:
+        return f"StepGuard(max_consecutive_skips={self._guard.limit})", (1.0, 0), True
 
     def _allows_fp16(self, only_check: bool) -> bool:
         return True
@@ -239,10 +240,8 @@ class StepGuard(Steps):
 
 def _was_taken(record: dict[str, Any]) -> bool:
     """Return whether masters have taken the gradients of an optimizer that waits for its step."""
-    state = record[OWN].state if OWN in record else None
-    optimizer = None if state is None else state.optimizer()
-    waits = record["stage"] is OptState.UNSCALED
-    return optimizer is not None and waits and source_of(optimizer).casts
+    waits = record["stage"] is OptState.UNSCALED and OWN in record
+    return waits and record[OWN].source.casts
 
 
 def _device_of(given: Any) -> torch.device:

@@ -18,9 +18,10 @@ from distamp.callers import stacklevel_of_caller
 from distamp.errors import StageError
 from distamp.gradients import carry_over
 from distamp.groups import Group, GroupLike, check_group
+from distamp.guard.asked import Guard
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Ranks
-from distamp.guard.steps import Differ, Guard, Steps, outside_the_graph
+from distamp.guard.steps import Steps, outside_the_graph
 from distamp.scaler import settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_schedule, read_state, written_schedule
 from distamp.scaler.joining import TakeOver
@@ -200,7 +201,8 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
     # -- what divides gradients ------------------------------------------------------------------
 
     def _divisor(self, call: str, given: Any) -> Tensor:
-        return self._check_scale_growth_tracker(call)[0]
+        scale = self._scale
+        return self._check_scale_growth_tracker(call)[0] if scale is None else scale
 
     def _inverse(self, divisor: Tensor) -> Tensor:
         """Return 1 / scale as torch computes it: in float64, as float32 can be off by one bit."""
@@ -212,12 +214,12 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             return own.inverse[1]
         return divisor.double().reciprocal().float()
 
-    def _compared(self, divisor: Tensor) -> Differ:
+    def _compared(self, divisor: Tensor) -> tuple[str, tuple[float, int], bool]:
         own = self._distamp
         if not self._guard.ranks.iteration:
             # Over a new group, or with a loaded state: the ranks compare how things stand.
             own.begun = (divisor.item(), self._get_growth_tracker())
-        return Differ(own.settings.text, own.begun, own.scaled)
+        return own.settings.text, own.begun, own.scaled
 
     def _allows_fp16(self, only_check: bool) -> bool:
         return only_check or self._distamp.settings.fp16_grads == "inplace"

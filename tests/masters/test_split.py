@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distamp import DistGradScaler, initialize
+from distamp import DistGradScaler, clip_grad_norm_, initialize
 from distamp.errors import SettingError
 from distamp.masters.split import join, split
 from distamp.precision import Precision
@@ -57,7 +57,7 @@ class ByHand:
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
         if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.copies, max_norm)
+            clip_grad_norm_(self.copies, max_norm)
         self.optimizer.step()
         for parameter, master in zip(self.parameters, self.copies, strict=True):
             parameter.copy_(half_away(master))
@@ -158,7 +158,7 @@ def _train(name: str, steps: int, resume_at: int | None = None) -> None:
         clips = step % 3 == 0
         if clips and scaler.is_enabled():
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(master_params(optimizer), 0.1)
+            clip_grad_norm_(master_params(optimizer), 0.1)
         elif clips:
             scaler.clip_grad_norm_(optimizer, 0.1)
         scaler.step(optimizer)

@@ -1,0 +1,319 @@
+"""What survives a call on a guard or scaler, and what can be asked of it and told it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from distamp.errors import StageError
+from distamp.gradients import flag_of
+from distamp.groups import GroupLike, check_group
+from distamp.guard import overflow
+from distamp.guard.optimizer_state import (
+    OWN,
+    OptimizerState,
+    OptimizerStates,
+    StepCounts,
+    as_tensor,
+    merged,
+)
+from distamp.guard.overflow import OverflowReport
+from distamp.guard.ranks import Ranks
+from distamp.optimizers import innermost, unwrapped
+from distamp.protocols import CommHook, Replay
+
+__all__ = ["Asked", "Guard"]
+
+
+def checked_hook(state: object) -> CommHook:
+    """Return the state of a hook that a scaler can tell of its scale.
+
+    Raises:
+        ValueError: The state of torch's PowerSGD.
+        TypeError: Something else that is none.
+    """
+    if type(state).__name__ == "PowerSGDState":
+        raise ValueError(
+            "PowerSGD cannot be joined with a scaler: its error feedback keeps an inf for ever, "
+            "and grows when the loss scale moves; use distamp.comm_hooks.register(model, 'int8'), "
+            "whose error feedback follows the scale"
+        )
+    if not isinstance(state, CommHook):
+        raise TypeError(
+            f"attach() takes what distamp.comm_hooks.register returned, not {type(state).__name__}"
+        )
+    return state
+
+
+class Guard:
+    """What survives a call, beside torch's records of the iteration.
+
+    Attributes:
+        ranks: Whom to agree with, and how far they have come together.
+        limit: The limit on skipped steps in a row.
+        names: Of parameters and buffers, for the log and the report.
+        optimizers: Those that were seen.
+        hooks: Communication hooks that are told of skips.
+        kept: torch's records of what was unscaled before an ``update`` and not stepped, where
+            another optimizer was: trainers unscale all, then step and update one by one.
+        skipped_at: What gradients were divided by in the last step that was skipped, for a report
+            after ``update``.
+        clips_agree: Whether a clip has found replicas alike: what differs later is a warning.
+        norm: The norm that was measured last, over one optimizer or several.
+        replay: What replays a step that was skipped.
+    """
+
+    __slots__ = (
+        "clips_agree",
+        "hooks",
+        "kept",
+        "limit",
+        "names",
+        "norm",
+        "optimizers",
+        "ranks",
+        "replay",
+        "skipped_at",
+    )
+
+    def __init__(self, ranks: Ranks, limit: int | None) -> None:
+        self.ranks = ranks
+        self.limit = limit
+        self.names: MutableMapping[Tensor, str] = {}
+        self.optimizers = OptimizerStates()
+        self.hooks: list[CommHook] = []
+        self.kept: dict[int, dict[str, Any]] = {}
+        self.skipped_at: float | None = None
+        self.clips_agree = False
+        self.norm: Tensor | None = None
+        self.replay: Replay | None = None
+
+
+class Asked:
+    """The methods of a guard and a scaler that send nothing, and those that every rank calls."""
+
+    _enabled: bool
+    _guard: Guard
+    _per_optimizer_states: dict[int, dict[str, Any]]
+    #: What gradients are divided by.
+    get_scale: Callable[[], float]
+
+    def _divisor(self, call: str, given: Any) -> Tensor:
+        """Return what gradients are divided by, 0-d float32, on the device of the flags."""
+        raise NotImplementedError
+
+    def _state(self, given: Any) -> OptimizerState:
+        optimizers = self._guard.optimizers
+        return optimizers.find(innermost(given)) or optimizers.add(given)
+
+    def _record_of(self, optimizer: Any) -> dict[str, Any] | None:
+        """Return torch's record of this iteration, or what is kept of the last; None without."""
+        key = id(innermost(optimizer))
+        return self._per_optimizer_states.get(key) or self._guard.kept.get(key)
+
+    def add_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Make optimizers known before their first ``step``.
+
+        Gradients of an optimizer that is known are carried over when the scale changes before its
+        first step. `distamp.initialize` and the integrations do this.
+
+        Raises:
+            TypeError: Not an optimizer.
+        """
+        for optimizer in optimizers if self._enabled else ():
+            self._state(optimizer)
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer's gradients are unscaled and wait for their ``step``."""
+        if not self._enabled:
+            return False
+        record = self._record_of(optimizer)
+        return record is not None and record["stage"] is OptState.UNSCALED
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
+
+        Also works after ``update``. Use it to advance a learning-rate schedule or an EMA only on
+        steps that were taken.
+
+        Raises:
+            StageError: ``step(optimizer)`` was never called.
+        """
+        if not self._enabled:
+            return True
+        last = self._asked("stepped", optimizer, "step()").last_step
+        if last is None:
+            raise StageError("stepped() was called before step() for this optimizer")
+        return not bool(last)
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Return the flag of the last check, the same on all ranks; never waits.
+
+        Returns:
+            0-d float32: 1.0 if a rank found inf or NaN, else 0.0; after ``step``, whether it was
+            skipped.
+
+        Raises:
+            StageError: The optimizer was never checked.
+        """
+        if not self._enabled:
+            return flag_of(False, "cpu")
+        flag, record = self._asked("found_inf", optimizer).last_step, self._record_of(optimizer)
+        device = self._divisor("found_inf", optimizer).device
+        if record is not None and OWN in record and record["stage"] is not OptState.STEPPED:
+            flag = merged(list(record["found_inf_per_device"].values()), device)
+        if flag is None:
+            raise StageError(
+                "found_inf() was called before unscale_() or step() for this optimizer"
+            )
+        return as_tensor(flag, device)
+
+    def step_counts(self, optimizer: torch.optim.Optimizer) -> StepCounts:
+        """Return how many steps of this optimizer were taken and skipped; may wait.
+
+        Raises:
+            StageError: The scaler never saw the optimizer.
+        """
+        if not self._enabled:
+            return StepCounts(0, 0)
+        self._guard.ranks.settle()
+        taken, skipped, _, spikes = self._asked("step_counts", optimizer).counts
+        return StepCounts(taken, skipped, spikes)
+
+    def grad_norm(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """Return the norm of the last step that measured one, before clipping; never waits.
+
+        Args:
+            optimizer: Of its last ``step(max_norm=)``; None: the last that was measured, which is
+                the joint one after ``step_all(max_norm=)`` or ``clip_grad_norm_``.
+
+        Returns:
+            0-d float32, the same on all ranks, unscaled.
+
+        Raises:
+            StageError: No norm was measured.
+        """
+        state = None if optimizer is None else self._guard.optimizers.find(innermost(optimizer))
+        norm = self._guard.norm if optimizer is None else None
+        norm = norm if state is None else state.norm
+        if norm is None:
+            raise StageError(
+                "grad_norm() was called before a norm was measured: by step(optimizer, max_norm=)"
+            )
+        return norm
+
+    def _asked(
+        self, question: str, optimizer: Any, before: str = "unscale_() or step()"
+    ) -> OptimizerState:
+        state = self._guard.optimizers.find(innermost(optimizer))
+        if state is None:
+            raise StageError(
+                f"{question}() was called before {before} for this "
+                f"{type(unwrapped(optimizer)).__name__}"
+            )
+        return state
+
+    def overflow_report(self, model: torch.nn.Module | None = None) -> OverflowReport:
+        """Return which gradients have inf or NaN, on which rank; every rank must call it.
+
+        Call it after a skipped step and before ``zero_grad``.
+
+        Args:
+            model: Gives names, and includes parameters of no optimizer. Without it, names come
+                from ``named_parameters`` or the optimizer, or are group and index.
+
+        Raises:
+            StageError: No rank has such a gradient; raised on every rank.
+        """
+        own = self._guard
+        own.ranks.settle()
+        optimizers = [optimizer for optimizer, _ in own.optimizers.live()]
+        named = overflow.gradients_by_name(optimizers, own.names, model)
+        mine = list(overflow.find_overflows(named, own.ranks.rank))
+        overflows = tuple(each for theirs in own.ranks.gather(mine) for each in theirs)
+        if not overflows:
+            raise StageError(
+                "overflow_report() found no inf or NaN in any gradient of any rank: call it after "
+                "a skipped step and before zero_grad()"
+            )
+        scale = None if self._per_optimizer_states else own.skipped_at
+        return OverflowReport(self.get_scale() if scale is None else scale, overflows)
+
+    @property
+    def replay(self) -> Replay | None:
+        """What replays a step that was skipped: a `distamp.StepReplay`, or None."""
+        return self._guard.replay
+
+    @replay.setter
+    def replay(self, replay: Replay | None) -> None:
+        if replay is not None and not isinstance(replay, Replay):
+            raise TypeError(f"replay is a distamp.StepReplay or None, not {type(replay).__name__}")
+        self._guard.replay = replay
+
+    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
+        """Keep a step before it runs, so that it is replayed in ``update`` if it is skipped.
+
+        Every rank calls it. ``update`` then reads the flag on the host, once, and where the replay
+        finds the first inf or NaN it is logged: see `distamp.StepReplay`.
+
+        Args:
+            step: Runs forward and backward, and nothing else.
+            batches: Its batches, in any nesting; it is said if they change before the replay.
+
+        Raises:
+            StageError: ``replay`` is not set.
+        """
+        if self._guard.replay is None:
+            raise StageError(
+                "keep() was called before there is anything to replay steps: set .replay = "
+                "distamp.StepReplay(model) first"
+            )
+        self._guard.replay.keep(step, *batches)
+
+    def attach(self, hook_state: object) -> None:
+        """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.
+
+        Args:
+            hook_state: The result of ``distamp.comm_hooks.register``.
+
+        Raises:
+            ValueError: It is the state of torch's PowerSGD, which does not survive loss scaling.
+            TypeError: It is not the state of a hook.
+        """
+        hook = checked_hook(hook_state)
+        if not any(each is hook for each in self._guard.hooks):
+            self._guard.hooks.append(hook)
+
+    def detach(self, hook_state: object) -> None:
+        """Undo `attach`; the scaler keeps an attached hook alive, so detach it after its model.
+
+        Args:
+            hook_state: The attached state.
+
+        Raises:
+            ValueError: It is not attached.
+        """
+        hook = checked_hook(hook_state)
+        left = [each for each in self._guard.hooks if each is not hook]
+        if len(left) == len(self._guard.hooks):
+            raise ValueError(
+                f"detach() was given a {type(hook_state).__name__} that is not attached to this "
+                "scaler; pass what you passed to attach()"
+            )
+        self._guard.hooks = left
+        hook.iteration_ended()  # it hears of no update any more
+
+    @property
+    def process_group(self) -> GroupLike:
+        """The group as given; assign to it after unpickling or after a group was made again."""
+        return self._guard.ranks.given
+
+    @process_group.setter
+    def process_group(self, process_group: GroupLike) -> None:
+        check_group(process_group)
+        self._guard.ranks.settle()  # what the ranks of the old group differ in is raised by all
+        self._guard.ranks = Ranks(process_group)

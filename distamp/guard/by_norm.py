@@ -1,0 +1,88 @@
+"""What a step does by the norm of all that it is about: skip, clip, or both."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distamp import clipping, host
+from distamp.errors import SettingError
+from distamp.guard.ranks import Flag
+
+__all__ = ["ByNorm", "Verdict"]
+
+
+class ByNorm(NamedTuple):
+    """What a step does by the norm of all that it is about.
+
+    Args:
+        max_norm: Gradients are multiplied so that the norm is at most this.
+        skip_above: The step is skipped where the norm is larger.
+        replicated: Says of a parameter that every rank holds the same.
+        sharded: Says over which ranks a parameter is cut.
+    """
+
+    max_norm: float | None
+    skip_above: float | Tensor | None
+    replicated: clipping.Declared | None = None
+    sharded: clipping.Declared | None = None
+
+    def checked(self) -> ByNorm:
+        """Return the same with numbers that are within their range."""
+        max_norm, limit = self.max_norm, self.skip_above
+        if max_norm is not None:
+            max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
+        if isinstance(limit, Tensor):
+            if limit.numel() != 1:
+                raise SettingError(f"skip_above must be one number, not of shape {limit.shape}")
+            limit = limit.detach().reshape(())
+        elif limit is not None:
+            limit = clipping.positive("skip_above", limit)
+        return self._replace(max_norm=max_norm, skip_above=limit)
+
+    @property
+    def text(self) -> str:
+        """What ranks compare; a limit that is a tensor may be on its way."""
+        limit = "a tensor" if isinstance(self.skip_above, Tensor) else self.skip_above
+        declared = [self.replicated is not None, self.sharded is not None]
+        return f", max_norm={self.max_norm}, skip_above={limit}, declared={declared}"
+
+    def verdict(self, total: Tensor) -> Verdict:
+        """Return what follows from the square of the norm: 0-d float64, the same on all ranks."""
+        if host.is_host(total.device):
+            norm = math.sqrt(square) if (square := total.item()) >= 0.0 else math.nan
+            limit = math.inf if self.skip_above is None else float(self.skip_above)
+            factor = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+            shown = torch.full((), norm, dtype=torch.float32, device="cpu")
+            finite = math.isfinite(norm)
+            return Verdict(shown, not finite, finite and norm > limit, factor if finite else 1.0)
+        exact = total.sqrt()
+        is_finite = exact.isfinite()
+        clip = torch.ones_like(exact)
+        if self.max_norm is not None:
+            clip = torch.where(is_finite, (self.max_norm / (exact + 1e-6)).clamp_(max=1.0), 1.0)
+        spike: Flag = False
+        if self.skip_above is not None:
+            above = self.skip_above
+            above = host.moved(above, exact.device) if isinstance(above, Tensor) else above
+            spike = (exact > above).logical_and_(is_finite).float()
+        return Verdict(exact.float(), is_finite.logical_not().float(), spike, clip.float())
+
+
+class Verdict(NamedTuple):
+    """What a norm decided for all that it was measured over; numbers where the host knows.
+
+    Args:
+        norm: 0-d float32.
+        found: Whether it is not finite.
+        spike: Whether it lies above the limit.
+        factor: What gradients are multiplied by; at most 1.
+    """
+
+    norm: Tensor
+    found: Flag
+    spike: Flag
+    factor: float | Tensor

@@ -1,0 +1,102 @@
+"""What an optimizer's own kernel takes of a step: flag, divisor, or the scaler itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distamp.optimizers import unwrapped
+
+__all__ = [
+    "leaves_garbage",
+    "refuse_names",
+    "step_with",
+    "stepping",
+    "takes_flags",
+    "takes_scaler",
+]
+
+
+def stepping(given: Any) -> Any:
+    """Return whose own ``step`` runs: a wrapper that passes all names on has none."""
+    return given if hasattr(type(given), "step") else unwrapped(given)
+
+
+def takes_flags(optimizer: Any) -> bool:
+    """Return whether the optimizer's own kernel unscales and skips, as torch asks it.
+
+    One that a loaded state has made unfused does not: torch leaves its mark on the optimizer and
+    fails in the step.
+    """
+    optimizer = stepping(optimizer)
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return True  # a step of its own, also of a subclass, does what the mark says
+    return all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+@functools.lru_cache(maxsize=64)
+def names_of_step(kind: Hashable) -> frozenset[str]:
+    """Return the names of what the ``step`` of a class takes."""
+    return frozenset(inspect.signature(kind.step).parameters)  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=64)
+def takes_scaler(kind: Hashable) -> bool:
+    """Return whether the ``step`` of a class takes the scaler itself: torch's older protocol."""
+    return "grad_scaler" in inspect.signature(kind.step).parameters  # type: ignore[attr-defined]
+
+
+def leaves_garbage(optimizer: Any) -> bool:
+    """Return whether a step skipped inside the kernel would spoil the optimizer's state.
+
+    torch's fused SGD makes its momentum buffers uninitialised and fills them in the first step; if
+    the kernel skips that one, the next takes what lies there for momentum. So does a parameter
+    that came later.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    state = optimizer.state
+    return not all(
+        group["momentum"] == 0 or state.get(p, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+def refuse_names(optimizer: Any, *names: str) -> None:
+    """Refuse a name of ours that the optimizer's own ``step`` takes, too.
+
+    Raises:
+        TypeError: It takes one.
+    """
+    kind: Any = type(stepping(optimizer))
+    taken = [name for name in names if name in names_of_step(kind)]
+    if taken:
+        raise TypeError(
+            f"the step of {kind.__name__} has a {taken[0]} of its own, so whose is meant is not "
+            "known: call clip_grad_norm_(optimizer, max_norm) before step, or step_all"
+        )
+
+
+def step_with(
+    optimizer: Any,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step by torch's protocol: the kernel divides by ``grad_scale``, or does nothing."""
+    try:
+        optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale
+        del optimizer.found_inf
