@@ -3,10 +3,10 @@
 import random
 from dataclasses import dataclass
 
-from tests.scaler.layouts import LAYOUTS
-from tests.scaler.programs import Fault as Value
-from tests.scaler.programs import Iteration
-from tests.scaler.programs import Program as Training
+from tests.scaler.matrix.layouts import LAYOUTS
+from tests.scaler.matrix.programs import Fault as Value
+from tests.scaler.matrix.programs import Iteration
+from tests.scaler.matrix.programs import Program as Training
 
 __all__ = ["CONNECTION", "Fault", "Program", "draw"]
 

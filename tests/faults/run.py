@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.faults.declared import LOCKSTEP, NO_MEMORY, WORLD, Fault, Program, draw
 from tests.ranks import Died, RankError, RankPool
-from tests.scaler.judge import complaints as of_training
-from tests.scaler.programs import Outcome
-from tests.scaler.runner import Runner
+from tests.scaler.matrix.judge import complaints as of_training
+from tests.scaler.matrix.programs import Outcome
+from tests.scaler.matrix.runner import Runner
 
 CALLS = ("unscale_", "clip_grad_norm_", "step", "update")
 # Programs that are sent at once, and those of one line of the file.

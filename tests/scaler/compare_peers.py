@@ -12,9 +12,9 @@ import sys
 import torch
 
 from tests.ranks import RankPool
-from tests.scaler.cells import cell, cells
-from tests.scaler.judge import Judge
-from tests.scaler.layouts import WORLD
+from tests.scaler.matrix.cells import cell, cells
+from tests.scaler.matrix.judge import Judge
+from tests.scaler.matrix.layouts import WORLD
 
 SCALERS = {
     "torch": "torch.amp.GradScaler",

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 from distamp.errors import SettingError, StageError
 from tests.ranks import mesh
-from tests.scaler.layouts import LAYOUTS
-from tests.scaler.reference import KINDS
+from tests.scaler.matrix.layouts import LAYOUTS
+from tests.scaler.matrix.reference import KINDS
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, leaf, sgd
 
 TYPES = (2.0, 1.0, math.inf, 3.0)

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
-from tests.scaler.cells import cell, cells, chain, sample
-from tests.scaler.judge import Judge
-from tests.scaler.layouts import WORLD
-from tests.scaler.layouts_dtypes import ALL_LAYOUTS
-from tests.scaler.programs import Iteration, Program
+from tests.scaler.matrix.cells import cell, cells, chain, sample
+from tests.scaler.matrix.judge import Judge
+from tests.scaler.matrix.layouts import ALL_LAYOUTS, WORLD
+from tests.scaler.matrix.programs import Iteration, Program
 
 # Of each layout; all of them in long runs.
 SAMPLED_CELLS = 1

@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp.errors import SettingError, StageError
 from distamp.scaler import MasterParameters, master_params, masters_of
-from tests.scaler.layouts import LAYOUTS
-from tests.scaler.layouts_dtypes import Parameters
 from tests.scaler.masters import ByHand, Job, adamw, half_mlp, loss_of, master_scaler
-from tests.scaler.reference import KINDS
+from tests.scaler.matrix.layouts import LAYOUTS, Parameters
+from tests.scaler.matrix.reference import KINDS
 from tests.scaler.steps import INF, cpu_scaler
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -16,10 +16,10 @@ import torch
 from hypothesis import strategies as st
 
 from tests.ranks import RankPool
-from tests.scaler.judge import Judge
-from tests.scaler.layouts import LAYOUTS, WORLD
-from tests.scaler.programs import Fault, Iteration, Program
-from tests.scaler.reference import KINDS
+from tests.scaler.matrix.judge import Judge
+from tests.scaler.matrix.layouts import LAYOUTS, WORLD
+from tests.scaler.matrix.programs import Fault, Iteration, Program
+from tests.scaler.matrix.reference import KINDS
 
 DRAWS = 12
 ALL_DRAWS = 10_000

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.ranks import RankError, RankPool
-from tests.scaler.cells import cells, chain
-from tests.scaler.judge import Judge, complaints
-from tests.scaler.layouts_devices import DEVICE_LAYOUTS
-from tests.scaler.layouts_dtypes import ALL_LAYOUTS
-from tests.scaler.programs import Fault, Outcome, Program
-from tests.scaler.reference import KINDS
+from tests.scaler.matrix.cells import cells, chain
+from tests.scaler.matrix.judge import Judge, complaints
+from tests.scaler.matrix.layouts import ALL_LAYOUTS, DEVICE_LAYOUTS
+from tests.scaler.matrix.programs import Fault, Outcome, Program
+from tests.scaler.matrix.reference import KINDS
 from tests.scaler.test_random_programs import _draw as draw
 from tests.simulated.pools import SimPool
 

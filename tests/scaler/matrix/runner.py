@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.place import device_type
-from tests.scaler.layouts import WORLD, Layout
-from tests.scaler.layouts_base import local_values
-from tests.scaler.layouts_devices import layout_named
-from tests.scaler.programs import Iteration, Outcome, Program
-from tests.scaler.reference import KINDS, Reference, ScaleRule
+from tests.scaler.matrix.layout import local_values
+from tests.scaler.matrix.layouts import WORLD, Layout, layout_named
+from tests.scaler.matrix.programs import Iteration, Outcome, Program
+from tests.scaler.matrix.reference import KINDS, Reference, ScaleRule
 
 MAX_NORM = 0.05
 VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}

@@ -7,10 +7,10 @@ the float64 reference.
 from collections.abc import Sequence
 
 from tests.ranks import RankError, RankPool
-from tests.scaler.layouts_base import Layout
-from tests.scaler.layouts_devices import layout_named
-from tests.scaler.programs import Iteration, Outcome, Program
-from tests.scaler.runner import run_on_rank
+from tests.scaler.matrix.layout import Layout
+from tests.scaler.matrix.layouts import layout_named
+from tests.scaler.matrix.programs import Iteration, Outcome, Program
+from tests.scaler.matrix.runner import run_on_rank
 
 
 def complaints(

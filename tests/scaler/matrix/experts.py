@@ -1,4 +1,4 @@
-"""Layouts in which parameters or activations live on a mesh of their own: experts, sequences."""
+"""Layouts in which parameters or activations have ranks of their own: experts, sequences."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,13 +8,83 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import mesh, subgroup
-from tests.scaler.layouts import FSDP2, shard_layers
-from tests.scaler.layouts_base import WORLD, DDPExperts, World, _ExpertNet
-from tests.scaler.reference import BATCH, Net, Reference
+from tests.scaler.matrix.layout import DDP, FSDP2, WORLD, World, shard_layers
+from tests.scaler.matrix.reference import BATCH, Net, Reference
 
-__all__ = ["MESH_LAYOUTS"]
+
+class _ExpertNet(Net):
+    """Net and an expert in the middle, which some ranks send no tokens to."""
+
+    def __init__(self, *widths: int, used: bool) -> None:
+        super().__init__(*widths)
+        self.expert = nn.Linear(8, 8)
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if self.used:
+            x = x + self.expert(x)
+        return self.tail(torch.tanh(self.head(x)))
+
+
+class DDPExperts(DDP):
+    """DDP that ignores the experts: each rank holds its own, with its own gradients."""
+
+    clips = False
+    used: ClassVar[tuple[bool, ...]] = (True,) * 4
+
+    def make_net(self) -> nn.Module:
+        return _ExpertNet(*self.widths, used=self.used[self.rank])
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        ignored = [name for name, _ in net.named_parameters() if name.startswith("expert.")]
+        experts = {name: self.initial.pop(name) for name in ignored}
+        for shard in range(WORLD):
+            for name, value in experts.items():
+                self.initial[f"{name}@{shard}"] = value + 0.01 * shard
+        with torch.no_grad():
+            for parameter in net.expert.parameters():
+                parameter += 0.01 * self.rank
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        return super().wrap(net)
+
+    def sharded(self, parameter: Tensor) -> bool:
+        return any(parameter is own for own in self.net.expert.parameters())
+
+    def parts(self) -> list[list[nn.Parameter]]:
+        expert = list(self.net.expert.parameters())
+        mine = {id(p) for p in expert}
+        return [[p for p in self.net.parameters() if id(p) not in mine], expert]
+
+    def part_names(self) -> list[list[str]]:
+        shared = [name for name in self.initial if "@" not in name]
+        return [shared, [name for name in self.initial if "@" in name]]
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        values = super().full_parameters()
+        return {
+            f"{name}@{self.rank}" if name.startswith("expert.") else name: value
+            for name, value in values.items()
+        }
+
+    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
+        mine = {
+            name.split("@")[0]: value
+            for name, value in parameters.items()
+            if "@" not in name or name.endswith(f"@{shard}")
+        }
+        net = _ExpertNet(*self.widths, used=self.used[shard]).to("meta")
+        return functional_call(net, mine, (x,))
+
+
+class DDPIdleExperts(DDPExperts):
+    """Ranks 1 and 3 send no tokens to their expert: its gradients are None there."""
+
+    used = (True, False, True, False)
+
 
 # Ranks 0 and 2 hold one expert between them, ranks 1 and 3 another.
 EXPERTS = 2
@@ -141,9 +211,3 @@ class ContextParallel(FSDP2):
     def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
         net = _AttentionNet(*self.widths).to("meta")
         return functional_call(net, dict(parameters), (x,))
-
-
-MESH_LAYOUTS: dict[str, Any] = {
-    "FSDP2, experts on their own mesh": MeshExperts,
-    "FSDP2, context parallel": ContextParallel,
-}

@@ -1,4 +1,4 @@
-"""What a layout is: one process alone, replicas under DDP, experts.
+"""What a layout is, and the plain ones: one process alone, DDP, FSDP2.
 
 A layout builds the model on this rank, runs backward as a user would, plants a value in this
 rank's own gradients, and gathers the full parameters. It knows nothing of scalers.
@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.place import here
-from tests.ranks import subgroup
-from tests.scaler.reference import Kind, Net, Reference, batch, loss_of
+from tests.ranks import mesh
+from tests.scaler.matrix.reference import Kind, Net, Reference, batch, loss_of
 
 # In a rank it is how many there are, so that programs run on fewer than elsewhere.
 WORLD = int(os.environ.get("WORLD_SIZE", "4"))
@@ -194,91 +195,16 @@ class DDP(World):
         return self.model.no_sync()
 
 
-class DDPSubgroups(DDP):
-    """Ranks 0, 1 and ranks 2, 3 train two models; each has a scaler over its own group."""
-
-    shards = 2
-
-    def process_group(self) -> Any:
-        groups = [subgroup([0, 1]), subgroup([2, 3])]
-        return groups[self.domain_of(self.rank)]
-
-    def wrap(self, net: nn.Module) -> nn.Module:
-        return DistributedDataParallel(net, process_group=self.process_group())
-
-    def shard_of(self, rank: int) -> int:
-        return rank % 2
-
-    def domain_of(self, rank: int) -> int:
-        return rank // 2
+def shard_layers(net: nn.Module, **settings: Any) -> nn.Module:
+    for name in LAYERS:
+        fully_shard(getattr(net, name), **settings)
+    return fully_shard(net, **settings)
 
 
-class _ExpertNet(Net):
-    """Net and an expert in the middle, which some ranks send no tokens to."""
-
-    def __init__(self, *widths: int, used: bool) -> None:
-        super().__init__(*widths)
-        self.expert = nn.Linear(8, 8)
-        self.used = used
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.second(torch.tanh(self.first(x))))
-        if self.used:
-            x = x + self.expert(x)
-        return self.tail(torch.tanh(self.head(x)))
-
-
-class DDPExperts(DDP):
-    """DDP that ignores the experts: each rank holds its own, with its own gradients."""
-
-    clips = False
-    used: ClassVar[tuple[bool, ...]] = (True,) * 4
-
-    def make_net(self) -> nn.Module:
-        return _ExpertNet(*self.widths, used=self.used[self.rank])
+class FSDP2(World):
+    shape: ClassVar[tuple[int, ...]] = (WORLD,)
+    names: ClassVar[tuple[str, ...]] = ("shard",)
+    policy: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        ignored = [name for name, _ in net.named_parameters() if name.startswith("expert.")]
-        experts = {name: self.initial.pop(name) for name in ignored}
-        for shard in range(WORLD):
-            for name, value in experts.items():
-                self.initial[f"{name}@{shard}"] = value + 0.01 * shard
-        with torch.no_grad():
-            for parameter in net.expert.parameters():
-                parameter += 0.01 * self.rank
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
-        return super().wrap(net)
-
-    def sharded(self, parameter: Tensor) -> bool:
-        return any(parameter is own for own in self.net.expert.parameters())
-
-    def parts(self) -> list[list[nn.Parameter]]:
-        expert = list(self.net.expert.parameters())
-        mine = {id(p) for p in expert}
-        return [[p for p in self.net.parameters() if id(p) not in mine], expert]
-
-    def part_names(self) -> list[list[str]]:
-        shared = [name for name in self.initial if "@" not in name]
-        return [shared, [name for name in self.initial if "@" in name]]
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        values = super().full_parameters()
-        return {
-            f"{name}@{self.rank}" if name.startswith("expert.") else name: value
-            for name, value in values.items()
-        }
-
-    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
-        mine = {
-            name.split("@")[0]: value
-            for name, value in parameters.items()
-            if "@" not in name or name.endswith(f"@{shard}")
-        }
-        net = _ExpertNet(*self.widths, used=self.used[shard]).to("meta")
-        return functional_call(net, mine, (x,))
-
-
-class DDPIdleExperts(DDPExperts):
-    """Ranks 1 and 3 send no tokens to their expert: its gradients are None there."""
-
-    used = (True, False, True, False)
+        return shard_layers(net, mesh=mesh(self.shape, self.names), **self.policy)

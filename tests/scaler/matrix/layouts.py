@@ -1,8 +1,11 @@
-"""Every way a model is spread over 4 ranks, made of torch's and fairscale's own wrappers."""
+"""Every way a model is spread over 4 ranks, and every kind of gradient: one table, at the end.
+
+A new layout is a class that overrides what differs from `Layout`, and one entry of the table.
+"""
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
+    MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -19,24 +23,45 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.place import device_type, here
-from tests.ranks import mesh
-from tests.scaler.layouts_base import (
+from tests.ranks import mesh, subgroup
+from tests.scaler.matrix.experts import ContextParallel, DDPExperts, DDPIdleExperts, MeshExperts
+from tests.scaler.matrix.layout import (
     DDP,
+    FSDP2,
     HALVES,
     LAYERS,
     WORLD,
     Alone,
-    DDPExperts,
-    DDPIdleExperts,
-    DDPSubgroups,
     Layout,
     World,
+    shard_layers,
 )
-from tests.scaler.reference import BATCH, Kind, batch, loss_of
+from tests.scaler.matrix.reference import BATCH, KINDS, Kind, Net, batch, loss_of
 
-__all__ = ["LAYOUTS", "WORLD", "Layout"]
+__all__ = ["ALL_LAYOUTS", "LAYOUTS", "WORLD", "Layout", "layout_named"]
+
+
+class DDPSubgroups(DDP):
+    """Ranks 0, 1 and ranks 2, 3 train two models; each has a scaler over its own group."""
+
+    shards = 2
+
+    def process_group(self) -> Any:
+        groups = [subgroup([0, 1]), subgroup([2, 3])]
+        return groups[self.domain_of(self.rank)]
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return DistributedDataParallel(net, process_group=self.process_group())
+
+    def shard_of(self, rank: int) -> int:
+        return rank % 2
+
+    def domain_of(self, rank: int) -> int:
+        return rank // 2
 
 
 class FSDP1(World):
@@ -56,29 +81,7 @@ class FSDP1(World):
             }
 
 
-class FSDP1OrigParams(FSDP1):
-    settings: ClassVar[dict[str, Any]] = {"use_orig_params": True}
-
-
-def shard_layers(net: nn.Module, **settings: Any) -> nn.Module:
-    for name in LAYERS:
-        fully_shard(getattr(net, name), **settings)
-    return fully_shard(net, **settings)
-
-
-class FSDP2(World):
-    shape: ClassVar[tuple[int, ...]] = (WORLD,)
-    names: ClassVar[tuple[str, ...]] = ("shard",)
-    policy: ClassVar[dict[str, Any]] = {}
-
-    def wrap(self, net: nn.Module) -> nn.Module:
-        return shard_layers(net, mesh=mesh(self.shape, self.names), **self.policy)
-
-
-class FSDP2Offload(FSDP2):
-    policy: ClassVar[dict[str, Any]] = {
-        "offload_policy": CPUOffloadPolicy(pin_memory=device_type() != "cpu")
-    }
+_OFFLOAD = CPUOffloadPolicy(pin_memory=device_type() != "cpu")
 
 
 class HSDP(FSDP2):
@@ -246,6 +249,109 @@ class Pipeline(World):
         return {f"{name}.{n}": p.detach().cpu().clone() for n, p in self.layer.named_parameters()}
 
 
+# -- gradients and parameters of other kinds than dense float32 ------------------------------------
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def _policy(param: torch.dtype, reduce: torch.dtype) -> dict[str, MixedPrecisionPolicy]:
+    return {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=param, reduce_dtype=reduce, output_dtype=torch.float32
+        )
+    }
+
+
+def _with(*bases: type[Layout], **settings: Any) -> type[Layout]:
+    return type(bases[0].__name__, bases, settings)
+
+
+# Computed and reduced in these dtypes. A sum of finite gradients can overflow in float16.
+_FLOAT16 = {"init_scale": 2.0**10, "on_average": True, "tolerance": 2e-4, "norm_tolerance": 5e-3}
+_BFLOAT16 = {"on_average": True, "tolerance": 1e-3, "norm_tolerance": 5e-2}
+# torch's fused SGD on CPU leaves most elements of half-precision parameters as they were.
+_HALF_SGD = ("SGD for-loop", "SGD foreach")
+
+
+class Parameters(Layout):
+    """Parameters, gradients and optimizer state in ``dtype``."""
+
+    dtype: ClassVar[torch.dtype] = F16
+    on_average = True
+
+    def make_net(self) -> nn.Module:
+        return super().make_net().to(self.dtype)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        return x.to(here(), self.dtype)
+
+
+_FLOAT16_PARAMETERS: dict[str, Any] = {
+    "fp16_grads": "inplace",
+    "init_scale": 2.0**8,
+    "tolerance": 5e-4,
+    "norm_tolerance": 1e-2,
+    # Adam's and Adagrad's squares of small gradients are zero in float16, scaler or none.
+    "kinds": _HALF_SGD,
+}
+_BFLOAT16_PARAMETERS: dict[str, Any] = {
+    "dtype": BF16,
+    "tolerance": 3e-3,
+    "norm_tolerance": 8e-2,
+    "kinds": (*_HALF_SGD, *(name for name in KINDS if not name.startswith("SGD"))),
+}
+
+
+class _TokenNet(Net):
+    """The first layer is an embedding of 8 tokens; several inputs of a batch are the same one."""
+
+    def __init__(self, *widths: int, sparse: bool) -> None:
+        super().__init__(*widths)
+        self.first = nn.Embedding(2**3, 16, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = ((x[:, :3] > 0).long() * torch.tensor([1, 2, 4], device=x.device)).sum(1)
+        x = torch.tanh(self.second(torch.tanh(self.first(tokens))))
+        return self.tail(torch.tanh(self.head(x)))
+
+
+class _Sparse(Layout):
+    def make_net(self) -> nn.Module:
+        return _TokenNet(*self.widths, sparse=True)
+
+    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
+        return functional_call(_TokenNet(*self.widths, sparse=False), dict(parameters), (x,))
+
+
+# -- several devices of one process; on the CPU as any other ------------------------------------
+
+
+class _SpreadNet(Net):
+    """The second half may lie on another device than the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        x = x.to(self.head.weight.device)
+        return self.tail(torch.tanh(self.head(x)))
+
+
+class _Spread(Layout):
+    def make_net(self) -> nn.Module:
+        return _SpreadNet(*self.widths)
+
+    def place(self, net: nn.Module) -> nn.Module:
+        net = super().place(net)
+        if (device := here()).type != "cpu":
+            count = torch.accelerator.device_count()
+            other = torch.device(device.type, (device.index + count // 2) % count)
+            net.head.to(other)
+            net.tail.to(other)
+        return net
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+# What random programs are drawn from: full precision, dense, on one device.
 LAYOUTS: dict[str, type[Layout]] = {
     "alone": Alone,
     "DDP": DDP,
@@ -253,9 +359,9 @@ LAYOUTS: dict[str, type[Layout]] = {
     "DDP, experts": DDPExperts,
     "DDP, idle experts": DDPIdleExperts,
     "FSDP1": FSDP1,
-    "FSDP1 orig params": FSDP1OrigParams,
+    "FSDP1 orig params": _with(FSDP1, settings={"use_orig_params": True}),
     "FSDP2": FSDP2,
-    "FSDP2 offload": FSDP2Offload,
+    "FSDP2 offload": _with(FSDP2, policy={"offload_policy": _OFFLOAD}),
     "HSDP": HSDP,
     "FSDP2 x TP": FSDP2TP,
     "TP": TP,
@@ -265,3 +371,31 @@ LAYOUTS: dict[str, type[Layout]] = {
     "OSS": OSS,
     "pipeline": Pipeline,
 }
+# What the cells are made of. Those without a group come first: another group is new processes.
+ALL_LAYOUTS: dict[str, type[Layout]] = {
+    "alone, sparse": _with(_Sparse, Alone),
+    **LAYOUTS,
+    "FSDP2, experts on their own mesh": MeshExperts,
+    "FSDP2, context parallel": ContextParallel,
+    "FSDP2 in fp16": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F16), overflows_in_sum=True),
+    "FSDP2 in fp16, reduced in fp32": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F32)),
+    "FSDP2 in bf16, reduced in fp32": _with(FSDP2, **_BFLOAT16, policy=_policy(BF16, F32)),
+    "FSDP2 in bf16, reduced in fp16": _with(
+        FSDP2, **_BFLOAT16, policy=_policy(BF16, F16), init_scale=2.0**10, overflows_in_sum=True
+    ),
+    "DDP, fp16 parameters": _with(Parameters, DDP, **_FLOAT16_PARAMETERS),
+    "FSDP2, fp16 parameters": _with(Parameters, FSDP2, **_FLOAT16_PARAMETERS),
+    "DDP, bf16 parameters": _with(Parameters, DDP, **_BFLOAT16_PARAMETERS),
+    "FSDP2, bf16 parameters": _with(Parameters, FSDP2, **_BFLOAT16_PARAMETERS),
+    "DDP, sparse": _with(_Sparse, DDP),
+}
+# On the simulated accelerator and on GPUs; on the CPU both devices are one.
+DEVICE_LAYOUTS: dict[str, type[Layout]] = {
+    "two devices": _with(_Spread, Alone),
+    "DDP, two devices": _with(_Spread, DDP),
+}
+
+
+def layout_named(name: str) -> type[Layout]:
+    """The layout of this name, of any of the tables."""
+    return (ALL_LAYOUTS | DEVICE_LAYOUTS)[name]

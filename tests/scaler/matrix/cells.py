@@ -4,9 +4,9 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator
 
-from tests.scaler.layouts_dtypes import ALL_LAYOUTS
-from tests.scaler.programs import Fault, Iteration, Program
-from tests.scaler.reference import KINDS
+from tests.scaler.matrix.layouts import ALL_LAYOUTS
+from tests.scaler.matrix.programs import Fault, Iteration, Program
+from tests.scaler.matrix.reference import KINDS
 
 __all__ = ["FAULTS", "ORDERS", "cell", "cells", "chain", "sample"]
 
