@@ -2,7 +2,7 @@
 
 Each case is run on two ranks, of which rank 1 is the odd one; groups of some ranks on four.
 Programs of such events, in every order, are `test_random_programs`; ranks without memory, ranks
-that die and links that are cut are `tests.faults`.
+that die and links that are cut are `test_lost_ranks`.
 """
 
 import copy

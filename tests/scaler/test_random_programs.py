@@ -1,7 +1,8 @@
 """Random programs on real ranks: which calls, in which order, which rank is hit by what.
 
 ``python -m tests.scaler.test_random_programs DRAWS SEED [FORM]`` draws so many outside pytest,
-prints every program that breaks the invariant and counts them. Other faults are in `tests.faults`.
+prints every program that breaks the invariant and counts them. Ranks that are lost are in
+`test_lost_ranks`.
 """
 
 import datetime
