@@ -58,8 +58,6 @@ class Checkpoints:
         """
         self.wait()
         config, amp, progress = self._job.config, self._job.amp, self._job.progress
-        if config.keep == 0:
-            return
         state = amp.flat_state_dict() | self._average
         state[f"rank.{self._job.layout.rank}"] = self._own()
         if self._job.layout.rank == 0:

@@ -1,12 +1,10 @@
 """What a run shows and leaves to look at: lines, JSON lines, TensorBoard, a picture."""
 
-import contextlib
 import json
 import math
 import os
 import resource
 import shlex
-import shutil
 import sys
 import time
 from datetime import timedelta
@@ -58,7 +56,9 @@ class Metrics:
         self._task = self._bar.add_task("", total=job.config.steps, completed=job.progress.step)
         self._bar.start()
         self._say_what_begins()
-        self._first_step, self._started = job.progress.step, time.monotonic()
+        self._started = time.monotonic()
+        # When the first step had its record, and which: it takes longer than those that follow.
+        self._pace: tuple[float, int] | None = None
         self.start_clock()
 
     def _open(self) -> None:
@@ -68,12 +68,10 @@ class Metrics:
         about = {"data": data.name, "classes": data.classes, "text": data.text is not None}
         write_whole(run / "data.json", json.dumps(about) + "\n")
         write_whole(run / "config.json", config.model_dump_json(indent=1) + "\n")
-        with contextlib.suppress(shutil.SameFileError):
-            if config.tokenizer is not None:
-                shutil.copyfile(config.tokenizer, run / "tokenizer.json")
-        with contextlib.suppress(shutil.SameFileError):
-            if config.precision.endswith(".toml"):
-                shutil.copyfile(config.precision, run / "precision.toml")
+        if config.tokenizer is not None:
+            (run / "tokenizer.json").write_bytes(config.tokenizer.read_bytes())
+        if config.precision.endswith(".toml"):
+            (run / "precision.toml").write_bytes(Path(config.precision).read_bytes())
         # What came after the checkpoint comes again.
         kept = [row for row in read_records(run) if row["step"] <= step] if config.goes_on else []
         write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
@@ -127,9 +125,12 @@ class Metrics:
         step, config = record["step"], self._job.config
         parts = [f"step {step:>{len(str(config.steps))}}/{config.steps}"]
         parts += [form.format(record[key]) for key, form in _SHOWN.items() if key in record]
-        if "loss" in record:
-            seconds = (time.monotonic() - self._started) / (step - self._first_step)
-            parts.append(f"{timedelta(seconds=round((config.steps - step) * seconds))} left")
+        if "loss" in record and self._pace is not None:
+            began, first = self._pace
+            left = (time.monotonic() - began) / (step - first) * (config.steps - step)
+            parts.append(f"{timedelta(seconds=round(left))} left")
+        elif "loss" in record:
+            self._pace = time.monotonic(), step
         if not record.get("taken", True):
             finite = math.isfinite(record["gradient_norm"])
             reason = f"norm above --skip-above {config.skip_above:g}" if finite else "not finite"

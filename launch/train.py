@@ -139,8 +139,8 @@ def train(
             is_last = ended or progress.step == config.steps
             if "eval" in tasks:
                 metrics.note({"step": progress.step, **evaluate(job, config.eval_examples)})
-            if ("save" in tasks and not lost) or is_last:
-                save(checkpoints, metrics, must=is_last)
+            if config.keep and (("save" in tasks and not lost) or is_last):
+                save(job, checkpoints, metrics, must=is_last)
             metrics.start_clock()
     checkpoints.wait()
     for hook in amp.comm_hooks:
@@ -217,7 +217,7 @@ def tasks_after(config: Config, step: int) -> set[str]:
     return {name for name, steps in every.items() if step % steps == 0 or step == config.steps}
 
 
-def save(checkpoints: Checkpoints, metrics: Metrics, *, must: bool) -> None:
+def save(job: Job, checkpoints: Checkpoints, metrics: Metrics, *, must: bool) -> None:
     """Write a checkpoint; a failure ends the run only if there will be no other time.
 
     Raises:
@@ -231,6 +231,9 @@ def save(checkpoints: Checkpoints, metrics: Metrics, *, must: bool) -> None:
         if must:
             raise
         metrics.say(f"Warning: {error}; the run goes on, and tries again at the next save")
+    else:
+        written = "written" if must or not job.config.async_save else "being written"
+        metrics.say(f"step {job.progress.step}/{job.config.steps}  checkpoint {written}")
 
 
 def diverged(record: Record) -> str:

@@ -31,14 +31,20 @@ def printed(capsys: pytest.CaptureFixture[str], folder: Path, *args: object) -> 
 
 def test_log_file_has_a_line_for_each_record(text, tmp_path, capsys):
     args = ("--data", text, *TINY, *FP16, "--steps", 6, "--log-every", 2)
-    lines = [line for line in printed(capsys, tmp_path, *args) if "left" in line]
+    begun, *shown = printed(capsys, tmp_path, *args)
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d .*--log-every 2", begun)
+    assert sum("checkpoint written" in line for line in shown) == 1
+    lines = [line for line in shown if "tokens/s" in line]
     rows = [row for row in jobs.records(tmp_path) if "loss" in row]
     assert len(lines) == len(rows) == 3
     for line, row in zip(lines, rows, strict=True):
         assert line.startswith(f"step {row['step']}/6  loss {row['loss']:.4f}  ")
         for part in (rf"lr {row['learning_rate']:.3g} ", rf"scale {row['loss_scale']:g} "):
             assert part in line
-        assert re.search(rf"skipped {row['skipped']}  [\d,]+ tokens/s .*0:\d\d:\d\d left", line)
+        assert re.search(rf"skipped {row['skipped']}  [\d,]+ tokens/s", line)
+        assert ("SKIPPED: not finite" in line) == (not row["taken"])
+    # The first step takes longer, and foretells nothing.
+    assert [bool(re.search(r"  0:\d\d:\d\d left", line)) for line in lines] == [False, True, True]
 
 
 def test_last_lines_promise_what_there_is(text, tmp_path, capsys):
