@@ -27,7 +27,7 @@ _SHOWN = {
     "loss": "loss {:.4f}",
     "gradient_norm": "norm {:.3g}",
     "learning_rate": "lr {:.3g}",
-    "loss_scale": "scale {:g}",
+    "loss_scale": "scale {:.10g}",
     "skipped": "skipped {}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "mfu {:.1%}",
@@ -245,28 +245,24 @@ def figure_of(runs: list[Path]) -> Any:
     if scaled:
         panels[1].set_yscale("log", base=2)
         panels[1].set_ylabel("loss scale")
-    panels[-1].margins(y=0.15)  # a cross is drawn around its point
-
+    for panel in panels:
+        panel.margins(y=0.15)  # a cross is drawn around its point
     for number, (name, rows) in enumerate(records.items()):
         # Runs that lie on each other stay in sight: each is thinner than the one below it.
         width = 1.0 + 2.0 * (len(runs) - 1 - number)
         skips = [row for row in rows if not row.get("taken", True)]
-        lines: list[tuple[Any, str, list[Record], str, dict[str, Any]]] = [
-            (panels[0], "loss", rows, "training", {"alpha": 0.4}),
-            (panels[0], "validation_loss", rows, "held out", {"marker": "o", "ms": 2 + width}),
-            (panels[-1], "loss_scale", rows, "scale", {"drawstyle": "steps-pre"}),
-            (
-                panels[-1],
-                "loss_scale",
-                skips,
-                "skipped",
-                {"ls": "", "marker": "x", "ms": 5 + width},
-            ),
+        crossed = "loss_scale" if any("loss_scale" in row for row in rows) else "loss"
+        lines: list[tuple[str, list[Record], str, dict[str, Any]]] = [
+            ("loss", rows, "training", {"alpha": 0.4}),
+            ("validation_loss", rows, "held out", {"marker": "o", "ms": 2 + width}),
+            ("loss_scale", rows, "scale", {"drawstyle": "steps-pre"}),
+            (crossed, skips, "skipped", {"ls": "", "marker": "x", "ms": 5 + width}),
         ]
-        for panel, key, shown, label, style in lines:
+        for key, shown, label, style in lines:
             points = [(row["step"], row[key]) for row in shown if row.get(key) is not None]
             if points:
                 style |= {"color": f"C{number}", "lw": width, "label": f"{name}, {label}"}
+                panel = panels[-1] if key == "loss_scale" else panels[0]
                 panel.plot(*zip(*points, strict=True), **style)
     for panel in (panel for panel in panels if panel.lines):
         panel.legend(fontsize="small")

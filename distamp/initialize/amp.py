@@ -372,6 +372,9 @@ class Amp:
         given = [p.dtype for each in self.optimizers for p in source_of(each).parameters()]
         if given and self.precision.param not in given:
             words["parameters"] = "fp32"
+        # Only what is trained must have the level's dtype.
+        frozen = {p.dtype for m in self.models for p in m.parameters() if not p.requires_grad}
+        words["parameters"] = (words["parameters"], *frozen)
         if self.comm_hooks:
             words["reduce"] = [hook.wire.name for hook in self.comm_hooks]
         return Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)

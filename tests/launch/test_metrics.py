@@ -39,7 +39,7 @@ def test_log_file_has_a_line_for_each_record(text, tmp_path, capsys):
     assert len(lines) == len(rows) == 3
     for line, row in zip(lines, rows, strict=True):
         assert line.startswith(f"step {row['step']}/6  loss {row['loss']:.4f}  ")
-        for part in (rf"lr {row['learning_rate']:.3g} ", rf"scale {row['loss_scale']:g} "):
+        for part in (rf"lr {row['learning_rate']:.3g} ", rf"scale {row['loss_scale']:.0f} "):
             assert part in line
         assert re.search(rf"skipped {row['skipped']}  [\d,]+ tokens/s", line)
         assert ("SKIPPED: not finite" in line) == (not row["taken"])
@@ -114,9 +114,11 @@ def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_pa
         assert box.y0 + size < y < box.y1 - size
 
 
-def test_picture_without_a_loss_scale_has_one_panel(tmp_path):
-    made = figure(tmp_path, "run", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}])
-    assert len(made.axes) == 1
+def test_picture_without_a_loss_scale_has_one_panel_and_its_crosses_in_it(tmp_path):
+    rows = [{"step": 1, "loss": 1.0, "taken": False}, {"step": 2, "loss": 0.5, "taken": True}]
+    (axes,) = figure(tmp_path, "run", rows).axes
+    (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
+    assert crosses.get_xydata().tolist() == [[1.0, 1.0]]
 
 
 def test_runs_that_lie_on_each_other_are_both_in_sight(tmp_path):
