@@ -62,13 +62,11 @@ class Guard:
             another optimizer was: trainers unscale all, then step and update one by one.
         skipped_at: What gradients were divided by in the last step that was skipped, for a report
             after ``update``.
-        clips_agree: Whether a clip has found replicas alike: what differs later is a warning.
         norm: The norm that was measured last, over one optimizer or several.
         replay: What replays a step that was skipped.
     """
 
     __slots__ = (
-        "clips_agree",
         "hooks",
         "kept",
         "limit",
@@ -88,7 +86,6 @@ class Guard:
         self.hooks: list[CommHook] = []
         self.kept: dict[int, dict[str, Any]] = {}
         self.skipped_at: float | None = None
-        self.clips_agree = False
         self.norm: Tensor | None = None
         self.replay: Replay | None = None
 

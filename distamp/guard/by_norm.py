@@ -45,8 +45,10 @@ class ByNorm(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What ranks compare; a limit that is a tensor may be on its way."""
-        limit = "a tensor" if isinstance(self.skip_above, Tensor) else self.skip_above
+        """What ranks compare; a limit on a device may be on its way."""
+        limit: object = self.skip_above
+        if isinstance(limit, Tensor):
+            limit = limit.item() if host.is_host(limit.device) else "a tensor"
         declared = [self.replicated is not None, self.sharded is not None]
         return f", max_norm={self.max_norm}, skip_above={limit}, declared={declared}"
 

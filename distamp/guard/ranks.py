@@ -105,6 +105,8 @@ class Ranks:
         # unscale_, of this optimizer and no other, or a scale set to what it was set to before.
         # One left out shows at the next message.
         self.steps = 0
+        # Whether a norm has found replicas alike over this group; then none compares them.
+        self.clips_agree = False
         # Whether the ranks have told each other that one of them scales its loss.
         self._scales = False
         # In which order optimizers came first, since the first message over the group; those that
@@ -166,7 +168,7 @@ class Ranks:
         group = self._group
         if group is None or group.process_group is not process_group:
             self.restart()
-            self._scales = False
+            self._scales = self.clips_agree = False
             self._arriving.clear()
             self._places.clear()
             self._next_place = 0

@@ -368,7 +368,7 @@ class Steps(Asked):
             call = self._call("step by norm", divisor, ones, by.text)
             try:
                 total = own.ranks.agree_on_norm(group, call, square, error)
-                if not own.clips_agree:  # one sum does not show that replicas differ
+                if not own.ranks.clips_agree:  # one sum does not show that replicas differ
                     self._see_replicas(group, device, ones, by, error)
             except Exception:
                 _close(ones, device)
@@ -405,14 +405,14 @@ class Steps(Asked):
     def _compare_replicas(self, sums: Tensor, norm_type: float) -> None:
         """Refuse what contradicts the declarations, until ranks have agreed on a finite norm."""
         own = self._guard
-        if own.clips_agree:
+        if own.ranks.clips_agree:
             return
         rows: list[list[float]] = sums.tolist()
         why = clipping.differing(rows, norm_type)
         if why is not None:
             own.ranks.settle()  # a rank that could not look at its gradients says why first
             raise GradientError(why)
-        own.clips_agree = all(map(math.isfinite, itertools.chain(*rows)))
+        own.ranks.clips_agree = all(map(math.isfinite, itertools.chain(*rows)))
 
     def _square(self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm) -> Tensor:
         """Unscale what no kernel does; return what this rank adds to the square of the norm."""

@@ -171,6 +171,41 @@ def _differing() -> list[Any]:
     return [errors, parameter.item()]
 
 
+def _differing_limits() -> list[Any]:
+    (parameter, optimizer), guard = sgd(), StepGuard()
+    parameter.grad = torch.ones_like(parameter)
+    limit = torch.tensor(0.5 + dist.get_rank())
+    return [error_of(guard.step, optimizer, skip_above=limit), parameter.item()]
+
+
+def test_ranks_with_other_limits_in_tensors_raise_on_every_rank(ranks2):
+    for (name, text), value in ranks2.run(_differing_limits):
+        assert (name, value) == ("LockstepError", 1.0)
+        assert "skip_above=1.5" in text
+
+
+def _replaced() -> list[float]:
+    (parameter, optimizer), guard = sgd(), StepGuard()
+    values = []
+    for again in (False, True):
+        if again:  # one rank is another process, which has no more than the state
+            guard, state = (StepGuard(), guard.state_dict()) if dist.get_rank() else (guard, {})
+            guard.load_state_dict(state)
+            guard.process_group = dist.new_group()
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            guard.step(optimizer, max_norm=0.25)
+            guard.update()
+            values.append(parameter.item())
+    return values
+
+
+def test_a_rank_that_was_replaced_compares_replicas_with_the_others(ranks2):
+    """The model of the protocol found it: CLIPS_AGREE_KEPT_IN_A_NEW_GROUP."""
+    first, second = ranks2.run(_replaced, timeout=20)
+    assert first == second == pytest.approx([0.75, 0.5, 0.25, 0.0], abs=1e-5)
+
+
 def test_ranks_that_clip_by_another_norm_raise_on_every_rank(ranks2):
     for errors, value in ranks2.run(_differing):
         assert [name for name, _ in errors] == ["LockstepError", "SettingError", "LockstepError"]
