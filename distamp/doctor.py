@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,12 +18,10 @@ from torch.utils.benchmark import Timer
 import distamp
 from distamp.autocast import autocast
 
-__all__ = ["Diagnosis", "advice", "diagnose", "for_tests", "milliseconds"]
+__all__ = ["Diagnosis", "advice", "diagnose", "milliseconds"]
 
 # What distamp works with where it is installed; none is imported to find out.
 _PACKAGES = ("triton", "fairscale", "torchao", "lightning", "accelerate", "transformers", "trl")
-# What some tests need, and skip without.
-_FOR_TESTS = {"spin": "spin (apt-get install spin)", "c++": "a C++ compiler"}
 _LEVELS = {"float32": "O0", "bfloat16": "bf16", "float16": "O1"}
 
 
@@ -87,19 +84,12 @@ def diagnose(timeout: float = 30.0) -> Diagnosis:
         facts["cuda"] = f"{version}: {count} x {about.name} with {gib:.0f} GiB"
     elif accelerator is not None:
         facts[device] = f"{torch.accelerator.device_count()} devices"
-    facts["tests"] = for_tests()
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     precisions = {str(d).removeprefix("torch."): milliseconds(device, d) for d in dtypes}
     ranks, problems = 1, list[str]()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         ranks, problems = _compare(facts, timeout)
     return Diagnosis(facts, precisions, ranks, problems, advice(precisions))
-
-
-def for_tests() -> str:
-    """Return which tools are missing, without which some tests of the repository skip."""
-    missing = [text for name, text in _FOR_TESTS.items() if shutil.which(name) is None]
-    return f"skip some without {' and '.join(missing)}" if missing else "have their tools"
 
 
 def advice(precisions: Mapping[str, float | str]) -> list[str]:

@@ -57,8 +57,6 @@ _OURS: dict[str, type[DistGradScaler]] = {
     "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler": ShardedGradScaler,
 }
 
-_OF_A_GUARD = ("process_group", "max_consecutive_skips", "named_parameters")
-
 # What was put onto torch: for each place what torch had there, and what is there now. The one piece
 # of process-wide state in distamp, since torch's own names are process-wide.
 _put: dict[str, tuple[type[Any], type[Any]]] = {}
@@ -163,7 +161,8 @@ def _found(place: str) -> tuple[ModuleType, str]:
 def _made(ours: type[Any], place: str, settings: dict[str, Any], guard: bool) -> type[Any]:
     """Return a class that is found, and so pickled, under torch's name."""
     signature = inspect.signature(ours.__init__)
-    guards = {name: settings[name] for name in _OF_A_GUARD if name in settings}
+    taken = inspect.signature(StepGuard).parameters
+    guards = {name: settings[name] for name in taken if name in settings}
 
     def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(cls, *args, **kwargs).arguments

@@ -14,7 +14,7 @@ import torch
 
 import distamp
 from distamp.__main__ import main
-from distamp.doctor import advice, diagnose, for_tests, milliseconds
+from distamp.doctor import advice, diagnose, milliseconds
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,14 +77,6 @@ def test_a_slow_precision_is_named_with_the_level_to_take() -> None:
     both = {"float32": 1.0, "bfloat16": 1.5, "float16": "computes in float32"}
     assert advice(both) == ["bfloat16 takes 1.5 times as long as float32 here: take level O0"]
     assert advice({"float32": 2.0, "bfloat16": 1.0, "float16": 0.5}) == []
-
-
-def test_what_tests_would_skip_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "spin (apt-get install spin) and a C++ compiler" in for_tests()
-    for name in ("spin", "c++"):
-        (tmp_path / name).touch(0o755)
-    assert for_tests() == "have their tools"
 
 
 def test_it_tells_nothing_of_who_and_where(monkeypatch: pytest.MonkeyPatch) -> None:

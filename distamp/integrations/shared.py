@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +34,7 @@ __all__ = [
 #: What takes the steps of a trainer on all ranks or on none.
 Stepper: TypeAlias = DistGradScaler | StepGuard
 
-_OF_A_GUARD = {"max_consecutive_skips", "named_parameters", "process_group"}
+_OF_A_GUARD = {*inspect.signature(StepGuard).parameters}
 
 
 def lightning_package(name: str) -> Any:

@@ -290,8 +290,7 @@ class Contract:
         raised = _tell("")
         if raised:
             raise DistampError(f"the step that a contract watches raised on {', '.join(raised)}")
-        rows = {row: (calls, observer.bytes[row]) for row, calls in observer.calls.items()}
-        found.fill(every_rank((rows, observer.unseen())))
+        found.fill(every_rank((observer.seen, observer.unseen())))
 
     def judge(self, ranks: Sequence[Mapping[Seen, tuple[int, int]]]) -> Iterator[Breach]:
         """Yield what is not as declared among what each rank saw, and where ranks differ."""

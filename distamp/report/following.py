@@ -18,15 +18,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from distamp.autocast.op_names import schema_of
 from distamp.report.rows import OUTSIDE
 
 __all__ = [
     "Follower",
     "Frame",
+    "Kernel",
     "Owner",
     "every_rank",
     "group_of",
@@ -47,6 +50,11 @@ _CONVERSIONS = frozenset(
     ("to", "type", "type_as", "_to_copy", "asarray", "as_tensor", "tensor", "copy_")
     + ("float", "half", "bfloat16", "double", "int", "long", "short", "char", "byte", "bool")
     + ("chalf", "cfloat", "cdouble")
+)
+# What writes all of a tensor, whatever was in it.
+_WRITES = frozenset(
+    ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_")
+    + ("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 )
 _GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
 
@@ -76,6 +84,49 @@ class Frame(NamedTuple):
     phase: str
     autocast: bool
     module: nn.Module
+
+
+class Kernel(NamedTuple):
+    """What its schema tells of a kernel.
+
+    Args:
+        name: Without namespace and overload, such as ``"addmm"``.
+        namespace: Such as ``"aten"``; ``""`` of flex_attention, cond and the like.
+        view: Whether it computes nothing.
+        arguments: Their names.
+        written: Names of those that it writes.
+        overwrites: Whether what was in them does not count.
+        meets: Whether ranks meet in it: ``""``, ``"collective"``, ``"send"`` or ``"recv"``.
+    """
+
+    name: str
+    namespace: str = ""
+    view: bool = False
+    arguments: tuple[str, ...] = ("inputs",)
+    written: frozenset[str] = frozenset()
+    overwrites: bool = False
+    meets: str = ""
+
+
+@functools.cache
+def _kernel_of(func: Any) -> Kernel:
+    if isinstance(func, HigherOrderOperator):
+        return Kernel(func.name())
+    schema = schema_of(func)
+    namespace, _, name = schema.name.partition("::")
+    names = tuple(each.name for each in schema.arguments)
+    writes = [each for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+    written = {each.name for each in writes}
+    overwrites = name in _WRITES or any(each.kwarg_only for each in writes)
+    meets = ""
+    if "c10d" in namespace and {*names} & {"process_group", "group_name"}:
+        verb = name.rstrip("_").partition("_")[0]
+        meets = verb if verb in ("send", "recv") else "collective"
+        # Their schemas do not tell.
+        outs = ("out", "output", "output_tensor", "outputs", "output_tensors", "tensors")
+        written |= set() if meets == "send" else {*names} & {*outs}
+    view = bool(func.is_view) or name == "_unsafe_view"
+    return Kernel(name, namespace, view, names, frozenset(written), overwrites, meets)
 
 
 class _Thread(threading.local):
@@ -137,14 +188,14 @@ class Follower:
         """Return whether to see the kernels inside of these subclasses' instead of theirs."""
         return False
 
-    def kernel(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, kernel: Kernel, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a kernel, and note what it did."""
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self.record(func, args, kwargs, out)
+            self.record(kernel, args, kwargs, out)
         return out
 
-    def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def record(self, kernel: Kernel, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Note a kernel that ran."""
 
     def function(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -268,7 +319,7 @@ class _Kernels(TorchDispatchMode):
         if types and self.follower.opens(types):
             # What it runs on what it holds comes here again.
             return NotImplemented
-        return self.follower.kernel(func, args, kwargs or {})
+        return self.follower.run(_kernel_of(func), func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):

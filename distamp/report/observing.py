@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
-from distamp.report.following import Follower, group_of, held_by, storage_of, tensors_in
+from distamp.report.following import Follower, Kernel, group_of, held_by, storage_of, tensors_in
 from distamp.report.rows import collapsed, short
 
 __all__ = ["Observer", "Seen"]
@@ -79,8 +79,8 @@ class Observer(Follower):
         hooks: Sequence[Any] = (),
     ) -> None:
         super().__init__(*models)
-        self.calls: Counter[Seen] = Counter()
-        self.bytes: Counter[Seen] = Counter()
+        #: How often each was seen, and in how many bytes.
+        self.seen: dict[Seen, tuple[int, int]] = {}
         self._optimizers = [unwrapped(each) for each in optimizers]
         states = [*hooks, *(getattr(each, "_comm_hook_state", None) for each in self.names)]
         states += [state for each in self.names for _, state in getattr(each, "_comm_hooks", ())]
@@ -110,7 +110,7 @@ class Observer(Follower):
         for key, hook in self._hooks.items():
             for wire, size in (Counter(hook.stats().bytes_sent) - before[key]).items():
                 seen = Seen("reduce", "", wire, "communication hook", "backward")
-                self.calls[seen], self.bytes[seen] = 1, int(size)
+                self.seen[seen] = 1, int(size)
         for each, name in self.named_parameters():
             if each.is_floating_point():
                 self._count(Seen("parameters", name, short(each.dtype)), each)
@@ -161,9 +161,9 @@ class Observer(Follower):
 
     # -- what runs -----------------------------------------------------------------------------
 
-    def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def record(self, kernel: Kernel, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Count one kernel or collective, if a contract speaks of it."""
-        name, namespace = str(func.__name__).split(".")[0], func.namespace
+        name, namespace = kernel.name, kernel.namespace
         if self.closed:
             return
         if namespace == "profiler":
@@ -262,9 +262,10 @@ class Observer(Follower):
         return any(each.startswith(block) for each in self._blocks)
 
     def _count(self, seen: Seen, *tensors: Tensor) -> None:
+        size = sum(each.numel() * each.element_size() for each in tensors)
         with self._lock:
-            self.calls[seen] += 1
-            self.bytes[seen] += sum(each.numel() * each.element_size() for each in tensors)
+            calls, sizes = self.seen.get(seen, (0, 0))
+            self.seen[seen] = calls + 1, sizes + size
 
     def unseen(self) -> list[str]:
         """Return what was not looked into, and what did not run, a sentence each."""
@@ -275,14 +276,8 @@ class Observer(Follower):
             for module, name in self.names.items()
             if module not in self._ran | self.compiled and [*module.parameters(recurse=False)]
         }
-        said = (
-            (
-                outer,
-                "compiled; products and messages were seen, norms and what fused "
-                "kernels do inside were not",
-            ),
-            (idle, "did not run in this step"),
-        )
+        inside = "compiled; products and messages were seen, norms and what fused kernels do "
+        said = ((outer, f"{inside}inside were not"), (idle, "did not run in this step"))
         return [f"{_together(names)}: {what}" for names, what in said if names]
 
 

@@ -7,7 +7,6 @@ put together what they saw: a collective is an origin only where no rank fed it 
 
 from __future__ import annotations
 
-import functools
 import linecache
 import math
 import os
@@ -16,17 +15,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-from distamp.autocast.op_names import schema_of
-from distamp.report.following import Follower, Owner, group_of, held_by, storage_of, tensors_in
+from distamp.report.following import (
+    Follower,
+    Kernel,
+    Owner,
+    group_of,
+    held_by,
+    storage_of,
+    tensors_in,
+)
 from distamp.report.nonfinite import NonFinite, TensorRange
 
 __all__ = ["Watch", "first_of", "floats_in", "local_of", "range_of"]
@@ -43,11 +48,6 @@ _EMPTY = frozenset(
 _FILLS = frozenset(
     ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where")
     + ("scalar_tensor", "constant_pad_nd", "index_fill", "index_fill_")
-)
-# What writes all of a tensor, whatever was in it.
-_WRITES = frozenset(
-    ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_")
-    + ("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 )
 # What turns a -inf into a 0, which is what a mask is for.
 _ABSORBS = ("softmax", "attention", "logsumexp", "exp")
@@ -71,46 +71,6 @@ class _Origin:
 
 
 _Origins = frozenset[_Origin]
-
-
-class _Kernel(NamedTuple):
-    """What its schema tells of a kernel.
-
-    Args:
-        name: Without its namespace.
-        view: Whether it computes nothing.
-        arguments: Their names.
-        written: Names of those that it writes.
-        overwrites: Whether what was in them does not count.
-        meets: Whether ranks meet in it: ``""``, ``"collective"``, ``"send"`` or ``"recv"``.
-    """
-
-    name: str
-    view: bool = False
-    arguments: tuple[str, ...] = ("inputs",)
-    written: frozenset[str] = frozenset()
-    overwrites: bool = False
-    meets: str = ""
-
-
-@functools.cache
-def _kernel_of(func: Any) -> _Kernel:
-    if isinstance(func, HigherOrderOperator):
-        return _Kernel(func.name())
-    schema = schema_of(func)
-    name = schema.name.partition("::")[2]
-    names = tuple(each.name for each in schema.arguments)
-    writes = [each for each in schema.arguments if each.alias_info and each.alias_info.is_write]
-    written = {each.name for each in writes}
-    overwrites = name in _WRITES or any(each.kwarg_only for each in writes)
-    meets = ""
-    if "c10d" in func.namespace and {*names} & {"process_group", "group_name"}:
-        verb = name.rstrip("_").partition("_")[0]
-        meets = verb if verb in ("send", "recv") else "collective"
-        # Their schemas do not tell.
-        outs = ("out", "output", "output_tensor", "outputs", "output_tensors", "tensors")
-        written |= set() if meets == "send" else {*names} & {*outs}
-    return _Kernel(name, bool(func.is_view), names, frozenset(written), overwrites, meets)
 
 
 class Watch(Follower):
@@ -189,10 +149,9 @@ class Watch(Follower):
 
     # -- what ----------------------------------------------------------------------------------
 
-    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, kernel: Kernel, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one kernel, and look at what it gives."""
         with torch._C.DisableTorchFunction():
-            kernel = _kernel_of(func)
             self._order += 1
             named = [*zip(kernel.arguments, args, strict=False), *kwargs.items()]
             given = [(name, each) for name, value in named for each in floats_in(value)]
@@ -216,7 +175,7 @@ class Watch(Follower):
 
     def _look(
         self,
-        kernel: _Kernel,
+        kernel: Kernel,
         given: list[tuple[str, Tensor]],
         before: dict[int, TensorRange],
         made: list[Tensor],
@@ -244,7 +203,7 @@ class Watch(Follower):
 
     def _made_by(
         self,
-        kernel: _Kernel,
+        kernel: Kernel,
         place: NonFinite,
         given: Iterable[tuple[str, Tensor]],
         before: dict[int, TensorRange],
@@ -274,7 +233,7 @@ class Watch(Follower):
         return origins
 
     def _feed(
-        self, kernel: _Kernel, named: dict[str, Any], given: Iterable[tuple[str, Tensor]]
+        self, kernel: Kernel, named: dict[str, Any], given: Iterable[tuple[str, Tensor]]
     ) -> _Origin:
         """Note what this rank feeds to a collective; return what comes out of it, for all ranks."""
         place = self._place(kernel.name)

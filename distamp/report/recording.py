@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
 
-from distamp.autocast.op_names import schema_of
 from distamp.autocast.pin import pin_of
-from distamp.report.following import Follower, tensors_in
+from distamp.report.following import Follower, Kernel, tensors_in
 from distamp.report.rows import OpRow, PrecisionReport, short
 
 __all__ = ["precision_report"]
@@ -53,11 +50,14 @@ class _Recorder(Follower):
             how = "autocast " + " and ".join(short(torch.get_autocast_dtype(each)) for each in on)
         self.settings[frames[-1].name] = how
 
-    def record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def record(self, kernel: Kernel, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Count one kernel call."""
-        name, view, runs = _kernel_of(func)
-        if self.closed or not runs:
+        # One of ``prim::`` asks a tensor subclass about itself.
+        if self.closed or kernel.namespace == "prim":
             return
+        name = kernel.name
+        if kernel.namespace not in ("aten", ""):
+            name = f"{kernel.namespace}::{name}"
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         casts = _casts_of(name, inputs, outputs)
         owner, phase, _ = self.running()
@@ -65,7 +65,7 @@ class _Recorder(Follower):
         if casts and name in _CASTS:
             cause = owner.cause
         about = owner.module, self._kinds.get(owner.module, ""), phase, owner.function, name
-        key = (*about, _dtypes(inputs), _dtypes(outputs), cause, view)
+        key = (*about, _dtypes(inputs), _dtypes(outputs), cause, kernel.view)
         read = sum(source.numel() * source.element_size() for source, _ in casts)
         written = sum(result.numel() * result.element_size() for _, result in casts)
         length = _length(name, inputs, outputs)
@@ -78,19 +78,6 @@ class _Recorder(Follower):
         """What was counted so far."""
         with self._lock:
             return tuple([OpRow(*key, *counts) for key, counts in self._counts.items()])
-
-
-@functools.cache
-def _kernel_of(func: Any) -> tuple[str, bool, bool]:
-    """A kernel's name, whether it only gives a view, and whether it runs.
-
-    One of ``prim::`` asks a tensor subclass about itself.
-    """
-    if isinstance(func, HigherOrderOperator):
-        return func.name(), False, True
-    name = schema_of(func).name
-    view = bool(func.is_view) or name == "aten::_unsafe_view"
-    return name.removeprefix("aten::"), view, func.namespace != "prim"
 
 
 def _dtypes(tensors: list[Tensor]) -> tuple[str, ...]:

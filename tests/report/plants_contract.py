@@ -1,14 +1,13 @@
 """Thirty-four breaches of a declared precision, planted as people make them; for a score.
 
-Written before the tool that is scored had been seen. The first five are made as the code did of
-which people complained. A plant says what is declared, and what a right answer names: one of
-``keys``, the dtype that is found, and a part of the place. ``build()`` makes model, optimizer and
-step on this rank.
+Written before the tool that is scored had been seen, and put into one table since. The first five
+are made as the code did of which people complained. A plant says what is declared, and what a right
+answer names: one of ``keys``, the dtype that is found, and a part of the place. ``build()`` makes
+model, optimizer and step on this rank.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,39 +32,91 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp import comm_hooks
 from tests.ranks import mesh
+from tests.report.setups import BF16, FP16, FP32, Net, parallel, sharded
 
 __all__ = ["PLANTS", "Breach"]
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Made = tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]
-WIDTH = 16
 
 
 @dataclass(frozen=True)
 class Breach:
-    """One planted breach, and what a right answer names."""
+    """One planted breach, and what a right answer names.
+
+    Args:
+        keys: Words of the contract, any of which is right; None for those that were declared.
+    """
 
     name: str
     ranks: int
     declared: dict[str, Any]
-    build: Callable[[], Made]
-    keys: tuple[str, ...]
     found: str
+    build: Callable[[], Made]
     where: str = ""
+    keys: tuple[str, ...] | None = None
 
 
-class Block(nn.Module):
-    """A norm and two linear layers, beside a skip connection."""
+def _net() -> Net:
+    return Net(attends=False)
 
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+def _trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    region: torch.dtype | None = None,
+    shape: tuple[int, ...] = (),
+    after: Callable[[], None] = lambda: None,
+) -> Made:
+    """Return a model with an optimizer and one step: forward, backward, ``after``, step."""
+    chosen = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> Tensor:
+        chosen.zero_grad()
+        inputs = torch.randn(shape) if shape else torch.randint(32, (2, 8))
+        with torch.autocast("cpu", region or BF16, enabled=region is not None):
+            out = model(inputs)
+        loss = out.float().square().mean()
+        loss.backward()
+        after()
+        chosen.step()
+        return loss.detach()
+
+    return model, chosen, step
+
+
+def _half() -> Made:
+    """Loaded or cast in bf16, with nothing else."""
+    return _trained(_net().to(BF16))
+
+
+def _fsdp2(**policy: torch.dtype) -> Made:
+    return _trained(sharded(_net(), mesh((dist.get_world_size(),), ("dp",)), **policy))
+
+
+def _fsdp1(**policy: torch.dtype) -> Made:
+    cpu, mixed = torch.device("cpu"), MixedPrecision(**policy)
+    return _trained(FullyShardedDataParallel(_net(), mixed_precision=mixed, device_id=cpu))
+
+
+# -- three of the five of which people complained --------------------------------------------------
+
+
+def _reduce_dtype_is_not_tensor_parallels() -> Made:
+    """A policy with reduce_dtype fp32 does not reach the all-reduce of tensor parallel."""
+    grid = mesh((2, 2), ("dp", "tp"))
+    net = parallel(_net(), grid["tp"])
+    return _trained(sharded(net, grid["dp"], param_dtype=BF16, reduce_dtype=FP32))
+
+
+def _upcast_that_does_nothing() -> Made:
+    """A loop over parameters that casts copies, and leaves the model as it was loaded."""
+    model = _net().to(BF16)
+    for parameter in model.parameters():
+        parameter.data.to(FP32)
+    return _trained(model)
 
 
 class CastNorm(nn.LayerNorm):
@@ -76,111 +127,12 @@ class CastNorm(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class Net(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    region: torch.dtype | None = None,
-    device_type: str = "cpu",
-    dtype: torch.dtype = FP32,
-    shape: tuple[int, ...] = (2, 4, WIDTH),
-    after: Callable[[], None] = lambda: None,
-) -> Made:
-    """Return a model with an optimizer and one step: forward, backward, ``after``, step."""
-    chosen = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> Tensor:
-        chosen.zero_grad()
-        x = torch.randn(shape).to(dtype)
-        with torch.autocast(device_type, region or BF16, enabled=region is not None):
-            out = model(x)
-        loss = out.float().square().mean()
-        loss.backward()
-        after()
-        chosen.step()
-        return loss.detach()
-
-    return model, chosen, step
-
-
-def _dp() -> Any:
-    return mesh((dist.get_world_size(),), ("dp",))
-
-
-def _tp() -> Any:
-    return mesh((dist.get_world_size(),), ("tp",))
-
-
-TP_PLAN: dict[str, Any] = {
-    "blocks.*.up": ColwiseParallel(),
-    "blocks.*.down": RowwiseParallel(),
-}
-
-
-def _sharded(policy: MixedPrecisionPolicy, model: nn.Module | None = None) -> nn.Module:
-    model = Net() if model is None else model
-    for block in model.blocks:
-        fully_shard(block, mesh=_dp(), mp_policy=policy)
-    return fully_shard(model, mesh=_dp(), mp_policy=policy)
-
-
-# -- the five of which people complained -----------------------------------------------------------
-
-
-def _reduce_dtype_is_not_tensor_parallels() -> Made:
-    """A policy with reduce_dtype fp32 does not reach the all-reduce of tensor parallel."""
-    grid = mesh((2, 2), ("dp", "tp"))
-    model = parallelize_module(Net(), grid["tp"], TP_PLAN)
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    for block in model.blocks:
-        fully_shard(block, mesh=grid["dp"], mp_policy=policy)
-    return _trained(fully_shard(model, mesh=grid["dp"], mp_policy=policy))
-
-
-def _gather_is_not_fp8() -> Made:
-    """Told to gather in fp8, it gathers what the policy says."""
-    return _trained(_sharded(MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)))
-
-
-def _upcast_that_does_nothing() -> Made:
-    """A loop over parameters that casts copies, and leaves the model as it was loaded."""
-    model = Net().to(BF16)
-    for parameter in model.parameters():
-        parameter.data.to(FP32)
-    return _trained(model, dtype=BF16)
-
-
 def _weights_of_norms() -> Made:
     """The whole model cast, where norms were to stay; they cast their weights in use."""
-    model = Net()
+    model = _net()
     for block in model.blocks:
-        block.norm = CastNorm(WIDTH)
-    model.to(BF16)
-    for block in model.blocks:
-        block.up.float()
-        block.down.float()
-    model.head.float()
+        block.norm2 = CastNorm(16, dtype=BF16)
     return _trained(model, region=BF16)
-
-
-def _states_in_bf16() -> Made:
-    """An optimizer over bf16 weights makes its states like them."""
-    return _trained(Net().to(BF16), dtype=BF16)
 
 
 # -- gradients between ranks -----------------------------------------------------------------------
@@ -194,65 +146,23 @@ def _sums_in_bf16(state, bucket):  # annotations as text, which DDP refuses
     return future.then(lambda done: buffer.copy_(done.value()[0]))
 
 
-def _ddp_hook(hook: Any) -> Callable[[], Made]:
-    def build() -> Made:
-        model = DistributedDataParallel(Net())
-        model.register_comm_hook(None, hook)
-        return _trained(model)
-
-    return build
-
-
-def _ddp_builtin_hook() -> Made:
-    model = DistributedDataParallel(Net())
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+def _ddp(register: Callable[[DistributedDataParallel], Any]) -> Made:
+    model = DistributedDataParallel(_net())
+    register(model)
     return _trained(model)
-
-
-def _our_int8_hook() -> Made:
-    from distamp import comm_hooks
-
-    model = DistributedDataParallel(Net())
-    comm_hooks.register(model, "int8")
-    return _trained(model)
-
-
-def _fsdp1(policy: MixedPrecision) -> Callable[[], Made]:
-    def build() -> Made:
-        model = FullyShardedDataParallel(
-            Net(), mixed_precision=policy, device_id=torch.device("cpu")
-        )
-        return _trained(model)
-
-    return build
-
-
-def _fsdp2(policy: MixedPrecisionPolicy) -> Callable[[], Made]:
-    return lambda: _trained(_sharded(policy))
 
 
 def _one_block_of_another_policy() -> Made:
-    model = Net()
-    fully_shard(
-        model.blocks[1],
-        mesh=_dp(),
-        mp_policy=MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16),
-    )
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, cast_forward_inputs=True)
-    fully_shard(model.blocks[0], mesh=_dp(), mp_policy=policy)
-    return _trained(fully_shard(model, mesh=_dp(), mp_policy=policy))
-
-
-def _hybrid() -> Made:
-    grid = mesh((2, 2), ("replicate", "shard"))
-    model, policy = Net(), MixedPrecisionPolicy(param_dtype=BF16)
-    for block in model.blocks:
-        fully_shard(block, mesh=grid, mp_policy=policy)
-    return _trained(fully_shard(model, mesh=grid, mp_policy=policy))
+    dp, model = mesh((2,), ("dp",)), _net()
+    other = MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16)
+    fully_shard(model.blocks[1], mesh=dp, mp_policy=other)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    fully_shard(model.blocks[0], mesh=dp, mp_policy=policy)
+    return _trained(fully_shard(model, mesh=dp, mp_policy=policy))
 
 
 def _by_hand() -> Made:
-    model = Net()
+    model = _net()
 
     def average() -> None:
         for parameter in model.parameters():
@@ -264,39 +174,25 @@ def _by_hand() -> Made:
 
 
 def _zero_of_bf16_weights() -> Made:
-    model = DistributedDataParallel(Net().to(BF16))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-3)
-    return _trained(model, optimizer, dtype=BF16)
+    model = DistributedDataParallel(_net().to(BF16))
+    return _trained(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-3))
 
 
 def _oss_broadcasts_fp16() -> Made:
     from fairscale.optim import OSS
 
-    model = Net()
-    optimizer = OSS(model.parameters(), torch.optim.SGD, broadcast_fp16=True, lr=1e-3)
-    return _trained(model, optimizer)
-
-
-# -- tensor and sequence parallel ------------------------------------------------------------------
-
-
-def _tensor_parallel_in_fp32() -> Made:
-    """The region names another device, so what tensor parallel sends is fp32."""
-    return _trained(parallelize_module(Net(), _tp(), TP_PLAN))
-
-
-def _tensor_parallel_in_bf16() -> Made:
-    return _trained(parallelize_module(Net().to(BF16), _tp(), TP_PLAN), dtype=BF16)
+    model = _net()
+    return _trained(model, OSS(model.parameters(), torch.optim.SGD, broadcast_fp16=True, lr=1e-3))
 
 
 def _sequence_parallel_in_fp32() -> Made:
-    block = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, 4))
     plan = {
         "0": SequenceParallel(),
         "1": ColwiseParallel(input_layouts=Shard(1)),
         "2": RowwiseParallel(output_layouts=Replicate()),
     }
-    return _trained(parallelize_module(block, _tp(), plan))
+    block = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 4))
+    return _trained(parallelize_module(block, mesh((2,), ("tp",)), plan), shape=(2, 4, 16))
 
 
 # -- what computes ---------------------------------------------------------------------------------
@@ -314,17 +210,11 @@ class Disabled(nn.Module):
             return self.inner(x.float())
 
 
-class Attention(nn.Module):
+class Attention(Disabled):
     """Attention that upcasts its queries, keys and values by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            q, k, v = self.qkv(x.float()).chunk(3, -1)
-        q, k, v = (each.float() for each in (q, k, v))
+        q, k, v = (each.float() for each in super().forward(x).chunk(3, -1))
         with torch.autocast("cpu", enabled=False):
             return nn.functional.scaled_dot_product_attention(q, k, v)
 
@@ -351,41 +241,23 @@ class Wide(nn.Linear):
         return WideBackward.apply(x, self.weight)
 
 
+def _behind_a_layer(module: nn.Module) -> Made:
+    return _trained(nn.Sequential(nn.Linear(16, 16), module), region=BF16, shape=(2, 4, 16))
+
+
 def _a_block_leaves_the_region() -> Made:
-    model = Net()
+    model = _net()
     model.blocks[1] = Disabled(model.blocks[1])
     return _trained(model, region=BF16)
 
 
-def _region_of_another_device() -> Made:
-    return _trained(Net())
-
-
-def _attention_by_hand() -> Made:
-    return _trained(nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention()), region=BF16)
-
-
-def _wide_backward() -> Made:
-    return _trained(nn.Sequential(nn.Linear(WIDTH, WIDTH), Wide(WIDTH, 4)), region=BF16)
-
-
 def _a_convolution() -> Made:
-    inner = nn.Conv2d(3, 4, 3)
-    model = nn.Sequential(Disabled(inner), nn.Flatten(), nn.Linear(4 * 36, 4))
+    model = nn.Sequential(Disabled(nn.Conv2d(3, 4, 3)), nn.Flatten(), nn.Linear(4 * 36, 4))
     return _trained(model, region=BF16, shape=(2, 3, 8, 8))
 
 
-def _norms_in_bf16() -> Made:
-    return _trained(Net().to(BF16), dtype=BF16)
-
-
-def _one_rank_in_fp32() -> Made:
-    model = Net()
-    return _trained(model, region=BF16 if dist.get_rank() == 0 else None)
-
-
 def _compiled_in_fp32() -> Made:
-    model = Net()
+    model = _net()
     model.blocks[0] = torch.compile(model.blocks[0], backend="aot_eager")
     return _trained(model)
 
@@ -394,19 +266,15 @@ def _compiled_in_fp32() -> Made:
 
 
 def _one_layer_in_bf16() -> Made:
-    model = Net()
+    model = _net()
     model.head.to(BF16)
     return _trained(model, region=BF16)
 
 
 def _adapter_in_fp16() -> Made:
-    model = Net()
-    model.blocks[1].adapter = nn.Linear(WIDTH, WIDTH).to(FP16)
+    model = _net()
+    model.blocks[1].adapter = nn.Linear(16, 16).to(FP16)
     return _trained(model, region=BF16)
-
-
-def _no_masters() -> Made:
-    return _trained(Net().to(BF16), dtype=BF16)
 
 
 class HalfStates(torch.optim.SGD):
@@ -415,277 +283,171 @@ class HalfStates(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for state in self.state.values():
-            if (buffer := state.get("momentum_buffer")) is not None:
+            if (buffer := state.pop("momentum_buffer", None)) is not None:
                 state["rounded"] = buffer.to(BF16)
-                state.pop("momentum_buffer")
 
 
 def _an_optimizers_own_bf16() -> Made:
-    model = Net()
+    model = _net()
     return _trained(model, HalfStates(model.parameters(), lr=1e-3, momentum=0.9))
 
 
 def _states_of_one_group() -> Made:
     """Loaded from a checkpoint in which one group's states had been cast to save space."""
-    model = Net()
+    model = _net()
     groups = [{"params": model.blocks.parameters()}, {"params": model.head.parameters()}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    made = _trained(model, optimizer)
-    made[2]()
+    _, optimizer, step = _trained(model, torch.optim.AdamW(groups, lr=1e-3))
+    step()
     for parameter in model.head.parameters():
         state = optimizer.state[parameter]
-        state["exp_avg"] = state["exp_avg"].to(BF16)
-        state["exp_avg_sq"] = state["exp_avg_sq"].to(BF16)
-    frozen = copy.copy(made[2])
-
-    def step() -> Any:
-        # As much code does in the first steps: the head is not trained, its states lie there.
-        for parameter in model.head.parameters():
-            parameter.requires_grad_(False)
-        return frozen()
-
+        state |= {name: state[name].to(BF16) for name in ("exp_avg", "exp_avg_sq")}
+    # As much code does in the first steps: the head is not trained, its states lie there.
+    model.head.requires_grad_(False)
     return model, optimizer, step
 
 
-_POLICY = MixedPrecisionPolicy
-_REDUCES = ("reduce",)
-
+REDUCE, GATHER, COMPUTE = {"reduce": "fp32"}, {"gather": "bf16"}, {"compute": "bf16"}
+PARAMETERS, STATE = {"parameters": "fp32"}, {"optimizer_state": "fp32"}
+SENDS_BF16, SENDS_FP32 = {"activations": "fp32"}, {"activations": "bf16"}
 PLANTS: tuple[Breach, ...] = (
     Breach(
         "reduce_dtype does not reach tensor parallel",
         4,
         {"reduce": "fp32", "activations": "fp32", "gather": "bf16"},
-        _reduce_dtype_is_not_tensor_parallels,
-        ("activations", "reduce"),
         "bf16",
+        _reduce_dtype_is_not_tensor_parallels,
         "blocks",
+        ("activations", "reduce"),
     ),
     Breach(
         "an fp8 all-gather that is bf16",
         2,
         {"gather": "fp8"},
-        _gather_is_not_fp8,
-        ("gather",),
         "bf16",
+        lambda: _fsdp2(param_dtype=BF16, reduce_dtype=FP32),
     ),
-    Breach(
-        "an upcast that does nothing",
-        1,
-        {"parameters": "fp32"},
-        _upcast_that_does_nothing,
-        ("parameters",),
-        "bf16",
-    ),
+    Breach("an upcast that does nothing", 1, PARAMETERS, "bf16", _upcast_that_does_nothing),
     Breach(
         "weights of norms in bf16",
         1,
-        {"parameters": "fp32", "compute": "bf16"},
+        {**PARAMETERS, **COMPUTE},
+        "bf16",
         _weights_of_norms,
-        ("parameters", "norms"),
-        "bf16",
         "norm",
+        ("parameters", "norms"),
     ),
-    Breach(
-        "optimizer states in bf16",
-        1,
-        {"optimizer_state": "fp32"},
-        _states_in_bf16,
-        ("optimizer_state",),
-        "bf16",
-    ),
+    Breach("optimizer states in bf16", 1, STATE, "bf16", _half),
     Breach(
         "DDP under a hook of bf16",
         2,
-        {"reduce": "fp32"},
-        _ddp_hook(_sums_in_bf16),
-        _REDUCES,
+        REDUCE,
         "bf16",
+        lambda: _ddp(lambda model: model.register_comm_hook(None, _sums_in_bf16)),
     ),
     Breach(
         "DDP under fp16_compress_hook",
         2,
-        {"reduce": "fp32"},
-        _ddp_hook(fp16_compress_hook),
-        _REDUCES,
+        REDUCE,
         "fp16",
+        lambda: _ddp(lambda model: model.register_comm_hook(None, fp16_compress_hook)),
     ),
-    Breach("DDP under a hook in C++", 2, {"reduce": "fp32"}, _ddp_builtin_hook, _REDUCES, "fp16"),
-    Breach("DDP under an int8 hook", 2, {"reduce": "fp32"}, _our_int8_hook, _REDUCES, "int8"),
+    Breach(
+        "DDP under a hook in C++",
+        2,
+        REDUCE,
+        "fp16",
+        lambda: _ddp(
+            lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        ),
+    ),
+    Breach(
+        "DDP under an int8 hook",
+        2,
+        REDUCE,
+        "int8",
+        lambda: _ddp(lambda model: comm_hooks.register(model, "int8")),
+    ),
     Breach(
         "FSDP1 reduces in bf16",
         2,
-        {"reduce": "fp32"},
-        _fsdp1(MixedPrecision(param_dtype=BF16, reduce_dtype=BF16)),
-        _REDUCES,
+        REDUCE,
         "bf16",
+        lambda: _fsdp1(param_dtype=BF16, reduce_dtype=BF16),
     ),
-    Breach(
-        "FSDP1 gathers in fp32",
-        2,
-        {"gather": "bf16"},
-        _fsdp1(MixedPrecision(reduce_dtype=FP32)),
-        ("gather",),
-        "fp32",
-    ),
-    Breach(
-        "FSDP2 without reduce_dtype",
-        2,
-        {"reduce": "fp32"},
-        _fsdp2(_POLICY(param_dtype=BF16)),
-        _REDUCES,
-        "bf16",
-    ),
-    Breach(
-        "FSDP2 gathers in fp32",
-        2,
-        {"gather": "bf16"},
-        _fsdp2(_POLICY(reduce_dtype=FP32)),
-        ("gather",),
-        "fp32",
-    ),
+    Breach("FSDP1 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp1(reduce_dtype=FP32)),
+    Breach("FSDP2 without reduce_dtype", 2, REDUCE, "bf16", lambda: _fsdp2(param_dtype=BF16)),
+    Breach("FSDP2 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp2(reduce_dtype=FP32)),
     Breach(
         "one block under another policy",
         2,
-        {"gather": "bf16", "reduce": "fp32"},
-        _one_block_of_another_policy,
-        ("gather",),
+        {**GATHER, **REDUCE},
         "fp32",
+        _one_block_of_another_policy,
         "1",
+        ("gather",),
     ),
-    Breach("HSDP reduces in bf16", 4, {"reduce": "fp32"}, _hybrid, _REDUCES, "bf16"),
+    Breach(
+        "HSDP reduces in bf16",
+        4,
+        REDUCE,
+        "bf16",
+        lambda: _trained(sharded(_net(), mesh((2, 2), ("replicate", "shard")), param_dtype=BF16)),
+    ),
     Breach(
         "an average by hand in bf16",
         2,
-        {"reduce": "fp32"},
+        REDUCE,
+        "bf16",
         _by_hand,
-        ("reduce", "activations"),
-        "bf16",
+        keys=("reduce", "activations"),
     ),
-    Breach(
-        "ZeRO broadcasts bf16 weights",
-        2,
-        {"gather": "fp32"},
-        _zero_of_bf16_weights,
-        ("gather",),
-        "bf16",
-    ),
-    Breach(
-        "OSS broadcasts in fp16", 2, {"gather": "fp32"}, _oss_broadcasts_fp16, ("gather",), "fp16"
-    ),
+    Breach("ZeRO broadcasts bf16 weights", 2, {"gather": "fp32"}, "bf16", _zero_of_bf16_weights),
+    Breach("OSS broadcasts in fp16", 2, {"gather": "fp32"}, "fp16", _oss_broadcasts_fp16),
     Breach(
         "tensor parallel sends fp32",
         2,
-        {"activations": "bf16"},
-        _tensor_parallel_in_fp32,
-        ("activations",),
+        SENDS_FP32,
         "fp32",
+        lambda: _trained(parallel(_net(), mesh((2,), ("tp",)))),
         "blocks",
     ),
     Breach(
         "tensor parallel sends bf16",
         2,
-        {"activations": "fp32"},
-        _tensor_parallel_in_bf16,
-        ("activations",),
+        SENDS_BF16,
         "bf16",
+        lambda: _trained(parallel(_net().to(BF16), mesh((2,), ("tp",)))),
         "blocks",
     ),
+    Breach("sequence parallel sends fp32", 2, SENDS_FP32, "fp32", _sequence_parallel_in_fp32),
     Breach(
-        "sequence parallel sends fp32",
-        2,
-        {"activations": "bf16"},
-        _sequence_parallel_in_fp32,
-        ("activations",),
-        "fp32",
+        "a block that leaves the region", 1, COMPUTE, "fp32", _a_block_leaves_the_region, "blocks.1"
     ),
-    Breach(
-        "a block that leaves the region",
-        1,
-        {"compute": "bf16"},
-        _a_block_leaves_the_region,
-        ("compute",),
-        "fp32",
-        "blocks.1",
-    ),
-    Breach(
-        "the region is of another device",
-        1,
-        {"compute": "bf16"},
-        _region_of_another_device,
-        ("compute",),
-        "fp32",
-    ),
+    Breach("the region is of another device", 1, COMPUTE, "fp32", lambda: _trained(_net())),
     Breach(
         "attention that upcasts",
         1,
-        {"compute": "bf16"},
-        _attention_by_hand,
-        ("compute",),
+        COMPUTE,
         "fp32",
+        lambda: _behind_a_layer(Attention(nn.Linear(16, 48))),
         "1",
     ),
     Breach(
-        "a backward pass in fp32", 1, {"compute": "bf16"}, _wide_backward, ("compute",), "fp32", "1"
+        "a backward pass in fp32", 1, COMPUTE, "fp32", lambda: _behind_a_layer(Wide(16, 4)), "1"
     ),
-    Breach(
-        "a convolution in fp32", 1, {"compute": "bf16"}, _a_convolution, ("compute",), "fp32", "0"
-    ),
-    Breach(
-        "norms compute in bf16", 1, {"norms": "fp32"}, _norms_in_bf16, ("norms",), "bf16", "norm"
-    ),
+    Breach("a convolution in fp32", 1, COMPUTE, "fp32", _a_convolution, "0"),
+    Breach("norms compute in bf16", 1, {"norms": "fp32"}, "bf16", _half, "norm"),
     Breach(
         "one rank computes in fp32",
         2,
         {"compute": ("bf16", "fp32")},
-        _one_rank_in_fp32,
-        ("compute", "ranks"),
         "fp32",
+        lambda: _trained(_net(), region=BF16 if dist.get_rank() == 0 else None),
     ),
-    Breach(
-        "a compiled block in fp32",
-        1,
-        {"compute": "bf16"},
-        _compiled_in_fp32,
-        ("compute",),
-        "fp32",
-        "blocks.0",
-    ),
-    Breach(
-        "one layer loaded in bf16",
-        1,
-        {"parameters": "fp32"},
-        _one_layer_in_bf16,
-        ("parameters",),
-        "bf16",
-        "head",
-    ),
-    Breach(
-        "an adapter in fp16",
-        1,
-        {"parameters": "fp32"},
-        _adapter_in_fp16,
-        ("parameters",),
-        "fp16",
-        "adapter",
-    ),
-    Breach(
-        "bf16 weights without masters", 1, {"masters": "fp32"}, _no_masters, ("masters",), "bf16"
-    ),
-    Breach(
-        "an optimizer's own bf16 states",
-        1,
-        {"optimizer_state": "fp32"},
-        _an_optimizers_own_bf16,
-        ("optimizer_state",),
-        "bf16",
-    ),
-    Breach(
-        "states of one group in bf16",
-        1,
-        {"optimizer_state": "fp32"},
-        _states_of_one_group,
-        ("optimizer_state",),
-        "bf16",
-        "head",
-    ),
+    Breach("a compiled block in fp32", 1, COMPUTE, "fp32", _compiled_in_fp32, "blocks.0"),
+    Breach("one layer loaded in bf16", 1, PARAMETERS, "bf16", _one_layer_in_bf16, "head"),
+    Breach("an adapter in fp16", 1, PARAMETERS, "fp16", _adapter_in_fp16, "adapter"),
+    Breach("bf16 weights without masters", 1, {"masters": "fp32"}, "bf16", _half),
+    Breach("an optimizer's own bf16 states", 1, STATE, "bf16", _an_optimizers_own_bf16),
+    Breach("states of one group in bf16", 1, STATE, "bf16", _states_of_one_group, "head"),
 )

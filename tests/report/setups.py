@@ -25,7 +25,7 @@ import distamp
 from distamp import Breaches
 from tests.ranks import mesh
 
-__all__ = ["BF16", "CLEAN", "FP32", "Net", "clean", "parallel", "sharded"]
+__all__ = ["BF16", "CLEAN", "FP16", "FP32", "Net", "clean", "parallel", "sharded"]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
