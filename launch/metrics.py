@@ -88,11 +88,13 @@ class Metrics:
         flags = config.model_dump(exclude_defaults=True, exclude={"run_dir", "resume"})
         told = " ".join(f"{flag(name)} {value}" for name, value in flags.items())
         self.say(f"{time.strftime('%Y-%m-%d %H:%M')} {config.run_dir}: {told}")
-        weights = sum(p.numel() for p in self._job.model.parameters())
+        parameters = [*self._job.model.parameters()]
+        weights = sum(p.numel() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
         ranks = (
             f"{layout.replicate} x {layout.shard} x {layout.tp} ranks on {self._job.device.type}"
         )
-        self.say(f"{config.model}, {weights:,} weights, {config.precision}, {ranks}")
+        self.say(f"{config.model}, {weights:,} weights, {trained:,} of them trained, {ranks}")
         self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
         if self._job.progress.step:
             self.say(f"going on after step {self._job.progress.step}")

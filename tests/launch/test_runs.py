@@ -218,6 +218,14 @@ def test_the_last_lines_name_the_steps_that_were_skipped(text, tmp_path, capsys)
     assert f"{len(skipped)} skipped on every rank: {shown}\n" in capsys.readouterr().out
 
 
+def test_fp8_trains_as_bf16_does(text, tmp_path):
+    pytest.importorskip("torchao")
+    args = ("--data", text, *TINY, "--steps", 12, "--keep", 0, "--precision")
+    bf16, fp8 = (losses(jobs.train(tmp_path / level, (*args, level))) for level in ("bf16", "fp8"))
+    assert fp8 != bf16
+    assert fp8 == pytest.approx(bf16, rel=1e-2)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks
 def test_compiled_blocks_have_the_losses_of_eager_ones(text, tmp_path):
