@@ -149,16 +149,6 @@ def test_what_cannot_be_clipped_is_named():
         assert norm.item() == 5.0
 
 
-def test_frozen_parameters_belong_to_no_optimizer_and_are_clipped_past():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False)).requires_grad_(False)
-    adapter = model[1].weight.requires_grad_()
-    optimizer, scaler = torch.optim.SGD([adapter], lr=1.0), cpu_scaler()
-    scaler.add_optimizer(optimizer)
-    backward(scaler, adapter, 4.0)
-    assert scaler.clip_grad_norm_(model.parameters(), 1.0).item() == 4.0
-    assert adapter.grad.item() == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_skip_that_a_norm_was_measured_over_where_it_is_not_finite(fused):
     (good, of_good), (bad, of_bad) = sgd(fused=fused), sgd(fused=fused)

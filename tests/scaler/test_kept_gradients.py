@@ -168,6 +168,51 @@ def test_parameters_that_two_optimizers_share_are_carried_over_once():
     assert (shared.item(), alone.item()) == (0.75, 0.75)
 
 
+def test_float16_gradients_in_place_are_not_touched_by_update():
+    parameter = leaf(1.0, dtype=torch.float16)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = cpu_scaler(fp16_grads="inplace", growth_interval=1)
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert parameter.grad.item() == 0.25
+
+
+def test_what_an_optimizer_holds_that_the_scaler_never_saw_is_divided_by_todays_scale():
+    """As in torch; one that was added is in the random loops."""
+    (parameter, optimizer), (other, known) = sgd(), sgd()
+    scaler = cpu_scaler(growth_interval=1)
+    backward(scaler, parameter, 0.25)
+    iteration(scaler, known, other, 0.25)
+    backward(scaler, parameter, 0.25)
+    scaler.step(optimizer)
+    assert parameter.item() == 0.625
+
+
+def test_what_was_unscaled_waits_for_step_alone_and_only_beside_one_that_stepped():
+    (a, of_a), (b, of_b), (c, of_c) = (sgd() for _ in range(3))
+    scaler = cpu_scaler(growth_interval=1)
+    for parameter in (a, b, c):
+        backward(scaler, parameter, 0.25)
+    scaler.unscale_(of_a, of_b, of_c)
+    scaler.step(of_a)
+    scaler.update()
+    scaler.step(of_b)
+    scaler.update()
+    assert scaler.is_unscaled(of_c)
+    assert (b.item(), c.grad.item()) == (0.75, 0.25)
+    scaler.unscale_(of_c)  # looks again, for it may have been written since
+    assert c.grad.item() == 0.25 / scaler.get_scale()
+    scaler.update()  # nothing was stepped
+    assert not scaler.is_unscaled(of_c)
+    scaler.unscale_(of_b, of_c)
+    scaler.step(of_b)
+    scaler.update()
+    assert scaler.is_unscaled(of_c)
+    scaler.scale(torch.ones(()))
+    assert not scaler.is_unscaled(of_c)
+
+
 # -- wrappers --------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 from distamp.errors import LossScaleCollapse
 from distamp.scaler import MasterParameters
@@ -99,6 +101,28 @@ def test_a_report_covers_every_optimizer_and_kind_of_gradient():
     ]
 
 
+def test_a_report_after_update_names_the_scale_of_the_overflow():
+    (parameter, optimizer), scaler = sgd(), cpu_scaler(1024.0)
+    iteration(scaler, optimizer, parameter, INF)
+    assert scaler.get_scale() == 512.0
+    assert scaler.overflow_report().scale == 1024.0
+
+
+def test_the_log_of_a_skip_names_buffers_that_are_not_finite_once(caplog):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = cpu_scaler(named_parameters=[*model.named_parameters(), *model.named_buffers()])
+    with caplog.at_level("INFO", "distamp.scaler"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((2, 2), INF)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "left inf or NaN in 1.running_mean, 1.running_var" in first
+    assert "running" not in second
+
+
 # -- ranks -----------------------------------------------------------------------------------------
 
 
@@ -174,3 +198,22 @@ def test_the_skip_in_a_row_that_reaches_the_limit_raises_and_the_user_may_go_on(
         "overflow_report() on every rank",
     ):
         assert words in first[0]
+
+
+def _inside_join() -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = cpu_scaler(max_consecutive_skips=2)
+    error = None
+    with Join([model, scaler]):
+        for number in range(2):
+            scaler.scale(model(torch.full((2,), INF)).sum()).backward()
+            error = error_of(scaler.step, optimizer)
+            if number == 0:
+                scaler.update()
+    return error and error[0]
+
+
+def test_inside_join_every_rank_raises(ranks2):
+    assert ranks2.run(_inside_join, timeout=30) == ["LossScaleCollapse"] * 2

@@ -60,6 +60,73 @@ def inside_of_backward(cls: Class) -> Any:
     return [p.item() for p in parameters], scaler.get_scale()
 
 
+# Gradients that were handed out are the user's.
+
+
+def stepped_by_hand(cls: Class) -> Any:
+    """`unscale_`, a clip of one's own, `update`, and the optimizer's own step."""
+    scaler = _made(cls, growth_interval=1)
+    parameter, optimizer = sgd()
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    scaler.update()
+    optimizer.step()
+    return [parameter.item()]
+
+
+def replayed(cls: Class) -> Any:
+    """A captured graph scales and goes backward: a replay runs no Python, and writes gradients."""
+    scaler = _made(cls, growth_interval=1)
+    parameter, optimizer = sgd()
+    backward(scaler, parameter, 0.25)
+    for _ in range(2):
+        parameter.grad.fill_(0.25 * scaler.get_scale())
+        scaler.unscale_(optimizer)  # and drops the step, as where the norm is large
+        seen = parameter.grad.item()
+        scaler.update()
+    return [seen, parameter.grad.item()]
+
+
+def scaled_by_hand(cls: Class) -> Any:
+    """Losses times `get_scale()`, and no step where the norm is large."""
+    scaler = _made(cls, growth_interval=1)
+    parameter, optimizer = sgd()
+    scaler.scale(torch.ones(()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parameter * 0.25 * scaler.get_scale()).sum().backward()
+        scaler.unscale_(optimizer)
+        seen = parameter.grad.item()
+        scaler.update()
+    return [seen]
+
+
+def discriminator_then_generator(cls: Class) -> Any:
+    """D steps, G's loss is scaled, and one `update` for both: D's gradients stay as they were."""
+    scaler = _made(cls, growth_interval=1)
+    (d, of_d), (g, of_g) = sgd(), sgd()
+    backward(scaler, d, 1.0)
+    scaler.unscale_(of_d)
+    scaler.step(of_d)
+    backward(scaler, g, 1.0)
+    scaler.step(of_g)
+    kept = d.grad
+    scaler.update()
+    return [d.grad.item(), kept.item(), d.item(), g.item()]
+
+
+def kept_by_reference(cls: Class) -> Any:
+    scaler = _made(cls, growth_interval=1)
+    parameter, optimizer = sgd()
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    kept = parameter.grad
+    scaler.step(optimizer)
+    scaler.update()
+    return [kept.item(), parameter.grad.item()]
+
+
 # -- torch's inner names ---------------------------------------------------------------------------
 
 AGAIN: list[Callable[[Any, int], Any]] = [

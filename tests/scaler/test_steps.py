@@ -114,10 +114,11 @@ def test_float16_gradients_are_refused_where_torch_refuses_them_and_stay_as_they
         optimizer = torch.optim.SGD([wide, narrow], lr=1.0)
         for parameter in (wide, narrow):
             backward(scaler, parameter, 0.25)
-        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients"):
+        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients") as refused:
             getattr(scaler, call)(optimizer)
         assert (wide.item(), narrow.item()) == (1.0, 1.0)
     assert (wide.grad.item(), narrow.grad.item()) == (256.0, 256.0)
+    assert all(f"fp16_grads='{way}'" in str(refused.value) for way in ("master", "inplace"))
 
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)

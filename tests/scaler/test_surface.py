@@ -168,6 +168,13 @@ def test_every_order_of_four_calls_ends_as_torchs_and_with_its_words():
         assert ours == theirs, calls
 
 
+def test_unscale_takes_torchs_name_of_its_argument():
+    (parameter, optimizer), scaler = sgd(), cpu_scaler(4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer=optimizer)
+    assert parameter.grad.item() == 1.0
+
+
 # -- what may be scaled ----------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["loss", "extra"])

@@ -10,6 +10,7 @@ from torch import nn
 from distamp import DistGradScaler, host
 from distamp.errors import LockstepError
 from distamp.masters import MasterParameters
+from tests.scaler.steps import error_of
 
 
 def _moved_by(half: bool, overflowing: int | None) -> list[float]:
@@ -153,3 +154,23 @@ def _not_finite_over_two() -> list[float]:
 
 def test_all_skip_that_a_norm_was_measured_over_where_it_is_not_finite(sim2):
     assert sim2.run(_not_finite_over_two) == [[0.0, 0.0]] * 2
+
+
+def _one_rank_asks() -> str | None:
+    """Rank 0 reads late what others read at their next message."""
+    weight = torch.ones(1, device="sim", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler = DistGradScaler("sim", max_consecutive_skips=2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale((weight * torch.inf).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    error = error_of(scaler.step_counts, optimizer) if dist.get_rank() == 0 else None
+    scaler.scale((weight * 0.25).sum()).backward()
+    error = error or error_of(scaler.step, optimizer)
+    return error and error[0]
+
+
+def test_one_rank_may_ask_for_the_counts_of_fused_steps(sim2):
+    assert sim2.run(_one_rank_asks, schedule="late") == ["LossScaleCollapse"] * 2
