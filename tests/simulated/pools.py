@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -18,9 +19,19 @@ from torch.utils._pytree import tree_map_only
 from tests import ranks
 from tests.simulated import build, cuda
 
-__all__ = ["DEVICES", "Scheduled", "SimPool"]
+__all__ = ["DEVICES", "SCHEDULES", "Scheduled", "SimPool", "under_schedules"]
 
 DEVICES = 4
+SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
+
+
+def under_schedules(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Each case under a schedule, which takes turns; under all of them in ``make test-all``."""
+    return [
+        pytest.param(*case, *schedule, marks=pytest.mark.slow if (number + turn) % 3 else [])
+        for number, case in enumerate(cases)
+        for turn, schedule in enumerate(SCHEDULES)
+    ]
 
 
 class SimPool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from tests.ranks import RankError, RankPool
 from tests.scaler.matrix.cells import cells, chain
 from tests.scaler.matrix.judge import Judge, complaints
-from tests.scaler.matrix.layouts import ALL_LAYOUTS, DEVICE_LAYOUTS
+from tests.scaler.matrix.layouts import ALL_LAYOUTS, DEVICE_LAYOUTS, layout_named
 from tests.scaler.matrix.programs import Fault, Outcome, Program
 from tests.scaler.matrix.reference import KINDS
 from tests.scaler.test_random_programs import _draw as draw
@@ -33,7 +33,10 @@ __all__ = [
 
 # Made for four ranks: they run on four in the long run.
 FOUR_RANKS = ("DDP, two groups", "pipeline")
-LAYOUTS = (*ALL_LAYOUTS, *DEVICE_LAYOUTS)
+# Those without a group come first: another group is new processes.
+LAYOUTS = sorted(
+    (*ALL_LAYOUTS, *DEVICE_LAYOUTS), key=lambda name: layout_named(name).group == "default"
+)
 # What these are on one device, for the cells that there are.
 _LIKE = {"two devices": "alone", "DDP, two devices": "DDP"}
 # Layouts that cannot be here, and why.

@@ -1,6 +1,7 @@
 """StepGuard and steps by a norm on simulated devices, beside the CPU."""
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import LockstepError, SettingError
 from tests.scaler.steps import NAN
+from tests.simulated.pools import under_schedules
 
 
 def _trained(device: str, by: str, how: str, calls: dict[str, Any]) -> Any:
@@ -40,15 +42,16 @@ def _here(by: str, how: str, calls: dict[str, Any]) -> Any:
 CALLS = [{}, {"max_norm": 0.5}, {"max_norm": 0.5, "skip_above": 100.0}]
 
 
-@pytest.mark.parametrize("calls", CALLS, ids=["step", "max_norm", "skip_above"])
-@pytest.mark.parametrize("how", ["fused", "foreach"])
-@pytest.mark.parametrize("by", ["guard", "scaler"])
-def test_it_trains_as_on_the_cpu(sim2, ranks2, by, how, calls):
+@pytest.mark.parametrize(
+    ("by", "how", "calls", "schedule", "seed"),
+    under_schedules(itertools.product(["guard", "scaler"], ["fused", "foreach"], CALLS)),
+    ids=str,
+)
+def test_it_trains_as_on_the_cpu(sim2, ranks2, by, how, calls, schedule, seed):
     expected = ranks2.run(_trained, "cpu", by, "foreach", calls)
     assert expected[0][2] == ((3, 1, 1) if "skip_above" in calls else (4, 1, 0))
-    for schedule in ("late", "random"):
-        found = sim2.run(_here, by, how, calls, schedule=schedule)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found = sim2.run(_here, by, how, calls, schedule=schedule, seed=seed)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def _waits_for_nothing(group: bool, calls: dict[str, Any]) -> int:

@@ -19,9 +19,8 @@ from distamp.scaler import MasterParameters
 from tests.scaler.masters import half_mlp
 from tests.scaler.steps import INF
 from tests.scaler.test_optimizers import momentum_after_skips
+from tests.simulated.pools import under_schedules
 from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, Pair, program_of, sample
-
-SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
 
 
 @pytest.mark.parametrize(
@@ -239,13 +238,16 @@ def _run(job: Callable[..., Any], device: str, *arguments: Any) -> Any:
     return job(device, *arguments)
 
 
-@pytest.mark.parametrize(("job", "arguments"), CASES, ids=lambda e: getattr(e, "__name__", str(e)))
-def test_a_job_is_done_as_on_the_cpu(sim, job, arguments):
+@pytest.mark.parametrize(
+    ("job", "arguments", "schedule", "seed"),
+    under_schedules(CASES),
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_a_job_is_done_as_on_the_cpu(sim, job, arguments, schedule, seed):
     expected = sim.one(_run, job, "cpu", *arguments)
+    found = sim.one(_run, job, "sim", *arguments, schedule=schedule, seed=seed)
     relative, absolute = TOLERANCE.get(job, (1e-5, 1e-6))
-    for schedule, seed in SCHEDULES:
-        found = sim.one(_run, job, "sim", *arguments, schedule=schedule, seed=seed)
-        torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+    torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
 
 
 def _goes_on(devices: tuple[str, str], masters: bool) -> Any:

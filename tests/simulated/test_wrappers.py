@@ -22,9 +22,7 @@ from tests.place import device_type, here
 from tests.ranks import mesh
 from tests.scaler.masters import half_mlp
 from tests.scaler.steps import INF
-from tests.simulated.pools import SimPool
-
-SCHEDULES = [("late", 0), ("late_others", 0), ("random", 29)]
+from tests.simulated.pools import SCHEDULES, SimPool, under_schedules
 
 
 def _wrapped(how: str, net: nn.Module | None = None) -> Any:
@@ -163,14 +161,17 @@ CASES = [(job, argument) for job, every in JOBS.items() for argument in every]
 TOLERANCE = {level: (3e-2, 3e-3), masters_under_ddp: (1e-3, 1e-6)}
 
 
-@pytest.mark.parametrize(("job", "argument"), CASES, ids=lambda e: getattr(e, "__name__", str(e)))
-def test_two_ranks_do_a_job_as_on_the_cpu(sim2, ranks2, job, argument):
+@pytest.mark.parametrize(
+    ("job", "argument", "schedule", "seed"),
+    under_schedules(CASES),
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_two_ranks_do_a_job_as_on_the_cpu(sim2, ranks2, job, argument, schedule, seed):
     arguments = [argument] if argument else []
     expected = ranks2.run(job, *arguments)
+    found = sim2.run(job, *arguments, schedule=schedule, seed=seed)
     relative, absolute = TOLERANCE.get(job, (1e-5, 1e-6))
-    for schedule, seed in SCHEDULES:
-        found = sim2.run(job, *arguments, schedule=schedule, seed=seed)
-        torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+    torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
 
 
 class _Spread(nn.Module):

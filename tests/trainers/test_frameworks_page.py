@@ -134,20 +134,6 @@ def given_torchtitan() -> dict[str, Any]:
     return {"debug_model": titan.config_for("runs", FAULT + 2)}
 
 
-def schedule_free(model: nn.Module) -> Any:
-    from schedulefree import AdamWScheduleFree
-
-    optimizer = AdamWScheduleFree(model.parameters(), lr=0.01)
-    optimizer.train()
-    return optimizer
-
-
-def eight_bits(model: nn.Module) -> Any:
-    import bitsandbytes
-
-    return bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)
-
-
 # For each piece of code its package, what it is given, and where its scaler is in the end.
 GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
     "lightning": ("lightning", given_lightning, "trainer.precision_plugin.scaler"),
@@ -160,11 +146,6 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
     "torchtitan": ("torchtitan", given_torchtitan, "trainer.scaler"),
     "loop": ("torch", plain, "scaler"),
     "muon": ("torch", plain, "scaler"),
-}
-# The page's own loop, with another optimizer.
-OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
-    "schedule_free": ("schedulefree", schedule_free),
-    "bitsandbytes": ("bitsandbytes", eight_bits),
 }
 GROUPS = {
     "lightning": "lightning",
@@ -181,15 +162,12 @@ GROUPS = {
 def run(name: str, changes: Sequence[tuple[str, str]] = ()) -> tuple[float, float, str]:
     """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
     quiet()
-    code = "loop" if name in OPTIMIZERS else name
-    text = on_cpu(snippets()[code])
+    text = on_cpu(snippets()[name])
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
-    _, given, place = GIVEN[code]
+    _, given, place = GIVEN[name]
     namespace = given()
-    if name in OPTIMIZERS:
-        namespace["optimizer"] = OPTIMIZERS[name][1](namespace["model"])
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
             exec(compile(text, str(PAGE), "exec"), namespace)
@@ -224,13 +202,10 @@ def test_every_piece_of_code_is_run():
 @pytest.mark.timeout(600)  # minutes go by on a busy machine while a package is imported
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.xdist_group(GROUPS.get(n, "beside")))
-        for n in (*GIVEN, *OPTIMIZERS)
-    ],
+    [pytest.param(n, marks=pytest.mark.xdist_group(GROUPS.get(n, "beside"))) for n in GIVEN],
 )
 def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
-    needs({**GIVEN, **OPTIMIZERS}[name][0])
+    needs(GIVEN[name][0])
     if name == "torchtitan":  # makes its own process group
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         one, other = new_ranks(2, timeout=550).run(run_alone, name, store.port, group="none")

@@ -5,6 +5,7 @@ Written from their public description, with the same calls in the same order: ve
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,77 +64,66 @@ def wrapped(layout: str) -> nn.Module:
     return DistributedDataParallel(net)
 
 
+MADE: dict[str, Callable[[], Any]] = {
+    "ours": lambda: DistGradScaler("cpu", init_scale=SCALE, growth_interval=400),
+    "torch's": lambda: ShardedGradScaler("cpu", init_scale=SCALE, growth_interval=400),
+    "guard": StepGuard,
+    "none": lambda: None,
+}
+
+
 def train(
-    layout: str, fused: bool, ours: bool = True, fault: int | None = FAULT
+    layout: str, by: str, fused: bool = True, fault: int | None = FAULT
 ) -> tuple[list[float], list[float], list[float]]:
-    """Weights, loss scale and norm after each step of fp16 under autocast."""
-    net = wrapped(layout)
+    """Weights, loss scale and norm after each step; in one rank 1 alone has an inf, or a NaN."""
+    net, scaler, scaled = wrapped(layout), MADE[by](), by in ("ours", "torch's")
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
-    kind = DistGradScaler if ours else ShardedGradScaler
-    scaler = kind("cpu", init_scale=SCALE, growth_interval=400)
     inputs, targets = (each[2 * rank() :].split(2)[::2] for each in data().tensors)
     weights, scales, norms = [], [], []
     for step in range(STEPS):
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast("cpu", dtype=torch.float16 if scaled else torch.bfloat16):
             outputs = net(inputs[step])
-        scaler.scale((outputs.float() - targets[step]).square().mean()).backward()
-        plant_inf(net.parameters(), step, fault)
-        norms.append(verl_step(net, optimizer, scaler, max_norm=1.0))
+        loss = (outputs.float() - targets[step]).square().mean()
+        (scaler.scale(loss) if scaled else loss).backward()
+        plant_inf(net.parameters(), step, fault, value=float("inf" if scaled else "nan"))
+        if by == "guard":
+            norms.append(guarded_step(optimizer, scaler, max_norm=1.0))
+        else:
+            norms.append(verl_step(net, optimizer, scaler, max_norm=1.0))
         optimizer.zero_grad()
         weights.append(digest(net))
-        scales.append(scaler.get_scale())
+        scales.append(scaler.get_scale() if scaled else 1.0)
     return weights, scales, norms
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2"])
 def test_verls_step_skips_on_all_ranks_and_clips_unscaled_gradients(ranks2, layout, fused):
-    one, other = ranks2.run(train, layout, fused)
+    one, other = ranks2.run(train, layout, "ours", fused)
     weights, scales, norms = one
     assert other[:2] == one[:2]
     assert scales == [SCALE] * FAULT + [SCALE / 2] * (STEPS - FAULT)
     stayed = [now == before for before, now in itertools.pairwise(weights)]
     assert stayed == [step == FAULT for step in range(1, STEPS)]
-    _, _, (first, *_) = ranks2.run(train, "DDP", fused=False, fault=None)[0]
+    _, _, (first, *_) = ranks2.run(train, "DDP", "ours", fused=False, fault=None)[0]
     assert norms[0] == pytest.approx(first, rel=1e-2)
 
 
 def test_with_torchs_scaler_and_a_fused_optimizer_the_same_step_raises(ranks2):
     with pytest.raises(RankError, match=r"broadcast shape \[1\]"):
-        ranks2.run(train, "FSDP1", fused=True, ours=False, fault=None)
-
-
-def train_in_bf16(layout: str, guard: bool) -> tuple[list[float], list[float]]:
-    """Weights and norm after each step; in one of them rank 1 alone has a NaN."""
-    net = wrapped(layout)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    made = StepGuard() if guard else None
-    inputs, targets = (each[2 * rank() :].split(2)[::2] for each in data().tensors)
-    weights, norms = [], []
-    for step in range(STEPS):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = net(inputs[step])
-        (outputs.float() - targets[step]).square().mean().backward()
-        plant_inf(net.parameters(), step, value=float("nan"))
-        if made is None:
-            norms.append(verl_step(net, optimizer, None, max_norm=1.0))
-        else:
-            norms.append(guarded_step(optimizer, made, max_norm=1.0))
-        optimizer.zero_grad()
-        weights.append(digest(net))
-    return weights, norms
+        ranks2.run(train, "FSDP1", "torch's", fault=None)
 
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2"])
 def test_in_bf16_a_guard_skips_on_all_ranks_by_one_norm(ranks2, layout):
-    one, other = ranks2.run(train_in_bf16, layout, guard=True)
+    one, other = ranks2.run(train, layout, "guard")
     assert one[0] == other[0]
     stayed = [now == before for before, now in itertools.pairwise(one[0])]
     assert stayed == [step == FAULT for step in range(1, STEPS)]
-    (_, theirs), _ = ranks2.run(train_in_bf16, layout, guard=False)
-    assert one[1][0] == pytest.approx(theirs[0], rel=1e-5)
+    (*_, theirs), _ = ranks2.run(train, layout, "none")
+    assert one[2][0] == pytest.approx(theirs[0], rel=1e-5)
 
 
 def test_a_check_on_the_host_parts_replicas(ranks2):
-    (one, _), (other, _) = ranks2.run(train_in_bf16, "DDP", guard=False)
+    (one, *_), (other, *_) = ranks2.run(train, "DDP", "none")
     assert one[FAULT] != other[FAULT]
