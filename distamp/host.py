@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "is_host", "moved"]
+__all__ = ["HostCopy", "is_captured", "is_host", "moved"]
 
 
 def is_host(device: torch.device) -> bool:
     """Return whether reading a tensor on ``device`` costs no wait."""
     return device.type == "cpu"
+
+
+def is_captured() -> bool:
+    """Return whether a CUDA graph is being captured, of which the host reads nothing."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

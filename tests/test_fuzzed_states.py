@@ -63,11 +63,7 @@ def scaler(**settings: Any) -> Subject:
         made.update()
 
     step()
-    seen = [made.state_dict, made.schedule_state_dict]
-    if settings:
-        load = made.load_schedule_state_dict
-        return Subject(made.schedule_state_dict(), load, seen, step)
-    return Subject(made.state_dict(), made.load_state_dict, seen, step)
+    return Subject(made.state_dict(), made.load_state_dict, [made.state_dict], step)
 
 
 def schedule() -> Subject:

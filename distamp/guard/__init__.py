@@ -1,6 +1,6 @@
 """Steps taken together: which ranks agree, by one message, and how a step is taken or skipped."""
 
 from distamp.guard.optimizer_state import StepCounts
-from distamp.guard.step_guard import StepGuard
+from distamp.guard.step_guard import GUARDS, StepGuard
 
-__all__ = ["StepCounts", "StepGuard"]
+__all__ = ["GUARDS", "StepCounts", "StepGuard"]

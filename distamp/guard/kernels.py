@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distamp.errors import SettingError
 from distamp.optimizers import unwrapped
 
 __all__ = [
     "leaves_garbage",
+    "refuse_mps",
     "refuse_names",
     "step_with",
     "stepping",
@@ -51,6 +53,20 @@ def names_of_step(kind: Hashable) -> frozenset[str]:
 def takes_scaler(kind: Hashable) -> bool:
     """Return whether the ``step`` of a class takes the scaler itself: torch's older protocol."""
     return "grad_scaler" in inspect.signature(kind.step).parameters  # type: ignore[attr-defined]
+
+
+def refuse_mps(device: torch.device | str) -> None:
+    """Refuse a device that has no float64, in which norms are summed.
+
+    Raises:
+        SettingError: It is MPS.
+    """
+    if torch.device(device).type == "mps":
+        raise SettingError(
+            "MPS has no float64, in which norms and inverse scales are computed, and its fused "
+            "kernels take neither flag nor scale: train there without a guard, in bfloat16 or "
+            "float32, or with torch.amp.GradScaler"
+        )
 
 
 def leaves_garbage(optimizer: Any) -> bool:

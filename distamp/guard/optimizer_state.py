@@ -141,6 +141,7 @@ class Resolved:
         takes_flags: Whether its own kernel skips; asked by ``step``.
         agreed: Whether the flags in the record are what all ranks agreed on.
         ranks: Those that overflowed, where the host knows.
+        own: Whether this rank did, where ranks agreed and the host does not know which.
     """
 
     given: Any
@@ -153,6 +154,7 @@ class Resolved:
     takes_flags: bool = False
     agreed: bool = False
     ranks: tuple[int, ...] | None = None
+    own: Flag | None = None
 
 
 def check_unscale(record: dict[str, Any]) -> None:

@@ -197,8 +197,12 @@ class Ranks:
     # -- what the host learns later ----------------------------------------------------------------
 
     def later(self, values: Tensor, then: Callable[[list[float]], None]) -> None:
-        """Call ``then`` with values that are on a device, when the host reads them."""
-        self._arriving.append((host.HostCopy(values), then))
+        """Call ``then`` with values that are on a device, when the host reads them.
+
+        Never, where a CUDA graph is captured: its replays run no Python.
+        """
+        if not host.is_captured():
+            self._arriving.append((host.HostCopy(values), then))
 
     def settle(self, wait: bool = True) -> None:
         """Read what is on its way, and raise what it demands.
@@ -207,6 +211,8 @@ class Ranks:
             wait: If not, a process alone reads what has arrived; others must read together.
         """
         arriving, alone = self._arriving, self._group is None
+        if arriving and host.is_captured():
+            return
         while arriving and (wait or (alone and arriving[0][0].arrived())):
             copy, then = arriving.popleft()
             then(copy.values())

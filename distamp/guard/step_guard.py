@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from distamp.errors import NonFiniteGradients, SettingError, StageError
 from distamp.gradients import flag_of, local_gradients, power_of
 from distamp.groups import GroupLike, check_group
 from distamp.guard.asked import Guard
+from distamp.guard.kernels import refuse_mps
 from distamp.guard.optimizer_state import OWN
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Flag, Ranks
@@ -176,6 +178,7 @@ class StepGuard(Steps):
         return "cpu" if there is None else there.type
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        refuse_mps(dev)
         with torch.inference_mode(False):
             self._scale = flag_of(True, dev)
             self._growth_tracker = torch.zeros((), dtype=torch.int32, device=dev)
@@ -232,7 +235,7 @@ class StepGuard(Steps):
                 "A StepGuard instance may only be pickled at the beginning of an iteration, or at "
                 "the end after guard.update()."
             )
-        return {"ranks": self._guard.ranks, "limit": self._guard.limit}
+        return {"ranks": copy.deepcopy(self._guard.ranks), "limit": self._guard.limit}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(state["ranks"], state["limit"])

@@ -10,6 +10,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -213,7 +214,8 @@ class Steps(Asked):
             before: Resolved | None = record.get(OWN)
             one = Resolved(given, holder, inside, source_of(holder), record)
             if before is not None:
-                one.state, one.agreed, one.ranks = before.state, before.agreed, before.ranks
+                one.state, one.agreed = before.state, before.agreed
+                one.ranks, one.own = before.ranks, before.own
             record[OWN] = one
         one.only_check = False
         if to_step:
@@ -289,7 +291,7 @@ class Steps(Asked):
         allow_fp16 = self._allows_fp16(one.only_check)
         flags = self._unscale_grads_(one.given, factor, found_inf, allow_fp16)
         one.record["found_inf_per_device"] = flags or {divisor.device: found_inf}
-        one.agreed, one.ranks = True, None
+        one.agreed, one.ranks, one.own = True, None, None
         if not one.only_check:
             one.record["stage"] = OptState.UNSCALED
 
@@ -314,8 +316,8 @@ class Steps(Asked):
             # try would unscale them twice. So this iteration has no step of theirs.
             _close(ones, divisor.device)
             raise
-        for one, each in zip(ones, agreed, strict=True):
-            one.agreed, one.ranks = True, each.ranks
+        for one, each, own in zip(ones, agreed, flags, strict=True):
+            one.agreed, one.ranks, one.own = True, each.ranks, own
             if each.flag is not False or error is not None:  # else no flag here is set
                 tensor = as_tensor(each.flag, divisor.device)
                 one.record["found_inf_per_device"] = {tensor.device: tensor}
@@ -375,15 +377,18 @@ class Steps(Asked):
                 raise
         verdict = by.verdict(total)
         own.norm, who = verdict.norm, None
+        bad: Flag | None = None
         if verdict.found is True and group is not None:
-            bad = own.ranks.gather(not math.isfinite(square.item()), group)
-            who = tuple(itertools.compress(group.global_ranks, bad))
+            everyone = own.ranks.gather(not math.isfinite(square.item()), group)
+            who = tuple(itertools.compress(group.global_ranks, everyone))
+        elif group is not None and not host.is_host(device):
+            bad = square.isfinite().logical_not()
         found = as_tensor(verdict.found, device)
         if before:  # what was found, as by a clip over more than these, stays found
             found = as_tensor(merged([found, *before], device), device)
         for one in ones:
             one.record["found_inf_per_device"] = {found.device: found}
-            one.agreed, one.ranks = True, who
+            one.agreed, one.ranks, one.own = True, who, bad
             if one.state is not None:
                 one.state.norm = verdict.norm
         return verdict
@@ -620,9 +625,9 @@ class Steps(Asked):
         if self._guard.hooks:
             self._tell_hooks(one, skip)
         if isinstance(skip, Tensor):
-            self._count_later(one.holder, state, skip, divisor, spike)
+            self._count_later(one, state, skip, divisor, spike)
         else:
-            self._count(one.holder, state, skip, divisor, one.ranks, bool(spike))
+            self._count(one, state, skip, divisor, bool(spike))
         return result
 
     def _step_fused(
@@ -703,23 +708,27 @@ class Steps(Asked):
             hook.step_ended(parameters, as_tensor(flag, _HOST))
 
     def _count_later(
-        self, optimizer: Any, state: OptimizerState, skip: Tensor, divisor: Tensor, spike: Flag
+        self, one: Resolved, state: OptimizerState, skip: Tensor, divisor: Tensor, spike: Flag
     ) -> None:
         """Count a step when the host learns of it."""
-        values = (skip, divisor, spike) if isinstance(spike, Tensor) else (skip, divisor)
-        self._guard.ranks.later(
-            torch.stack(values),
-            lambda v: self._count(optimizer, state, bool(v[0]), v[1], None, any(v[2:])),
-        )
+        values = [skip, divisor, as_tensor(spike, skip.device)]
+        if one.own is not None:
+            values.append(as_tensor(one.own, skip.device))
+        seen = replace(one, given=None, inside=None, record={})
+
+        def read(v: list[float]) -> None:
+            seen.own = bool(v[3]) if v[3:] else None
+            self._count(seen, state, bool(v[0]), v[1], bool(v[2]))
+
+        self._guard.ranks.later(torch.stack(values), read)
 
     def _count(
         self,
-        optimizer: Any,
+        one: Resolved,
         state: OptimizerState,
         skipped: bool,
         divisor: float | Tensor,
-        ranks: tuple[int, ...] | None,
-        spiked: bool = False,
+        spiked: bool,
     ) -> None:
         """Count a step that the host knows of."""
         taken, before, in_a_row, spikes = state.counts
@@ -730,16 +739,19 @@ class Steps(Asked):
         if spiked:
             state.counts = (taken, before, in_a_row, spikes + 1)
             if own.ranks.is_first:
-                overflow.log_spike(self._logger, optimizer, number)
+                overflow.log_spike(self._logger, one.holder, number)
             return
         own.skipped_at = float(divisor)
         state.counts = (taken, before + 1, in_a_row + 1, spikes)
         at = f", at loss scale {own.skipped_at:g}" if self._divides else ""
-        if own.ranks.is_first:
+        ranks, speaks = one.ranks, own.ranks.is_first
+        if ranks is None and one.own is not None:  # each rank knows of itself alone
+            ranks, speaks = (own.ranks.rank,), bool(one.own)
+        if speaks:
             # Where the divisor still is a tensor, the gradients still are as they were.
             as_it_was = isinstance(divisor, Tensor)
             skip = overflow.Skip(self._logger, number, at, ranks, as_it_was)
-            overflow.log_skip(optimizer, skip, own.names)
+            overflow.log_skip(one.holder, skip, own.names)
         if own.limit is not None and in_a_row + 1 == own.limit:
             state.counts = (taken, before + 1, 0, spikes)
             raise self._collapse(

@@ -16,7 +16,7 @@ from distamp.clipping import Declared
 from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
 from distamp.gradients import is_dtensor
-from distamp.guard import StepGuard
+from distamp.guard import GUARDS, StepGuard
 from distamp.initialize.flat_state import FlatState
 from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
 from distamp.optimizers import parameters_of
@@ -383,12 +383,10 @@ class Amp:
 
     def state_dict(self) -> dict[str, Any]:
         """Return level, loss scale and masters, to be saved beside model and optimizers."""
-        scalers = self._scalers()
         return {
             "version": 1,
             "opt_level": self.precision.level,
-            "loss_scalers": [scaler.state_dict() for scaler in scalers],
-            "schedule": scalers[0].schedule_state_dict() if scalers else {},
+            "loss_scalers": [scaler.state_dict() for scaler in self._scalers()],
             "masters": [masters.state_dict() for masters in self.masters],
         }
 
@@ -462,15 +460,17 @@ class Amp:
 
 
 def _load_scale(scaler: DistGradScaler, scale: Any, schedule: Any) -> None:
-    kind = there = scaler.schedule_state_dict()["kind"]
-    if schedule is not None and schedule != {}:
-        saved = DistGradScaler("cpu")
-        saved.load_schedule_state_dict(schedule)
-        there = saved.schedule_state_dict()["kind"]
-        if kind == there != StaticSchedule.kind:
-            scaler.load_schedule_state_dict(schedule)
-    if StaticSchedule.kind not in (kind, there):
-        scaler.load_state_dict(scale)
+    """Load a scaler's state; ``schedule`` lay beside it in states of earlier versions."""
+    if isinstance(scale, Mapping) and schedule is not None and schedule != {}:
+        scale = {**scale, GUARDS: schedule}
+    saved = DistGradScaler("cpu", schedule=scaler.schedule)
+    saved.load_state_dict(scale)
+    kinds = {scaler.schedule.kind, saved.schedule.kind}
+    if StaticSchedule.kind in kinds:
+        return
+    if len(kinds) > 1:  # which of the two it is, is what `initialize` was given
+        scale = {key: value for key, value in scale.items() if key != GUARDS}
+    scaler.load_state_dict(scale)
 
 
 def _cut_over(parameter: Tensor) -> DeviceMesh | None:

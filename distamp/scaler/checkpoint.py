@@ -15,7 +15,7 @@ from distamp.errors import SettingError, StageError
 from distamp.guard.step_guard import GUARDS
 from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
 
-__all__ = ["Saved", "from_torch", "read_schedule", "read_state", "written_schedule"]
+__all__ = ["Saved", "from_torch", "read_state", "written_schedule"]
 
 _VERSION = 1
 # What the counters on a device hold.
@@ -47,7 +47,7 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
         state: torch's five keys; or ``amp.state_dict()`` of Apex (``{"loss_scaler0":
             {"loss_scale": ..., "unskipped": ...}}``).
         current: The schedule of the scaler that loads. torch's five keys say nothing of bounds or
-            hysteresis, so those are kept.
+            hysteresis, so those are kept where the state has no key of ours.
 
     Raises:
         StageError: ``state`` is empty, as torch raises RuntimeError for it.
@@ -59,11 +59,16 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
             "The source state dict is empty, possibly because it was saved "
             "from a disabled instance of GradScaler."
         )
-    if GUARDS in state and "scale" not in state:
+    own = state.get(GUARDS)
+    if own is not None and "scale" not in state:
         return Saved(current)  # of a run that scaled nothing: the scale here is kept
     state = _from_apex(state, current)
-    schedule = current.replaced(**{name: _value(state, name) for name in _TORCH_SETTINGS})
-    return Saved(schedule, _scale(state, schedule), _count(state, "_growth_tracker"))
+    settings = {name: _value(state, name) for name in _TORCH_SETTINGS}
+    schedule, hysteresis = current.replaced(**settings), None
+    if own is not None:
+        schedule, hysteresis = _read_own(own, settings)
+    tracker = _count(state, "_growth_tracker")
+    return Saved(schedule, _scale(state, schedule), tracker, hysteresis)
 
 
 def written_schedule(schedule: Schedule, hysteresis: int) -> dict[str, Any]:
@@ -71,13 +76,9 @@ def written_schedule(schedule: Schedule, hysteresis: int) -> dict[str, Any]:
     return {"version": _VERSION, **schedule.extras(), "hysteresis_tracker": hysteresis}
 
 
-def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
-    """Read what `written_schedule` returned, beside settings that ``current`` has of torch's five.
-
-    Raises:
-        SettingError: A value is missing or outside its range.
-    """
-    _check_mapping(state, "schedule_state_dict()")
+def _read_own(state: Any, settings: Mapping[str, Any]) -> tuple[Schedule, int]:
+    """Return schedule and credit of what `written_schedule` returned, and torch's settings."""
+    _check_mapping(state, f"state_dict()[{GUARDS!r}]")
     version = state.get("version")
     if type(version) is not int or version != _VERSION:
         raise SettingError(
@@ -97,8 +98,7 @@ def read_schedule(state: Mapping[str, Any], current: Schedule) -> Saved:
         raise SettingError(
             f"the scaler state has settings that schedule {kind!r} does not: {sorted(unknown)}"
         )
-    settings = {name: getattr(current, name) for name in _TORCH_SETTINGS}
-    return Saved(SCHEDULES[kind](**settings, **saved), hysteresis=hysteresis)
+    return SCHEDULES[kind](**settings, **saved), hysteresis
 
 
 def from_torch(state: Mapping[str, Any]) -> Saved:

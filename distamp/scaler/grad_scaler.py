@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,12 +22,13 @@ from distamp.groups import Group, GroupLike, check_group
 from distamp.guard.asked import Guard
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Ranks
+from distamp.guard.step_guard import GUARDS
 from distamp.guard.steps import Steps, outside_the_graph
 from distamp.scaler import settings
-from distamp.scaler.checkpoint import Saved, from_torch, read_schedule, read_state, written_schedule
+from distamp.scaler.checkpoint import Saved, from_torch, read_state, written_schedule
 from distamp.scaler.joining import TakeOver
 from distamp.scaler.outputs import map_tensors
-from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, ScaleState, Schedule
+from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, ScaleState, Schedule
 from distamp.scaler.settings import Settings
 from distamp.sources import source_of
 
@@ -145,13 +147,16 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
                 f"DistGradScaler is enabled, but {self._device} is not available.  Disabling.",
                 stacklevel=stacklevel_of_caller(),
             )
-        rule = settings.schedule_of(
-            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
-        )
-        names = names_of(named_parameters)
-        given = Settings(rule, fp16_grads, max_consecutive_skips)
+        given, scale, names = Settings(DynamicSchedule()), 1.0, names_of(None)
+        if self._enabled:  # what is off need not be right, as in torch
+            rule = settings.schedule_of(
+                growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
+            )
+            names = names_of(named_parameters)
+            given = Settings(rule, fp16_grads, max_consecutive_skips)
+            scale = rule.checked_scale(init_scale)
         check_group(process_group)
-        self._start(given, rule.checked_scale(init_scale), 0, Ranks(process_group))
+        self._start(given, scale, 0, Ranks(process_group))
         self._guard.names = names
 
     def _start(self, given: Settings, scale: float, tracker: int, ranks: Ranks) -> None:
@@ -376,10 +381,22 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
 
     # -- state -----------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five keys, and one of ours: what the schedule is and remembers beyond.
+
+        Numbers and strings. ``torch.amp.GradScaler`` loads it. Empty when disabled.
+        """
+        if not self._enabled:
+            return {}
+        own = self._distamp
+        ours = written_schedule(own.settings.schedule, int(own.hysteresis))
+        return {**super().state_dict(), GUARDS: ours}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, of this class or of torch's, or Apex's.
 
-        A disabled scaler loads nothing, as in torch.
+        With our key the kind of schedule, its bounds and what it remembers are loaded too. A
+        disabled scaler loads nothing, as in torch.
 
         Raises:
             StageError: The dict is empty (torch raises RuntimeError).
@@ -388,25 +405,10 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         if self._enabled:
             self._load(read_state(state_dict, self._distamp.settings.schedule))
 
-    def schedule_state_dict(self) -> dict[str, Any]:
-        """Return what the schedule is and remembers beyond torch's five keys; empty when disabled.
-
-        Numbers and strings, to be saved beside ``state_dict()``.
-        """
-        own = self._distamp
-        return written_schedule(own.settings.schedule, int(own.hysteresis)) if self._enabled else {}
-
-    def load_schedule_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `schedule_state_dict` returned; best before ``load_state_dict``.
-
-        Sets the kind of schedule, its bounds and what it remembers, and leaves the scale, which
-        is moved into the bounds.
-
-        Raises:
-            SettingError: A value is missing or outside its range; nothing is changed then.
-        """
-        if self._enabled:
-            self._load(read_schedule(state_dict, self._distamp.settings.schedule))
+    @property
+    def schedule(self) -> Schedule:
+        """How the loss scale moves."""
+        return self._distamp.settings.schedule
 
     def _load(self, saved: Saved) -> None:
         own, rule = self._distamp, saved.schedule
@@ -433,7 +435,8 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         if self._enabled:
             state["_init_scale"] = self.get_scale()
             state["_init_growth_tracker"] = self._get_growth_tracker()
-        state["_distamp"] = own.settings, int(own.hysteresis), self._guard.ranks
+        ranks = copy.deepcopy(self._guard.ranks)  # a copy counts its own iterations
+        state["_distamp"] = own.settings, int(own.hysteresis), ranks
         for name in ("_scale", "_growth_tracker", "_per_optimizer_states", "_guard"):
             del state[name]
         return state

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError
+from distamp.guard.kernels import refuse_mps
 from distamp.guard.steps import checked_limit
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, Schedule
 from distamp.sources import GradientSource
@@ -25,11 +26,12 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
     Raises:
         TypeError: Something that is no device: a number, a list.
         ValueError: torch knows no such device.
+        SettingError: It is MPS.
     """
     is_there = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if is_there else None
     if device is None:
-        return ("cpu" if accelerator is None else accelerator.type), True
+        device = "cpu" if accelerator is None else accelerator.type
     if not isinstance(device, (str, torch.device)):
         raise TypeError(
             f"device must be a device type such as 'cuda' or 'cpu', not {device!r:.80}; a loss "
@@ -39,6 +41,7 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
         device_type = torch.device(device).type
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is not a device that torch knows: {error}") from None
+    refuse_mps(device_type)
     there = device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
     return device_type, there
 

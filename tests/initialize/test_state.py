@@ -49,9 +49,21 @@ def test_credit_for_overflows_goes_on_from_a_state():
     backward(amp, next(batches(1)), torch.inf)
     assert not amp.step()
     resumed.load_state_dict(amp.state_dict())
-    saved = amp.scaler.schedule_state_dict()
-    assert resumed.scaler.schedule_state_dict() == saved
-    assert saved["hysteresis_tracker"] == 2
+    saved = amp.scaler.state_dict()
+    assert resumed.scaler.state_dict() == saved
+    assert saved["distamp_guard"]["hysteresis_tracker"] == 2
+
+
+def test_a_state_whose_schedule_lies_beside_the_scale_goes_on():
+    """As earlier versions wrote it."""
+    schedule = HysteresisSchedule(hysteresis=3, min_scale=2.0)
+    amp, resumed = made("O1", schedule=schedule), made("O1", schedule=schedule)
+    backward(amp, next(batches(1)), torch.inf)
+    amp.step()
+    state = amp.state_dict()
+    state["schedule"] = state["loss_scalers"][0].pop("distamp_guard")
+    resumed.load_state_dict(state)
+    assert resumed.scaler.state_dict() == amp.scaler.state_dict()
 
 
 APEX = {"loss_scale": 4096.0, "unskipped": 7}
@@ -106,11 +118,11 @@ STATIC = {"loss_scale": 128.0}
 )
 def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
     first, second = made(before[0], **before[1]), made(after[0], **after[1])
-    if first.scaler.schedule_state_dict()["kind"] == "dynamic":
+    if first.scaler.schedule.kind == "dynamic":
         first.scaler.load_state_dict({**first.scaler.state_dict(), "scale": 4.0})
     second.load_state_dict(first.state_dict())
     assert second.scaler.get_scale() == scale
-    assert second.scaler.schedule_state_dict()["kind"] == kind
+    assert second.scaler.schedule.kind == kind
 
 
 def test_another_version_and_a_copy_are_refused():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import math
 import pickle
 import subprocess
 import sys
@@ -207,14 +208,13 @@ def test_an_import_and_plain_training_load_nothing_heavy(tmp_path: Path) -> None
 # -- a disabled scaler -----------------------------------------------------------------------------
 
 
-def test_a_disabled_scaler_answers_everything_and_does_nothing() -> None:
-    scaler = cpu_scaler(enabled=False)
+def test_a_disabled_scaler_answers_everything_checks_nothing_and_does_nothing() -> None:
+    scaler = cpu_scaler(math.inf, growth_factor=0.5, growth_interval=0, enabled=False)
     parameter, optimizer = sgd()
     for outputs in (parameter, [parameter], 3, None):
         assert scaler.scale(outputs) is outputs
-    assert (scaler.get_scale(), scaler.state_dict(), scaler.schedule_state_dict()) == (1.0, {}, {})
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
     scaler.load_state_dict({})
-    scaler.load_schedule_state_dict({})
     scaler.add_optimizer(optimizer)
     iteration(scaler, optimizer, parameter, 0.25, unscale=True)
     scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""Checkpoints, pickles and copies: torch's five keys both ways, and what a schedule adds."""
+"""Checkpoints, pickles and copies: torch's five keys both ways, and one of ours."""
 
 import copy
 import io
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from distamp import DistGradScaler
@@ -23,6 +24,7 @@ from tests.scaler.steps import INF, NAN, cpu_scaler, iteration, leaf, sgd, torch
 FILES = sorted((Path(__file__).parent / "states").glob("*/*.json"))
 BEFORE = (0.25, 3.0, INF, 0.25, 0.25, 0.5, INF, 0.25)
 AFTER = (0.25, 0.25, INF, INF, 0.25, 0.25, 0.25, 0.25)
+OURS = "distamp_guard"
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 SCHEDULES: dict[str, Any] = {
     "default": None,
@@ -48,12 +50,17 @@ def _scaler(name: str, init_scale: float = 1024.0) -> Any:
     return cpu_scaler(init_scale, schedule=SCHEDULES[name])
 
 
+def _five(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: state[key] for key in KEYS}
+
+
 def _saved(scaler: Any, folder: Path) -> list[Any]:
     """The state as it is, and as each way to write one gives it back."""
     file, state = io.BytesIO(), scaler.state_dict()
     torch.save(state, file)
     file.seek(0)
-    there = _scaler("hysteresis", 2.0)
+    there = copy.deepcopy(scaler)
+    there.load_state_dict(_scaler("torch", 2.0).state_dict())
     dcp.save({"scaler": scaler}, checkpoint_id=folder, no_dist=True)
     dcp.load({"scaler": there}, checkpoint_id=folder, no_dist=True)
     read = torch.load(file, weights_only=True)
@@ -62,31 +69,31 @@ def _saved(scaler: Any, folder: Path) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is (disabled|unavailable)")
 @pytest.mark.parametrize("by", ["torch", *SCHEDULES])
-def test_a_state_has_torchs_keys_and_loads_into_any_scaler(by, tmp_path):
+def test_a_state_has_torchs_keys_and_one_of_ours_and_loads_into_any_scaler(by, tmp_path):
     for used in ((), BEFORE):
         source = _scaler(by)
         train(source, used)
         state = source.state_dict()
-        assert list(state) == KEYS
-        theirs = torch_scaler().state_dict()
-        assert {k: type(v) for k, v in state.items()} == {k: type(v) for k, v in theirs.items()}
-        assert state == theirs or used or by != "default"
+        five, theirs = _five(state), torch_scaler().state_dict()
+        assert list(state) == KEYS + [OURS] * (by != "torch")
+        assert {k: type(v) for k, v in five.items()} == {k: type(v) for k, v in theirs.items()}
+        assert five == theirs or used or by != "default"
         written = _saved(source, tmp_path / str(len(used)))
         for into, loaded in itertools.product(["torch", *SCHEDULES], written):
             target = _scaler(into, 2.0)
             train(target, (0.25, INF))
             target.load_state_dict(loaded)
-            assert target.state_dict() == state, into
+            assert _five(target.state_dict()) == five, into
+            assert "torch" in (by, into) or target.state_dict() == state
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_both_states_copies_and_pickles_go_on_as_if_nothing_had_happened(name):
+def test_states_copies_and_pickles_go_on_as_if_nothing_had_happened(name):
     for after in range(len(BEFORE)):
         source = _scaler(name)
         train(source, BEFORE[:after])
         loaded = cpu_scaler(2.0)
-        loaded.load_schedule_state_dict(json.loads(json.dumps(source.schedule_state_dict())))
-        loaded.load_state_dict(source.state_dict())
+        loaded.load_state_dict(json.loads(json.dumps(source.state_dict())))
         twins = [loaded, pickle.loads(pickle.dumps(source)), copy.deepcopy(source)]
         twins.append(copy.copy(source))
         traces = [train(twin, (INF, *AFTER)) for twin in twins]
@@ -111,7 +118,7 @@ ONE = {"loss_scale": 4096.0, "unskipped": 3}
 def test_apexs_state_gives_scale_and_count(state):
     scaler = cpu_scaler(growth_interval=5, growth_factor=4.0)
     scaler.load_state_dict(state)
-    assert list(scaler.state_dict().values()) == [4096.0, 4.0, 0.5, 5, 3]
+    assert list(_five(scaler.state_dict()).values()) == [4096.0, 4.0, 0.5, 5, 3]
     assert [scale for _, scale in train(scaler, (0.0, 0.0))] == [4096.0, 16384.0]
     with pytest.raises(SettingError, match=r"2 of Apex's loss scalers.*state\['loss_scaler0'\]"):
         scaler.load_state_dict({"loss_scaler0": ONE, "loss_scaler1": ONE})
@@ -129,8 +136,8 @@ BAD: dict[str, list[Any]] = {
 def test_a_state_that_cannot_be_right_is_refused_and_changes_nothing():
     scaler = _scaler("hysteresis")
     train(scaler, BEFORE)
-    before = scaler.state_dict(), scaler.schedule_state_dict()
-    states = [({**before[0], key: value}, key) for key in BAD for value in BAD[key]]
+    before = scaler.state_dict()
+    states = [({**before, key: value}, key) for key in BAD for value in BAD[key]]
     states += [({"scale": 4.0}, "growth_factor"), ({"model": {}}, "model"), ([], "dict")]
     for state, says in states:
         with pytest.raises(SettingError) as caught:
@@ -140,8 +147,21 @@ def test_a_state_that_cannot_be_right_is_refused_and_changes_nothing():
         scaler.load_state_dict({})
     for changed in ({"version": 99}, {"kind": "none"}, {"kind": "static"}, {"more": 1}):
         with pytest.raises(SettingError):
-            scaler.load_schedule_state_dict({**before[1], **changed})
-    assert (scaler.state_dict(), scaler.schedule_state_dict()) == before
+            scaler.load_state_dict({**before, OURS: {**before[OURS], **changed}})
+    assert scaler.state_dict() == before
+
+
+def _copied_on_one_rank() -> float:
+    scaler, (parameter, optimizer) = cpu_scaler(), sgd()
+    iteration(scaler, optimizer, parameter, 0.25)
+    if dist.get_rank() == 0:
+        copy.copy(scaler).load_state_dict(scaler.state_dict())
+    iteration(scaler, optimizer, parameter, 0.25)
+    return parameter.item()
+
+
+def test_a_shallow_copy_counts_its_own_iterations(ranks2):
+    assert len({*ranks2.run(_copied_on_one_rank)}) == 1
 
 
 @pytest.mark.parametrize(("saved", "kept"), [(2.0**-30, 2.0**-24), (2.0**127 * 1.9, 2.0**127)])

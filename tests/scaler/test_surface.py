@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import distamp
-from distamp import DistGradScaler
+from distamp import DistGradScaler, StepGuard
 from distamp.errors import SettingError, StageError
 from distamp.scaler import DynamicSchedule, HysteresisSchedule, StaticSchedule
 from tests.scaler.steps import INF, NAN, cpu_scaler, error_of, iteration, sgd, torch_scaler
@@ -114,6 +114,13 @@ def test_without_an_accelerator_none_is_cpu_and_cuda_warns_and_disables_as_torch
             assert not kind("cuda").is_enabled()
         assert w[0].filename == __file__, "the warning points at the caller"
     assert not DistGradScaler("cuda", enabled=False).is_enabled(), "without a warning"
+
+
+def test_mps_is_refused_in_a_sentence():
+    with pytest.raises(SettingError, match=r"MPS has no float64"):
+        DistGradScaler("mps")
+    with pytest.raises(SettingError, match=r"MPS has no float64"):
+        StepGuard()._lazy_init_scale_growth_tracker(torch.device("mps"))
 
 
 # -- update(new_scale) -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 from typing import Any
 
 import pytest
@@ -103,3 +104,29 @@ def _differs(how: str) -> tuple[bool, float]:
 @pytest.mark.parametrize("how", ["another", "shared"])
 def test_where_ranks_differ_or_share_an_error_nothing_is_stepped(sim2, how):
     assert sim2.run(_differs, how) == [(True, 0.75)] * 2
+
+
+def _logged(fused: bool) -> list[str]:
+    weight = torch.ones(2, device="sim", requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    guard, told = StepGuard(), []
+    log, handler = logging.getLogger("distamp.guard"), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    for value in (1.0, NAN if dist.get_rank() else 1.0, 1.0):
+        weight.grad = torch.full_like(weight, value)
+        guard.step(optimizer)
+        guard.update()
+    guard.step_counts(optimizer)
+    log.removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_each_bad_rank_logs_its_own_skip(sim2, fused):
+    first, second = sim2.run(_logged, fused)
+    assert first == []
+    assert len(second) == 1
+    assert "step 2 of AdamW" in second[0]
+    assert "on rank 1" in second[0]

@@ -7,6 +7,7 @@ is compared to the bit; ``python -m tests.simulated.long_run`` runs all of them.
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, host
 from distamp.scaler import MasterParameters
 from tests.scaler.masters import half_mlp
 from tests.scaler.steps import INF
@@ -216,6 +217,32 @@ def a_recorded_backward_pass(device: str) -> Any:
     return job.left(), scales
 
 
+def a_recorded_step(device: str) -> Any:
+    """Forward, backward, a whole fused step and the update recorded once and replayed."""
+    job, tape = _made(device, fused=True), _Tape()
+    x, factor = torch.ones(2, 4, device=device), torch.ones((), device=device)
+    scales = []
+
+    def iteration() -> None:
+        job.scaler.scale(job.model(x).square().mean() * factor).backward()
+        job.scaler.step(job.optimizer)
+        job.scaler.update()
+
+    for step in range(8):
+        x.fill_(1.0 + step)
+        factor.fill_(INF if step == 5 else 1.0)
+        if device == "cpu" or step < 2:
+            iteration()
+        elif step == 2:
+            with tape, mock.patch.object(host, "is_captured", return_value=True):
+                iteration()
+        else:
+            tape.replay()
+        job.optimizer.zero_grad(set_to_none=False)
+        scales.append(job.scaler.get_scale())
+    return [p.detach().cpu() for p in job.model.parameters()], scales
+
+
 KINDS = ("SGD", "SGD fused", "AdamW fused")
 JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
     offload: list(zip(KINDS, (True, False, True), (True, True, False), strict=True)),
@@ -225,6 +252,7 @@ JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
     momentum_after_skips: [()],
     masters_in_data_parallel: [()],
     a_recorded_backward_pass: [()],
+    a_recorded_step: [()],
 }
 CASES = [(job, arguments) for job, every in JOBS.items() for arguments in every]
 # The norm of a gradient is summed in another order on the device.
