@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from os import PathLike
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -20,7 +17,7 @@ from distamp.errors import DistampError, SettingError
 from distamp.precision import Precision
 from distamp.report.following import every_rank
 from distamp.report.observing import Observer, Seen
-from distamp.report.rows import collapsed, short, text_table
+from distamp.report.rows import Written, collapsed, short, text_table
 
 __all__ = ["Breach", "Breaches", "Contract"]
 
@@ -93,7 +90,7 @@ class Breach:
         return ", ".join(parts) + (f"\n    fix: {self.fix}" if self.fix else "")
 
 
-class Breaches(Sequence[Breach]):
+class Breaches(Written, Sequence[Breach]):
     """What a check found, the same on every rank: a sequence of `Breach`, false if there is none.
 
     Attributes:
@@ -157,10 +154,6 @@ class Breaches(Sequence[Breach]):
             "seen": self.seen,
             "unseen": list(self.unseen),
         }
-
-    def to_json(self, path: str | PathLike[str]) -> None:
-        """Write it to a file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 @dataclass(frozen=True)

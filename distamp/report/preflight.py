@@ -6,12 +6,9 @@ the CPU, as a torch without the device can make no others, and follow the other 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from os import PathLike
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,7 +25,7 @@ from distamp.autocast.op_names import autocast_key
 from distamp.autocast.region import autocast
 from distamp.report.findings import FP16_LOSS, Finding, findings, show
 from distamp.report.recording import precision_report
-from distamp.report.rows import PrecisionReport
+from distamp.report.rows import PrecisionReport, Written
 
 __all__ = ["Preflight", "preflight"]
 
@@ -36,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Preflight:
+class Preflight(Written):
     """What :func:`preflight` found out.
 
     Attributes:
@@ -58,10 +55,6 @@ class Preflight:
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON types."""
         return {"findings": [*map(asdict, self.findings)], "report": self.report.to_dict()}
-
-    def to_json(self, path: str | PathLike[str]) -> None:
-        """Write report and findings to a file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def preflight(

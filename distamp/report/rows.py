@@ -20,6 +20,7 @@ __all__ = [
     "PrecisionReport",
     "ReportDifference",
     "Totals",
+    "Written",
     "collapsed",
     "short",
     "text_table",
@@ -33,6 +34,20 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _HEADINGS = ("phase", "module", "op", "in", "out", "calls", "casts", "cast KiB")
 _COUNTS = ("calls", "casts", "bytes_read", "bytes_written")
+
+
+class Written:
+    """What is written as JSON: a report, a preflight, the breaches of a contract."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON types."""
+        raise NotImplementedError
+
+    def to_json(self, path: str | PathLike[str]) -> None:
+        """Write it to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,7 @@ class Totals:
         return cls(**sums)
 
 
-class PrecisionReport:
+class PrecisionReport(Written):
     """What ran where, in which dtype, with its casts; forward, backward, recomputed.
 
     ``print(report)`` shows a table; :meth:`explain` says why a module ran as it did. Two reports
@@ -218,10 +233,6 @@ class PrecisionReport:
         about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "device": self.device}
         about["settings"] = dict(self.settings)
         return {**about, "totals": asdict(self.totals), "rows": [asdict(row) for row in self.rows]}
-
-    def to_json(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file that :meth:`from_json` reads."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> PrecisionReport:

@@ -3,7 +3,7 @@
 Written before the tool that is scored had been seen, and put into one table since. The first five
 are made as the code did of which people complained. A plant says what is declared, and what a right
 answer names: one of ``keys``, the dtype that is found, and a part of the place. ``build()`` makes
-model, optimizer and step on this rank.
+step, model and optimizer on this rank.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from tests.ranks import mesh
-from tests.report.setups import BF16, FP16, FP32, Net, parallel, sharded
+from tests.report.setups import BF16, FP16, FP32, Net, parallel, sharded, trained
 
 __all__ = ["PLANTS", "Breach"]
 
-Made = tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]
+Made = tuple[Callable[[], Any], nn.Module, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -62,43 +62,18 @@ def _net() -> Net:
     return Net(attends=False)
 
 
-def _trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    region: torch.dtype | None = None,
-    shape: tuple[int, ...] = (),
-    after: Callable[[], None] = lambda: None,
-) -> Made:
-    """Return a model with an optimizer and one step: forward, backward, ``after``, step."""
-    chosen = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> Tensor:
-        chosen.zero_grad()
-        inputs = torch.randn(shape) if shape else torch.randint(32, (2, 8))
-        with torch.autocast("cpu", region or BF16, enabled=region is not None):
-            out = model(inputs)
-        loss = out.float().square().mean()
-        loss.backward()
-        after()
-        chosen.step()
-        return loss.detach()
-
-    return model, chosen, step
-
-
 def _half() -> Made:
     """Loaded or cast in bf16, with nothing else."""
-    return _trained(_net().to(BF16))
+    return trained(_net().to(BF16))
 
 
 def _fsdp2(**policy: torch.dtype) -> Made:
-    return _trained(sharded(_net(), mesh((dist.get_world_size(),), ("dp",)), **policy))
+    return trained(sharded(_net(), mesh((dist.get_world_size(),), ("dp",)), **policy))
 
 
 def _fsdp1(**policy: torch.dtype) -> Made:
     cpu, mixed = torch.device("cpu"), MixedPrecision(**policy)
-    return _trained(FullyShardedDataParallel(_net(), mixed_precision=mixed, device_id=cpu))
+    return trained(FullyShardedDataParallel(_net(), mixed_precision=mixed, device_id=cpu))
 
 
 # -- three of the five of which people complained --------------------------------------------------
@@ -108,7 +83,7 @@ def _reduce_dtype_is_not_tensor_parallels() -> Made:
     """A policy with reduce_dtype fp32 does not reach the all-reduce of tensor parallel."""
     grid = mesh((2, 2), ("dp", "tp"))
     net = parallel(_net(), grid["tp"])
-    return _trained(sharded(net, grid["dp"], param_dtype=BF16, reduce_dtype=FP32))
+    return trained(sharded(net, grid["dp"], param_dtype=BF16, reduce_dtype=FP32))
 
 
 def _upcast_that_does_nothing() -> Made:
@@ -116,7 +91,7 @@ def _upcast_that_does_nothing() -> Made:
     model = _net().to(BF16)
     for parameter in model.parameters():
         parameter.data.to(FP32)
-    return _trained(model)
+    return trained(model)
 
 
 class CastNorm(nn.LayerNorm):
@@ -132,7 +107,7 @@ def _weights_of_norms() -> Made:
     model = _net()
     for block in model.blocks:
         block.norm2 = CastNorm(16, dtype=BF16)
-    return _trained(model, region=BF16)
+    return trained(model, region=BF16)
 
 
 # -- gradients between ranks -----------------------------------------------------------------------
@@ -149,7 +124,7 @@ def _sums_in_bf16(state, bucket):  # annotations as text, which DDP refuses
 def _ddp(register: Callable[[DistributedDataParallel], Any]) -> Made:
     model = DistributedDataParallel(_net())
     register(model)
-    return _trained(model)
+    return trained(model)
 
 
 def _one_block_of_another_policy() -> Made:
@@ -158,7 +133,7 @@ def _one_block_of_another_policy() -> Made:
     fully_shard(model.blocks[1], mesh=dp, mp_policy=other)
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     fully_shard(model.blocks[0], mesh=dp, mp_policy=policy)
-    return _trained(fully_shard(model, mesh=dp, mp_policy=policy))
+    return trained(fully_shard(model, mesh=dp, mp_policy=policy))
 
 
 def _by_hand() -> Made:
@@ -170,19 +145,19 @@ def _by_hand() -> Made:
             dist.all_reduce(half)
             parameter.grad.copy_(half / dist.get_world_size())
 
-    return _trained(model, after=average)
+    return trained(model, after=average)
 
 
 def _zero_of_bf16_weights() -> Made:
     model = DistributedDataParallel(_net().to(BF16))
-    return _trained(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-3))
+    return trained(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-3))
 
 
 def _oss_broadcasts_fp16() -> Made:
     from fairscale.optim import OSS
 
     model = _net()
-    return _trained(model, OSS(model.parameters(), torch.optim.SGD, broadcast_fp16=True, lr=1e-3))
+    return trained(model, OSS(model.parameters(), torch.optim.SGD, broadcast_fp16=True, lr=1e-3))
 
 
 def _sequence_parallel_in_fp32() -> Made:
@@ -192,7 +167,9 @@ def _sequence_parallel_in_fp32() -> Made:
         "2": RowwiseParallel(output_layouts=Replicate()),
     }
     block = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 4))
-    return _trained(parallelize_module(block, mesh((2,), ("tp",)), plan), shape=(2, 4, 16))
+    return trained(
+        parallelize_module(block, mesh((2,), ("tp",)), plan), inputs=torch.randn(2, 4, 16)
+    )
 
 
 # -- what computes ---------------------------------------------------------------------------------
@@ -242,24 +219,26 @@ class Wide(nn.Linear):
 
 
 def _behind_a_layer(module: nn.Module) -> Made:
-    return _trained(nn.Sequential(nn.Linear(16, 16), module), region=BF16, shape=(2, 4, 16))
+    return trained(
+        nn.Sequential(nn.Linear(16, 16), module), region=BF16, inputs=torch.randn(2, 4, 16)
+    )
 
 
 def _a_block_leaves_the_region() -> Made:
     model = _net()
     model.blocks[1] = Disabled(model.blocks[1])
-    return _trained(model, region=BF16)
+    return trained(model, region=BF16)
 
 
 def _a_convolution() -> Made:
     model = nn.Sequential(Disabled(nn.Conv2d(3, 4, 3)), nn.Flatten(), nn.Linear(4 * 36, 4))
-    return _trained(model, region=BF16, shape=(2, 3, 8, 8))
+    return trained(model, region=BF16, inputs=torch.randn(2, 3, 8, 8))
 
 
 def _compiled_in_fp32() -> Made:
     model = _net()
     model.blocks[0] = torch.compile(model.blocks[0], backend="aot_eager")
-    return _trained(model)
+    return trained(model)
 
 
 # -- what is held ----------------------------------------------------------------------------------
@@ -268,13 +247,13 @@ def _compiled_in_fp32() -> Made:
 def _one_layer_in_bf16() -> Made:
     model = _net()
     model.head.to(BF16)
-    return _trained(model, region=BF16)
+    return trained(model, region=BF16)
 
 
 def _adapter_in_fp16() -> Made:
     model = _net()
     model.blocks[1].adapter = nn.Linear(16, 16).to(FP16)
-    return _trained(model, region=BF16)
+    return trained(model, region=BF16)
 
 
 class HalfStates(torch.optim.SGD):
@@ -289,21 +268,21 @@ class HalfStates(torch.optim.SGD):
 
 def _an_optimizers_own_bf16() -> Made:
     model = _net()
-    return _trained(model, HalfStates(model.parameters(), lr=1e-3, momentum=0.9))
+    return trained(model, HalfStates(model.parameters(), lr=1e-3, momentum=0.9))
 
 
 def _states_of_one_group() -> Made:
     """Loaded from a checkpoint in which one group's states had been cast to save space."""
     model = _net()
     groups = [{"params": model.blocks.parameters()}, {"params": model.head.parameters()}]
-    _, optimizer, step = _trained(model, torch.optim.AdamW(groups, lr=1e-3))
+    step, _, optimizer = trained(model, torch.optim.AdamW(groups, lr=1e-3))
     step()
     for parameter in model.head.parameters():
         state = optimizer.state[parameter]
         state |= {name: state[name].to(BF16) for name in ("exp_avg", "exp_avg_sq")}
     # As much code does in the first steps: the head is not trained, its states lie there.
     model.head.requires_grad_(False)
-    return model, optimizer, step
+    return step, model, optimizer
 
 
 REDUCE, GATHER, COMPUTE = {"reduce": "fp32"}, {"gather": "bf16"}, {"compute": "bf16"}
@@ -391,7 +370,7 @@ PLANTS: tuple[Breach, ...] = (
         4,
         REDUCE,
         "bf16",
-        lambda: _trained(sharded(_net(), mesh((2, 2), ("replicate", "shard")), param_dtype=BF16)),
+        lambda: trained(sharded(_net(), mesh((2, 2), ("replicate", "shard")), param_dtype=BF16)),
     ),
     Breach(
         "an average by hand in bf16",
@@ -408,7 +387,7 @@ PLANTS: tuple[Breach, ...] = (
         2,
         SENDS_FP32,
         "fp32",
-        lambda: _trained(parallel(_net(), mesh((2,), ("tp",)))),
+        lambda: trained(parallel(_net(), mesh((2,), ("tp",)))),
         "blocks",
     ),
     Breach(
@@ -416,14 +395,14 @@ PLANTS: tuple[Breach, ...] = (
         2,
         SENDS_BF16,
         "bf16",
-        lambda: _trained(parallel(_net().to(BF16), mesh((2,), ("tp",)))),
+        lambda: trained(parallel(_net().to(BF16), mesh((2,), ("tp",)))),
         "blocks",
     ),
     Breach("sequence parallel sends fp32", 2, SENDS_FP32, "fp32", _sequence_parallel_in_fp32),
     Breach(
         "a block that leaves the region", 1, COMPUTE, "fp32", _a_block_leaves_the_region, "blocks.1"
     ),
-    Breach("the region is of another device", 1, COMPUTE, "fp32", lambda: _trained(_net())),
+    Breach("the region is of another device", 1, COMPUTE, "fp32", lambda: trained(_net())),
     Breach(
         "attention that upcasts",
         1,
@@ -442,7 +421,7 @@ PLANTS: tuple[Breach, ...] = (
         2,
         {"compute": ("bf16", "fp32")},
         "fp32",
-        lambda: _trained(_net(), region=BF16 if dist.get_rank() == 0 else None),
+        lambda: trained(_net(), region=BF16 if dist.get_rank() == 0 else None),
     ),
     Breach("a compiled block in fp32", 1, COMPUTE, "fp32", _compiled_in_fp32, "blocks.0"),
     Breach("one layer loaded in bf16", 1, PARAMETERS, "bf16", _one_layer_in_bf16, "head"),

@@ -26,8 +26,7 @@ def check(place: int) -> tuple[bool, str]:
     """Whether the plant is found, and what the contract says, on this rank."""
     plant = PLANTS[place]
     warnings.simplefilter("ignore")
-    model, optimizer, step = plant.build()
-    breaches = Contract(**plant.declared).check(step, model, optimizer)
+    breaches = Contract(**plant.declared).check(*plant.build())
     right = [
         each
         for each in breaches

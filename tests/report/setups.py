@@ -1,5 +1,6 @@
 """Clean set-ups for a contract: each level in the layouts that docs/levels.md has it in."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ import distamp
 from distamp import Breaches
 from tests.ranks import mesh
 
-__all__ = ["BF16", "CLEAN", "FP16", "FP32", "Net", "clean", "parallel", "sharded"]
+__all__ = ["BF16", "CLEAN", "FP16", "FP32", "Net", "clean", "parallel", "sharded", "trained"]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -67,7 +68,7 @@ class Net(nn.Module):
         return self.head(self.bn(x.transpose(-2, -1)).transpose(-2, -1))
 
 
-def sharded(net: Net, mesh: Any, **policy: torch.dtype) -> nn.Module:
+def sharded(net: Any, mesh: Any, **policy: torch.dtype) -> nn.Module:
     """FSDP2 by block."""
     settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**policy)}
     for block in net.blocks:
@@ -75,7 +76,7 @@ def sharded(net: Net, mesh: Any, **policy: torch.dtype) -> nn.Module:
     return fully_shard(net, **settings)
 
 
-def parallel(net: Net, mesh: Any, sequence: bool = False) -> Net:
+def parallel(net: Any, mesh: Any, sequence: bool = False) -> Any:
     """Tensor parallel feed-forward layers; with norms and what is between split by position."""
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
@@ -88,6 +89,30 @@ def parallel(net: Net, mesh: Any, sequence: bool = False) -> Net:
     for block in net.blocks:
         parallelize_module(block, mesh, plan)
     return net
+
+
+def trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    region: torch.dtype | None = None,
+    inputs: Tensor | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+    """A step of a model: forward in a region, backward, ``after``; the model; its optimizer."""
+    torch.manual_seed(0)
+    given = torch.randint(32, (2, 8)) if inputs is None else inputs
+    stepper = optimizer or torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        with torch.autocast("cpu", region or BF16, enabled=region is not None):
+            out = model(given)
+        out.float().square().mean().backward()
+        after()
+        stepper.step()
+        stepper.zero_grad()
+
+    return step, model, stepper
 
 
 def _wrapped(net: Net, level: str, layout: str) -> nn.Module:

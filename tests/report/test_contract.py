@@ -1,7 +1,6 @@
 """The contract: what is seen in each layout, what breaks it, and what a clean set-up says."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ from torch import Tensor, nn
 
 import distamp
 from distamp import Breaches, Contract, SettingError
-from tests.autocast.counting import Calls
 from tests.ranks import RankPool, mesh
-from tests.report.setups import BF16, CLEAN, FP32, Net, clean, parallel, sharded
+from tests.report.plants_contract import Wide
+from tests.report.setups import BF16, CLEAN, FP32, Net, clean, parallel, sharded, trained
 
 WORDS: dict[str, Any] = {
     "parameters": "fp32",
@@ -26,27 +25,8 @@ WORDS: dict[str, Any] = {
 }
 
 
-def trained(
-    model: nn.Module,
-    region: torch.dtype | None = BF16,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
-    """A step of a model, the model, and its optimizer."""
-    torch.manual_seed(0)
-    tokens, stepper = torch.randint(32, (2, 8)), optimizer or torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        with torch.autocast("cpu", region or BF16, enabled=region is not None):
-            out = model(tokens)
-        out.float().square().mean().backward()
-        stepper.step()
-        stepper.zero_grad()
-
-    return step, model, stepper
-
-
-def checked(*args: Any, **words: Any) -> Breaches:
-    return Contract(**words or WORDS).check(*trained(*args))
+def checked(model: nn.Module, region: torch.dtype | None = BF16, **words: Any) -> Breaches:
+    return Contract(**words or WORDS).check(*trained(model, region=region))
 
 
 def broken(found: Breaches) -> dict[str, tuple[str, int]]:
@@ -109,33 +89,15 @@ def test_pins_by_the_caller_and_the_models_owner_are_part_of_a_levels_contract(l
     assert {"fp32"} < {*found.seen["compute"]}, "beside the level's own"
 
 
-class Wide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad.float() @ weight.float().t(), x.float().t() @ grad.float()
-
-
 def test_a_backward_pass_in_another_precision_is_told_from_forward():
-    model = nn.Sequential(nn.Linear(4, 4), Calls(lambda x: Wide.apply(x, x.t() @ x)))
-    x = torch.ones(4, 4)
-
-    def step() -> None:
-        with torch.autocast("cpu", BF16):
-            out = model(x)
-        out.float().sum().backward()
-
+    model = nn.Sequential(nn.Linear(4, 4), Wide(4, 4))
+    step, *_ = trained(model, region=BF16, inputs=torch.ones(4, 4))
     (found,) = Contract(compute="bf16").check(step, model)
     assert (found.phase, found.where, found.calls) == ("backward", ("1",), 2)
 
 
-class Summed(nn.Module):
-    """An RMS norm that is written in Python."""
+class RMSNormByHand(nn.Module):
+    """Written in Python."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__()
@@ -146,18 +108,10 @@ class Summed(nn.Module):
         return (y * y.pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype) * self.weight
 
 
-class RMSNormByHand(Summed):
-    pass
-
-
 @pytest.mark.parametrize(("wide", "broken_by"), [(True, 0), (False, 1)])
 def test_norms_written_in_python_are_told_by_their_statistics(wide, broken_by):
-    model = nn.Sequential(RMSNormByHand(wide))
-
-    def step() -> None:
-        model(torch.ones(2, 16, dtype=BF16)).float().sum().backward()
-
-    assert len(Contract(norms="fp32").check(step, model)) == broken_by
+    step = trained(nn.Sequential(RMSNormByHand(wide)), inputs=torch.ones(2, 16, dtype=BF16))
+    assert len(Contract(norms="fp32").check(*step)) == broken_by
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -172,7 +126,7 @@ def test_compiled_modules_stay_compiled_and_what_is_in_them_is_listed_as_unseen(
     model = Net()
     model.blocks[0].compile(backend=backend)
     model.head = torch.compile(model.head, backend=backend)
-    step, *trains = trained(model)
+    step, *trains = trained(model, region=BF16)
     step()
     before = len(compiles)
     runs.clear()
@@ -192,7 +146,7 @@ def test_what_did_not_run_is_listed():
 
 def test_nothing_stays_on_model_and_optimizer_and_an_error_is_the_steps_own():
     model = Net()
-    step, _, optimizer = trained(model)
+    step, _, optimizer = trained(model, region=BF16)
 
     def fails() -> None:
         step()
@@ -250,7 +204,7 @@ def _sequence_parallel() -> Breaches:
     both = mesh((1, 2), ("dp", "tp"))
     net = parallel(Net(attends=False), both["tp"], sequence=True)
     model = sharded(net, both["dp"], param_dtype=BF16, reduce_dtype=FP32)
-    return Contract(reduce="fp32", activations="bf16").check(*trained(model, None))
+    return Contract(reduce="fp32", activations="bf16").check(*trained(model))
 
 
 def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks(ranks2: RankPool):
@@ -277,7 +231,7 @@ def test_ranks_that_compute_in_two_precisions_are_a_breach_of_any_contract(ranks
 
 def _sequence_parallel_alone() -> Breaches:
     net = parallel(Net(attends=False), mesh((2,), ("tp",)), sequence=True)
-    return Contract(reduce="bf16").check(*trained(net, None))
+    return Contract(reduce="bf16").check(*trained(net))
 
 
 def test_partial_gradients_are_seen_where_the_optimizer_adds_them_up(ranks2: RankPool):
@@ -287,7 +241,7 @@ def test_partial_gradients_are_seen_where_the_optimizer_adds_them_up(ranks2: Ran
 
 
 def _raises_on_one() -> str:
-    step, *trains = trained(Net())
+    step, *trains = trained(Net(), region=BF16)
 
     def fails() -> None:
         step()
@@ -324,10 +278,6 @@ def test_patterns_have_to_match_on_one_rank_alone(ranks2: RankPool):
 def test_sparse_gradients_are_nobodys_storage():
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        model(torch.tensor([1, 2, 2])).sum().backward()
-        model[0].weight.grad.clone().to(BF16)
-        optimizer.step()
-
-    assert not Contract(parameters="fp32", masters="fp32").check(step, model, optimizer)
+    cast = lambda: model[0].weight.grad.clone().to(BF16)  # noqa: E731
+    step = trained(model, optimizer, inputs=torch.tensor([1, 2, 2]), after=cast)
+    assert not Contract(parameters="fp32", masters="fp32").check(*step)

@@ -12,10 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +22,7 @@ import distamp
 from tests.place import here
 from tests.ranks import RankPool, mesh
 from tests.report.plants_nonfinite import FAULTS, Fault
+from tests.report.setups import parallel, sharded
 
 INF = float("inf")
 
@@ -76,15 +76,15 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.inp = nn.Linear(8, 8)
         self.bn = nn.BatchNorm1d(8)
-        self.h = nn.ModuleList(Block() for _ in range(3))
-        self.h[1].fault = fault
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[1].fault = fault
         self.how = how
         self.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.inp(x))
         x = torch.softmax(x @ x.T + self.mask, -1) @ x
-        for block in self.h:
+        for block in self.blocks:
             x = (
                 checkpoint(block, x, use_reentrant=self.how == "reentrant")
                 if self.how
@@ -119,7 +119,7 @@ def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
     model = Net(fault.change, how)
     found = distamp.first_nonfinite(step_of(model, inputs_of()), model)
     assert found is not None
-    assert (found.op, found.module) == (fault.function, "h.1")
+    assert (found.op, found.module) == (fault.function, "blocks.1")
     assert found.kernel in fault.kernels
     direction = "forward" if fault.forward else "backward"
     assert (found.kind, found.direction, found.ranks) == ("op", direction, (0,))
@@ -144,7 +144,7 @@ def test_the_input_of_one_micro_batch_is_named() -> None:
     assert (found.kind, found.op, found.module, found.micro_batch) == ("input", "linear", "inp", 1)
 
 
-@pytest.mark.parametrize("name", ["h.2.down.weight", "bn.running_mean", "h.0.norm.bias"])
+@pytest.mark.parametrize("name", ["blocks.2.down.weight", "bn.running_mean", "blocks.0.norm.bias"])
 def test_a_weight_or_buffer_is_named(name: str) -> None:
     model = Net()
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
     compiled = torch.compile(model, backend="eager")
     found = distamp.first_nonfinite(step_of(compiled, inputs_of()), compiled)
     assert found is not None
-    assert (found.op, found.module) == ("log", "h.1")
+    assert (found.op, found.module) == ("log", "blocks.1")
     assert found.notes == ("compiled modules ran eagerly",)
 
 
@@ -233,7 +233,7 @@ def test_the_loss_scale_of_torchs_scaler_overflows_in_backward() -> None:
 def test_the_answer_is_a_sentence_and_a_table() -> None:
     found = distamp.first_nonfinite(step_of(model := Net(log), inputs_of()), model)
     first, *table = str(found).splitlines()
-    assert first.startswith("log in h.1 made inf of finite inputs up to ")
+    assert first.startswith("log in blocks.1 made inf of finite inputs up to ")
     assert first.endswith(": rank 0, forward pass, micro-batch 0.")
     assert [row.split()[0] for row in table] == ["line", "input", "output", "reached"]
     assert found is not None
@@ -257,7 +257,7 @@ def test_backward_passes_of_a_device_are_watched_too(sim: RankPool) -> None:
     none, log_of_0, root = sim.run(on_a_device)[0]
     assert none is None
     assert (log_of_0.op, log_of_0.direction) == ("log", "forward")
-    assert (root.op, root.module, root.direction) == ("sqrt", "h.1", "backward")
+    assert (root.op, root.module, root.direction) == ("sqrt", "blocks.1", "backward")
 
 
 # -- ranks --------------------------------------------------------------------------------------
@@ -286,16 +286,11 @@ def fsdp1(model: Net) -> nn.Module:
 
 
 def fsdp2(model: Net) -> nn.Module:
-    for block in model.h:
-        fully_shard(block, mesh=mesh((2,), ("dp",)))
-    return fully_shard(model, mesh=mesh((2,), ("dp",)))
+    return sharded(model, mesh((2,), ("dp",)))
 
 
 def tensor_parallel(model: Net) -> nn.Module:
-    for block in model.h:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, mesh((2,), ("dp",)), plan)
-    return model
+    return parallel(model, mesh((2,), ("tp",)))
 
 
 LAYOUTS = [ddp, torchs_hook, our_hook, fsdp1, fsdp2, tensor_parallel]
@@ -324,8 +319,13 @@ def test_a_fault_of_one_rank_is_its_own_in_every_layout(ranks2: RankPool, layout
     assert one == other
     none, both, own = one
     assert none is None
-    assert (both.op, both.module, both.direction, both.ranks) == ("sqrt", "h.1", "backward", (0, 1))
-    assert (own.op, own.module, own.direction, own.ranks) == ("log", "h.1", "forward", (1,))
+    assert (both.op, both.module, both.direction, both.ranks) == (
+        "sqrt",
+        "blocks.1",
+        "backward",
+        (0, 1),
+    )
+    assert (own.op, own.module, own.direction, own.ranks) == ("log", "blocks.1", "forward", (1,))
     assert own.micro_batch == 0
 
 
@@ -343,12 +343,12 @@ def residuals() -> tuple[bool, Any]:
     model = our_hook(Net(log))
     state = model._comm_hooks[0][1]
     sound = step_of(model, inputs_of())
-    model.module.h[1].fault = None
+    model.module.blocks[1].fault = None
     sound()
     before = {
         key: [each.clone() for each in it] for key, it in state.state_dict()["residuals"].items()
     }
-    model.module.h[1].fault = log
+    model.module.blocks[1].fault = log
     found = distamp.first_nonfinite(sound, model)
     after = state.state_dict()["residuals"]
     assert before

@@ -32,7 +32,7 @@ def test_a_guard_says_why_it_skipped(caplog: pytest.LogCaptureFixture) -> None:
     trained(guard, model, step_of(model, inputs_of()))
     assert guard.replay.found is None
     running = model.bn.running_mean.clone()
-    model.h[1].fault = log
+    model.blocks[1].fault = log
     for _ in range(2):
         trained(guard, model, step_of(model, inputs_of()))
     assert guard.replay.found.op == "log"
@@ -40,14 +40,16 @@ def test_a_guard_says_why_it_skipped(caplog: pytest.LogCaptureFixture) -> None:
     told = [each for each in caplog.records if each.name == "distamp.report"]
     assert len(told) == 1, "once in a row of skipped steps"
     assert told[0].levelno == logging.WARNING
-    assert "log in h.1 made inf" in told[0].getMessage()
+    assert "log in blocks.1 made inf" in told[0].getMessage()
     assert not torch.equal(running, model.bn.running_mean), "the step itself moved it"
 
 
 def test_the_replay_begins_from_what_was_kept() -> None:
     """Dropout draws the same masks, and batch norm begins from the same statistics."""
     model, seen = Net(lambda x: x / (x - x)), []
-    model.h[0].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    model.blocks[0].register_forward_hook(
+        lambda module, inputs, output: seen.append(output.detach())
+    )
     model.bn.eval()
     guard = distamp.StepGuard()
     guard.replay = distamp.StepReplay(model)
