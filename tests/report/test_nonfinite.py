@@ -105,6 +105,12 @@ def step_of(model: nn.Module, inputs: Tensor, scale: float = 1.0) -> Callable[[]
     return step
 
 
+def search(model: nn.Module, inputs: Tensor | None = None, step: Any = None) -> Any:
+    """The first non-finite value of a step; None if there is none."""
+    step = step or step_of(model, inputs_of() if inputs is None else inputs)
+    return distamp.first_nonfinite(step, model)
+
+
 def inputs_of(seed: int = 1) -> Tensor:
     return torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))
 
@@ -117,8 +123,7 @@ def inputs_of(seed: int = 1) -> Tensor:
 def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
     fault = ALONE[kind]
     model = Net(fault.change, how)
-    found = distamp.first_nonfinite(step_of(model, inputs_of()), model)
-    assert found is not None
+    found = search(model)
     assert (found.op, found.module) == (fault.function, "blocks.1")
     assert found.kernel in fault.kernels
     direction = "forward" if fault.forward else "backward"
@@ -128,19 +133,18 @@ def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
 
 def test_a_finite_step_with_a_mask_of_inf_has_none() -> None:
     model = Net()
-    assert distamp.first_nonfinite(step_of(model, inputs_of()), model) is None
+    assert search(model) is None
 
 
 def test_what_reaches_neither_loss_nor_gradient_does_not_count() -> None:
     model = Net(lambda x: x + torch.nan_to_num(x.log(), 0.0, 0.0, 0.0).detach())
-    assert distamp.first_nonfinite(step_of(model, inputs_of()), model) is None
+    assert search(model) is None
 
 
 def test_the_input_of_one_micro_batch_is_named() -> None:
     model, inputs = Net(), inputs_of()
     inputs[1, 2, 3] = INF
-    found = distamp.first_nonfinite(step_of(model, inputs), model)
-    assert found is not None
+    found = search(model, inputs)
     assert (found.kind, found.op, found.module, found.micro_batch) == ("input", "linear", "inp", 1)
 
 
@@ -151,8 +155,7 @@ def test_a_weight_or_buffer_is_named(name: str) -> None:
         model.state_dict()[name].view(-1)[0] = float("nan")
     if "running" in name:
         model.bn.eval()
-    found = distamp.first_nonfinite(step_of(model, inputs_of()), model)
-    assert found is not None
+    found = search(model)
     kind = "buffer" if "running" in name else "parameter"
     assert (found.kind, found.parameter, found.module) == (kind, name, name.rpartition(".")[0])
 
@@ -160,20 +163,14 @@ def test_a_weight_or_buffer_is_named(name: str) -> None:
 def test_a_gradient_that_overflows_as_it_is_accumulated() -> None:
     model = nn.Linear(8, 8, dtype=torch.float16)
     inputs = torch.full((2, 4, 8), 1.0, dtype=torch.float16)
-    found = distamp.first_nonfinite(
-        lambda: [(model(x).sum() * 1e4).backward() for x in inputs], model
-    )
-    assert found is not None
+    found = search(model, step=lambda: [(model(x).sum() * 1e4).backward() for x in inputs])
     assert (found.op, found.direction, found.micro_batch) == ("accumulate_grad", "backward", 1)
     assert found.parameter in ("weight", "bias")
 
 
 def test_the_loss_counts_where_all_gradients_are_finite() -> None:
     model = nn.Linear(8, 8)
-    found = distamp.first_nonfinite(
-        lambda: (model(torch.ones(2, 8)) + 3e38).sum().backward(), model
-    )
-    assert found is not None
+    found = search(model, step=lambda: (model(torch.ones(2, 8)) + 3e38).sum().backward())
     assert (found.op, found.module, found.reached) == ("sum", "(outside)", ("loss",))
 
 
@@ -182,7 +179,7 @@ def test_all_is_put_back_and_gradients_are_none() -> None:
     step_of(model, inputs_of())()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate()
-    assert distamp.first_nonfinite(step_of(model, inputs_of()), model) is not None
+    assert search(model) is not None
     assert all(each.grad is None for each in model.parameters())
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -194,28 +191,22 @@ def test_a_step_that_was_bad_and_is_replayed_finite_is_said_to_be_unseen() -> No
     model = Net()
     step_of(model, inputs_of())()
     model.inp.weight.grad.fill_(INF)
-    found = distamp.first_nonfinite(step_of(model, inputs_of()), model)
-    assert found is not None
-    assert found.kind == "unseen"
+    assert search(model).kind == "unseen"
 
 
 @pytest.mark.parametrize("fault", [log, fully_masked])
 def test_a_step_that_is_not_deterministic_is_said_to_be(fault: Any) -> None:
     model, drawn = Net(lambda x: fault(x * 1.0)), iter(range(9))
     step = lambda: step_of(model, inputs_of(next(drawn)))()  # noqa: E731
-    found = distamp.first_nonfinite(step, model)
-    assert found is not None
+    found = search(model, step=step)
     assert found.notes == ("the step is not deterministic: a second replay computed other numbers",)
-    again = distamp.first_nonfinite(step_of(model, inputs_of()), model)
-    assert again is not None
-    assert again.notes == ()
+    assert search(model).notes == ()
 
 
 def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
     model = Net(log)
     compiled = torch.compile(model, backend="eager")
-    found = distamp.first_nonfinite(step_of(compiled, inputs_of()), compiled)
-    assert found is not None
+    found = search(compiled)
     assert (found.op, found.module) == ("log", "blocks.1")
     assert found.notes == ("compiled modules ran eagerly",)
 
@@ -223,20 +214,18 @@ def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
 def test_the_loss_scale_of_torchs_scaler_overflows_in_backward() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).half()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    found = distamp.first_nonfinite(
-        lambda: scaler.scale(model(torch.ones(4, 8).half()).float().mean()).backward(), model
+    found = search(
+        model, step=lambda: scaler.scale(model(torch.ones(4, 8).half()).float().mean()).backward()
     )
-    assert found is not None
     assert (found.direction, found.kernel) == ("backward", "_to_copy")
 
 
 def test_the_answer_is_a_sentence_and_a_table() -> None:
-    found = distamp.first_nonfinite(step_of(model := Net(log), inputs_of()), model)
+    found = search(Net(log))
     first, *table = str(found).splitlines()
     assert first.startswith("log in blocks.1 made inf of finite inputs up to ")
     assert first.endswith(": rank 0, forward pass, micro-batch 0.")
     assert [row.split()[0] for row in table] == ["line", "input", "output", "reached"]
-    assert found is not None
     assert found.to_dict()["sentence"] == first
 
 
@@ -249,7 +238,7 @@ def on_a_device() -> list[Any]:
     found = []
     for fault in (None, log, root_of_0):
         model = Net(fault).to(here())
-        found.append(distamp.first_nonfinite(step_of(model, inputs_of().to(here())), model))
+        found.append(search(model, inputs_of().to(here())))
     return found
 
 
@@ -349,7 +338,7 @@ def residuals() -> tuple[bool, Any]:
         key: [each.clone() for each in it] for key, it in state.state_dict()["residuals"].items()
     }
     model.module.blocks[1].fault = log
-    found = distamp.first_nonfinite(sound, model)
+    found = search(model, step=sound)
     after = state.state_dict()["residuals"]
     assert before
     return all(

@@ -14,6 +14,12 @@ from tests.ranks import RankPool, logged
 from tests.report.test_nonfinite import INF, Net, ddp, inputs_of, log, on_rank_1, step_of
 
 
+def replaying(model: nn.Module) -> distamp.StepGuard:
+    guard = distamp.StepGuard()
+    guard.replay = distamp.StepReplay(model)
+    return guard
+
+
 def trained(guard: Any, model: nn.Module, step: Any, *batches: Any, spoil: Any = None) -> None:
     """One iteration, kept."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -27,8 +33,8 @@ def trained(guard: Any, model: nn.Module, step: Any, *batches: Any, spoil: Any =
 
 
 def test_a_guard_says_why_it_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    model, guard = Net(), distamp.StepGuard()
-    guard.replay = distamp.StepReplay(model)
+    model = Net()
+    guard = replaying(model)
     trained(guard, model, step_of(model, inputs_of()))
     assert guard.replay.found is None
     running = model.bn.running_mean.clone()
@@ -51,8 +57,7 @@ def test_the_replay_begins_from_what_was_kept() -> None:
         lambda module, inputs, output: seen.append(output.detach())
     )
     model.bn.eval()
-    guard = distamp.StepGuard()
-    guard.replay = distamp.StepReplay(model)
+    guard = replaying(model)
     torch.rand(5)
     trained(guard, model, step_of(model, inputs_of()))
     drawn = torch.get_rng_state()
@@ -109,8 +114,7 @@ def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
 
 def test_a_batch_that_changed_in_place_is_said() -> None:
     model, inputs = Net(log), inputs_of()
-    guard = distamp.StepGuard()
-    guard.replay = distamp.StepReplay(model)
+    guard = replaying(model)
     guard.keep(step_of(model, inputs), {"batches": [inputs]})
     step_of(model, inputs)()
     inputs.add_(1.0)
@@ -128,8 +132,7 @@ def test_keep_needs_something_that_replays() -> None:
 
 def on_ranks() -> tuple[Any, list[str], bool]:
     model = ddp(Net(on_rank_1(log)))
-    guard = distamp.StepGuard()
-    guard.replay = distamp.StepReplay(model)
+    guard = replaying(model)
     weights = [each.clone() for each in model.parameters()]
     with logged("distamp.report") as lines:
         trained(guard, model, step_of(model, inputs_of(dist.get_rank())))
