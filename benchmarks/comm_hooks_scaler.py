@@ -1,0 +1,58 @@
+"""What a hook with error feedback adds to ``scaler.step``, as a ratio of processor time.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.comm_hooks_scaler --parameters 580 --buckets 145
+
+Two ranks. Scalers with and without a hook step and update in turn, on gradients that stay.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.common import environment, interleave, ratio
+from distamp import DistGradScaler, comm_hooks
+from tests.ranks import RankPool
+
+NUMEL = 700
+
+
+def time_steps(parameters: int, buckets: int, rounds: int) -> dict[str, list[float]]:
+    """Time `step` and `update` of both, on this rank of the default group."""
+    steps: dict[str, Callable[[], object]] = {}
+    for name in ("without", "with"):
+        made = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(parameters)]
+        for each in made:
+            each.grad = torch.ones(NUMEL)
+        sgd, scaler = torch.optim.SGD(made, lr=0.0), DistGradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        if name == "with":
+            state, count = comm_hooks.CommHookState("int8"), parameters // buckets
+            scaler.attach(state)
+            for start in range(0, parameters, count):
+                bucket = made[start : start + count]
+                state.average(torch.ones(NUMEL * len(bucket)), bucket).wait()
+        steps[name] = lambda scaler=scaler, sgd=sgd: (scaler.step(sgd), scaler.update())  # type: ignore[misc]
+    return interleave(steps, rounds, warmup=3, clock=time.process_time)
+
+
+def main() -> None:
+    """Print the ratio of each rank."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=int, default=580)
+    parser.add_argument("--buckets", type=int, default=145)
+    parser.add_argument("--rounds", type=int, default=100)
+    given = parser.parse_args()
+    print(environment())
+    with RankPool(2) as pool:
+        answers = pool.run(time_steps, given.parameters, given.buckets, given.rounds, timeout=600)
+    for rank, times in enumerate(answers):
+        print(
+            f"rank {rank}: step with a hook is {ratio(times['with'], times['without'])} of without"
+        )
+
+
+if __name__ == "__main__":
+    main()
