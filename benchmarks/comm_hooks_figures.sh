@@ -20,6 +20,7 @@ part link_1gbit benchmarks.shaped_link --rate 1gbit --rounds 7 \
 part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --local 2 --rounds 3
 part link_fsdp2_2x1 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --rounds 3
 part lanes benchmarks.comm_hooks_lanes
+part scaler benchmarks.comm_hooks_scaler
 part ends benchmarks.comm_hooks_ends --times 50
 part loopback benchmarks.comm_hooks_step --rounds 11 --wires fp16 bf16 int8 auto
 part wire_error benchmarks.wire_error

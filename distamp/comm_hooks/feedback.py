@@ -21,7 +21,7 @@ _VERSION = 7
 
 
 class ErrorFeedback:
-    """The residuals of one hook on this rank.
+    """The residuals of one hook on this rank: what a scaler and a checkpoint see of it.
 
     They are fp32, in units of the mean, divided by the loss scale where a scaler is attached, and
     always finite. Of gradients that are averaged there is one for each rounding: of the part that
@@ -33,6 +33,7 @@ class ErrorFeedback:
     # loss scale once a scaler told it; by device what `Feedback.units` says, written in place,
     # since a recorded graph reads it; whether the backward passes of this iteration have that
     # scale, whether one of its optimizers has stepped, and whether residuals are in unscaled units.
+    # In which levels buckets are exchanged.
     def __init__(self) -> None:
         self._residuals: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
         self._names: dict[int, str] = {}
@@ -42,8 +43,9 @@ class ErrorFeedback:
         self._scaled_now = False
         self._stepped_now = False
         self._scaled = False
+        self._levels: set[str] = set()
 
-    def of(
+    def feedback(
         self, where: str, parameters: Sequence[Tensor], numels: Sequence[int], device: torch.device
     ) -> list[Feedback]:
         """Return the feedback of a bucket's roundings, as `Feedback`; a new one's is loaded, or 0.
@@ -95,7 +97,7 @@ class ErrorFeedback:
         self._scale, self._scaled, self._scaled_now = scale, True, True
         self._read_scale()
 
-    def step_ended(self, found_inf: Tensor) -> None:
+    def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`.
 
         What rounding took of a step that is not taken belongs to nothing; where one of several
@@ -122,11 +124,20 @@ class ErrorFeedback:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Give parameters the names by which a checkpoint knows them."""
+        """Give parameters the names by which a checkpoint knows them; `register` does."""
         self._names = {id(parameter): name for name, parameter in named_parameters}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CommHookState.state_dict`."""
+        """Return what rounding took from this rank's gradients.
+
+        Each rank saves its own, or all save theirs by ``torch.distributed.checkpoint``:
+        ``"residuals"`` has lists of fp32 tensors, by which rank of how many this is, in which
+        levels, and the names of a bucket's parameters. It is empty for formats without error
+        feedback. ``"scaled"`` says whether they are in unscaled units, by an attached scaler.
+
+        Raises:
+            RuntimeError: Of a hook with error feedback that knows no names of parameters.
+        """
         residuals = dict(self._loaded)
         for key, found in self._residuals.items():
             if not all(each in self._names for each in key[1]):
@@ -146,11 +157,15 @@ class ErrorFeedback:
             "residuals": residuals,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], levels: Sequence[str]) -> None:
-        """See `CommHookState.load_state_dict`; ``levels`` are those of the exchanges, if known.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank, between any two backward passes.
+
+        A bucket of other parameters begins anew. Residuals of other ranks, or of other numbers of
+        ranks or hosts, are dropped, with a warning; without one, if a scaler is attached now and
+        was not then.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: It is something else, or of a version that this distamp does not read.
         """
         if not _is_state(state_dict):
             raise ValueError(
@@ -159,8 +174,8 @@ class ErrorFeedback:
             )
         residuals, ranks = dict(state_dict["residuals"]), state_dict["ranks"]
         theirs = {name.partition(", ")[0] for name in residuals}
-        mine = {f"{who()} in {each}" for each in levels}
-        if not levels:
+        mine = {f"{who()} in {each}" for each in self._levels}
+        if not mine:
             mine = {each for each in theirs if each.startswith(f"{who()} in ")}
         same = ranks == dist.get_world_size() and theirs <= mine
         if not same and (residuals or self._residuals):

@@ -97,13 +97,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m distamp.comm_hooks.foretell", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--hosts", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="of each host")
-    parser.add_argument("--gbit", type=float, required=True, help="Gbit/s of a host's cards")
-    parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--inner-gbs", type=float, default=300.0, help="GB/s within a host")
-    parser.add_argument("--memory-gbs", type=float, default=2000.0, help="GB/s of memory")
-    parser.add_argument("--launch-us", type=float, default=5.0)
+    for name, kind, default, text in (
+        ("hosts", int, None, ""),
+        ("ranks", int, None, "of each host"),
+        ("gbit", float, None, "Gbit/s of a host's cards"),
+        ("bucket-mb", float, 25.0, "MiB of a bucket"),
+        ("inner-gbs", float, 300.0, "GB/s within a host"),
+        ("memory-gbs", float, 2000.0, "GB/s of memory"),
+        ("launch-us", float, 5.0, "microseconds of a kernel"),
+    ):
+        required = default is None
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text, required=required)
     ways = foretell(**vars(parser.parse_args()))
     print("way          MB a host   us of the link   us of the rest   us a bucket")
     for name, each in ways.items():

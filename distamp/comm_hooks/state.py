@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ def reals_in(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-class CommHookState:
+class CommHookState(ErrorFeedback):
     """The state of a hook that averages gradients through a wire; `register` returns one.
 
     Unlike the process group that torch's own hooks take for a state, it counts what it sends, and a
@@ -48,18 +48,18 @@ class CommHookState:
         ValueError: Unknown format.
     """
 
-    # What survives a call. The wire, what is counted, the group. Exchanges, by name of a group and
-    # device: connections, buffers and plans. What rounding took.
+    # What survives a call, beside what rounding took. The wire, what is counted, the group.
+    # Exchanges, by name of a group and device: connections, buffers and plans.
     def __init__(
         self, wire: str | WireFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
+        super().__init__()
         self.wire = wire if isinstance(wire, WireFormat) else wire_format(wire)
         self.counts = HookStats()
         self._group: Callable[[], ProcessGroup | None] = torch_compat.default_group
         if process_group is not None:
             self._group = weakref.ref(process_group)
         self._exchanges: dict[tuple[str, torch.device], Exchange | None] = {}
-        self._feedback = ErrorFeedback()
 
     def stats(self) -> HookStats:
         """Return what this rank has sent so far."""
@@ -116,7 +116,9 @@ class CommHookState:
             # Of several devices of one process each has connections of its own.
             named = replace(hosts, name=f"{hosts.name}/{len(self._exchanges)}")
             even = bool(hosts.ranks)
-            self._exchanges[key] = Exchange(named, group, device, self.counts) if even else None
+            found = Exchange(named, group, device, self.counts) if even else None
+            self._exchanges[key] = found
+            self._levels |= {found.levels} if found is not None else set()
         return self._exchanges[key]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,53 +226,7 @@ class CommHookState:
         if not fed:
             return exchange, plan, ()
         where = f"{exchange.levels}, {kind}"
-        return exchange, plan, self._feedback.of(where, parameters, plan.residuals, device)
-
-    # -- checkpoints -----------------------------------------------------------------------------
-
-    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Give parameters the names by which a checkpoint knows them; `register` does."""
-        self._feedback.name_parameters(named_parameters)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what rounding took from this rank's gradients.
-
-        Each rank saves its own, or all save theirs by ``torch.distributed.checkpoint``:
-        ``"residuals"`` has lists of fp32 tensors, by which rank of how many this is, in which
-        levels, and the names of a bucket's parameters. It is empty for formats without error
-        feedback. ``"scaled"`` says whether they are in unscaled units, by an attached scaler.
-
-        Raises:
-            RuntimeError: Of a hook with error feedback that knows no names of parameters.
-        """
-        return {"wire": self.wire.name, **self._feedback.state_dict()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, between any two backward passes.
-
-        A bucket of other parameters begins anew. Residuals of other ranks, or of other numbers of
-        ranks or hosts, are dropped, with a warning; without one, if a scaler is attached now and
-        was not then.
-
-        Raises:
-            ValueError: It is something else, or of a version that this distamp does not read.
-        """
-        levels = [each.levels for each in self._exchanges.values() if each is not None]
-        self._feedback.load_state_dict(state_dict, levels)
-
-    # -- with a scaler ---------------------------------------------------------------------------
-
-    def scale_changed(self, scale: Tensor) -> None:
-        """See `distamp.protocols.CommHook.scale_changed`."""
-        self._feedback.scale_changed(scale)
-
-    def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
-        """See `distamp.protocols.CommHook.step_ended`."""
-        self._feedback.step_ended(found_inf)
-
-    def iteration_ended(self) -> None:
-        """See `distamp.protocols.CommHook.iteration_ended`."""
-        self._feedback.iteration_ended()
+        return exchange, plan, self.feedback(where, parameters, plan.residuals, device)
 
 
 # States of hooks that were given a process group, or None, where torch's take no more than that.
