@@ -21,6 +21,7 @@ from distamp.gradients import (
     multiply,
     power_of,
     summed,
+    without_grad,
 )
 from distamp.groups import Group, GroupLike, gather_sums, resolve
 from distamp.optimizers import unwrapped
@@ -379,7 +380,7 @@ def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
     return None
 
 
-@torch.no_grad()
+@without_grad
 def clip_(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply gradients so that ``norm`` becomes at most ``max_norm``, as torch's clip does.
 

@@ -6,11 +6,12 @@ several devices and dtypes. Everything after it sees plain local tensors.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,26 @@ __all__ = [
     "refuse_fp16",
     "summed",
     "unscale",
+    "without_grad",
 ]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a function as under ``torch.no_grad()``, whose calls a small model's check would feel."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(recording)
+
+    return call
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -136,7 +156,7 @@ def _grouped(gradients: list[Tensor]) -> dict[Any, Any]:
     return groups
 
 
-@torch.no_grad()
+@without_grad
 def carry_over(parameters: Iterable[Tensor], ratio: Tensor) -> None:
     """Multiply gradients by the new scale over the one that they were made with, each once.
 
@@ -155,7 +175,7 @@ def multiply(gradients: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(group, host.moved(factor, device))
 
 
-@torch.no_grad()
+@without_grad
 def power_of(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the sum of ``|x| ** norm_type`` over all elements, or the largest for inf.
 
@@ -177,7 +197,7 @@ def power_of(gradients: list[Tensor], norm_type: float, device: torch.device) ->
         wide = torch.float32 if dtype.itemsize < 4 else None
         norms = torch.stack(torch._foreach_norm(group, norm_type, wide))
         norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64)
-        powers.append(host.moved(norm if math.isinf(norm_type) else norm**norm_type, device))
+        powers.append(host.moved(norm if math.isinf(norm_type) else norm.pow(norm_type), device))
     if len(powers) == 1:
         return powers[0]
     if not powers:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distamp.gradients import local_gradients, unscale
+from distamp.gradients import local_gradients, unscale, without_grad
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
 
 __all__ = ["GradientSource", "set_source", "source_of"]
@@ -43,24 +43,20 @@ class GradientSource:
         optimizer over this rank's share, which is shorter than `parameters`.
         """
         inner = inner_optimizer(self._holds)
-        return [(p, p) for p in parameters_of(self._holds if inner is None else inner)]
+        stepped = parameters_of(self._holds if inner is None else inner)
+        return list(zip(stepped, stepped, strict=True))
 
     def value(self, stepped: Tensor) -> Tensor:
         """Return what is stepped, as it is between steps; where it has no storage, a copy."""
         return stepped.detach()
 
+    @without_grad
     def unscale(
         self, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiply the gradients by ``inv_scale``; return one flag for each device of theirs."""
-        # By torch.no_grad(), four calls of Python, a small model's check would take a tenth longer.
-        recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            gradients = local_gradients(parameters_of(self._holds))
-            return unscale(gradients, inv_scale, found_inf, allow_fp16=allow_fp16)
-        finally:
-            torch._C._set_grad_enabled(recording)
+        gradients = local_gradients(parameters_of(self._holds))
+        return unscale(gradients, inv_scale, found_inf, allow_fp16=allow_fp16)
 
 
 def set_source(optimizer: torch.optim.Optimizer, source: GradientSource) -> None:

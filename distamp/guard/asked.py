@@ -86,7 +86,7 @@ class Guard:
         self.hooks: list[CommHook] = []
         self.kept: dict[int, dict[str, Any]] = {}
         self.skipped_at: float | None = None
-        self.norm: Tensor | None = None
+        self.norm: float | Tensor | None = None
         self.replay: Replay | None = None
 
 
@@ -201,6 +201,8 @@ class Asked:
             raise StageError(
                 "grad_norm() was called before a norm was measured: by step(optimizer, max_norm=)"
             )
+        if isinstance(norm, float):
+            norm = torch.full((), norm, dtype=torch.float32, device="cpu")
         return norm
 
     def _asked(

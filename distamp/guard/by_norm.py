@@ -41,7 +41,7 @@ class ByNorm(NamedTuple):
             limit = limit.detach().reshape(())
         elif limit is not None:
             limit = clipping.positive("skip_above", limit)
-        return self._replace(max_norm=max_norm, skip_above=limit)
+        return ByNorm(max_norm, limit, self.replicated, self.sharded)
 
     @property
     def text(self) -> str:
@@ -58,9 +58,8 @@ class ByNorm(NamedTuple):
             norm = math.sqrt(square) if (square := total.item()) >= 0.0 else math.nan
             limit = math.inf if self.skip_above is None else float(self.skip_above)
             factor = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
-            shown = torch.full((), norm, dtype=torch.float32, device="cpu")
             finite = math.isfinite(norm)
-            return Verdict(shown, not finite, finite and norm > limit, factor if finite else 1.0)
+            return Verdict(norm, not finite, finite and norm > limit, factor if finite else 1.0)
         exact = total.sqrt()
         is_finite = exact.isfinite()
         clip = torch.ones_like(exact)
@@ -78,13 +77,13 @@ class Verdict(NamedTuple):
     """What a norm decided for all that it was measured over; numbers where the host knows.
 
     Args:
-        norm: 0-d float32.
+        norm: A number, or 0-d float32.
         found: Whether it is not finite.
         spike: Whether it lies above the limit.
         factor: What gradients are multiplied by; at most 1.
     """
 
-    norm: Tensor
+    norm: float | Tensor
     found: Flag
     spike: Flag
     factor: float | Tensor

@@ -94,10 +94,10 @@ def refuse_names(optimizer: Any, *names: str) -> None:
         TypeError: It takes one.
     """
     kind: Any = type(stepping(optimizer))
-    taken = [name for name in names if name in names_of_step(kind)]
+    taken = names_of_step(kind).intersection(names)
     if taken:
         raise TypeError(
-            f"the step of {kind.__name__} has a {taken[0]} of its own, so whose is meant is not "
+            f"the step of {kind.__name__} has a {min(taken)} of its own, so whose is meant is not "
             "known: call clip_grad_norm_(optimizer, max_norm) before step, or step_all"
         )
 

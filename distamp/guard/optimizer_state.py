@@ -69,7 +69,7 @@ class OptimizerState:
         self.inside = _reference(innermost(optimizer))
         self.counts = (0, 0, 0, 0)
         self.last_step: Flag | None = None
-        self.norm: Tensor | None = None
+        self.norm: float | Tensor | None = None
 
 
 def _reference(optimizer: Any) -> Callable[[], Any]:

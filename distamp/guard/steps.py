@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from distamp.errors import (
     SettingError,
     StageError,
 )
-from distamp.gradients import flag_of, local_gradients, multiply
+from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
 from distamp.guard import overflow
 from distamp.guard.asked import Asked
@@ -59,6 +60,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _is_compiling = torch.compiler.is_dynamo_compiling
 _HOST = torch.device("cpu")
 _item = Tensor.item
+_dtype = operator.attrgetter("dtype")
 
 
 def outside_the_graph(method: _F) -> _F:
@@ -108,13 +110,12 @@ def _as_divisor(factor: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), inverse, dtype=torch.float32, device=device)
 
 
-@torch.no_grad()
+@without_grad
 def _multiply(source: GradientSource, factor: float | Tensor, device: torch.device) -> None:
-    """Clip an optimizer's gradients in place."""
-    tensors = {id(p): p for p in source.parameters()}
-    tensors.update((id(stepped), stepped) for _, stepped in source.stepped())
+    """Clip an optimizer's gradients in place: what it steps, and what other ranks step of it."""
     if isinstance(factor, float):
         factor = torch.full((), factor, dtype=torch.float32, device=device)
+    tensors = {id(t): t for t in itertools.chain(source.parameters(), *source.stepped())}
     multiply(local_gradients(tensors.values()), factor)
 
 
@@ -226,13 +227,12 @@ class Steps(Asked):
 
     def _before_message(
         self,
-        divisor: Tensor,
+        group: Group | None,
         ones: Sequence[Resolved],
         look: Callable[[], object],
         error: Exception | None,
-    ) -> tuple[Group | None, Exception | None]:
-        """Do what a rank does by itself; what goes wrong there, every rank raises."""
-        group = self._group(divisor.device)
+    ) -> Exception | None:
+        """Do what a rank does by itself; return what went wrong there, which every rank raises."""
         try:
             for one in ones:  # first, so that ranks count them alike where one of them cannot look
                 one.state = self._guard.optimizers.find(one.inside) or self._state(one.given)
@@ -245,7 +245,7 @@ class Steps(Asked):
             if group is None:
                 raise
             error = raised
-        return group, error
+        return error
 
     def _look(
         self,
@@ -277,7 +277,8 @@ class Steps(Asked):
             if then is not None:
                 then()
 
-        group, error = self._before_message(divisor, ones, look, error)
+        group = self._group(divisor.device)
+        error = self._before_message(group, ones, look, error)
         if group is None:
             return False
         return self._agree(group, self._call(name, divisor, ones, arguments), divisor, ones, error)
@@ -349,6 +350,7 @@ class Steps(Asked):
     ) -> Verdict:
         """Look at gradients by their norm, one of all that is given; all ranks agree on it."""
         own, device, square = self._guard, divisor.device, None
+        group = self._group(device)
         before = [
             flag
             for one in ones
@@ -359,9 +361,9 @@ class Steps(Asked):
         def look() -> None:
             nonlocal by, square
             by = by.checked()
-            square = self._square(divisor, ones, by)
+            square = self._square(divisor, ones, by, 1 if group is None else group.size)
 
-        group, error = self._before_message(divisor, ones, look, error)
+        error = self._before_message(group, ones, look, error)
         if square is None:  # on a device an error is raised at the next call; the norm is NaN
             by, square = ByNorm(None, None), torch.full((), math.nan, dtype=torch.float64)
             square = square.to(device)
@@ -419,9 +421,9 @@ class Steps(Asked):
             raise GradientError(why)
         own.ranks.clips_agree = all(map(math.isfinite, itertools.chain(*rows)))
 
-    def _square(self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm) -> Tensor:
+    def _square(self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm, size: int) -> Tensor:
         """Unscale what no kernel does; return what this rank adds to the square of the norm."""
-        device, group = divisor.device, self._group(divisor.device)
+        device = divisor.device
         scaled, unscaled = list[clipping.Share](), list[clipping.Share]()
         set_flags = list[Tensor]()
         for one in ones:
@@ -438,7 +440,6 @@ class Steps(Asked):
             shares.append(clipping.share_of(one.source))
 
         def square_of(shares: Sequence[clipping.Share]) -> Tensor:
-            size = 1 if group is None else group.size
             return clipping.local_square(shares, device, size, by.replicated, by.sharded)
 
         square = square_of(unscaled) if unscaled or not scaled else None
@@ -643,7 +644,7 @@ class Steps(Asked):
         optimizer = stepping(one.given)
         asks_the_scaler = takes_scaler(cast("Any", type(optimizer)))
         if isinstance(factor, Tensor) or factor < 1.0:
-            dtypes = {parameter.dtype for parameter in parameters_of(one.holder)}
+            dtypes = map(_dtype, parameters_of(one.holder))
             if asks_the_scaler or torch.float64 in dtypes:  # the kernel divides by a float32
                 _multiply(one.source, factor, divisor.device)
                 factor = 1.0
