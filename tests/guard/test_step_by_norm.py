@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, StepGuard
-from distamp.errors import SettingError, StageError
+from distamp.errors import NonFiniteGradients, SettingError, StageError
 from tests.ranks import mesh
-from tests.scaler.steps import NAN, error_of, leaf, sgd, torch_scaler
+from tests.scaler.steps import INF, NAN, error_of, leaf, sgd, torch_scaler
 
 KINDS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -132,13 +132,20 @@ def test_a_spike_is_skipped_and_counted_apart(limit, by, fused):
         assert scale == (1024.0 if by == "scaler" else 1.0)  # it does not back off
 
 
-def test_spikes_are_not_counted_towards_the_limit_of_skips():
+def test_spikes_are_not_counted_towards_the_limit_of_skips_and_an_inf_is_none():
     (parameter, optimizer), guard = sgd(), StepGuard(max_consecutive_skips=2)
-    for _ in range(4):
-        parameter.grad = torch.full_like(parameter, 10.0)
+
+    def step(value: float) -> None:
+        parameter.grad = torch.full_like(parameter, value)
         guard.step(optimizer, skip_above=1.0)
         guard.update()
-    assert guard.step_counts(optimizer).spikes == 4
+
+    for value in (10.0, 10.0, 10.0, INF, 10.0):
+        step(value)
+    counts = guard.step_counts(optimizer)
+    assert (counts.taken, counts.skipped, counts.spikes) == (0, 1, 4)
+    with pytest.raises(NonFiniteGradients):
+        step(INF)
 
 
 def _joint(together: dict[str, Any], bad: float) -> Any:
