@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from distamp import NonFinite
+from launch.data import Data
 from launch.folder import begin, write_whole
 from launch.job import Job
 from launch.model import blocks_of, unwrapped
@@ -50,6 +51,7 @@ class Metrics:
     def __init__(self, job: Job) -> None:
         self._job, self._is_first = job, job.layout.rank == 0
         self._board: Any = None
+        self._targets, self._flops = targets_of(job.data), flops_per_example(job)
         job.layout.on_first(self._open)
         console = Console(highlight=False, soft_wrap=True, quiet=not self._is_first)
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
@@ -146,11 +148,10 @@ class Metrics:
     def _speed(self, step: int) -> Record:
         job, seconds = self._job, max(1e-9, time.monotonic() - self._began)
         examples = (step - self._last) * job.config.batch / seconds
-        targets = job.data.first(1, torch.device("cpu")).targets.numel()
-        speed = {"tokens_per_second": round(examples * targets, 1)}
+        speed = {"tokens_per_second": round(examples * self._targets, 1)}
         if job.config.peak_tflops:
             peak = job.layout.world * job.config.peak_tflops * 1e12
-            speed["mfu"] = round(examples * flops_per_example(job) / peak, 4)
+            speed["mfu"] = round(examples * self._flops / peak, 4)
         return speed
 
     def blame(self, origin: NonFinite) -> None:
@@ -193,6 +194,11 @@ class Metrics:
                 draw([self._job.config.run_dir], self._job.config.run_dir / "curves.png")
 
 
+def targets_of(data: Data) -> int:
+    """Return how many targets one example has: of a text, its tokens."""
+    return data.first(1, torch.device("cpu")).targets.numel()
+
+
 def flops_per_example(job: Job) -> float:
     """Return the floating-point operations of one example, forward and backward.
 
@@ -202,8 +208,7 @@ def flops_per_example(job: Job) -> float:
     config, model = job.config, unwrapped(job.model)
     weights = sum(p.numel() for p in model.parameters())
     attention = 12 * len(blocks_of(model)) * config.width * config.block
-    targets = job.data.first(1, torch.device("cpu")).targets.numel()
-    return float(targets * (6 * weights + attention * (config.model == "gpt")))
+    return float(targets_of(job.data) * (6 * weights + attention * (config.model == "gpt")))
 
 
 def peak_memory(device: torch.device) -> int:

@@ -69,6 +69,26 @@ def test_examples_of_every_kind_train_and_are_judged_alike(tmp_path):
         assert [{k: v for k, v in row.items() if k != "mfu"} for row in found] == expected, kind
 
 
+class Noisy(list[Any]):
+    """Images to which noise is added whenever they are read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        image, label = super().__getitem__(index)
+        return image + torch.rand(6), label
+
+
+def noisy() -> tuple[list[Any], list[Any], int]:
+    train, held_out, classes = examples("ints")
+    return Noisy(train), held_out, classes
+
+
+def test_examples_that_draw_random_numbers_draw_the_same_when_a_run_goes_on(tmp_path):
+    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:noisy", *TINY)
+    whole = jobs.train(tmp_path, (*own, "--steps", 4, "--save-every", 2))
+    resume = ("--resume", tmp_path / "checkpoints" / "step-00000002")
+    assert jobs.train(tmp_path, resume) == whole
+
+
 def spoilt() -> tuple[list[Any], list[Any], int]:
     train, held_out, classes = examples("ints")
     train[0] = (torch.full((6,), torch.nan), 0)
