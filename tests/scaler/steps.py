@@ -51,6 +51,11 @@ def cpu_scaler(init_scale: float = 1024.0, **settings: Any) -> DistGradScaler:
     return DistGradScaler("cpu", init_scale=init_scale, **settings)
 
 
+def torchs_keys(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without our key."""
+    return {key: value for key, value in state.items() if key != "distamp_guard"}
+
+
 def torch_scaler(init_scale: float = 1024.0, **settings: Any) -> torch.amp.GradScaler:
     """The reference, and the peer whose faults are shown beside ours."""
     return torch.amp.GradScaler("cpu", init_scale=init_scale, **settings)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from distamp import DistGradScaler
-from tests.scaler.steps import INF, backward, iteration, leaf, sgd
+from tests.scaler.steps import INF, backward, iteration, leaf, sgd, torchs_keys
 
 Class = Any
 CPU = torch.device("cpu")
@@ -307,7 +307,7 @@ def _history(scaler: Any, fused: bool, unscale: bool, overflows: bool = True) ->
             history.append(scaler.step(optimizer))
         scaler.update()
         history += [parameter.item() for parameter, _ in trained]
-    return [*history, scaler.state_dict(), scaler.__dict__.get("log")]
+    return [*history, torchs_keys(scaler.state_dict()), scaler.__dict__.get("log")]
 
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
