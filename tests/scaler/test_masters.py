@@ -284,6 +284,16 @@ def test_groups_added_later_and_parameters_that_thaw_get_masters():
     assert optimizer.param_groups[2]["params"][0] is masters.master_of(second)
 
 
+def test_a_gradient_added_by_hand_after_unscale_is_added_to_that_of_the_loss():
+    """A penalty's, unscaled, as with torch."""
+    (parameter, optimizer, _), scaler = one_master(1.0), master_scaler()
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    backward(None, parameter, 0.5)
+    scaler.step(optimizer)
+    assert parameter.item() == 0.25
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
