@@ -2,7 +2,7 @@
  *
  * RANKS ranks make up to CALLS calls, the same on all, in any order that the model checker can think
  * of; optimizer 0 is plain, optimizer 1 fused. Any look at gradients may overflow on any rank.
- * Names are those of the code; docs/architecture.md has the table.
+ * Names are those of the code; README.md has the table.
  *
  *   -DRANKS=3 -DCALLS=4     how many
  *   -DDEVICE                the reply is read one call late
