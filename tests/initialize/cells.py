@@ -56,6 +56,8 @@ EXTRAS = (
     *("checkpoint", "reentrant checkpoint", "hook"),
 )
 CELLS = tuple(itertools.product(LEVELS, LAYOUTS, EXTRAS))
+# The layers with sizes that float8 kernels take.
+FLOAT8 = ("first", "hidden", "middle")
 # What one rounding may cost, and of float8 what its products may: 3 bits.
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
@@ -269,12 +271,19 @@ def _cell(level_name: str, layout: str, extra: str) -> tuple[str, Any]:
 
 
 def products(report: Any) -> dict[str, set[str]]:
-    """Return in which dtypes each module's matrix products ran in the forward pass."""
+    """Return in which dtypes each module's matrix products ran in the forward pass.
+
+    An emulated product takes float8 values in the dtype around them: the cast to float8 is shown.
+    """
     found: dict[str, set[str]] = {}
     for row in report.rows:
         if row.phase == "forward" and row.op in ("mm", "addmm", "linear"):
             floating = {dtype for dtype in row.inputs if "float" in dtype}
             found.setdefault(row.module, set()).update(floating)
+        elif row.phase == "forward" and row.op == "_to_copy":
+            float8 = {dtype for dtype in row.outputs if "float8" in dtype}
+            if float8:
+                found.setdefault(row.module, set()).update(float8)
     return found
 
 
@@ -307,9 +316,11 @@ def judge(level_name: str, layout: str, extra: str, answers: list[tuple[str, Any
 
 def _other_dtypes(level: Precision, extra: str, ran: dict[str, set[str]]) -> str:
     for module, dtypes in ran.items():
-        wanted = str(level.compute).removeprefix("torch.")
+        wanted = {str(level.compute).removeprefix("torch.")}
         if extra == "op lists" or (extra == "pins" and module == "output"):
-            wanted = "float32"
-        if level.float8 is None and dtypes != {wanted}:
-            return f"{module} computes in {sorted(dtypes)}, not {wanted}"
+            wanted = {"float32"}
+        if level.float8 is not None and module in FLOAT8:
+            wanted |= {"float8_e4m3fn"}
+        if dtypes != wanted:
+            return f"{module} computes in {sorted(dtypes)}, not {sorted(wanted)}"
     return "" if ran else "no product was recorded"

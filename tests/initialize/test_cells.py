@@ -48,6 +48,21 @@ def test_what_is_not_right_is_seen(change, says):
 
 
 @pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ({"bfloat16", "float8_e4m3fn"}, ""),
+        ({"bfloat16"}, "first computes in"),
+        ({"float32", "float8_e4m3fn"}, "first computes in"),
+    ],
+)
+def test_a_layer_that_computes_without_float8_is_seen(first, says):
+    both = reference(level_of("fp8"), "nothing")
+    ran = {"first": first, "output": {"bfloat16"}}
+    outcome = judge("fp8", "DDP", "nothing", [("ran", (both[len(both) // 2 :], ran))] * 4)
+    assert (outcome.kind, says in outcome.said) == ("wrong" if says else "right", True)
+
+
+@pytest.mark.parametrize(
     ("answers", "kind"),
     [
         ([("refused", "why")] * 4, "refused"),

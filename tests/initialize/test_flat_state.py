@@ -8,26 +8,39 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from distamp import SettingError, cast_model, initialize
+from distamp import Precision, SettingError, cast_model, initialize
 from distamp.initialize import Amp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def trained(level: str, seed: int, steps: int = 3) -> Amp:
+SPLIT = Precision.of("bf16-O2", master_weights="split")
+
+
+def trained(level: str | Precision, seed: int, steps: int = 3) -> Amp:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     cast_model(model, level)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     amp = initialize(model, optimizer, level)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        amp.zero_grad()
-        with amp.autocast():
-            outputs = amp.model(torch.randn(16, 6, generator=generator))
-        amp.backward(outputs.float().square().mean())
-        amp.step()
+    for index in range(steps):
+        step(amp, index)
     return amp
+
+
+def step(amp: Amp, index: int) -> None:
+    amp.zero_grad()
+    with amp.autocast():
+        outputs = amp.model(torch.randn(16, 6, generator=torch.Generator().manual_seed(index)))
+    amp.backward(outputs.float().square().mean())
+    amp.step()
+
+
+def assert_same(found: Amp, wanted: Amp) -> None:
+    expected = wanted.flat_state_dict()
+    assert found.flat_state_dict().keys() == expected.keys()
+    for name, tensor in found.flat_state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
 
 
 def save(amp: Amp, path: Path) -> None:
@@ -64,13 +77,22 @@ def test_run_that_was_saved_goes_on_as_one_that_was_not(tmp_path):
     resumed = trained("O2", 1, steps=0)
     load(resumed, tmp_path)
     resumed.scaler.load_state_dict(trained("O2", 0, steps=2).scaler.state_dict())
-    amp, whole = resumed, trained("O2", 0)
-    amp.zero_grad()
-    outputs = amp.model(torch.randn(16, 6, generator=torch.Generator().manual_seed(2)))
-    amp.backward(outputs.float().square().mean())
-    amp.step()
-    for name, tensor in whole.flat_state_dict().items():
-        torch.testing.assert_close(amp.flat_state_dict()[name], tensor, rtol=0, atol=0, msg=name)
+    step(resumed, 2)
+    assert_same(resumed, trained("O2", 0))
+
+
+def test_split_masters_go_on_to_the_bit_and_whole_ones_load_them(tmp_path):
+    saved = trained(SPLIT, 0, steps=2)
+    weight = saved.flat_state_dict()["model.0.weight"]
+    assert weight.dtype == torch.float32
+    assert not weight.equal(weight.bfloat16().float())
+    save(saved, tmp_path)
+    resumed, whole = trained(SPLIT, 1, steps=0), trained("bf16-O2", 1, steps=0)
+    load(resumed, tmp_path)
+    load(whole, tmp_path)
+    assert_same(whole, saved)
+    step(resumed, 2)
+    assert_same(resumed, trained(SPLIT, 0))
 
 
 def test_what_has_no_name_is_refused():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -172,6 +173,30 @@ def test_what_does_not_fit_is_refused_with_the_way(monkeypatch):
 
 
 # -- several ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("before", "after"), [("fp8", "bf16"), ("bf16", "fp8")])
+def test_distributed_checkpoints_are_those_of_bf16_too(tmp_path, before, after):
+    def trained(level: str, steps: int) -> Any:
+        model = cast_model(Plain(), level)
+        amp = initialize(model, torch.optim.AdamW(model.parameters()), level)
+        for _ in range(steps):
+            with amp.autocast():
+                amp.backward(loss_of(amp.model(TOKENS), TOKENS))
+            amp.step()
+        return amp
+
+    saved, fresh = trained(before, 2), trained(after, 0)
+    dcp.save(saved.flat_state_dict(), checkpoint_id=tmp_path)
+    reader = dcp.FileSystemReader(tmp_path)
+    state = fresh.flat_state_dict(reader.read_metadata().state_dict_metadata)
+    dcp.load(state, storage_reader=reader)
+    fresh.load_flat_state_dict(state)
+    expected, found = saved.flat_state_dict(), fresh.flat_state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
 
 
 class Plain(nn.Sequential):

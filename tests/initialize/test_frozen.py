@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distamp import initialize
+from distamp.errors import SettingError
 from tests.initialize.nets import batches, loss_of, net
 from tests.ranks import RankPool, mesh
 
@@ -89,6 +90,51 @@ def test_adapters_on_a_half_base_train_at_each_level_that_can_compute_with_it(le
     after = [p for p in model.parameters() if not p.requires_grad]
     assert all(map(torch.equal, frozen, after))
     assert {p.dtype for p in after} == {base}
+
+
+def quantized(base: torch.dtype) -> nn.Module:
+    """The adapted net with its frozen linear layers in int8, which give out ``base``."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = adapted(base)
+    quantization.quantize_(
+        model,
+        quantization.Int8WeightOnlyConfig(),
+        filter_fn=lambda m, _: isinstance(m, nn.Linear) and not m.weight.requires_grad,
+    )
+    return model
+
+
+def dequantized(model: nn.Module) -> list[Tensor]:
+    return [p.dequantize().double() for p in model.parameters() if hasattr(p, "qdata")]
+
+
+@pytest.mark.parametrize(
+    ("level", "base"),
+    [("O0", F32), ("O1", F32), ("bf16", F32), ("O2", F32), ("bf16-O2", F32)]
+    + [("bf16", BF16), ("bf16-O2", BF16)],
+)
+def test_adapters_on_an_int8_base_train_and_the_base_stays_int8(level, base):
+    model = quantized(base)
+    exact, before = copy.deepcopy(model), dequantized(model)
+    for part in exact.modules():
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            value = parameter.dequantize() if hasattr(parameter, "qdata") else parameter
+            double = nn.Parameter(value.detach().double(), parameter.requires_grad)
+            part.register_parameter(name, double)
+    loss_of(exact(BATCH[0]), BATCH[1]).backward()
+    for found, parameter in zip(gradients(model, level), trained(exact), strict=True):
+        wanted = parameter.grad.float()  # type: ignore[union-attr]
+        assert (found - wanted).norm() < 8 * EPS[BF16] * wanted.norm()
+    after = dequantized(model)
+    assert len(after) == 2
+    for one, other in zip(before, after, strict=True):
+        assert (one - other).norm() < EPS[BF16] * one.norm()  # the scales may be cast
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_an_int8_base_that_gives_another_dtype_than_the_levels_is_refused(level):
+    with pytest.raises(SettingError, match="take bf16"):
+        gradients(quantized(BF16), level)
 
 
 def sharded(level: str, base: torch.dtype, param_dtype: torch.dtype | None) -> Any:
