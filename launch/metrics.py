@@ -88,7 +88,7 @@ class Metrics:
     def _say_what_begins(self) -> None:
         config, data, layout = self._job.config, self._job.data, self._job.layout
         flags = config.model_dump(exclude_defaults=True, exclude={"run_dir", "resume"})
-        told = " ".join(f"{flag(name)} {value}" for name, value in flags.items())
+        told = " ".join(_given(name, value) for name, value in flags.items())
         self.say(f"{time.strftime('%Y-%m-%d %H:%M')} {config.run_dir}: {told}")
         parameters = [*self._job.model.parameters()]
         weights = sum(p.numel() for p in parameters)
@@ -192,6 +192,13 @@ class Metrics:
         if self._is_first:
             with self._lock, self._file:
                 draw([self._job.config.run_dir], self._job.config.run_dir / "curves.png")
+
+
+def _given(name: str, value: Any) -> str:
+    """Return a flag as it is given."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    return f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}"
 
 
 def targets_of(data: Data) -> int:

@@ -233,7 +233,8 @@ def save(job: Job, checkpoints: Checkpoints, metrics: Metrics, *, must: bool) ->
         metrics.say(f"Warning: {error}; the run goes on, and tries again at the next save")
     else:
         written = "written" if must or not job.config.async_save else "being written"
-        metrics.say(f"step {job.progress.step}/{job.config.steps}  checkpoint {written}")
+        step, steps = job.progress.step, job.config.steps
+        metrics.say(f"step {step:>{len(str(steps))}}/{steps}  checkpoint {written}")
 
 
 def diverged(record: Record) -> str:

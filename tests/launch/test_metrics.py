@@ -30,9 +30,11 @@ def printed(capsys: pytest.CaptureFixture[str], folder: Path, *args: object) -> 
 
 
 def test_log_file_has_a_line_for_each_record(text, tmp_path, capsys):
-    args = ("--data", text, *TINY, *FP16, "--steps", 6, "--log-every", 2)
-    begun, *shown = printed(capsys, tmp_path, *args)
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d .*--log-every 2", begun)
+    args = ("--data", text, *TINY, *FP16, "--steps", 6, "--no-check-precision", "--log-every", 2)
+    begun, *shown = printed(capsys, tmp_path, *args, "--overwrite")
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d ", begun)
+    told = parse(begun.split(": ", 1)[1].split())
+    assert told == parse([*map(str, args), "--overwrite"])
     assert sum("checkpoint written" in line for line in shown) == 1
     lines = [line for line in shown if "tokens/s" in line]
     rows = [row for row in jobs.records(tmp_path) if "loss" in row]
