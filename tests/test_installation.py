@@ -79,7 +79,7 @@ def test_every_name_is_ours_until_the_end_and_scalers_outlive_it(settings):
             sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED),
         ]
         copies = [pickle.loads(pickle.dumps(scaler)) for scaler in made]
-        assert made[-1].state_dict() == theirs.state_dict()
+        assert theirs.state_dict().items() <= made[-1].state_dict().items()
         with distamp.install() as inner:
             assert not inner.first
         assert issubclass(torch.amp.GradScaler, DistGradScaler)
@@ -101,7 +101,8 @@ def test_torchs_scaler_pickled_before_is_distamps_when_it_is_unpickled(enabled):
         with pytest.raises(SettingError, match="init_scale"):
             pickle.loads(wrong)
     assert type(ours) is DistGradScaler
-    assert ours.state_dict() == theirs.state_dict()
+    assert theirs.state_dict().items() <= ours.state_dict().items()
+    assert enabled or not ours.state_dict()
     train(ours, 0.25)
     assert ours.get_scale() == (24.0 if enabled else 1.0)
 
