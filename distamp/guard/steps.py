@@ -368,10 +368,13 @@ class Steps(Asked):
             by, square = ByNorm(None, None), torch.full((), math.nan, dtype=torch.float64)
             square = square.to(device)
         total = square
+        if before:  # what was found, as by a clip over more than these, stays found
+            flag = as_tensor(merged(before, device), device)
+            total = torch.where(flag > 0, math.nan, square)
         if group is not None:
             call = self._call("step by norm", divisor, ones, by.text)
             try:
-                total = own.ranks.agree_on_norm(group, call, square, error)
+                total = own.ranks.agree_on_norm(group, call, total, error)
                 if not own.ranks.clips_agree:  # one sum does not show that replicas differ
                     self._see_replicas(group, device, ones, by, error)
             except Exception:
@@ -386,8 +389,6 @@ class Steps(Asked):
         elif group is not None and not host.is_host(device):
             bad = square.isfinite().logical_not()
         found = as_tensor(verdict.found, device)
-        if before:  # what was found, as by a clip over more than these, stays found
-            found = as_tensor(merged([found, *before], device), device)
         for one in ones:
             one.record["found_inf_per_device"] = {found.device: found}
             one.agreed, one.ranks, one.own = True, who, bad

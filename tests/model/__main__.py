@@ -16,7 +16,9 @@ def main() -> int:
         print(f"not found: {', '.join(MISSING)}")
         return 1
     if "--store" in sys.argv:
-        stored = {f"{ranks} {' '.join(defines)}": walks(ranks, defines) for ranks, defines in DRAWN}
+        stored = {
+            f"{model} RANKS={size} {more}": walks(model, size, more) for model, size, more in DRAWN
+        }
         STORED.write_text(json.dumps({"version": version(), **stored}, indent=1) + "\n")
         return 0
     print(f"{version()}\n")

@@ -22,7 +22,7 @@ class Run:
     """One run of the model checker.
 
     Args:
-        model: ``scaler`` or ``exchange``.
+        model: ``scaler``, ``guard`` or ``exchange``.
         defines: What the model is told, without ``-D``.
         breaks: A part of what SPIN says of a planted fault; empty where all must hold.
         quick: Whether every test run has it.
@@ -74,6 +74,16 @@ RUNS = [
     _held("RANKS=2 CALLS=4 DEVICE GROUPS JOINS ERROR DIFFERS"),
     _held("RANKS=2 CALLS=5 DEVICE GROUPS DIFFERS"),
     _held("RANKS=3 CALLS=4 JOINS"),
+    _held("RANKS=2 CALLS=3 ERROR DIFFERS", "guard", quick=True),
+    _held("RANKS=2 CALLS=4 ERROR DIFFERS", "guard"),
+    _held("RANKS=3 CALLS=3 DEVICE ERROR DIFFERS", "guard"),
+    _held("RANKS=2 CALLS=4 DEVICE ERROR DIFFERS CATCHES", "guard"),
+    _held("RANKS=2 CALLS=5 DEVICE ERROR CATCHES", "guard"),
+    _held("RANKS=2 CALLS=4 GROUPS ERROR DIFFERS", "guard"),
+    _held("RANKS=2 CALLS=4 DEVICE GROUPS ERROR DIFFERS", "guard"),
+    _held("RANKS=2 CALLS=6 LIMIT=2 ASKS", "guard"),
+    _held("RANKS=2 CALLS=6 DEVICE LIMIT=2 ASKS", "guard"),
+    _held("RANKS=2 CALLS=5 DEVICE LIMIT=2 ERROR CATCHES", "guard"),
     _held("JOBS=2", "exchange", quick=True),
     _held("JOBS=3", "exchange"),
     _held("JOBS=4", "exchange"),
@@ -95,6 +105,17 @@ for _model, _defines, _fault, _breaks in [
     ("scaler", "CALLS=5 DIFFERS", "STEPS_COUNTED_ALIKE", _TAKEN),
     ("scaler", "CALLS=4 JOINS", "BEGUN_KEPT_AFTER_JOIN", _ALIKE),
     ("scaler", "CALLS=4 JOINS", "NOTHING_TAKEN_OVER", _SCALE),
+    ("guard", "CALLS=3", "OWN_NORM", "verdict"),
+    ("guard", "CALLS=3", "NORM_SKIPS_ONE", "about!=3"),
+    ("guard", "CALLS=3", "FOUND_BEFORE_IS_FORGOTTEN", "before"),
+    ("guard", "CALLS=4 GROUPS DIFFERS", "FOUND_BEFORE_IS_NOT_SENT", "verdict"),
+    ("guard", "CALLS=3 DIFFERS", "DIGEST_WITHOUT_LIMIT", "verdict"),
+    ("guard", "CALLS=4 DIFFERS", "DIGEST_WITHOUT_STEPS", _TAKEN),
+    ("guard", "CALLS=3 DEVICE ERROR", "NO_NAN_WHERE_RANKS_DIFFER", "parted"),
+    ("guard", "CALLS=5 GROUPS", "CLIPS_AGREE_KEPT_IN_A_NEW_GROUP", "different"),
+    ("guard", "CALLS=4 LIMIT=2", "SPIKES_COUNT", "in_truth"),
+    ("guard", "CALLS=4 LIMIT=2", "SKIPS_COUNT_BY_THEIR_OWN", "different"),
+    ("guard", "CALLS=5 DEVICE LIMIT=2", "SKIPS_COUNT_BY_THEIR_OWN", "different"),
     ("exchange", "JOBS=2", "LANES_SHARE_MEMORY", "writer"),
     ("exchange", "JOBS=2", "LANES_SHARE_TAGS", "got=="),
     ("exchange", "JOBS=2", "NO_TURNS", "in_turn"),

@@ -1,10 +1,12 @@
 """Programs for real ranks, drawn from the model's own runs, and what they do there.
 
 SPIN walks the model at random and prints what each rank calls, what it finds in its gradients, and
-what it steps; the same calls on a `DistGradScaler` must step and raise alike. What it printed is
+what it steps; the same calls on a `DistGradScaler` or
+`StepGuard` must step and raise alike. What it printed is
 stored in walks.json, for machines without SPIN; ``python -m tests.model --store`` writes it anew.
 """
 
+import functools
 import json
 import math
 import re
@@ -16,15 +18,23 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, StepGuard
 from distamp.errors import GradientError
 from tests.model.check import FOLDER
 
 __all__ = ["DRAWN", "STORED", "Call", "Program", "draw", "run", "version", "walks"]
 
 STORED = FOLDER / "walks.json"
-# How many ranks, and of which model.
-DRAWN = ((2, ("CALLS=9",)), (2, ("CALLS=9", "ERROR")), (3, ("CALLS=9", "ERROR")))
+# Of which model, on how many ranks, with what else.
+DRAWN = (
+    ("scaler", 2, "CALLS=9"),
+    ("scaler", 2, "CALLS=9 ERROR"),
+    ("scaler", 3, "CALLS=9 ERROR"),
+    ("guard", 2, "CALLS=9"),
+    ("guard", 2, "CALLS=9 ERROR"),
+    ("guard", 2, "CALLS=9 LIMIT=2"),
+    ("guard", 3, "CALLS=9 ERROR"),
+)
 COUNT = 6
 
 # The model's scale is 0, 1 or 2: a power of two.
@@ -33,7 +43,15 @@ SCALES = {0: 1.0, 1: 2.0, 2: 4.0}
 
 @dataclass
 class Call:
-    """What one rank calls, and what it finds where it looks."""
+    """What one rank calls, and what it finds where it looks.
+
+    Args:
+        name: The call, as the model has it.
+        over: The optimizers it is about: a bit for each.
+        value: What a scale is set to.
+        found: A bit for each optimizer that overflows; of a norm, 1 if it is large, 2 if not finite.
+        error: Whether this rank cannot look.
+    """
 
     name: str
     over: int
@@ -51,9 +69,9 @@ class Program:
     raises: bool = False
 
 
-def draw(ranks: int, defines: Sequence[str]) -> list[list[Program]]:
+def draw(model: str, ranks: int, defines: str) -> list[list[Program]]:
     """The stored programs, one a rank, which all end by themselves."""
-    stored = json.loads(STORED.read_text())[f"{ranks} {' '.join(defines)}"]
+    stored = json.loads(STORED.read_text())[f"{model} RANKS={ranks} {defines}"]
     found = [_program(ranks, lines) for lines in stored]
     return [program for program in found if program is not None]
 
@@ -64,13 +82,13 @@ def version() -> str:
     return said.strip()
 
 
-def walks(ranks: int, defines: Sequence[str]) -> list[list[str]]:
+def walks(model: str, ranks: int, defines: str) -> list[list[str]]:
     """What SPIN prints of so many random walks through the model as it is."""
     drawn: list[list[str]] = []
     for seed in range(1, 20 * COUNT):
         if len(drawn) == COUNT:
             break
-        lines = _walk(ranks, seed, defines)
+        lines = _walk(model, ranks, seed, defines)
         program = _program(ranks, lines)
         # Where a rank waits for one that is gone, no rank of a pool may follow.
         if program is not None and any(each.steps for each in program):
@@ -78,16 +96,9 @@ def walks(ranks: int, defines: Sequence[str]) -> list[list[str]]:
     return drawn
 
 
-def _walk(ranks: int, seed: int, defines: Sequence[str]) -> list[str]:
-    command = [
-        "spin",
-        f"-n{seed}",
-        "-T",
-        "-DPROGRAMS",
-        f"-DRANKS={ranks}",
-        *(f"-D{each}" for each in defines),
-    ]
-    command.append(str(FOLDER / "scaler.pml"))
+def _walk(model: str, ranks: int, seed: int, defines: str) -> list[str]:
+    told = [f"-D{each}" for each in ("PROGRAMS", f"RANKS={ranks}", *defines.split())]
+    command = ["spin", f"-n{seed}", "-T", *told, str(FOLDER / f"{model}.pml")]
     with tempfile.TemporaryDirectory() as folder:  # SPIN writes beside where it runs
         said = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
@@ -116,25 +127,41 @@ def _program(ranks: int, lines: Sequence[str]) -> list[Program] | None:
     return programs
 
 
-class _Failing(DistGradScaler):
+class _Failing:
     """Raises where it looks, when it is told to."""
 
     fails = False
 
     def _unscale_grads_(self, *args, **kwargs):
-        if self.fails:
-            raise GradientError("planted")
+        self.look()
         return super()._unscale_grads_(*args, **kwargs)
 
+    def look(self, parameter: object = None) -> bool:
+        """Be asked of each parameter whether it is sharded, which they all are."""
+        if self.fails:
+            raise GradientError("planted")
+        return True
 
-def run(programs: Sequence[Sequence[Program]]) -> list[tuple[list[tuple[int, bool, float]], bool]]:
+
+class _Scaler(_Failing, DistGradScaler):
+    pass
+
+
+class _Guard(_Failing, StepGuard):
+    pass
+
+
+def run(
+    programs: Sequence[Sequence[Program]], model: str, limit: int | None
+) -> list[tuple[list[tuple[int, bool, float]], bool]]:
     """On one rank: do what each program says; return the steps, and whether it raised."""
+    follow = _steps_of_scaler if model == "scaler" else functools.partial(_steps_of_guard, limit)
     done = []
     for program in programs:
         steps: list[tuple[int, bool, float]] = []
         raised = False
         try:
-            for step in _steps(program[dist.get_rank()].calls):
+            for step in follow(program[dist.get_rank()].calls):
                 steps.append(step)
         except RuntimeError:
             raised = True
@@ -142,10 +169,14 @@ def run(programs: Sequence[Sequence[Program]]) -> list[tuple[list[tuple[int, boo
     return done
 
 
-def _steps(calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
+def _plain_and_fused() -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([w], lr=2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
-    scaler = _Failing(
+    return weights, [torch.optim.SGD([w], 2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
+
+
+def _steps_of_scaler(calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
+    weights, optimizers = _plain_and_fused()
+    scaler = _Scaler(
         "cpu", init_scale=SCALES[1], growth_interval=1, min_scale=SCALES[0], max_scale=SCALES[2]
     )
     scaler.add_optimizer(*optimizers)
@@ -180,3 +211,31 @@ def _steps(calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
                 for index in over:
                     taken = not torch.equal(before[index], weights[index])
                     yield index, taken, scale
+
+
+def _steps_of_guard(limit: int | None, calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
+    weights, optimizers = _plain_and_fused()
+    guard = _Guard(max_consecutive_skips=limit)
+    for call in calls:
+        over = [index for index in range(2) if call.over >> index & 1]
+        by_norm = call.name == "STEP_BY_NORM"
+        for place, index in enumerate(over):
+            value = math.nan if call.found >> index & 1 else 1.0
+            if by_norm:
+                value = (1.0, 1e6, math.nan)[call.found] if place == 0 else 1.0
+            if by_norm or not guard.is_unscaled(optimizers[index]):
+                weights[index].grad = torch.full((3,), value)
+        guard.fails = call.error
+        given = [optimizers[index] for index in over]
+        before = [weight.detach().clone() for weight in weights]
+        match call.name:
+            case "UNSCALE_":
+                guard.unscale_(*given)
+            case "UPDATE":
+                guard.update()
+            case "STEP":
+                guard.step_all(given)
+            case "STEP_BY_NORM":
+                guard.step_all(given, max_norm=1.0, skip_above=1e3, sharded=guard.look)
+        for index in over if call.name.startswith("STEP") else ():
+            yield index, not torch.equal(before[index], weights[index]), guard.get_scale()

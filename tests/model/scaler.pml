@@ -20,42 +20,21 @@
  * is one of three and grows after each clean iteration; gradients are one bit, whether they overflow.
  */
 
-#ifndef RANKS
-#define RANKS 2
-#endif
-#ifndef CALLS
-#define CALLS 5
-#endif
-
-#if RANKS == 2
-#define ALL(x) (x(0) && x(1))
-#define ANY(x) (x(0) || x(1))
-#else
-#define ALL(x) (x(0) && x(1) && x(2))
-#define ANY(x) (x(0) || x(1) || x(2))
-#endif
-#define LAST (RANKS - 1)
-
-#ifdef DEVICE
-#define ON_HOST 0
-#else
-#define ON_HOST 1
-#endif
+/* What ends at the group's timeout: on a device, one rank clips and another steps; and a message of
+   ours that met a collective which is not ours. */
+#define COMPARES(i) (at[i] == COMPARE)
+#define IS_IN_TORCH(i) (at[i] == NEW_GROUP || at[i] == POST_HOOK)
+#define OVERDUE (clips_alone || ((ANY(IS_IN_TORCH)) && !(ANY(COMPARES))))
+#include "ranks.pml"
 
 /* Calls, each with the optimizers it is about: 1 the plain one, 2 the fused one, 3 both. */
-#define PLAIN 0
-#define FUSED 1
 mtype = { SCALE, UNSCALE_, STEP, CLIP_GRAD_NORM_, UPDATE, UPDATE_TO, PROCESS_GROUP, JOIN };
-/* torch's stages of an optimizer. */
-mtype = { READY, UNSCALED, STEPPED };
 /* Collectives; what a rank is in. */
 mtype = { ALL_REDUCE, COMPARE, GATHER, GATHER_PAIRS, NEW_GROUP, POST_HOOK };
-mtype = { RUNNING, ENDED, RAISED };
 
 /* The program: each call is chosen by the rank that comes to it first. */
 mtype program[CALLS];
 byte over[CALLS];
-byte position[RANKS];
 
 /* What survives a call: _Own, Ranks, and torch's records. */
 typedef Scaler {
@@ -90,10 +69,6 @@ bit any_error;
 bit all_alike;
 bit any_scaled;
 
-mtype at[RANKS];            /* the collective that a rank waits in; 0 */
-bit done[RANKS];
-mtype status[RANKS];
-
 /* Join. */
 byte inputs[RANKS];
 byte most;
@@ -115,22 +90,10 @@ bit had_error;
 bit different;
 bit clips_alone;            /* one rank's clip met another's step, on a device */
 
-/* Programs for real ranks: calls that stages allow. The model checker tries the others, too. */
 #define IS(o, what) (own[me].stage[o] == what)
-#ifdef PROGRAMS
-#define FITS(condition) (condition)
-#else
-#define FITS(condition) true
-#endif
 
 /* -- collectives ------------------------------------------------------------------------------- */
 
-#define IS_AT(i) (at[i] == where)
-#define IS_GONE(i) (status[i] != RUNNING)
-#define IS_STUCK(i) (at[i] != 0 || status[i] != RUNNING)
-#define COMPARES(i) (at[i] == COMPARE)
-#define IS_IN_TORCH(i) (at[i] == NEW_GROUP || at[i] == POST_HOOK)
-#define MET_ANOTHER ((ANY(IS_IN_TORCH)) && !(ANY(COMPARES)))
 #define HAS_ERROR(i) (error[i])
 #define HAS_SCALED(i) (scaled[i])
 #define HAS_SAME_NAME(i) ((alike[i] & 1) == (alike[0] & 1))
@@ -138,8 +101,6 @@ bit clips_alone;            /* one rank's clip met another's step, on a device *
 #define SAME_DIGEST(i) (digest[i] == digest[0])
 #define SAME_SCALE(i) (own[i].scale == own[0].scale)
 #define SAME_STEPS_TAKEN(i) (taken[i] == taken[0])
-#define IS_PAST(i) (position[i] >= position[me])
-#define HAS_ENDED(i) (status[i] == ENDED)
 
 #ifdef FAULT_LINEAR_DIGEST
 #if RANKS == 2
@@ -222,33 +183,7 @@ inline arrived(collective) {
     :: collective == NEW_GROUP && different -> forget_taken()
     :: else
     fi;
-    i = 0;
-    do
-    :: i < RANKS -> at[i] = 0; done[i] = 1; i++
-    :: else -> break
-    od;
     i = 0
-}
-
-inline reach(collective) {
-    atomic {
-        where = collective;
-        at[me] = where;
-        if
-        :: ALL(IS_AT) -> d_step { arrived(where) }
-        :: else
-        fi
-    };
-    if
-    :: atomic { done[me] -> done[me] = 0 }
-    /* Only a process that is gone frees those that wait for it. */
-    :: atomic { !done[me] && (ANY(IS_GONE)) -> goto lost }
-#ifdef DIFFERS
-    /* What ends at the group's timeout: on a device, one rank clips and another steps; and a message
-       of ours that met a collective which is not ours. */
-    :: atomic { !done[me] && (ALL(IS_STUCK)) && (clips_alone || MET_ANOTHER) -> goto lost }
-#endif
-    fi
 }
 
 /* -- Ranks ------------------------------------------------------------------------------------- */

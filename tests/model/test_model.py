@@ -45,22 +45,23 @@ def test_a_large_model_holds(each: Run) -> None:
 
 
 @needs_spin
-@pytest.mark.parametrize(("size", "defines"), DRAWN)
-def test_the_stored_walks_are_the_models(size: int, defines: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("model", "size", "defines"), DRAWN)
+def test_the_stored_walks_are_the_models(model: str, size: int, defines: str) -> None:
     """If not: python -m tests.model --store."""
     stored = json.loads(STORED.read_text())
     if stored["version"] != version():
         pytest.skip(f"stored by {stored['version']}; this is {version()}")
-    assert stored[f"{size} {' '.join(defines)}"] == walks(size, defines)
+    assert stored[f"{model} RANKS={size} {defines}"] == walks(model, size, defines)
 
 
-@pytest.mark.parametrize(("size", "defines"), DRAWN)
+@pytest.mark.parametrize(("model", "size", "defines"), DRAWN)
 def test_real_ranks_do_what_the_model_does(
-    ranks: Callable[[int], RankPool], size: int, defines: tuple[str, ...]
+    ranks: Callable[[int], RankPool], model: str, size: int, defines: str
 ) -> None:
-    programs = draw(size, defines)
+    programs = draw(model, size, defines)
     assert programs
-    on_ranks = ranks(size).run(run, programs, timeout=30)
+    limit = 2 if "LIMIT" in defines else None
+    on_ranks = ranks(size).run(run, programs, model, limit, timeout=30)
     for rank, results in enumerate(on_ranks):
         for program, (steps, raised) in zip(programs, results, strict=True):
             assert (steps, raised) == (program[rank].steps, program[rank].raises), program
