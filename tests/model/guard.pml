@@ -280,7 +280,8 @@ inline agree_on_norm() {
 
 /* -- StepGuard --------------------------------------------------------------------------------- */
 
-/* Look at gradients, of which there are so many kinds; one look may raise. */
+/* Look at gradients, of which there are so many kinds; one look may raise. Flags are a bit for each
+   optimizer. */
 inline look(kinds) {
     atomic {
         words[me] = 0;
@@ -291,6 +292,7 @@ inline look(kinds) {
         :: kinds > 2 -> words[me] = 2
         :: kinds > 3 -> words[me] = 3
         fi;
+        words[me] = (kinds == 2 && about == 2 -> 2 * words[me] : words[me]);
 #ifdef ERROR
         if
         :: !had_error && FITS(position[me] > 3) -> had_error = 1; error[me] = 1; words[me] = 0
@@ -299,16 +301,6 @@ inline look(kinds) {
 #endif
         printf("%d found %d error %d\n", me, words[me], error[me])
     }
-}
-
-/* Look at flags: one bit for an optimizer. */
-inline look_at_flags() {
-    look((about == 3 -> 4 : 2));
-    if
-    :: about == 2 -> words[me] = 2 * words[me]
-    :: else
-    fi;
-    agree()
 }
 
 inline close() {
@@ -471,7 +463,8 @@ next:
         :: else
         fi;
         set_stage(about, UNSCALED);
-        look_at_flags()
+        look((about == 3 -> 4 : 2));
+        agree()
 
     :: call == STEP ->
         left = about;
@@ -483,7 +476,7 @@ next:
         if :: !IS(0, READY) -> about = about & 2 :: else fi;
         if :: !IS(1, READY) -> about = about & 1 :: else fi;
         if
-        :: about -> unscale(); look_at_flags()
+        :: about -> unscale(); look((about == 3 -> 4 : 2)); agree()
         :: else
         fi;
         if :: left & 1 -> apply(PLAIN, 0) :: else fi;

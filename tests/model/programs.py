@@ -49,7 +49,7 @@ class Call:
         name: The call, as the model has it.
         over: The optimizers it is about: a bit for each.
         value: What a scale is set to.
-        found: A bit for each optimizer that overflows; of a norm, 1 if it is large, 2 if not finite.
+        found: A bit for each optimizer that overflows; of a norm, 1 for a large one, 2 for NaN.
         error: Whether this rank cannot look.
     """
 
@@ -216,6 +216,7 @@ def _steps_of_scaler(calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]
 def _steps_of_guard(limit: int | None, calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
     weights, optimizers = _plain_and_fused()
     guard = _Guard(max_consecutive_skips=limit)
+    guard.add_optimizer(*optimizers)
     for call in calls:
         over = [index for index in range(2) if call.over >> index & 1]
         by_norm = call.name == "STEP_BY_NORM"
@@ -228,14 +229,19 @@ def _steps_of_guard(limit: int | None, calls: Sequence[Call]) -> Iterator[tuple[
         guard.fails = call.error
         given = [optimizers[index] for index in over]
         before = [weight.detach().clone() for weight in weights]
-        match call.name:
-            case "UNSCALE_":
-                guard.unscale_(*given)
-            case "UPDATE":
-                guard.update()
-            case "STEP":
-                guard.step_all(given)
-            case "STEP_BY_NORM":
-                guard.step_all(given, max_norm=1.0, skip_above=1e3, sharded=guard.look)
-        for index in over if call.name.startswith("STEP") else ():
-            yield index, not torch.equal(before[index], weights[index]), guard.get_scale()
+        counts = [guard.step_counts(optimizer) for optimizer in optimizers]
+        try:
+            match call.name:
+                case "UNSCALE_":
+                    guard.unscale_(*given)
+                case "UPDATE":
+                    guard.update()
+                case "STEP":
+                    guard.step_all(given)
+                case "STEP_BY_NORM":
+                    guard.step_all(given, max_norm=1.0, skip_above=1e3, sharded=guard.look)
+        finally:  # a step at the limit of skips raises, and counts
+            for index in over:
+                if guard.step_counts(optimizers[index]) != counts[index]:
+                    taken = not torch.equal(before[index], weights[index])
+                    yield index, taken, guard.get_scale()
