@@ -120,16 +120,15 @@ class Breaches(Written, Sequence[Breach]):
         for (key, found), by_rank in sorted(sums.items()):
             self.seen.setdefault(key, {})[found] = max(by_rank.values())
         self.unseen = tuple(dict.fromkeys(line for _, lines in ranks for line in lines))
-        order = [*_KEYS]
         judged = [*self.contract.judge([rows for rows, _ in ranks])]
+        judged.sort(key=lambda it: ([*_KEYS].index(it.key), it.where))
         cast = {each.found for each in judged if each.key == "parameters"}
-        judged = [
+        self._found = tuple(
             replace(each, fix="as the parameters are, so see there")
             if each.key in _FOLLOW and each.found in cast
             else each
             for each in judged
-        ]
-        self._found = tuple(sorted(judged, key=lambda it: (order.index(it.key), it.where)))
+        )
 
     def __str__(self) -> str:
         title = f"{len(self)} breach{'' if len(self) == 1 else 'es'}: the step "
@@ -384,16 +383,12 @@ def _breach(
     return replace(breach, fix=next((fix for applies, fix in _FIXES if applies(breach)), ""))
 
 
-def _several_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _tell(error: str) -> list[str]:
     """Tell all ranks by the store how the step ended here; hear it of all, unless it failed.
 
     No collective: where a step fails on one rank, others may stand in one of its own.
     """
-    if not _several_ranks():
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     from torch.distributed import distributed_c10d
 

@@ -35,6 +35,7 @@ __all__ = [
     "group_of",
     "held_by",
     "inside_compiled_ones",
+    "local_of",
     "module_names",
     "storage_of",
     "tensors_in",
@@ -378,6 +379,14 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [tensor for each in values for tensor in tensors_in(each)]
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    local = tensor.detach()
+    for ask in ("to_local", "wait"):
+        local = getattr(local, ask)() if hasattr(local, ask) else local
+    return local
+
+
 def storage_of(tensor: Tensor) -> object:
     """What tells storages apart, also after they are freed; of a subclass, that of its data."""
     while hasattr(tensor, "__tensor_flatten__"):
@@ -439,6 +448,8 @@ def group_of(arguments: Iterable[Any]) -> Any:
     """The process group that a collective's kernel was given, by name or boxed; None without."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     for each in arguments:
+        if isinstance(each, dist.ProcessGroup):
+            return each
         try:
             return resolve(each) if isinstance(each, str) else dist.ProcessGroup.unbox(each)
         except (LookupError, RuntimeError, TypeError, ValueError):

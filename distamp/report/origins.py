@@ -29,12 +29,13 @@ from distamp.report.following import (
     Owner,
     group_of,
     held_by,
+    local_of,
     storage_of,
     tensors_in,
 )
 from distamp.report.nonfinite import NonFinite, TensorRange
 
-__all__ = ["Watch", "first_of", "floats_in", "local_of", "range_of"]
+__all__ = ["Watch", "first_of", "floats_in", "range_of"]
 
 _in_backward = torch._C._current_graph_task_id
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -288,14 +289,6 @@ class Watch(Follower):
             if not found.finite:
                 for origin in self._of(each, found, self._place(what)):
                     self.reached.setdefault(origin, []).append(what)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    local = tensor.detach()
-    for ask in ("to_local", "wait"):
-        local = getattr(local, ask)() if hasattr(local, ask) else local
-    return local
 
 
 def floats_in(value: Any) -> list[Tensor]:

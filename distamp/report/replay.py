@@ -20,11 +20,12 @@ from distamp.report.following import (
     every_rank,
     held_by,
     inside_compiled_ones,
+    local_of,
     module_names,
     tensors_in,
 )
 from distamp.report.nonfinite import NonFinite
-from distamp.report.origins import Watch, first_of, floats_in, local_of, range_of
+from distamp.report.origins import Watch, first_of, floats_in, range_of
 
 __all__ = ["StepReplay", "first_nonfinite"]
 

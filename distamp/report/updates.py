@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from distamp.report.following import module_names
+from distamp.report.following import local_of, module_names
 
 __all__ = ["lost_updates"]
 
@@ -32,14 +32,14 @@ def lost_updates(
         A share from 0 to 1 for each module with parameters that moved.
     """
     names = module_names(model)
-    before = {id(p): _local(p).clone() for p in model.parameters()}
+    before = {id(p): local_of(p).clone() for p in model.parameters()}
     with torch.enable_grad():
         step()
     shares: dict[str, float] = {}
     for module, name in names.items():
         lost = moved = 0
         for parameter in module.parameters(recurse=False):
-            old, new = before[id(parameter)].float(), _local(parameter).float()
+            old, new = before[id(parameter)].float(), local_of(parameter).float()
             # frexp's mantissas are from 1/2 to 1.
             ulp = torch.finfo(dtype).eps * torch.exp2(torch.frexp(old).exponent.float() - 1)
             update = (new - old).abs()
@@ -48,7 +48,3 @@ def lost_updates(
         if moved:
             shares[name] = lost / moved
     return shares
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return getattr(parameter, "_local_tensor", parameter).detach()
