@@ -191,6 +191,25 @@ def test_ranks_with_other_limits_in_tensors_raise_on_every_rank(ranks2):
         assert "skip_above=1.5" in text
 
 
+def _found_before() -> tuple[str, float]:
+    (parameter, optimizer), guard = sgd(), StepGuard()
+    parameter.grad = torch.full_like(parameter, NAN)
+    guard.unscale_(optimizer)
+    if dist.get_rank():  # the other leaves it out, and a new group counts anew
+        guard.update()
+    guard.process_group = dist.new_group()
+    parameter.grad = torch.ones_like(parameter)
+    guard.step(optimizer, max_norm=0.25)
+    return str(guard.step_counts(optimizer)), parameter.item()
+
+
+def test_what_one_rank_found_before_a_norm_skips_on_all(ranks2):
+    """The model of the protocol found it: FOUND_BEFORE_IS_NOT_SENT."""
+    first, second = ranks2.run(_found_before, timeout=20)
+    assert first == second
+    assert first[1] == 1.0
+
+
 def _replaced() -> list[float]:
     (parameter, optimizer), guard = sgd(), StepGuard()
     values = []

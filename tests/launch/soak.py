@@ -1,142 +1,266 @@
-"""Train on four ranks with everything on, watch what each rank holds, and compare a run in pieces.
+"""Train on four ranks with everything on, and watch what each rank holds.
 
-python -m tests.launch.soak [--minutes 60] [--pieces 6] > docs/results/soak.md
+python -m tests.launch.soak [--minutes 60] > docs/results/soak.md
 
-Both runs go on at the same time. The page is printed; the exit code is 1 if something grew, the
-loss scale left its place, or a record of the run in pieces is another.
+The first half is level bf16, the second fp8 (emulated on a CPU). Every 40 steps each rank writes a
+checkpoint, trains, throws model, optimizer, guard and hook away, makes them anew from it and trains
+the same 40 steps again, which end in the same bits. In some steps one rank's loss or one of its
+gradients is NaN, in some the loss is 10,000 times as large. The page is printed; the exit code is 1
+if something grew or a step went otherwise than planned.
 """
 
 import argparse
 import contextlib
+import hashlib
+import io
+import itertools
+import json
+import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.launch import jobs
+from distamp import cast_model, comm_hooks, initialize
+from distamp.guard import StepGuard
 
-RUN = "--precision fp16 --growth-interval 200 --hook int8 --ema 0.999 --async-save --compile"
-RUN += " --dropout 0.1 --accumulate 2 --lr 1e-3 --schedule constant --steps 200000"
-RUN += " --save-every 100 --eval-every 500 --auto-resume"
-RANKS = 4
-# What may come on top from the second quarter of the hour to the last, as a part.
-GROWTH = {"memory (MiB)": 0.03, "threads": 0.0, "open files": 0.0, "sockets": 0.0}
-
-Held = dict[str, float]
-
-
-def start(folder: Path, minutes: float, flags: str) -> psutil.Popen:
-    """Start the launcher, or let it go on; it saves and ends after some minutes."""
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {RANKS}"
-    command = [sys.executable, *torchrun.split(), str(jobs.ROOT / "launch" / "train.py")]
-    command += [*flags.split(), "--run-dir", str(folder), "--max-time", str(minutes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT)}
-    return psutil.Popen(command, env=environment, stdout=sys.stderr)
-
-
-def in_pieces(folder: Path, minutes: float, pieces: int, flags: str) -> None:
-    """Train, stop and go on, until the minutes are over."""
-    end = time.monotonic() + 60 * minutes
-    for left in range(pieces, 0, -1):
-        rest = (end - time.monotonic()) / 60 / left
-        start(folder, max(rest, 0.1), flags).wait()
-
-
-def held(rank: psutil.Process) -> Held:
-    """What a process holds now."""
-    with rank.oneshot():
-        memory, sockets = rank.memory_info().rss / 2**20, len(rank.net_connections("all"))
-        values = (memory, rank.num_threads(), rank.num_fds(), sockets)
-    return dict(zip(GROWTH, values, strict=True))
+RANKS, STEPS, WINDOW = 4, 40, 16
+LEVELS = ("bf16", "fp8")
+# What goes wrong in which of the steps; a spike has left the window before the next one.
+ILL = {7: "loss", 17: "gradient", 32: "spike"}
+# What may come on top in half of the time after its first fifth, as a part of the median.
+GROWTH = {
+    "memory (MiB)": 0.02,
+    "threads": 0.0,
+    "open files": 0.0,
+    "sockets": 0.0,
+    "shared memory": 0.0,
+    "temporary files": 0.0,
+}
+PAGE = f"""
+Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_above=)`, an int8 hook in
+two levels (two hosts of two ranks), an average of the weights and asynchronous checkpoints. Every
+{STEPS} steps all objects are made anew from a checkpoint, and the same steps end in the same bits,
+on all ranks. After each stretch a rank counts what it holds. Slopes are medians over all pairs of
+samples, without the first fifth. Shared memory: files and maps of the process in /dev/shm.
+Temporary files: in a folder of the run's own.
+"""
 
 
-def watch(job: psutil.Popen, folder: Path, every: float) -> list[list[Held]]:
-    """Sample every rank while there are records; the last sample may be of ranks that end."""
-    samples = []
-    while job.poll() is None:
-        time.sleep(every)
-        # A rank may end between two reads.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            ranks = [each for each in job.children() if "train.py" in " ".join(each.cmdline())]
-            if jobs.records(folder) and len(ranks) == RANKS:
-                samples.append([held(rank) for rank in ranks])
-    return samples[:-1]
+class Net(nn.Module):
+    """A small transformer, whose sizes the float8 kernels take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, 64)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True) for _ in range(2))
+        )
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.tokens(tokens)))
+        return logits
 
 
-def growth(samples: list[list[Held]]) -> list[str]:
-    """The rows of a table: medians of each quarter of the time."""
-    quarter, rows = max(1, len(samples) // 4), []
-    for rank in range(RANKS):
-        for what, allowed in GROWTH.items():
-            values = [sample[rank][what] for sample in samples]
-            parts = [values[part * quarter :][:quarter] for part in range(4)]
-            medians = [statistics.median(part) for part in parts]
-            flat = medians[3] <= medians[1] * (1 + allowed)
-            shown = " | ".join(f"{median:.0f}" for median in medians)
-            rows.append(f"| {rank} | {what} | {shown} | {'flat' if flat else '**grows**'} |")
-    return rows
+class Run:
+    """One rank's part of the training: all that is made anew after a checkpoint.
+
+    Args:
+        level: Of precision.
+        path: The checkpoint to go on from; None to begin.
+    """
+
+    def __init__(self, level: str, path: Path | None) -> None:
+        torch.manual_seed(dist.get_rank() if path else 0)
+        # So DDP keeps its buckets: other ones would round other sums.
+        model = DistributedDataParallel(cast_model(Net(), level), find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=level == "bf16")
+        self.hook = comm_hooks.register(model, "int8", ranks_per_host=2)
+        self.amp = initialize(model, optimizer, level, max_consecutive_skips=3)
+        self.guard = self.amp.scaler
+        assert isinstance(self.guard, StepGuard)
+        self.guard.attach(self.hook)
+        self.average = [p.detach().clone() for p in model.parameters()]
+        self.norms = torch.full((WINDOW,), math.nan)
+        self.level, self.step, self.loss = level, 0, math.nan
+        if path:
+            self._read(path)
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and optimizer state by name, and as bytes what is a rank's own."""
+        own = (self.step, self.norms, self.average, self.hook.state_dict(), torch.get_rng_state())
+        file = io.BytesIO()
+        torch.save(own, file)
+        return self.amp.flat_state_dict() | {f"rank.{dist.get_rank()}": file.getvalue()}
+
+    def _read(self, path: Path) -> None:
+        reader, own = dcp.FileSystemReader(path), f"rank.{dist.get_rank()}"
+        saved = reader.read_metadata().state_dict_metadata
+        state = self.amp.flat_state_dict(saved) | {own: None}
+        dcp.load(state, storage_reader=reader)
+        self.amp.load_flat_state_dict(state)
+        self.step, self.norms, self.average, hook, random = torch.load(
+            io.BytesIO(state[own]), weights_only=True
+        )
+        self.hook.load_state_dict(hook)
+        torch.set_rng_state(random)
+
+    def train(self) -> None:
+        """Take some steps."""
+        for _ in range(STEPS):
+            self._one_step()
+
+    def _one_step(self) -> None:
+        self.step += 1
+        rank, parameters = dist.get_rank(), list(self.amp.model.parameters())
+        chosen = self.step // 10 % RANKS == rank
+        ill = ILL.get(self.step % STEPS, "")
+        generator = torch.Generator().manual_seed(self.step * RANKS + rank)
+        begin, by = torch.randint(64, (2, 8, 1), generator=generator)
+        tokens = (begin + by * torch.arange(17)) % 64
+        self.amp.zero_grad()
+        with self.amp.autocast():
+            logits = self.amp.model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.amp.backward(loss * {"loss": math.nan if chosen else 1, "spike": 1e4}.get(ill, 1))
+        if ill == "gradient" and chosen:  # after the average: this rank alone has it
+            parameters[self.step % len(parameters)].grad.view(-1)[0] = math.nan
+        seen = self.norms[~self.norms.isnan()]
+        limit = (
+            seen.mean() + 6 * seen.std().clamp(min=0.01 * seen.mean()) if len(seen) > 10 else 1e3
+        )
+        taken = bool(self.amp.step(max_norm=1.0, skip_above=limit))
+        norm = self.guard.grad_norm()
+        if norm.isfinite():
+            self.norms[self.step % WINDOW] = norm if len(seen) <= 10 else min(norm, limit)
+        if ill:
+            assert not taken, f"step {self.step} was taken, with a planted {ill}"
+        if taken:
+            torch._foreach_lerp_(self.average, [p.detach() for p in parameters], 0.01)
+            self.loss = loss.item()
+
+    def counts(self) -> dict[str, float]:
+        """Return what happened since the checkpoint."""
+        counts = self.guard.step_counts(self.amp.optimizers[0])
+        spikes = list(ILL.values()).count("spike")
+        return {
+            "loss": self.loss,
+            "skips": counts.skipped,
+            "spikes": spikes,
+            "unplanned": counts.spikes - spikes,
+        }
+
+    def digest(self) -> str:
+        """Return a hash of the weights and their average, which all ranks have alike."""
+        state = (*self.amp.model.parameters(), *self.average)
+        values = torch.cat([tensor.detach().flatten() for tensor in state])
+        return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
-def losses_and_scale(steps: jobs.Rows) -> list[str]:
-    """What the run came to."""
-    scales, skipped = [row["loss_scale"] for row in steps], steps[-1]["skipped"]
-    healthy = skipped < len(steps) / 50 and min(scales[len(scales) // 2 :]) >= 1024
-    ends = f"from {min(scales):g} to {max(scales):g}, {scales[-1]:g} at the end"
-    return [
-        f"{len(steps):,} steps, {skipped} skipped. Loss scale {ends}:",
-        "healthy." if healthy else "**not healthy**.",
-        f"Loss {steps[0]['loss']:.4f} at first, {steps[-1]['loss']:.4f} at last.",
+def held() -> dict[str, float]:
+    """What this process holds now, and files that it left."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    files = []
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # what lists them is closed by now
+            files.append(os.readlink(file))
+    own = f"_{os.getpid()}_"
+    shared = [name for name in os.listdir("/dev/shm") if own in name]
+    shared += [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line
     ]
+    left = sum(len(names) for _, _, names in os.walk(tempfile.gettempdir()))
+    counts = (int(status["Threads"]), len(files), sum("socket" in file for file in files))
+    memory = int(status["VmRSS"].split()[0]) / 1024
+    return dict(zip(GROWTH, (memory, *counts, len(shared), left), strict=True))
 
 
-def equality(whole: jobs.Rows, pieces: jobs.Rows) -> list[str]:
-    """Whether a run in pieces has the records of the other, as far as both went."""
-    common = min(whole[-1]["step"], pieces[-1]["step"])
-    one, other = ([row for row in rows if row["step"] <= common] for rows in (whole, pieces))
-    return [
-        f"The run in pieces got to step {pieces[-1]['step']:,}. Of the first {common:,} steps,",
-        "every record (loss, norm, rate, scale, validations) is",
-        "equal to the bit." if one == other else "**not equal**.",
-    ]
+def train(rank: int, folder: Path, minutes: float) -> None:
+    """Be one rank; what it held after each stretch of steps goes into a file."""
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    saving = dist.new_group(backend="gloo")
+    run, begun, rows = Run(LEVELS[0], None), time.monotonic(), []
+    for index in itertools.count():
+        part = torch.tensor((time.monotonic() - begun) / (60 * minutes))
+        dist.broadcast(part, 0)
+        if part >= 1:
+            break
+        level, path = LEVELS[int(part * len(LEVELS))], folder / "checkpoints" / str(index)
+        written = dcp.async_save(run.state(), checkpoint_id=path, process_group=saving)
+        ends = []
+        for again in (False, True):
+            if again or level != run.level:
+                written.result()
+                run.hook.close()
+                run = Run(level, path)
+            run.train()
+            ends.append(run.digest())
+            row = {"level": level, "hours": (time.monotonic() - begun) / 3600, "step": run.step}
+            rows.append(row | run.counts() | held())
+        assert ends[0] == ends[1], f"step {run.step}: after the checkpoint it went otherwise"
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, ends[1])
+        assert len(set(everyone)) == 1, f"step {run.step}: ranks hold other weights"
+        if rank == 0:
+            shutil.rmtree(path)
+    (folder / f"{rank}.json").write_text(json.dumps(rows))
+    run.hook.close()
+    dist.destroy_process_group()
+
+
+def slope(rows: list[dict[str, float]], what: str) -> float:
+    """Return what comes on top in an hour, by the median of the slopes between all pairs."""
+    pairs = itertools.combinations(((row["hours"], row[what]) for row in rows), 2)
+    return statistics.median((y - b) / (x - a) for (a, b), (x, y) in pairs)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--pieces", type=int, default=6)
-    parser.add_argument("--flags", default="", help="of the launcher, after those it has here")
-    given = parser.parse_args()
-    flags = f"{RUN} {given.flags}".strip()
+    minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory() as name:
-        whole, parts = Path(name) / "whole", Path(name) / "pieces"
-        arguments = (parts, given.minutes, given.pieces, flags)
-        other = threading.Thread(target=in_pieces, args=arguments)
-        other.start()
-        job = start(whole, given.minutes, flags)
-        samples = watch(job, whole, given.minutes / 6)
-        other.join()
-        rows, again = jobs.records(whole), jobs.records(parts)
-    page = [
-        f"# {given.minutes:g} minutes of everything\n",
-        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {os.cpu_count()} cores, gloo.",
-        f"`python -m tests.launch.soak {' '.join(sys.argv[1:])}`",
-        f"trains on {RANKS} ranks with\n`{flags}`,\nand beside it again in pieces.\n",
-        f"{len(samples)} samples of every rank; medians of a quarter of the time.\n",
-        "| rank | holds | first quarter | second | third | last | |\n|---|---|---|---|---|---|---|",
-        *growth(samples),
-        "",
-        *losses_and_scale([row for row in rows if "loss" in row]),
-        "",
-        *equality(rows, again),
-    ]
-    print("\n".join(page))
-    return int("**" in "".join(page) or len(samples) < 8 or job.returncode != 0)
+        folder = Path(name)
+        (folder / "tmp").mkdir()
+        os.environ.update(TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1")
+        mp.spawn(train, (folder, minutes), RANKS)
+        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+    print("# An hour of everything\n" if minutes == 60 else "# Some minutes of everything\n")
+    print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {os.cpu_count()} cores, gloo,")
+    print(f"`python -m tests.launch.soak --minutes {minutes:g}`.\n{PAGE}")
+    print("| level | rank | holds | median | slope, an hour | |\n|---|---|---|---|---|---|")
+    wrong = False
+    for level, (rank, rows) in itertools.product(LEVELS, enumerate(ranks)):
+        half = [row for row in rows if row["level"] == level]
+        half = half[len(half) // 5 :]
+        for what, growth in GROWTH.items():
+            median, by = statistics.median(row[what] for row in half), slope(half, what)
+            flat = by <= growth * median
+            wrong |= not flat
+            words = "flat" if flat else "**grows**"
+            print(f"| {level} | {rank} | {what} | {median:.0f} | {by:+.2f} | {words} |")
+    rows = ranks[0]
+    print(f"\n{rows[-1]['step']:,} steps, each taken twice, and {len(rows) - 1} resumes.")
+    skips, spikes = (sum(row[what] for row in rows) for what in ("skips", "spikes"))
+    print(f"{skips:,} steps with a planted NaN and {spikes:,} with a planted spike, all skipped;")
+    unplanned = sum(row["unplanned"] for row in rows)
+    print(f"{unplanned:,} others lay above the limit. Loss {rows[0]['loss']:.3f} after the first")
+    print(f"{STEPS} steps, {rows[-1]['loss']:.3f} at the end.")
+    return int(wrong)
 
 
 if __name__ == "__main__":
