@@ -227,7 +227,7 @@ def _replaced() -> list[float]:
 
 
 def test_a_rank_that_was_replaced_compares_replicas_with_the_others(ranks2):
-    """The model of the protocol found it: CLIPS_AGREE_KEPT_IN_A_NEW_GROUP."""
+    """The model has it: CLIPS_AGREE_KEPT_IN_A_NEW_GROUP."""
     first, second = ranks2.run(_replaced, timeout=20)
     assert first == second == pytest.approx([0.75, 0.5, 0.25, 0.0], abs=1e-5)
 
