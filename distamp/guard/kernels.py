@@ -49,10 +49,9 @@ def names_of_step(kind: Hashable) -> frozenset[str]:
     return frozenset(inspect.signature(kind.step).parameters)  # type: ignore[attr-defined]
 
 
-@functools.lru_cache(maxsize=64)
 def takes_scaler(kind: Hashable) -> bool:
     """Return whether the ``step`` of a class takes the scaler itself: torch's older protocol."""
-    return "grad_scaler" in inspect.signature(kind.step).parameters  # type: ignore[attr-defined]
+    return "grad_scaler" in names_of_step(kind)
 
 
 def refuse_mps(device: torch.device | str) -> None:
