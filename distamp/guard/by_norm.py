@@ -30,8 +30,12 @@ class ByNorm(NamedTuple):
     replicated: clipping.Declared | None = None
     sharded: clipping.Declared | None = None
 
-    def checked(self) -> ByNorm:
-        """Return the same with numbers that are within their range."""
+    def checked(self, read_limit: bool = False) -> ByNorm:
+        """Return the same with numbers that are within their range.
+
+        Args:
+            read_limit: Whether the host must know a limit on a device, to tell other ranks.
+        """
         max_norm, limit = self.max_norm, self.skip_above
         if max_norm is not None:
             max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
@@ -39,16 +43,24 @@ class ByNorm(NamedTuple):
             if limit.numel() != 1:
                 raise SettingError(f"skip_above must be one number, not of shape {limit.shape}")
             limit = limit.detach().reshape(())
+            limit = limit.cpu() if read_limit else limit
         elif limit is not None:
             limit = clipping.positive("skip_above", limit)
         return ByNorm(max_norm, limit, self.replicated, self.sharded)
 
     @property
+    def late_limit(self) -> Tensor | None:
+        """The limit where it lies on a device, 0-d float32: the host does not wait for it."""
+        limit = self.skip_above
+        is_late = isinstance(limit, Tensor) and not host.is_host(limit.device)
+        return limit.float() if isinstance(limit, Tensor) and is_late else None
+
+    @property
     def text(self) -> str:
-        """What ranks compare; a limit on a device may be on its way."""
-        limit: object = self.skip_above
+        """What ranks compare."""
+        limit = self.skip_above
         if isinstance(limit, Tensor):
-            limit = limit.item() if host.is_host(limit.device) else "a tensor"
+            limit = limit.item() if self.late_limit is None else math.nan
         declared = [self.replicated is not None, self.sharded is not None]
         return f", max_norm={self.max_norm}, skip_above={limit}, declared={declared}"
 

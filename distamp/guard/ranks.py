@@ -74,14 +74,14 @@ class Call(NamedTuple):
     begun: tuple[float, int]
     scaled: bool
 
-    def alike(self, iteration: int, steps: int) -> dict[str, Any]:
-        """Return what must be the same on every rank."""
+    def alike(self, iteration: int, steps: int, late_settings: str = "") -> dict[str, Any]:
+        """Return what must be the same on every rank; some settings the host learns late."""
         return {
             "call": self.name,
             "iteration": iteration,
             "steps": steps,
             "over": list(zip(self.kinds, self.places, strict=True)),
-            "settings": self.settings,
+            "settings": self.settings + late_settings,
             "scale": self.begun[0],
             "growth_tracker": self.begun[1],
         }
@@ -298,17 +298,24 @@ class Ranks:
         return [Found(bool(ranks), ranks) for ranks in overflowed]
 
     def agree_on_norm(
-        self, group: Group, call: Call, square: Tensor, error: Exception | None
+        self,
+        group: Group,
+        call: Call,
+        square: Tensor,
+        limit: Tensor | None,
+        error: Exception | None,
     ) -> Tensor:
         """Return the sum of what each rank adds to the square of a norm, in one message.
 
         Two float64: the sum decides flag and clip, and the digest whether ranks do the same. On a
-        device the host reads the digest at the next call; where ranks differ, the sum is NaN.
+        device the limit of the norm is a third, and the host reads at the next call whether ranks
+        are alike; where they are not, the sum is NaN.
 
         Args:
             group: From `group`.
             call: What this rank does.
             square: 0-d float64, on the device of the loss scale.
+            limit: What the norm must not lie above, where the host does not know it.
             error: What went wrong on this rank while it measured.
 
         Raises:
@@ -320,20 +327,26 @@ class Ranks:
         digest = self._digest(call, 0, scales)
         expected = float(digest * group.size)
         counted = self.iteration, self.steps
-        words = torch.empty(2, dtype=torch.float64, device=group.device)
+        words = torch.zeros(2 if group.on_host else 3, dtype=torch.float64, device=group.device)
         words[0].copy_(square, non_blocking=not group.on_host)
         words[1].fill_(digest + (error is not None))
+        if limit is not None:
+            words[2].copy_(limit, non_blocking=True)
         reach(group, _reduce, group.process_group, words)
-
-        def read(values: list[float]) -> None:
-            if values[0] != expected or error is not None or not scales:
-                self._compare(group, call, counted, error)
-
         if self._scales and not group.on_host:
-            self.later(words[1:], read)
             alike = words[1].eq(expected)
+            if limit is not None:  # of equal float32 a float64 holds the very sum
+                alike = alike.logical_and(words[2].eq(limit.float() * group.size))
+
+            def read(values: list[float]) -> None:
+                if not values[0] or error is not None:
+                    above = "" if limit is None else f", skip_above={limit.item()}"
+                    self._compare(group, call, counted, error, above)
+
+            self.later(alike.double().view(1), read)
             return host.moved(torch.where(alike, words[0], math.nan), square.device)
-        read(words[1:].tolist())
+        if words[1].item() != expected or error is not None or not scales:
+            self._compare(group, call, counted, error)
         self._scales = True
         return host.moved(words[0], square.device)
 
@@ -344,10 +357,15 @@ class Ranks:
         return hash((*words, _checksum(call.settings), scales)) & 0x7FFFFFFF
 
     def _compare(
-        self, group: Group, call: Call, counted: tuple[int, int], error: Exception | None
+        self,
+        group: Group,
+        call: Call,
+        counted: tuple[int, int],
+        error: Exception | None,
+        late_settings: str = "",
     ) -> None:
         """Raise on every rank what any rank's message demands; collective."""
-        mine = _portable(error), call.alike(*counted), call.scaled
+        mine = _portable(error), call.alike(*counted, late_settings), call.scaled
         everyone = self.gather(mine, group)
         for rank, (theirs, *_) in zip(group.global_ranks, everyone, strict=True):
             if theirs is not None:

@@ -360,7 +360,7 @@ class Steps(Asked):
 
         def look() -> None:
             nonlocal by, square
-            by = by.checked()
+            by = by.checked(read_limit=group is not None and group.on_host)
             square = self._square(divisor, ones, by, 1 if group is None else group.size)
 
         error = self._before_message(group, ones, look, error)
@@ -374,7 +374,7 @@ class Steps(Asked):
         if group is not None:
             call = self._call("step by norm", divisor, ones, by.text)
             try:
-                total = own.ranks.agree_on_norm(group, call, total, error)
+                total = own.ranks.agree_on_norm(group, call, total, by.late_limit, error)
                 if not own.ranks.clips_agree:  # one sum does not show that replicas differ
                     self._see_replicas(group, device, ones, by, error)
             except Exception:
@@ -601,6 +601,8 @@ class Steps(Asked):
             if (group := self._group(divisor.device)) is not None:
                 self._agree(group, self._call("step", divisor, [one], ""), divisor, [one])
         ranks.count_step(state)
+        if not ranks.iteration:  # as a rank counts that joins now
+            state.counts = (*state.counts[:2], 0, state.counts[3])
         flags = list(record["found_inf_per_device"].values())
         spike: Flag = False
         factor: float | Tensor = 1.0

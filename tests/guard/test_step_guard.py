@@ -168,6 +168,24 @@ def _limit() -> list[Any]:
     return errors
 
 
+def _limit_with_a_new_rank() -> list[Any]:
+    (parameter, optimizer), guard = sgd(), StepGuard(max_consecutive_skips=3)
+    errors = []
+    for number in range(5):
+        if number == 2:
+            guard = StepGuard(max_consecutive_skips=3) if dist.get_rank() else guard
+            guard.process_group = dist.new_group()
+        parameter.grad = torch.full_like(parameter, INF)
+        errors.append(error_of(guard.step, optimizer))
+        guard.update()
+    return [error and error[0] for error in errors]
+
+
+def test_with_a_rank_that_was_replaced_all_count_skips_in_a_row_anew(ranks2):
+    expected = [None, None, None, None, "NonFiniteGradients"]
+    assert ranks2.run(_limit_with_a_new_rank, timeout=20) == [expected] * 2
+
+
 def test_masters_of_bf16_are_skipped_with_what_they_are_of():
     model = nn.Linear(3, 3).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

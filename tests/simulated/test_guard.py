@@ -90,19 +90,22 @@ def _differs(how: str) -> tuple[bool, float]:
     guard, raised = StepGuard(), False
     for number in range(3):
         weight.grad = torch.ones_like(weight)
-        max_norm = 10.0
+        given: dict[str, Any] = {"max_norm": 10.0}
         if number == 1:
-            max_norm = -1.0 if how == "shared" else 10.0 + dist.get_rank()
+            given["max_norm"] = -1.0 if how == "shared" else 10.0 + dist.get_rank()
+        if how == "limit":  # by one the second step is a spike, by the other it is none
+            limit = 0.5 + dist.get_rank() if number == 1 else 1.5
+            given = {"skip_above": torch.full((), limit, device="sim")}
         try:
-            guard.step(optimizer, max_norm=max_norm)
-        except (LockstepError, SettingError):
-            raised = True
+            guard.step(optimizer, **given)
+        except (LockstepError, SettingError) as error:
+            raised = how != "limit" or "skip_above=1.5" in str(error)
             break
         guard.update()
     return raised, weight.item()
 
 
-@pytest.mark.parametrize("how", ["another", "shared"])
+@pytest.mark.parametrize("how", ["another", "limit", "shared"])
 def test_where_ranks_differ_or_share_an_error_nothing_is_stepped(sim2, how):
     assert sim2.run(_differs, how) == [(True, 0.75)] * 2
 
