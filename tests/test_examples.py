@@ -142,16 +142,6 @@ def test_grpo_shows_how_far_the_sampler_is_from_the_trainer(ranks2, layout):
         assert max(fp32, bf16, fp16) < 1e-4, "the same kernels, once with a cache"
 
 
-@pytest.mark.slow
-def test_grpo_learns_to_sort_as_well_in_fp16_as_in_fp32(ranks2):
-    pytest.importorskip("transformers")
-    arguments = (on_this_rank, __name__, grpo_at_each_precision.__name__, "FSDP2", "copy", 40, 8)
-    runs, _ = ranks2.run(*arguments, timeout=600)
-    gained = {name: rows[-1]["reward"] - rows[0]["reward"] for name, rows in runs.items()}
-    assert all(gain > 0.05 for gain in gained.values())
-    assert gained["fp16"] == pytest.approx(gained["fp32"], abs=0.1)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_replicas_on_two_devices_compute_in_the_callers_dtype(sim, dtype):
     devices = ["sim:0", "sim:1"]

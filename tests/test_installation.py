@@ -91,22 +91,6 @@ def test_every_name_is_ours_until_the_end_and_scalers_outlive_it(settings):
     assert not any(issubclass(cls, DistGradScaler) for cls in classes())
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_torchs_scaler_pickled_before_is_distamps_when_it_is_unpickled(enabled):
-    theirs = torch.amp.GradScaler("cpu", 8.0, growth_factor=3.0, growth_interval=2, enabled=enabled)
-    train(theirs, 0.25)
-    data, wrong = pickle.dumps(theirs), pickle.dumps(torch.amp.GradScaler("cpu", init_scale=0.0))
-    with installed():
-        ours = pickle.loads(data)
-        with pytest.raises(SettingError, match="init_scale"):
-            pickle.loads(wrong)
-    assert type(ours) is DistGradScaler
-    assert theirs.state_dict().items() <= ours.state_dict().items()
-    assert enabled or not ours.state_dict()
-    train(ours, 0.25)
-    assert ours.get_scale() == (24.0 if enabled else 1.0)
-
-
 def test_it_says_which_modules_had_the_class_or_one_of_its_own_before(monkeypatch):
     early = types.ModuleType("early_trainer")
     monkeypatch.setitem(sys.modules, "early_trainer", early)
@@ -147,16 +131,6 @@ def test_a_setting_that_cannot_be_is_refused_at_once():
         distamp.install(no_such=1)
     with installed(), pytest.raises(StageError, match="uninstall"):
         distamp.install(min_scale=0.5)
-
-
-def test_what_another_put_over_a_name_stays():
-    other = types.SimpleNamespace()
-    with installed():
-        torch.amp.GradScaler = other
-        distamp.uninstall()
-        assert torch.amp.GradScaler is other
-        assert not issubclass(torch.GradScaler, DistGradScaler)
-        torch.amp.GradScaler = torch.GradScaler
 
 
 def on_some_ranks() -> float:

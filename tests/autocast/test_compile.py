@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 
-from distamp import autocast, precision_report
+from distamp import autocast
 from distamp.autocast import AutocastState, OpLists, propagate
 from distamp.errors import SettingError
 
@@ -93,24 +92,6 @@ def test_what_is_the_threads_breaks_a_graph_and_is_refused_in_a_whole_one(name):
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="around the call"):
         torch.compile(INSIDE[name], backend="eager", fullgraph=True)(X)
-
-
-def test_a_model_first_called_inside_a_report_is_compiled_afterwards():
-    model, graphs = nn.Linear(4, 4), CompileCounter()
-    compiled = torch.compile(model, backend=graphs)
-    with precision_report(model) as report:
-        compiled(X)
-    assert {row.function for row in report.rows} == {"linear"}
-    compiled(X)
-    assert graphs.frame_count == 1
-
-
-def test_an_optimizer_compiled_whole_steps_after_a_region_was_made():
-    autocast("cpu")
-    weight = torch.ones(2, requires_grad=True)
-    weight.grad = torch.ones(2)
-    torch.compile(torch.optim.SGD([weight], lr=1.0).step, backend="eager")()
-    assert weight.tolist() == [0.0, 0.0]
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:

@@ -85,17 +85,6 @@ def test_an_applied_state_nests_in_regions_and_with_itself():
     assert found == [BF16, FP16, BF16, FP16, BF16]
 
 
-def test_an_applied_state_may_be_entered_again_while_it_is_entered():
-    with autocast("cpu", FP16):
-        context = AutocastState.capture().apply()
-    with context:
-        with autocast("cpu", BF16), context:
-            assert product() is FP16
-        assert product() is FP16
-        assert in_thread(lambda: context.__enter__() and product()) is FP16
-    assert product() is FP32
-
-
 @autocast("cpu", FP16, ops=LISTS)
 def made_in_a_region() -> Any:
     return propagate(product)

@@ -1,5 +1,8 @@
-"""What a hook says of itself."""
+"""What a hook sends: as it says itself, as is foretold of a cluster, never more than it got."""
 
+import itertools
+import random
+import sys
 from collections import Counter
 
 import pytest
@@ -8,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import HookStats
+from distamp.comm_hooks import WIRE_FORMATS, HookStats
+from distamp.comm_hooks.foretell import foretell, main
+from distamp.comm_hooks.plans import bucket_plan, shard_plan
 
 
 def test_a_value_that_reads_as_a_line():
@@ -30,9 +35,9 @@ def test_a_value_that_reads_as_a_line():
     assert line == "no gradient was sent in a wire format; 2 x other way"
 
 
-def _uncompressed(numel: int, ranks_per_host: int) -> HookStats:
+def sent(numel: int, wire: str, ranks_per_host: int) -> HookStats:
     model = DistributedDataParallel(nn.Linear(numel, 1, bias=False), bucket_cap_mb=100)
-    state = comm_hooks.register(model, "fp16", ranks_per_host=ranks_per_host)
+    state = comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
     model(torch.ones(1, numel)).sum().backward()
     return state.stats()
 
@@ -41,7 +46,90 @@ def _uncompressed(numel: int, ranks_per_host: int) -> HookStats:
 @pytest.mark.parametrize(("ranks_per_host", "share"), [(1, 6 / 4), (2, 6 / 4 / 2)])
 def test_bytes_are_counted_beside_those_of_a_ring(ranks4, ranks_per_host, share):
     numel = 1 << 18
-    sent = 6 / 4 if ranks_per_host == 1 else 2 / 2 / 2
-    for stats in ranks4.run(_uncompressed, numel, ranks_per_host):
+    compressed = 6 / 4 if ranks_per_host == 1 else 2 / 2 / 2
+    for stats in ranks4.run(sent, numel, "fp16", ranks_per_host):
         assert stats.bytes_uncompressed == share * 4 * numel
-        assert stats.total_bytes == pytest.approx(0.502 * sent * 4 * numel, rel=1e-3)
+        assert stats.total_bytes == pytest.approx(0.502 * compressed * 4 * numel, rel=1e-3)
+
+
+# -- foretold of a cluster, by arithmetic ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
+def test_the_bytes_are_those_that_a_hook_sends(ranks4, wire):
+    stats = ranks4.run(sent, 1 << 18, wire, 2)
+    found = sum(each.total_bytes for each in stats) / 2  # of one of two hosts
+    assert foretell(2, 2, 10.0, 1.0)[wire].megabytes * 1e6 == pytest.approx(found)
+
+
+def test_on_a_slow_link_int8_wins_and_on_a_fast_one_nothing_beats_torch():
+    slow, fast = foretell(4, 1, 1.0), foretell(2, 8, 3200.0)
+    assert min(slow, key=lambda name: slow[name].beside) == "int8"
+    assert min(fast, key=lambda name: fast[name].beside) in ("fp32", "torch bf16")
+
+
+def test_torchs_own_bf16_equals_fp16_on_one_card_of_100_gbit():
+    ways = foretell(16, 8, 100.0)
+    assert ways["fp16"].beside == pytest.approx(ways["torch bf16"].beside, rel=0.1)
+
+
+def test_one_host_has_nothing_to_foretell():
+    with pytest.raises(ValueError, match="give at least two hosts"):
+        foretell(1, 8, 100.0)
+
+
+def test_the_command_prints_a_line_for_each_way(monkeypatch, capsys):
+    given = ["foretell", "--hosts", "16", "--ranks", "8", "--gbit", "100", "--bucket-mb", "25"]
+    monkeypatch.setattr(sys, "argv", given)
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["fp32", "torch", "fp16", "bf16", "int8"]
+    assert lines[-1].startswith("by arithmetic int8 is the fastest")
+
+
+# -- plans: never more bytes than gradients are, and far fewer where there are many ----------------
+
+by_name = pytest.mark.parametrize("wire", list(WIRE_FORMATS.values()), ids=lambda each: each.name)
+RANKS = [(wide, here) for wide in (2, 3, 16, 128, 1024) for here in (1, 2, 8)]
+
+
+def bucket_share(wire, wide, here, numels):
+    """What leaves a host, beside the same elements as fp32 in a ring between hosts."""
+    plan = bucket_plan(wire, wide, here, 0, numels, 4)
+    # What has no plan is all-reduced as it is.
+    if plan is None:
+        return 1.0
+    rows = wide * here * plan.parts[0].row_bytes
+    return (rows + 4 * len(plan.small)) / (4 * sum(numels))
+
+
+def shard_share(wire, wide, here, numels):
+    plan = shard_plan(wire, wide, here, numels, 4)
+    if plan is None:
+        return 1.0
+    # What is small is all-reduced, which is twice a reduce-scatter.
+    rows = sum(part.row_bytes for part in plan.parts)
+    return (rows + 8 * len(plan.small)) / (4 * sum(numels))
+
+
+@pytest.mark.parametrize("share", [bucket_share, shard_share])
+@by_name
+def test_nothing_grows_whatever_the_sizes_and_the_ranks(wire, share):
+    draw, worst = random.Random(0), 0.0
+    for (wide, here), count in itertools.product(RANKS, (1, 2, 30)):
+        for _ in range(4):
+            numels = [int(10 ** draw.uniform(0, 6)) for _ in range(count)]
+            if sum(numels) > 1_500_000:
+                continue
+            worst = max(worst, share(wire, wide, here, numels))
+        worst = max(worst, share(wire, wide, here, [1] * count))
+    assert worst <= 1.0
+
+
+@pytest.mark.parametrize("share", [bucket_share, shard_share])
+@by_name
+def test_many_elements_among_which_some_are_few_take_the_formats_bytes(wire, share):
+    expected = wire.block_bytes / 1024
+    for wide, here in [(2, 1), (16, 1), (2, 8)]:
+        # Of a layer: a matrix, its bias, and scalars.
+        assert share(wire, wide, here, [1 << 20, 1024, 1, 1, 63]) <= 1.06 * expected

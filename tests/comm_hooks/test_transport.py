@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import comm_hooks_lanes
 from distamp import comm_hooks
 from distamp.comm_hooks import torch_compat, transport
 from tests.comm_hooks.training import inputs, mlp
@@ -91,22 +89,6 @@ def test_threads_and_connections_are_given_back(ranks2, how):
         assert first[0] == before[0]
 
 
-def _grown(how: str, times: int) -> tuple[tuple[tuple[int, int, int], ...], float]:
-    """The same, and how many megabytes the process has grown by, after as many before."""
-    _again(how, times)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = _again(how, times)
-    return found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["closed", "collected"])
-def test_fifty_times_take_no_more_than_one(new_ranks, how):
-    for (_, first, last), grown in new_ranks(2).run(_grown, how, 50):
-        assert last == first
-        assert grown < 4
-
-
 def _destroyed() -> tuple[str, int]:
     group = subgroup([0, 1])
     model = DistributedDataParallel(mlp(31, 64, 5), process_group=group)
@@ -167,10 +149,3 @@ def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock
     # The stage's ranks alone, no split of the default group; none for a level of one rank.
     assert first == ([(0, 2, True)] * 2, {-1}, [1, 1])
     assert last == ([(1, 2, True)] * 2, {-1}, [1, 1])
-
-
-def test_lanes_overlap_because_each_has_its_own_communicators():
-    own, shared, one = comm_hooks_lanes.ways(comm_hooks_lanes.arguments().parse_args([])).values()
-    # On an imagined clock, which counts what each waits for.
-    assert shared > 1.3 * own
-    assert one > shared

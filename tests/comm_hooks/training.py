@@ -1,5 +1,6 @@
 """Train small models under DDP on this rank, with a hook and beside it without one."""
 
+import contextlib
 import copy
 import itertools
 import random
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
+from tests.ranks import mesh
 
 __all__ = [
     "BOUNDS",
+    "WIDTHS",
     "agreed",
     "errors",
     "full_gradients",
@@ -25,15 +28,15 @@ __all__ = [
     "inputs",
     "mlp",
     "random_layout",
+    "relative",
+    "spread",
+    "train_layouts",
     "wrapped",
 ]
 
 # Relative L2 error of the mean of one exchange; twice rounded, so about 1.4 units of the payload.
-BOUNDS = {
-    "fp16": 4e-4,
-    "bf16": 3e-3,
-    "int8": 2e-2,
-}
+BOUNDS = {"fp16": 4e-4, "bf16": 3e-3, "int8": 2e-2}
+WIDTHS = (31, 97, 64, 5)
 
 
 def mlp(*widths: int, seed: int = 0) -> nn.Module:
@@ -55,6 +58,22 @@ def wrapped(
     return model, comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
 
 
+def spread(wrapper: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """An mlp in a wrapper, and what ``register`` needs to know of it."""
+    net, size = mlp(*WIDTHS), dist.get_world_size()
+    if wrapper == "DDP":
+        return DistributedDataParallel(net, **{"bucket_cap_mb": 0.01, **settings}), {}
+    if wrapper == "FSDP1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), **settings), {}
+    if wrapper == "FSDP2":
+        return fully_shard(net, mesh=mesh((size,), ("shard",)), **settings), {}
+    # Two replicas of half of the ranks each: rank 2 of 4 is in the groups of ranks 3 and 0.
+    over = mesh((2, size // 2), ("replicate", "shard"))
+    if wrapper == "HSDP":
+        return fully_shard(net, mesh=over), {}
+    return fully_shard(net, mesh=over["shard"]), {"replicas": over["replicate"].get_group()}
+
+
 def inputs(iteration: int, width: int, rows: int = 4) -> Tensor:
     """This rank's own batch."""
     seed = 1000 * iteration + dist.get_rank()
@@ -62,9 +81,8 @@ def inputs(iteration: int, width: int, rows: int = 4) -> Tensor:
 
 
 def gradients(model: nn.Module) -> Tensor:
-    return torch.cat(
-        [p.grad.to_dense().flatten() for p in model.parameters() if p.grad is not None]
-    )
+    found = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+    return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten() for g in found])
 
 
 def full_gradients(model: nn.Module) -> Tensor:
@@ -75,6 +93,11 @@ def full_gradients(model: nn.Module) -> Tensor:
     every: list[Any] = [p.grad for p in model.parameters()]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in every]
     return torch.cat([each.flatten() for each in whole])
+
+
+def relative(mine: Tensor, true: Tensor) -> float:
+    """The relative L2 error."""
+    return float((mine - true).norm() / true.norm())
 
 
 def agreed(values: Tensor) -> bool:
@@ -88,6 +111,7 @@ def errors(
     net: nn.Module,
     wire: str,
     width: int,
+    micro_batches: int = 1,
     **settings: Any,
 ) -> list[float]:
     """Relative L2 error against plain DDP in each iteration; inf where ranks differ."""
@@ -97,10 +121,12 @@ def errors(
     for iteration in range(3):
         for model in (plain, hooked):
             model.zero_grad()
-            model(inputs(iteration, width)).square().sum().backward()
-        mine, true = gradients(hooked), gradients(plain)
-        error = ((mine - true).norm() / true.norm()).item()
-        found.append(error if agreed(mine) else float("inf"))
+            for number in range(micro_batches):
+                last = number + 1 == micro_batches
+                with contextlib.nullcontext() if last else model.no_sync():
+                    model(inputs(iteration + 10 * number, width)).square().sum().backward()
+        mine = gradients(hooked)
+        found.append(relative(mine, gradients(plain)) if agreed(mine) else float("inf"))
     return found
 
 

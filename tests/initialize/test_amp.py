@@ -212,18 +212,6 @@ def test_gradients_for_a_penalty_do_not_underflow():
     assert gradient.tolist() == pytest.approx([1e-8] * 2, rel=1e-2)
 
 
-def test_an_optimizer_over_batch_norms_alone_has_no_masters_and_trains():
-    model = net()
-    rest = [p for name, p in model.named_parameters() if "norm" not in name]
-    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (model.norm.parameters(), rest)]
-    amp = initialize(model, optimizers, "O2", init_scale=SCALE)
-    before = model.norm.weight.detach().clone()
-    backward(amp, BATCH)
-    assert amp.step()
-    assert len(amp.masters) == 1
-    assert not torch.equal(before, model.norm.weight)
-
-
 def test_what_cannot_be_called_now_says_what_to_do():
     amp = initialize(net(), None, "O2")
     assert amp.model(BATCH[0]).dtype is torch.float32

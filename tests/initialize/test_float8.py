@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -175,28 +174,7 @@ def test_what_does_not_fit_is_refused_with_the_way(monkeypatch):
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("before", "after"), [("fp8", "bf16"), ("bf16", "fp8")])
-def test_distributed_checkpoints_are_those_of_bf16_too(tmp_path, before, after):
-    def trained(level: str, steps: int) -> Any:
-        model = cast_model(Plain(), level)
-        amp = initialize(model, torch.optim.AdamW(model.parameters()), level)
-        for _ in range(steps):
-            with amp.autocast():
-                amp.backward(loss_of(amp.model(TOKENS), TOKENS))
-            amp.step()
-        return amp
-
-    saved, fresh = trained(before, 2), trained(after, 0)
-    dcp.save(saved.flat_state_dict(), checkpoint_id=tmp_path)
-    reader = dcp.FileSystemReader(tmp_path)
-    state = fresh.flat_state_dict(reader.read_metadata().state_dict_metadata)
-    dcp.load(state, storage_reader=reader)
-    fresh.load_flat_state_dict(state)
-    expected, found = saved.flat_state_dict(), fresh.flat_state_dict()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+LAYOUTS = ["DDP", "DDP int8", "FSDP2 policy", "FSDP2 float8 all-gather", "TP"]
 
 
 class Plain(nn.Sequential):
@@ -212,30 +190,25 @@ def wrapped(layout: str) -> tuple[nn.Module, Precision]:
     model: Any = cast_model(Plain(), level)
     if layout.startswith("DDP"):
         return DistributedDataParallel(model), level
-    if "TP" in layout:
-        both = mesh((dist.get_world_size() // 2, 2), ("shard", "tensor"))
+    if layout == "TP":
         plan: Any = {"1": ColwiseParallel(), "3": RowwiseParallel()}
-        parallelize_module(model, both["tensor"], plan)
-        return fully_shard(model, mesh=both["shard"]) if "FSDP2" in layout else model, level
+        return parallelize_module(model, mesh((2,), ("tensor",)), plan), level
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "policy" in layout else None
-    settings: Any = {} if policy is None else {"mp_policy": policy}
-    over = mesh((dist.get_world_size(),), ("shard",))
-    for part in (model[1], model[3], model):
-        fully_shard(part, mesh=over, **settings)
-    return model, level
+    settings: Any = {"mesh": mesh((2,), ("shard",)), "mp_policy": policy or MixedPrecisionPolicy()}
+    for part in (model[1], model[3]):
+        fully_shard(part, **settings)
+    return fully_shard(model, **settings), level
 
 
-def stepped(layout: str) -> tuple[dict[str, Tensor], list[bool], float]:
-    """Gradients of a first step beside fp32's, whether each step was taken, and the last loss."""
+def stepped(layout: str) -> tuple[list[bool], list[str], float]:
+    """Which steps were taken, in which types weights were gathered, and the last loss."""
     model, level = wrapped(layout)
     hook = "int8" if "int8" in layout else None
     amp = initialize(model, sgd(model), level, comm_hook=hook)
-    shards = {"TP": 1, "FSDP2 x TP": 2}.get(layout, dist.get_world_size())
-    tokens = TOKENS.chunk(shards)[dist.get_rank() * shards // dist.get_world_size()]
+    tokens = TOKENS if layout == "TP" else TOKENS.chunk(2)[dist.get_rank()]
     taken: list[bool] = []
-    first: dict[str, Tensor] = {}
     losses: list[Tensor] = []
-    weights: list[str] = []  # as they are gathered
+    weights: list[str] = []
     layers = [module for module in model.modules() if float8.computes_in_float8(module)]
     layers[0].register_forward_pre_hook(lambda m, _: weights.append(type(m.weight).__name__))
 
@@ -245,7 +218,6 @@ def stepped(layout: str) -> tuple[dict[str, Tensor], list[bool], float]:
             losses.append(loss_of(amp.model(tokens), tokens))
         bad = len(losses) == 2 and dist.get_rank() == 1
         amp.backward(losses[-1] * (torch.inf if bad else 1.0))
-        first.update({} if first else gradients(model))
         amp.clip_grad_norm_(1.0, sharded=lambda p: getattr(p, "device_mesh", None))
         taken.append(bool(amp.step()))
 
@@ -253,37 +225,19 @@ def stepped(layout: str) -> tuple[dict[str, Tensor], list[bool], float]:
         step()
     breaches = amp.check(step)
     assert not breaches, str(breaches)
-    assert all(("Float8" in kind) is ("float8" in layout) for kind in weights), weights
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         Plain().load_state_dict(full)
         assert {type(value) for value in full.values()} == {Tensor}
-    first = {name.removeprefix("module."): value for name, value in first.items()}
-    return first, taken, losses[-1].item()
-
-
-LAYOUTS = ["DDP", "DDP int8", "FSDP2", "FSDP2 policy", "FSDP2 float8 all-gather", "TP"]
+    return taken, weights, losses[-1].item()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_trains_as_one_process_and_skips_on_all_ranks(ranks2: RankPool, layout):
-    judge(ranks2, layout)
-
-
-@pytest.mark.slow
-def test_fsdp2_with_tensor_parallel_does_too(ranks4: RankPool):
-    judge(ranks4, "FSDP2 x TP")
-
-
-def judge(ranks: RankPool, layout: str) -> None:
-    exact = Plain()
-    loss_of(exact(TOKENS), TOKENS).backward()
-    wanted = gradients(exact)
-    for first, taken, loss in ranks.run(stepped, layout, timeout=240):
+def test_a_layout_trains_skips_on_all_ranks_and_keeps_its_contract(ranks2: RankPool, layout):
+    for taken, weights, loss in ranks2.run(stepped, layout, timeout=240):
         assert taken == [True, False, True, True]
         assert loss < 3.6
-        for name, gradient in wanted.items():
-            assert (first[name] - gradient).norm() < E5M2 * gradient.norm(), name
+        assert {"Float8" in kind for kind in weights} == {"float8" in layout}
 
 
 def orders() -> list[str]:

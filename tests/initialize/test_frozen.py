@@ -6,29 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distamp import initialize
 from distamp.errors import SettingError
+from tests.initialize.cells import Adapted
 from tests.initialize.nets import batches, loss_of, net
-from tests.ranks import RankPool, mesh
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 BATCH = next(batches(1))
 EPS = {F16: 2.0**-10, BF16: 2.0**-7}
-
-
-class Adapted(nn.Module):
-    """A frozen layer and a trained product of two small matrices, as LoRA has them."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 4, bias=False)
-        self.up = nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.base(x) + self.up(self.down(x))
 
 
 def adapted(base: torch.dtype) -> nn.Module:
@@ -40,13 +26,6 @@ def adapted(base: torch.dtype) -> nn.Module:
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-def reference(base: torch.dtype) -> list[Tensor]:
-    """The gradients in float64, from the weights as they are."""
-    model = copy.deepcopy(adapted(base)).double()
-    loss_of(model(BATCH[0]), BATCH[1]).backward()
-    return [p.grad.float() for p in trained(model)]  # type: ignore[union-attr]
 
 
 def gradients(model: nn.Module, level: str) -> list[Tensor]:
@@ -75,21 +54,6 @@ def test_half_base_that_is_frozen_breaks_no_contract():
     assert not amp.check(step)
     model.requires_grad_(True)
     assert "parameters" in str(amp.check(step))
-
-
-@pytest.mark.parametrize(
-    ("level", "base"),
-    [("O1", F16), ("bf16", BF16), ("O2", F16), ("bf16-O2", BF16)],
-)
-def test_adapters_on_a_half_base_train_at_each_level_that_can_compute_with_it(level, base):
-    compute = F16 if level.startswith("O") else BF16
-    model = adapted(base)
-    frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
-    for found, wanted in zip(gradients(model, level), reference(base), strict=True):
-        assert (found - wanted).norm() < 8 * EPS[compute] * wanted.norm()
-    after = [p for p in model.parameters() if not p.requires_grad]
-    assert all(map(torch.equal, frozen, after))
-    assert {p.dtype for p in after} == {base}
 
 
 def quantized(base: torch.dtype) -> nn.Module:
@@ -135,21 +99,3 @@ def test_adapters_on_an_int8_base_train_and_the_base_stays_int8(level, base):
 def test_an_int8_base_that_gives_another_dtype_than_the_levels_is_refused(level):
     with pytest.raises(SettingError, match="take bf16"):
         gradients(quantized(BF16), level)
-
-
-def sharded(level: str, base: torch.dtype, param_dtype: torch.dtype | None) -> Any:
-    model = adapted(base)
-    over = mesh((2,), ("shard",))
-    for part in (model.hidden, model):
-        fully_shard(part, mesh=over, mp_policy=MixedPrecisionPolicy(param_dtype))  # type: ignore[arg-type]
-    return gradients(model, level)
-
-
-@pytest.mark.parametrize(
-    ("level", "base", "policy"),
-    [("bf16", BF16, None), ("bf16-O2", BF16, BF16), ("O2", F16, F16)],
-)
-def test_adapters_on_a_half_base_train_under_fsdp2(ranks2: RankPool, level, base, policy):
-    for found in ranks2.run(sharded, level, base, policy):
-        for one, wanted in zip(found, reference(base), strict=True):
-            assert (one - wanted).norm() < 8 * EPS[policy or BF16] * wanted.norm()

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DataParallel, cast_model, initialize
 from distamp.errors import StageError
 from distamp.initialize import Amp
 from tests.collectives import count_collectives
+from tests.initialize.cells import whole
 from tests.initialize.nets import adam, backward, batches, loss_of, net
 from tests.ranks import RankPool, mesh
 
@@ -116,16 +116,6 @@ def train(amp: Amp, layout: str) -> tuple[list[float], list[bool], list[Tensor]]
         taken.append(bool(amp.step()))
         norms += [norm] if taken[-1] else []
     return norms, taken, whole(amp.model)
-
-
-@torch.no_grad()
-def whole(model: nn.Module) -> list[Tensor]:
-    with contextlib.ExitStack() as stack:
-        if isinstance(model, FullyShardedDataParallel):
-            context = FullyShardedDataParallel.summon_full_params(model, writeback=False)
-            stack.enter_context(context)
-        parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-        return [p.detach().float().clone() for p in parts]
 
 
 def trained(layout: str) -> dict[str, Any]:

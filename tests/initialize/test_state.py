@@ -54,18 +54,6 @@ def test_credit_for_overflows_goes_on_from_a_state():
     assert saved["distamp_guard"]["hysteresis_tracker"] == 2
 
 
-def test_a_state_whose_schedule_lies_beside_the_scale_goes_on():
-    """As earlier versions wrote it."""
-    schedule = HysteresisSchedule(hysteresis=3, min_scale=2.0)
-    amp, resumed = made("O1", schedule=schedule), made("O1", schedule=schedule)
-    backward(amp, next(batches(1)), torch.inf)
-    amp.step()
-    state = amp.state_dict()
-    state["schedule"] = state["loss_scalers"][0].pop("distamp_guard")
-    resumed.load_state_dict(state)
-    assert resumed.scaler.state_dict() == amp.scaler.state_dict()
-
-
 APEX = {"loss_scale": 4096.0, "unskipped": 7}
 TORCHS = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=77).state_dict()
 

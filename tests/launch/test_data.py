@@ -170,18 +170,6 @@ def test_top_k_keeps_exactly_k():
         assert 5 in tokens
 
 
-@pytest.fixture
-def tokenizer(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.train([str(text)], tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    made.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
-
-
 def test_tokens_are_made_once_for_a_text_and_a_tokenizer(text, tokenizer, tmp_path):
     config = Config(data=str(text), tokenizer=tokenizer, block=16)
     tokens = torch.tensor(load_data(config).train.tokens)

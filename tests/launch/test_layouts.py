@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.launch import jobs
-from tests.launch.jobs import TINY
+from tests.launch.jobs import FP16, TINY, losses, weights
 
 LAYOUTS = {
     "ddp": (),
@@ -48,3 +49,62 @@ def test_layout_has_the_losses_of_one_process(alone, text, tmp_path, ranks4, lay
     for name, rel in (("loss", tolerance), ("validation_loss", tolerance), ("gradient_norm", 2e-2)):
         ours, theirs = ([row[name] for row in rows if name in row] for rows in (found, expected))
         assert ours == pytest.approx(theirs, rel=rel)
+
+
+# -- a run goes on as if nothing had happened ---------------------------------------------------
+
+# Dropout draws random numbers that differ between ranks.
+RUN = (*TINY, *FP16, "--dropout", 0.1, "--steps", 8, "--save-every", 3)
+RESUMED = {
+    "ddp, int8": ("--hook", "int8"),
+    "ddp, ema, asynchronous": ("--ema", 0.9, "--async-save"),
+    "fsdp2, asynchronous": ("--shard", -1, "--async-save"),
+    "hsdp, fp16, sgd": ("--shard", 2, "--hook", "fp16", "--optimizer", "sgd"),
+    "tp": ("--tp", 2),
+    "O2": ("--precision", "O2"),
+    "muon": ("--optimizer", "muon"),
+}
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_resumed_run_has_the_losses_of_one_never_stopped(ranks, text, tmp_path, layout):
+    pool = ranks(4 if "hsdp" in layout or "tp" in layout else 2)
+    args = ("--data", text, *RUN, *RESUMED[layout])
+    whole = pool.run(jobs.train, tmp_path, args)[0]
+    # The newest checkpoint has lost what makes it whole, as in a run killed while it was written.
+    (tmp_path / "checkpoints" / "step-00000008" / ".metadata").unlink()
+    again = pool.run(jobs.train, tmp_path, ("--resume", tmp_path))[0]
+    assert again == whole
+    assert whole[-1]["step"] == 8
+    assert sum(not row.get("taken", True) for row in whole) > 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("--shard -1", "--shard 1"), ("--tp 2", "--shard -1 --tp 1")]
+)
+def test_run_goes_on_on_other_ranks_and_in_another_layout(
+    ranks2, ranks4, text, tmp_path, before, after
+):
+    args = ("--data", text, *TINY, "--steps", 6, "--save-every", 3, "--keep", 3)
+    alone = jobs.train(tmp_path / "alone", args)
+    ranks4.run(jobs.train, tmp_path / "run", (*args, *before.split()))
+    resume = ("--resume", tmp_path / "run" / "checkpoints" / "step-00000003", *after.split())
+    found = ranks2.run(jobs.train, tmp_path / "run", resume)[0]
+    assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("O2", "fp32"), ("fp32", "O2"), ("fp16", "bf16-O2")])
+def test_any_level_goes_on_from_any_other_with_the_weights_as_they_were_stepped(
+    text, tmp_path, before, after
+):
+    args = ("--data", text, *TINY, "--steps", 4)
+    rows = jobs.train(tmp_path, (*args, "--precision", before))
+    more = ("--resume", tmp_path, "--precision", after, "--steps", 5, "--lr", 1e-9)
+    again = jobs.train(tmp_path, (*more, "--ema", 0.9))
+    tolerance = 2e-2 if "bf16" in after else 2e-3
+    assert again[-1]["validation_loss"] == pytest.approx(rows[-1]["validation_loss"], rel=tolerance)
+    # The weights themselves are those of before, in fp32: one more step at a rate of nothing.
+    before, after = weights(tmp_path, 4), weights(tmp_path, 5)
+    torch.testing.assert_close(before, after, rtol=1e-6, atol=1e-8)
+    # An average that begins here begins with them.
+    torch.testing.assert_close(before, weights(tmp_path, 5, "ema."), rtol=1e-6, atol=1e-8)

@@ -202,35 +202,22 @@ def test_schedulefree_trains_by_split_masters_and_switches_in_materialized():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_a_skipped_step_leaves_weights_and_remainders():
-    for fused in (False, True):
-        model = half_mlp(dtype=BF16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        masters = MasterParameters(optimizer, split=True)
-        scaler = DistGradScaler("cpu", init_scale=1.0, fp16_grads="master")
-        for step in range(3):
-            before = copy.deepcopy((model.state_dict(), masters.state_dict()["masters"]))
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, step, math.inf if step == 2 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        after = model.state_dict(), masters.state_dict()["masters"]
-        for was, now in zip(before, after, strict=True):
-            assert all(torch.equal(was[key], now[key]) for key in was)
-
-
-def test_a_step_that_fails_is_taken_from_what_the_model_has():
-    parameter, optimizer, masters = pair_of(1.0)
-    step, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "not a number"
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(TypeError):
-        optimizer.step()
-    optimizer.param_groups[0]["lr"] = step
-    optimizer.zero_grad()
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert parameter.tolist() == [0.0, 0.0]
-    assert masters.state_dict()["masters"][0].tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_leaves_weights_and_remainders(fused):
+    model = half_mlp(dtype=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    masters = MasterParameters(optimizer, split=True)
+    scaler = DistGradScaler("cpu", init_scale=1.0, fp16_grads="master")
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, math.inf if step == 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(
+            copy.deepcopy([*model.parameters(), *masters.state_dict()["masters"].values()])
+        )
+    assert all(map(torch.equal, found[1], found[2]))
 
 
 # -- states, and weights that something else writes ------------------------------------------------
@@ -312,35 +299,11 @@ def test_a_level_takes_split_masters_and_refuses_them_without_bfloat16_parameter
             Precision.of(level, master_weights="split")
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_a_flat_state_has_the_values_of_masters_and_takes_them_back(split):
-    """As ``dcp.load`` leaves it: filled in place."""
-    jobs = []
-    for seed in (0, 1):
-        model = half_mlp(seed, F32)
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        amp = initialize(model, optimizer, "bf16-O2", master_weights="split" if split else True)
-        amp.backward(loss_of(amp.model, seed))
-        assert amp.step()
-        jobs.append(amp)
-    saved, state = jobs[0].flat_state_dict(), jobs[1].flat_state_dict()
-    for name, value in state.items():
-        assert saved[name].isfinite().all()
-        with torch.no_grad():
-            value.copy_(saved[name])
-    jobs[1].load_flat_state_dict(state)
-    ours, theirs = (amp.masters[0].state_dict()["masters"] for amp in jobs)
-    assert all(same_bits(ours[n], theirs[n]) for n in ours)
-    for mine, other in zip(jobs[1].model.parameters(), jobs[0].model.parameters(), strict=True):
-        assert torch.equal(mine, other)
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
 def _alive(elements: int) -> int:
     """Bytes of all tensors that are alive and not small, each storage once, for each element."""
-    gc.collect()
     found = {}
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter):  # fake ones of other tests have no memory
@@ -349,8 +312,7 @@ def _alive(elements: int) -> int:
     return sum(size for size in found.values() if size > 1000) // elements
 
 
-@pytest.mark.parametrize("zero", ["optimizer", "model"])
-def test_between_steps_a_master_takes_two_bytes_and_its_gradient_none(zero):
+def test_between_steps_a_master_takes_two_bytes_and_its_gradient_none():
     elements, other = 100_000, _alive(100_000)
     model = nn.Linear(elements, 1, bias=False).to(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -358,7 +320,7 @@ def test_between_steps_a_master_takes_two_bytes_and_its_gradient_none(zero):
     within = []
     optimizer.register_step_pre_hook(lambda *_: within.append(_alive(elements) - other))
     for _ in range(2):
-        (optimizer if zero == "optimizer" else model).zero_grad()
+        optimizer.zero_grad()
         model.weight.grad = torch.ones_like(model.weight)
         assert _alive(elements) - other == 2 + 2 + 2  # the weight, its remainder, its gradient
         optimizer.step()

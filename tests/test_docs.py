@@ -1,0 +1,266 @@
+"""README and docs: code runs, commands name what exists, words are few, figures are results'."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distamp.__main__ import parser
+from launch.config import parser as launcher_parser
+from tests.docs_code import OWN_TESTS, PAGES, ROOT, blocks_of, ranks_of, run_page
+from tests.docs_words import (
+    DOCS,
+    LONGEST,
+    MOST_LONG,
+    MOST_WORDS,
+    long_sentences,
+    pages,
+    sentences,
+    words,
+)
+
+HERE = [page for page in PAGES if any(b.is_run_here for b in blocks_of(page))]
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in HERE if ranks_of(p) == 1], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    assert run_page(str(page)) == []
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in HERE if ranks_of(p) == 2], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_the_code_of_a_page_for_two_ranks_runs_on_two(ranks2: Any, page: Path) -> None:
+    assert ranks2.run(run_page, str(page)) == [[], []]
+
+
+def test_code_that_is_run_elsewhere_has_a_test_that_is_there() -> None:
+    pages = {p.name for p in PAGES if any(b.how.startswith("run:") for b in blocks_of(p))}
+    assert pages == set(OWN_TESTS)
+    assert all((ROOT / test).is_file() for test in OWN_TESTS.values())
+
+
+def test_code_that_is_not_run_says_why() -> None:
+    left_out = [b for page in PAGES for b in blocks_of(page) if b.how.startswith("not run")]
+    assert all(len(block.reason) > 10 for block in left_out)
+    assert len(left_out) <= 12, "run it, or leave it out of the docs"
+
+
+def commands() -> list[str]:
+    """Every command of a shell that a page shows."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        shells = [b.code for b in blocks_of(page) if b.language in ("console", "bash")]
+        lines = "".join(shells).replace("\\\n", " ").splitlines()
+        lines += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+        lines += re.findall(r"`((?:python|torchrun|make) [^`\n]+)`", text)
+        found += lines
+    return found
+
+
+def test_commands_name_what_exists() -> None:
+    faults = []
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in commands():
+        for module in re.findall(r"python\d? (?:-\w+ )*-m ([\w.]+)", line):
+            if module.split(".")[0] in ("distamp", "launch", "benchmarks", "tests"):
+                faults += [] if _is_module(module) else [f"no module {module}: {line}"]
+        for script in re.findall(
+            r"(?<!/)\b((?:launch|examples|benchmarks|docs)/[\w./]+\.(?:py|sh))", line
+        ):
+            faults += [] if (ROOT / script).is_file() else [f"no file {script}: {line}"]
+        if line.startswith("make "):
+            target = line.split()[1].strip("`")
+            faults += [] if target in targets else [f"no target {target}: {line}"]
+        faults += _wrong_flags(line)
+    assert faults == []
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+def _wrong_flags(line: str) -> list[str]:
+    """Flags of our two command lines that neither has."""
+    found = re.search(r"(-m distamp (\w+)|launch/train\.py)(.*)", line)
+    if found is None or "--completion" in line:
+        return []
+    if found[2]:
+        commands = parser()._subparsers._group_actions[0].choices
+        if found[2] not in commands:
+            return [f"no command {found[2]}: {line}"]
+        known = commands[found[2]].format_help()
+    else:
+        known = launcher_parser().format_help()
+    try:
+        words = shlex.split(found[3].split("#")[0].split("|")[0], comments=True)
+    except ValueError:
+        words = found[3].split()
+    flags = [word.split("=")[0] for word in words if word.startswith("--")]
+    return [f"no flag {flag}: {line}" for flag in flags if flag not in known]
+
+
+# -- short, and their figures are those of the results ------------------------------------------
+
+SHORT = [ROOT / "README.md", *pages()]
+RESULTS = DOCS / "results"
+_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+\.md)(?:#([^)\s]+))?\)")
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
+_QUARTILES = re.compile(r"\d\.\d+ \[\d")
+_HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+
+
+def test_the_docs_are_short() -> None:
+    assert sum(map(words, pages())) <= MOST_WORDS, "python -m tests.docs_words shows where"
+
+
+def test_sentences_are_short() -> None:
+    long = [each for page in pages() for each in long_sentences(page)]
+    every = sum(len(sentences(page)) for page in pages())
+    assert len(long) <= MOST_LONG * every, f"over {LONGEST} words: {long}"
+
+
+def test_a_sentence_is_found_where_it_ends(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A heading\n\nOne [link](x.md). Two e.g. here\nand there? `Three`: so.\n\n- Four\n- Five"
+        "\n\n![an image](x.svg)\n\n| a | table |\n\n```python\nx = 1. + 2.\n```\n\n    a command\n"
+    )
+    found = ["One link.", "Two e.g. here and there?", "`Three`: so.", "Four", "Five"]
+    assert sentences(page) == found
+
+
+def numbers(text: str) -> set[str]:
+    return {each.replace(",", "") for each in _NUMBER.findall(text)}
+
+
+def section(page: Path, anchor: str | None) -> str:
+    """Return a page's text, or that under one heading of it."""
+    text = page.read_text()
+    if anchor is None:
+        return text
+    headings = list(_HEADING.finditer(text))
+    for place, heading in enumerate(headings):
+        if re.sub(r"[^\w\s-]", "", heading[2].lower()).strip().replace(" ", "-") == anchor:
+            below = (h.start() for h in headings[place + 1 :] if len(h[1]) <= len(heading[1]))
+            return text[heading.end() : next(below, len(text))]
+    raise AssertionError(f"{page.name} has no #{anchor}")
+
+
+def figures(page: Path) -> Iterator[tuple[str, Path, str | None]]:
+    """Yield each link of a page to a result: what it says, which page, which section."""
+    for label, target, anchor in _LINK.findall(page.read_text()):
+        there = (page.parent / target).resolve()
+        if there.parent == RESULTS:
+            yield label, there, anchor or None
+
+
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_figure_is_that_of_the_result_it_links_to(page: Path) -> None:
+    differ = [
+        f"{label!r}: no {number} in {result.name}{'#' + anchor if anchor else ''}"
+        for label, result, anchor in figures(page)
+        for number in sorted(numbers(label) - numbers(section(result, anchor)))
+    ]
+    assert differ == []
+
+
+def test_figures_are_compared() -> None:
+    found = [label for page in SHORT for label, _, _ in figures(page) if numbers(label)]
+    assert len(found) > 30
+    assert numbers("0.68 [0.66, 0.70] of 12,864, 61002 inf, 2.31e-04, 0.47 %, fp16") == {
+        "0.68", "0.66", "0.70", "12864", "61002", "2.31e-04", "0.47",
+    }  # fmt: skip
+
+
+def test_a_measured_ratio_links_to_its_result() -> None:
+    bare = {}
+    for page in SHORT:
+        text = _LINK.sub("", page.read_text())
+        bare[page.name] = [line for line in text.splitlines() if _QUARTILES.search(line)]
+    assert {name: lines for name, lines in bare.items() if lines} == {}
+
+
+def test_each_claim_of_the_evidence_has_a_command_and_its_tests_are_there() -> None:
+    text = (DOCS / "evidence.md").read_text()
+    rows = [r for r in text.splitlines() if r.startswith("|") and re.search(r"\| \d{4}-", r)]
+    assert len(rows) > 20
+    assert [
+        row for row in rows if not re.search(r"`[^`]*(?:python|make|torchrun) [^`]+`", row)
+    ] == []
+    named = re.findall(r"\btests/[\w/]+(?:\.py)?", text)
+    assert len(named) > 10
+    assert [each for each in named if not (ROOT / each).exists()] == []
+
+
+# -- the site: any warning is an error -------------------------------------------------------------
+
+
+built_once = pytest.mark.xdist_group("site")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="needs the docs extra")
+    pytest.importorskip("mkdocstrings", reason="needs the docs extra")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder
+
+
+@built_once
+def test_every_page_of_the_docs_is_built(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    assert [str(p) for p in pages if not (site / p.with_suffix(".html")).is_file()] == []
+
+
+@built_once
+def test_the_reference_has_public_names_with_what_they_take(site: Path) -> None:
+    page = (site / "reference" / "scaler.html").read_text()
+    assert 'id="distamp.DistGradScaler"' in page
+    text = re.sub(r"<[^>]+>", "", page)
+    assert "init_scale" in text
+    assert "Device type of the loss scale" in text, "from the docstring"
+
+
+@built_once
+def test_generated_pages_have_the_flags_of_the_parsers(site: Path) -> None:
+    assert "--checkpoint-blocks" in (site / "reference" / "launcher.html").read_text()
+    assert "--timeout" in (site / "reference" / "command_line.html").read_text()
+
+
+@built_once
+def test_a_link_to_an_example_leads_to_a_page_of_it(site: Path) -> None:
+    assert 'href="examples/one_overflow.html"' in (site / "index.html").read_text()
+    assert (site / "examples" / "one_overflow.html").is_file()
+
+
+@built_once
+def test_nothing_is_fetched_from_elsewhere_when_a_page_is_read(site: Path) -> None:
+    loads = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"')
+    found = {
+        match
+        for path in site.rglob("*.html")
+        for match in loads.findall(path.read_text())
+        if "canonical" not in match
+    }
+    assert found == set()
