@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.errors import GradientError, SettingError, StageError
 from distamp.gradients import (
+    combined,
     flag_of,
     is_dtensor,
     local_gradients,
@@ -88,60 +90,49 @@ def share_of(source: GradientSource) -> Share:
     return Share(pairs, len(pairs) < len(source.parameters()))
 
 
-def choose(given: Any, optimizers: Iterable[Any]) -> Chosen:
+def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
     """Return what is clipped by an optimizer, or parameters of ``optimizers``.
 
     Raises:
         TypeError: Something given is neither.
-        StageError: Parameters with gradients belong to none of ``optimizers``.
+        StageError: Gradients may be scaled, and belong to none of ``optimizers``.
     """
-    wanted: dict[int, Tensor] = {}
-    if _is_optimizer(given):
-        optimizers = [given]
-        multiplied = {id(p): p for p in source_of(given).parameters()}
-    else:
-        wanted = {id(p): p for p in _parameters(given)}
-        multiplied = dict(wanted)
-        if not wanted:
-            optimizers = []
+    is_one = _is_optimizer(given)
+    wanted = {} if is_one else {id(p): p for p in _parameters(given)}
+    left = {key for key, parameter in wanted.items() if parameter.grad is not None}
     owners: list[Any] = []
     shares: list[Share] = []
-    left = {key for key, parameter in wanted.items() if parameter.grad is not None}
-    for optimizer in optimizers:
+    multiplied = dict(wanted)
+    for optimizer in [given] if is_one else optimizers:
         source = source_of(optimizer)
-        share = share_of(source)
-        pairs = share.pairs
-        if wanted:
-            held = {id(p) for pair in pairs for p in pair}
-            held.update(map(id, source.parameters()))
-            if not held & wanted.keys():
+        pairs, part = share_of(source)
+        held = {id(p): p for p in itertools.chain(source.parameters(), *pairs)}
+        if not is_one:
+            if wanted.keys().isdisjoint(held):
                 continue
-            left -= held
+            left -= held.keys()
             pairs = [pair for pair in pairs if not wanted.keys().isdisjoint(map(id, pair))]
+            held = {id(stepped): stepped for _, stepped in pairs}
         owners.append(optimizer)
-        shares.append(Share(pairs, share.part))
-        multiplied.update((id(stepped), stepped) for _, stepped in pairs)
-    if left:
+        shares.append(Share(pairs, part))
+        multiplied |= held
+    if left and scaled:
         raise StageError(
             f"{len(left)} of {len(wanted)} parameters have gradients and belong to no optimizer "
             "this scaler has seen yet, so it does not know whether those are still scaled. Give "
             "clip_grad_norm_ the optimizer, or call add_optimizer(optimizer) first"
         )
+    if left:  # in the order given, for a norm of DTensors may be a collective
+        shares.append(Share([(p, p) for key, p in wanted.items() if key in left]))
     return Chosen(owners, shares, list(multiplied.values()))
 
 
 def choose_unscaled(given: Any) -> Chosen:
     """Return what is clipped by an optimizer or parameters whose gradients nobody scales."""
-    if not _is_optimizer(given):
-        parameters = _parameters(given)
-        return Chosen([], [Share([(p, p) for p in parameters])], parameters)
-    source = source_of(given)
-    share = share_of(source)
-    multiplied = [stepped for _, stepped in share.pairs]
-    if source.casts and multiplied:  # optimizer.step() then takes them from the masters
-        one = flag_of(True, multiplied[0].device)
-        source.unscale(one, torch.zeros_like(one), True)
-    return Chosen([], [share], source.parameters() if share.part else multiplied)
+    if _is_optimizer(given) and (source := source_of(given)).casts:
+        # optimizer.step() then takes them from the masters
+        source.unscale(flag_of(True, "cpu"), flag_of(False, "cpu"), True)
+    return choose(given, [], scaled=False)
 
 
 def _is_optimizer(given: Any) -> bool:
@@ -203,8 +194,8 @@ def local_sums(
         SettingError: A parameter is declared both.
     """
     powers = _powers(shares, norm_type, device, size, replicated, sharded)
-    none = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([powers.get(kind, none) for kind in (_PART, _REPLICA, _UNSURE)])
+    kinds = (_PART, _REPLICA, _UNSURE)
+    return torch.stack([combined(powers.get(kind, []), norm_type, device) for kind in kinds])
 
 
 def local_square(
@@ -221,11 +212,8 @@ def local_square(
     """
     powers = _powers(shares, 2.0, device, size, replicated, sharded)
     if size > 1 and _REPLICA in powers:
-        powers[_REPLICA] = powers[_REPLICA] / size
-    found = list(powers.values())
-    if not found:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return found[0] if len(found) == 1 else torch.stack(found).sum()
+        powers[_REPLICA] = [power / size for power in powers[_REPLICA]]
+    return combined(list(itertools.chain(*powers.values())), 2.0, device)
 
 
 def _powers(
@@ -235,8 +223,8 @@ def _powers(
     size: int,
     replicated: Declared | None,
     sharded: Declared | None,
-) -> dict[int, Tensor]:
-    """Return for each kind what it adds to the power of the norm: 0-d float64."""
+) -> dict[int, list[Tensor]]:
+    """Return for each kind what adds up to its power of the norm: 0-d float64."""
     alike: dict[tuple[int, float], list[Tensor]] = {}
     placed: dict[Any, float] = {}
     for share in shares:
@@ -249,17 +237,12 @@ def _powers(
                 continue
             key = _counted(parameter, stepped, share.part, size, replicated, sharded, placed)
             alike.setdefault(key, []).append(summed(gradient))
-    powers: dict[int, Tensor] = {}
+    powers: dict[int, list[Tensor]] = {}
     for (kind, weight), tensors in alike.items():
         power = power_of(tensors, norm_type, device)
         if math.isinf(norm_type):
             weight = float(weight > 0)
-        if weight != 1.0:
-            power = power * weight
-        if kind in powers:
-            both = torch.stack([powers[kind], power])
-            power = both.amax() if math.isinf(norm_type) else both.sum()
-        powers[kind] = power
+        powers.setdefault(kind, []).append(power if weight == 1.0 else power * weight)
     return powers
 
 
@@ -305,8 +288,10 @@ def _counted(
     share = 1.0
     if is_dtensor(stepped):
         key = id(stepped.device_mesh), stepped.placements
-        if key not in placed:
-            placed[key] = _share(stepped)
+        if key not in placed:  # of whose mesh some ranks hold the same
+            placements, mesh = stepped.placements, stepped.device_mesh
+            copies = [mesh.size(i) for i, p in enumerate(placements) if p.is_replicate()]
+            placed[key] = 1.0 / float(math.prod(copies))
         share = placed[key]
     if isinstance(cut, (ProcessGroup, DeviceMesh)):
         return _PART, share * cut.size() / size
@@ -319,13 +304,6 @@ def _counted(
     if getattr(parameter, "_fsdp_flattened", False):
         return (_PART if size == 1 else _UNSURE), 1.0
     return _REPLICA, 1.0
-
-
-def _share(parameter: Any) -> float:
-    """Return what the local part of a DTensor counts, of whose mesh some ranks hold the same."""
-    mesh = parameter.device_mesh
-    replicas = [mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate()]
-    return 1.0 / float(math.prod(replicas))
 
 
 # -- the whole -------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "carry_over",
+    "combined",
     "flag_of",
     "is_dtensor",
     "local_gradients",
@@ -198,6 +199,11 @@ def power_of(gradients: list[Tensor], norm_type: float, device: torch.device) ->
         norms = torch.stack(torch._foreach_norm(group, norm_type, wide))
         norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64)
         powers.append(host.moved(norm if math.isinf(norm_type) else norm.pow(norm_type), device))
+    return combined(powers, norm_type, device)
+
+
+def combined(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return what several of `power_of` come to: their sum, or the largest for inf; 0 of none."""
     if len(powers) == 1:
         return powers[0]
     if not powers:

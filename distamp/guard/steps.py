@@ -847,7 +847,8 @@ class Steps(Asked):
         try:
             if is_optimizer:
                 self._state(given)
-            chosen = clipping.choose(given, [optimizer for optimizer, _ in own.optimizers.live()])
+            known = [optimizer for optimizer, _ in own.optimizers.live()]
+            chosen = clipping.choose(given, known, scaled=self._divides)
             ones = [self._resolved(owner) for owner in chosen.owners]
             ready = [one for one in ones if one.record["stage"] is not OptState.UNSCALED]
             for one in ready:

@@ -168,6 +168,14 @@ def _limit() -> list[Any]:
     return errors
 
 
+def test_it_clips_parameters_whose_optimizer_it_has_not_seen_as_nothing_is_scaled():
+    (parameter, optimizer), guard = sgd(), StepGuard()
+    parameter.grad = torch.full_like(parameter, 4.0)
+    assert guard.clip_grad_norm_([parameter], 1.0).item() == 4.0
+    guard.step(optimizer)
+    assert parameter.item() == pytest.approx(0.0, abs=1e-5)
+
+
 def _limit_with_a_new_rank() -> list[Any]:
     (parameter, optimizer), guard = sgd(), StepGuard(max_consecutive_skips=3)
     errors = []
