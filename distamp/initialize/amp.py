@@ -356,7 +356,7 @@ class Amp:
         for model in self.models:
             model.zero_grad(set_to_none=to_none)
         for optimizer in self.optimizers:
-            (masters_of(optimizer) or optimizer).zero_grad(set_to_none=to_none)
+            optimizer.zero_grad(set_to_none=to_none)
 
     def check(self, step: Callable[[], Any]) -> Breaches:
         """Run one step and compare the precisions that it used with those of the level.

@@ -19,22 +19,22 @@ _ON_DEVICE = 2**25
 def blocks(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
     """Yield rows of tensors as columns, some at a time: small ones together, a large one in pieces.
 
-    Only what is contiguous, and on the host, is cut. No row is held for longer than its turn, so
-    whoever makes rows can free what they hold.
+    A block is of one device. Only what is contiguous, and on the host, is cut. No row is held for
+    longer than its turn, so whoever makes rows can free what they hold.
 
     Args:
-        rows: The tensors of one row have the same size and device, those of a column one dtype.
+        rows: The tensors of one row have the same size and device.
     """
     block: list[tuple[Tensor, ...]] = []
     elements = 0
     for row in rows:
-        size, on_host = row[0].numel(), host.is_host(row[0].device)
-        limit = _ON_HOST if on_host else _ON_DEVICE
-        if block and elements + size > limit:
+        device, size = row[0].device, row[0].numel()
+        limit = _ON_HOST if host.is_host(device) else _ON_DEVICE
+        if block and (elements + size > limit or device != block[0][0].device):
             yield _columns(block)
             block, elements = [], 0
-        if on_host and size > limit and all(tensor.is_contiguous() for tensor in row):
-            for pieces in zip(*(tensor.view(-1).split(limit) for tensor in row), strict=True):
+        if host.is_host(device) and size > limit and all(each.is_contiguous() for each in row):
+            for pieces in zip(*(each.view(-1).split(limit) for each in row), strict=True):
                 yield [[piece] for piece in pieces]
             del pieces
         else:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from distamp.errors import SettingError, StageError
 from distamp.gradients import is_dtensor, local_gradients, local_of, refuse_fp16
-from distamp.masters.convert import Unscaling, convert
+from distamp.masters.convert import convert, unscale
 from distamp.masters.split import join, split
 from distamp.optimizers import find_closure, inner_optimizer, parameters_of
 from distamp.sources import GradientSource, set_source, source_of
@@ -36,30 +36,41 @@ class _Pair:
     Args:
         parameter: float16 or bfloat16.
         master: float32, of the same shape.
-        version: How often the parameter had been written to when it last was its master's rounding,
-            but through ``.data``.
         remainder: int16, what the rounding took, of this rank's part; None where the master has
             storage of its own.
+        version: How often the parameter had been written to when it last was its master's rounding,
+            but through ``.data``.
     """
 
     parameter: Tensor
     master: Tensor
-    version: int = 0
     remainder: Tensor | None = None
-
-    def remember(self) -> None:
-        """Remember that the parameter is its master's rounding now."""
-        self.version = _version(local_of(self.parameter))
-
-    def free(self) -> None:
-        """Leave NaN where the master's values were: a read finds them, and a write raises."""
-        value = local_of(self.master)
-        value.data = value.new_full((), math.nan).expand(value.shape)
+    version: int = 0
 
     @property
     def row(self) -> Any:
         """This rank's part of value, weight and remainder, as `split` and `join` take them."""
         return local_of(self.master), local_of(self.parameter), self.remainder
+
+    def catch_up(self) -> None:
+        """Take over what anything but the optimizer wrote to the parameter.
+
+        An element that is still its master's rounding keeps the master: weights that were swapped
+        out and back, or a checkpoint of the very same step, cost no precision.
+        """
+        value, weight, remainder = self.row
+        if self.version == _version(weight):
+            return
+        if remainder is None:
+            same = value.to(weight.dtype) == weight
+            value.copy_(torch.where(same, value, weight.float()))
+        else:  # which elements were written is not known; and zero has none below it
+            remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
+        self.remember()
+
+    def remember(self) -> None:
+        """Remember that the parameter is its master's rounding now."""
+        self.version = _version(local_of(self.parameter))
 
 
 class MasterParameters(GradientSource):
@@ -108,14 +119,12 @@ class MasterParameters(GradientSource):
     casts = True
 
     # What is kept: the optimizer, weakly, for it holds this; the pairs, because the optimizer holds
-    # masters alone; whether gradients lie in the masters, unscaled, for the next step; and whether
-    # the values of split masters lie in them, to be split again.
+    # masters alone; and whether the values of split masters lie in them, to be split again.
     def __init__(self, optimizer: torch.optim.Optimizer, *, split: bool = False) -> None:
         _refuse(optimizer, split)
         self.split = split
         self._optimizer = weakref.ref(optimizer)
         self._pairs: dict[int, _Pair] = {}  # by id(master)
-        self._taken = False
         self._joined = False
         self._adopt()
         optimizer.register_step_pre_hook(self._before_step)
@@ -132,6 +141,48 @@ class MasterParameters(GradientSource):
 
     # -- who belongs to whom ----------------------------------------------------------------------
 
+    def _held(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise StageError("the optimizer of these master parameters is gone")
+        return optimizer
+
+    def _adopt(self) -> list[_Pair]:
+        """Make masters for parameters that came since; return the pairs in the groups' order."""
+        optimizer = self._held()
+        found: list[_Pair] = []
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                pair = self._pairs.get(id(parameter))
+                if pair is None and parameter.dtype in _LOW and parameter.requires_grad:
+                    pair = self._made(parameter, optimizer)
+                    group["params"][place] = pair.master
+                if pair is not None:
+                    found.append(pair)
+        return found
+
+    @torch.no_grad()
+    def _made(self, parameter: Tensor, optimizer: torch.optim.Optimizer) -> _Pair:
+        _refuse_flat(parameter)
+        if any(pair.parameter is parameter for pair in self._pairs.values()):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} has a master in this optimizer "
+                "already; two would differ, so give it to the optimizer once"
+            )
+        # No nn.Parameter: of one that is a DTensor, to_local() is a view, not what it holds.
+        pair = _Pair(parameter, parameter.detach().float().requires_grad_())
+        pair.remember()
+        if self.split:
+            pair.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16)
+            if not self._joined:
+                _free(pair)
+        self._pairs[id(pair.master)] = pair
+        if parameter in optimizer.state:
+            state = optimizer.state.pop(parameter)
+            wide = {key: v.float() if _is_low(v) else v for key, v in state.items()}
+            optimizer.state[pair.master] = wide
+        return pair
+
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter of the model with its master, in the optimizer's order."""
         for pair in self._adopt():
@@ -147,12 +198,8 @@ class MasterParameters(GradientSource):
 
     def stepped(self) -> list[tuple[Tensor, Tensor]]:
         """See `GradientSource.stepped`: masters, and parameters that have none."""
-        self._adopt()
-        pairs = self._pairs
-        return [
-            (p if (pair := pairs.get(id(p))) is None else pair.parameter, p)
-            for p in parameters_of(self._held())
-        ]
+        behind = {id(master): parameter for parameter, master in self.pairs()}
+        return [(behind.get(id(p), p), p) for p in parameters_of(self._held())]
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +209,7 @@ class MasterParameters(GradientSource):
 
     # -- gradients --------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def unscale(
         self, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -175,60 +223,83 @@ class MasterParameters(GradientSource):
             SettingError: The model was moved away from its masters.
             ValueError: A frozen parameter, which has no master, has a float16 gradient.
         """
-        unscaling = Unscaling(inv_scale, found_inf)
-        self._take(unscaling)
-        return unscaling.flags
-
-    @torch.no_grad()
-    def _take(self, unscaling: Unscaling | None) -> None:
-        moves: list[tuple[Tensor, Tensor]] = []
-        staying: list[Tensor] = []
-        pairs = self._catch_up()
-        for parameter, stepped in self.stepped():
-            if parameter is stepped:
-                staying.append(parameter)
-            elif parameter.grad is not None:
-                moves.append((parameter, stepped))
-        others = local_gradients(staying)
+        others = local_gradients([p for p, stepped in self.stepped() if p is stepped])
         refuse_fp16([gradient.dtype for gradient in others])
-        self._taken = False
-        for pair in pairs:
-            if pair.parameter.grad is None:
-                pair.master.grad = None
-        convert(moves, unscaling)
-        for gradient in others if unscaling is not None else ():
-            unscaling([gradient])  # type: ignore[misc]
-        self._taken = True
+        moves = self._moves()
+        for _, master in self.pairs():
+            master.grad = None
+        flags: dict[torch.device, Tensor] = {}
+        every = itertools.chain(convert(moves), ([gradient] for gradient in others))
+        unscale(every, inv_scale, found_inf, flags)
+        return flags
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model and of the masters, as ``optimizer.zero_grad`` does."""
-        self._held().zero_grad(set_to_none)
+    def _moves(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters that have gradients, with their masters."""
+        moves = [
+            (parameter, master) for parameter, master in self.pairs() if parameter.grad is not None
+        ]
+        for parameter, master in moves:
+            if parameter.device != master.device:
+                raise SettingError(
+                    f"the model has gradients on {parameter.device} and its masters are on "
+                    f"{master.device}: it was moved after MasterParameters was made. Move the "
+                    "model first, then make the optimizer and its masters, and load their "
+                    "state_dicts"
+                )
+        return moves
 
     def _reaching_the_model(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return ``optimizer.zero_grad``, clearing the model's gradients too."""
-        # A method bound to the optimizer would keep it alive; somebody's own function is none.
-        own = getattr(optimizer.zero_grad, "__func__", None)
-        function, held = own or optimizer.zero_grad, self._optimizer
+        put_on_it = vars(optimizer).get("zero_grad")
 
-        @functools.wraps(function)
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            clear = function if own is None else own.__get__(held())
-            result = clear(*args, **kwargs)
-            self._clear(args[0] if args else kwargs.get("set_to_none", True))
-            return result
+        def zero_grad(set_to_none: bool = True) -> None:
+            held = self._held()
+            clear = put_on_it or functools.partial(type(held).zero_grad, held)
+            clear(set_to_none)
+            for parameter, _ in self.pairs():
+                parameter.grad = None  # no memory to keep: it is freed in each step
 
         return zero_grad
 
+    # -- around the optimizer's step --------------------------------------------------------------
+
     @torch.no_grad()
-    def _clear(self, set_to_none: bool) -> None:
-        self._taken = False
-        for parameter, _ in self.pairs():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad = parameter.grad.detach().zero_()
+    def _before_step(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if find_closure(args[1:], kwargs) is not None:
+            raise StageError(
+                "step() was given a closure, whose gradients would not reach the masters: run "
+                "backward() before step(), or train this optimizer (LBFGS) in float32"
+            )
+        moves = self._moves()  # all, without a scaler; else what was added by hand, as with torch
+        unscaled = [(master, master.grad) for _, master in moves]
+        for _converted in convert(moves):
+            pass
+        for master, gradient in unscaled:
+            if gradient is not None and master.grad is not None:
+                master.grad = gradient + master.grad
+        self._join()
+
+    def _after_step(self, *_: Any) -> None:
+        self.write_back()
+        for pair in self._pairs.values():
+            pair.master.grad = None  # whoever zeroes the model's
 
     # -- values -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Take over what was written to parameters, and make the values of split masters."""
+        self._adopt()
+        for pair in self._pairs.values():
+            pair.catch_up()
+        if self.split:
+            rows = [pair.row for pair in self._pairs.values()]
+            for value, _, remainder in rows:  # after a step that failed, anew
+                value.data = torch.empty_like(remainder, dtype=torch.float32)
+            join(rows)
+            self._joined = True
 
     @contextlib.contextmanager
     def materialized(self) -> Iterator[None]:
@@ -238,7 +309,6 @@ class MasterParameters(GradientSource):
         ``optimizer.eval()`` and ``optimizer.train()``. Masters that are not split always have
         them, and are written back. Not to be nested.
         """
-        self._catch_up()
         self._join()
         try:
             yield
@@ -253,15 +323,16 @@ class MasterParameters(GradientSource):
         """
         if self.split and not self._joined:
             return
-        for rows in self._alike():
-            if self.split:
-                split(rows)
-            else:
-                values, weights, _ = zip(*rows, strict=True)
-                torch._foreach_copy_(weights, values)
+        rows = [pair.row for pair in self._pairs.values()]
+        if self.split:
+            split(rows)
+        else:
+            torch._foreach_copy_([weight for _, weight, _ in rows], [value for value, *_ in rows])
+        self._joined = False
         for pair in self._pairs.values():
             pair.remember()
-        self._free()
+            if self.split:
+                _free(pair)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -282,50 +353,30 @@ class MasterParameters(GradientSource):
             pair.remember()
 
     @torch.no_grad()
-    def _join(self) -> None:
-        """Make the values of split masters; after a step that failed, anew."""
-        if self.split:
-            for value, _, remainder in (pair.row for pair in self._pairs.values()):
-                value.data = torch.empty_like(remainder, dtype=torch.float32)
-            for rows in self._alike():
-                join(rows)
-            self._joined = True
+    def value(self, stepped: Tensor) -> Tensor:
+        """See `GradientSource.value`: of a split master a float32 copy."""
+        pair = self._pairs.get(id(stepped))
+        if pair is None:
+            return stepped.detach()
+        pair.catch_up()
+        if pair.remainder is None:
+            return stepped.detach()
+        value = torch.empty_like(pair.parameter.detach(), dtype=torch.float32)
+        join([(local_of(value), *pair.row[1:])])
+        return value
 
-    def _free(self) -> None:
-        """Free the values of split masters."""
-        if self.split:
-            for pair in self._pairs.values():
-                pair.free()
-            self._joined = False
+    # -- state ------------------------------------------------------------------------------------
 
-    def _alike(self) -> Iterable[list[Any]]:
-        """Return the rows of all pairs, those of one device and dtype together."""
-        alike: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
-        for pair in self._pairs.values():
-            kind = pair.parameter.device, pair.parameter.dtype
-            alike.setdefault(kind, []).append(pair.row)
-        return alike.values()
+    def _numbered(self) -> dict[int, Tensor]:
+        return {n: m for n, (p, m) in enumerate(self.stepped()) if p is not m}
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the masters by the number that ``optimizer.state_dict()`` gives each parameter.
 
         They are float32, split or not, so either loads the other's. The tensors are the masters
         themselves, as in ``optimizer.state_dict()``; of split masters they are copies.
         """
-        self._catch_up()
         return {"version": 1, "masters": {n: self.value(m) for n, m in self._numbered().items()}}
-
-    @torch.no_grad()
-    def value(self, stepped: Tensor) -> Tensor:
-        """See `GradientSource.value`: of a split master a float32 copy."""
-        pair = self._pairs.get(id(stepped))
-        if pair is None or pair.remainder is None:
-            return stepped.detach()
-        _catch_up(pair)
-        value = torch.empty_like(pair.parameter.detach(), dtype=torch.float32)
-        join([(local_of(value), *pair.row[1:])])
-        return value
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -334,9 +385,8 @@ class MasterParameters(GradientSource):
         May come before or after the model's and the optimizer's own ``load_state_dict``.
 
         Raises:
-            TypeError: Not a dict.
-            ValueError: It has masters of other parameters, or of other shapes; nothing is changed
-                then.
+            ValueError: It is no such state, or has masters of other parameters, or of other
+                shapes; nothing is changed then.
         """
         own = self._numbered()
         saved = _read(state_dict, own)
@@ -345,101 +395,11 @@ class MasterParameters(GradientSource):
             master.copy_(saved[number])
         self.write_back()
 
-    def _numbered(self) -> dict[int, Tensor]:
-        return {n: m for n, (p, m) in enumerate(self.stepped()) if p is not m}
 
-    # -- around the optimizer's step --------------------------------------------------------------
-
-    @torch.no_grad()
-    def _before_step(
-        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if find_closure(args[1:], kwargs) is not None:
-            raise StageError(
-                "step() was given a closure, whose gradients would not reach the masters: run "
-                "backward() before step(), or train this optimizer (LBFGS) in float32"
-            )
-        if not self._taken:
-            self._take(None)
-        for pair in self._catch_up():
-            late = pair.parameter.grad  # unscaled, and added by hand, as with torch
-            if late is not None:
-                before = pair.master.grad
-                pair.master.grad = late.float() if before is None else before + late.float()
-                pair.parameter.grad = None
-        self._join()
-
-    def _after_step(self, *_: Any) -> None:
-        self._taken = False
-        self.write_back()
-        for pair in self._pairs.values() if self.split else ():
-            pair.master.grad = None  # whoever zeroes the model's, they are gone until the next step
-
-    # -- the groups -------------------------------------------------------------------------------
-
-    def _held(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise StageError("the optimizer of these master parameters is gone")
-        return optimizer
-
-    @torch.no_grad()
-    def _catch_up(self) -> list[_Pair]:
-        """Take over what anything but the optimizer wrote to parameters; return the pairs.
-
-        An element that is still its master's rounding keeps the master: weights that were swapped
-        out and back, or a checkpoint of the very same step, cost no precision.
-        """
-        pairs = self._adopt()
-        for pair in pairs:
-            _catch_up(pair)
-        return pairs
-
-    def _adopt(self) -> list[_Pair]:
-        """Make masters for parameters that came since; return the pairs that the optimizer has."""
-        optimizer, pairs = self._held(), self._pairs
-        found: list[_Pair] = []
-        for group in optimizer.param_groups:
-            for place, parameter in enumerate(group["params"]):
-                pair = pairs.get(id(parameter))
-                if pair is None and parameter.dtype in _LOW and parameter.requires_grad:
-                    pair = self._made(parameter, optimizer)
-                    group["params"][place] = pair.master
-                if pair is not None:
-                    found.append(pair)
-        return found
-
-    @torch.no_grad()
-    def _made(self, parameter: Tensor, optimizer: torch.optim.Optimizer) -> _Pair:
-        _refuse_flat(parameter)
-        if any(pair.parameter is parameter for pair in self._pairs.values()):
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} has a master in this optimizer "
-                "already; two would differ, so give it to the optimizer once"
-            )
-        master = torch.nn.Parameter(parameter.detach().float())
-        pair = self._pairs[id(master)] = _Pair(parameter, master)
-        pair.remember()
-        if self.split:
-            pair.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16)
-            if not self._joined:
-                pair.free()
-        if parameter in optimizer.state:
-            state = optimizer.state.pop(parameter)
-            optimizer.state[master] = tree_map(lambda v: v.float() if _is_low(v) else v, state)
-        return pair
-
-
-def _catch_up(pair: _Pair) -> None:
-    value, weight, remainder = pair.row
-    if pair.version == _version(weight):
-        return
-    if remainder is None:
-        same = value.to(weight.dtype) == weight
-        value.copy_(torch.where(same, value, weight.float()))
-    else:  # which elements were written is not known; and zero has none below it
-        remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
-    pair.remember()
+def _free(pair: _Pair) -> None:
+    """Leave NaN where a split master's values were: a read finds them, and a write raises."""
+    value = local_of(pair.master)
+    value.data = value.new_full((), math.nan).expand(value.shape)
 
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:
@@ -490,15 +450,9 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
             "of. The order is: cast the model (model.half()), wrap it (DDP), make the optimizer "
             "over the wrapped model's parameters, then MasterParameters(optimizer)"
         )
-    if any(parameter.is_meta for parameter in parameters):
-        raise ValueError(
-            f"{name} holds parameters on the meta device, which have no values to copy: "
-            "materialise the model (model.to_empty(device=...), then load or initialise it) first"
-        )
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {})
-        rounded = [key for key, value in state.items() if any(map(_was_used, tree_leaves(value)))]
-        if parameter.dtype in _LOW and rounded:
+    for parameter, state in optimizer.state.items():
+        rounded = [key for key, value in state.items() if _was_used(value)]
+        if rounded:
             raise SettingError(
                 f"{name} has its state ({', '.join(rounded)}) in {parameter.dtype}, where small "
                 "second moments are zero: its load_state_dict rounds to the dtype of the "
@@ -512,10 +466,7 @@ def _is_low(state: Any) -> bool:
 
 def _was_used(state: Any) -> bool:
     """Return whether it is in half precision and not constant, as Adagrad's is at first."""
-    if not _is_low(state):
-        return False
-    local = local_of(state.detach())
-    return local.numel() > 0 and bool(local.min() < local.max())
+    return _is_low(state) and state.numel() > 0 and bool(state.min() < state.max())
 
 
 def _refuse_flat(parameter: Tensor) -> None:
@@ -531,40 +482,30 @@ def _refuse_flat(parameter: Tensor) -> None:
 
 def _read(state: Any, own: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """Return the saved masters, once all of them are known to fit."""
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            "a state of master parameters is the dict that masters.state_dict() returned, not "
-            f"{state!r:.80}"
-        )
-    version, saved = state.get("version"), state.get("masters")
-    if not isinstance(version, int) or version != 1 or not isinstance(saved, Mapping):
+    saved = state.get("masters") if isinstance(state, Mapping) else None
+    if not isinstance(saved, Mapping) or state.get("version") != 1:
         raise ValueError(
-            "this is not a state of master parameters (a dict with 'version': 1 and 'masters'); it "
-            f"has the keys {sorted(map(str, state))}"
+            "this is not a state of master parameters, the dict with 'version': 1 and 'masters' "
+            f"that masters.state_dict() returns: {state!r:.80}"
         )
-    if saved.keys() != own.keys():
+    for number in sorted(saved.keys() ^ own.keys(), key=str):
         raise ValueError(
-            f"the state has masters of parameters {_listed(saved)} of the optimizer, here there "
-            f"are masters of {_listed(own)}: load it into the same model and optimizer, frozen in "
-            "the same places"
+            f"the state has {len(saved)} masters and there are {len(own)} here; parameter {number} "
+            "of the optimizer has one on one side alone: load it into the same model and "
+            "optimizer, frozen in the same places"
         )
     for number, master in own.items():
         value = saved[number]
         real = isinstance(value, Tensor) and not value.is_complex()
-        alike = is_dtensor(value) == is_dtensor(master)
-        if not real or value.shape != master.shape or not alike:
-            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-            kind = "a DTensor" if is_dtensor(master) else "real numbers"
+        if not real or value.shape != master.shape or is_dtensor(value) != is_dtensor(master):
             raise ValueError(
-                f"the saved master of parameter {number} is a {type(value).__name__} {what}, the "
-                f"one here is {kind} of shape {tuple(master.shape)}; torch.distributed.checkpoint "
-                "loads a state of another layout into masters.state_dict()"
+                f"the saved master of parameter {number} is {_described(value)}, and the one here "
+                f"{_described(master)}; torch.distributed.checkpoint loads a state of another "
+                "layout into masters.state_dict()"
             )
     return saved
 
 
-def _listed(masters: Mapping[int, Tensor]) -> str:
-    numbers = sorted(masters, key=str)
-    if len(numbers) > 8:
-        return f"{numbers[:4]} ... {numbers[-2:]} ({len(numbers)} in all)"
-    return str(numbers)
+def _described(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"

@@ -60,6 +60,8 @@ class _OnRank(ByHand):
 
 @torch.no_grad()
 def _compare(model: nn.Module, optimizer: Any, masters: Any, hand: Any) -> None:
+    if masters.split:
+        assert all(_local(each).isnan().all() for each in master_params(optimizer))
     with masters.materialized():
         for ours, theirs in zip(master_params(optimizer), hand.copies, strict=True):
             assert same_bits(_local(ours), theirs)
