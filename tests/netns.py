@@ -119,15 +119,8 @@ class Host:
 
     def enter(self, command: Sequence[str | Path]) -> list[str]:
         """Return the command line that runs a command on this host."""
-        inside = ("--net", "--uts", "--mount", "--pid")
-        return [
-            "nsenter",
-            "-t",
-            str(self.pid),
-            *inside,
-            f"--wdns={os.getcwd()}",
-            *map(str, command),
-        ]
+        inside = ("--net", "--uts", "--mount", "--pid", f"--wdns={os.getcwd()}")
+        return ["nsenter", "-t", str(self.pid), *inside, *map(str, command)]
 
     def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on this host; options as for ``subprocess.Popen``.
@@ -140,11 +133,7 @@ class Host:
 
     def run(self, command: Sequence[str | Path]) -> str:
         """Run a command to its end and return its output; raise if it fails."""
-        done = subprocess.run(self.enter(command), capture_output=True, text=True, check=False)
-        if done.returncode:
-            shown = " ".join(map(str, command))
-            raise OSError(f"{self.name}: {shown}: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
+        return _run(self.enter(command))
 
     def processes(self) -> list[int]:
         """Return the process ids on this host, as the machine knows them.
@@ -182,8 +171,6 @@ class Hosts:
         count: Hosts, at most 250.
         rate: Of each link and direction as ``tc`` writes it (``100mbit``, ``1gbit``), or None for
             links that are not shaped.
-        mtu: Bytes in a packet, without Ethernet's header.
-        latency: The longest that a packet waits in a link's queue before it is dropped.
         congestion: TCP's congestion control by name, where that is to be the same on all machines:
             with another, collectives take up to a twentieth longer. None is this machine's own.
 
@@ -196,14 +183,9 @@ class Hosts:
         count: int,
         rate: str | None = None,
         *,
-        mtu: int = 1500,
-        latency: str = "200ms",
         congestion: str | None = None,
     ) -> None:
-        if not 1 <= count <= 250:
-            raise ValueError(f"count {count}: from 1 to 250")
-        self.count, self.rate, self.mtu, self.latency = count, rate, mtu, latency
-        self.congestion = congestion
+        self.count, self.rate, self.congestion = count, rate, congestion
         self._hosts: list[Host] = []
         self._stack = contextlib.ExitStack()
 
@@ -216,14 +198,13 @@ class Hosts:
             known = [(f"host{i}", f"10.77.0.{i + 1}") for i in range(self.count)]
             rows = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in known)]
             names.write_text("\n".join(rows) + "\n")
-            switch = self._start(stack, "switch", "", None)
-            switch.run(["ip", "link", "add", "bridge", "mtu", str(self.mtu), "type", "bridge"])
+            self._switch = switch = self._start(stack, "switch", "", None)
+            switch.run(["ip", "link", "add", "bridge", "type", "bridge"])
             switch.run(["ip", "link", "set", "bridge", "addrgenmode", "none", "up"])
             for name, address in known:
                 host = self._start(stack, name, address, names)
                 self._plug(switch, host)
                 self._hosts.append(host)
-            self._switch = switch
             self._stack = stack.pop_all()
         return self
 
@@ -270,23 +251,11 @@ class Hosts:
     def _plug(self, switch: Host, host: Host) -> None:
         """Join a host to the switch and shape both ends of the cable."""
         port = f"to-{host.name}"
-        pair = ["type", "veth", "peer", "name", INTERFACE, "mtu", str(self.mtu)]
+        pair = ["type", "veth", "peer", "name", INTERFACE, "netns", str(host.pid)]
         # The far end is named by the process whose network it shall be in, as the switch sees it:
         # it does not see the host's processes, so the cable is made from outside both.
-        _run(
-            [
-                "ip",
-                "link",
-                "add",
-                "name",
-                (made := f"v{host.pid}"),
-                "mtu",
-                str(self.mtu),
-                *pair,
-                "netns",
-                str(host.pid),
-            ]
-        )
+        made = f"v{host.pid}"
+        _run(["ip", "link", "add", "name", made, *pair])
         _run(["ip", "link", "set", made, "name", port, "netns", str(switch.pid)])
         switch.run(["ip", "link", "set", port, "master", "bridge", "addrgenmode", "none", "up"])
         host.run(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE])
@@ -299,11 +268,13 @@ class Hosts:
             off = ["tso", "off", "gso", "off", "gro", "off", "tx", "off", "rx", "off", "sg", "off"]
             end.run(["ethtool", "-K", interface, *off])
             if self.rate is not None:
-                shape = ["rate", self.rate, "burst", "64kb", "latency", self.latency]
+                # A packet waits in a link's queue for as long before it is dropped.
+                shape = ["rate", self.rate, "burst", "64kb", "latency", "200ms"]
                 end.run(["tc", "qdisc", "add", "dev", interface, "root", "tbf", *shape])
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -1,19 +1,18 @@
 """Damaged states: a clear error, and the object is as it was.
 
-A state is damaged in one place: a value of a wrong type, shape or range, a key that is missing, or
-a bit of the saved file that is flipped. What loads must leave an object that works.
+A state is damaged in one place: a value of a wrong type, shape or range, or a key that is missing.
+What loads must leave an object that works.
 """
 
 import copy
 import io
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from distamp import DistampError, DistGradScaler, comm_hooks, initialize
@@ -38,22 +37,23 @@ MISSING = "missing"
 class Subject:
     """Something that loads: how, everything that loading could have changed, and a use of it."""
 
-    state: dict[str, Any]
     load: Callable[[Any], None]
     changed: list[Callable[[], Any]]
     works: Callable[[], None]
+    state: Any = None
+
+    def __post_init__(self) -> None:
+        self.works()
+        self.state = self.load.__self__.state_dict()  # type: ignore[attr-defined]
 
     def seen(self) -> Any:
         """A copy of what could have changed, in which tensors can be compared."""
         states = [read() for read in self.changed]
-        return copy.deepcopy(
-            tree_map_only(torch.Tensor, lambda it: (it.dtype, it.tolist()), states)
-        )
+        return copy.deepcopy(tree_map_only(Tensor, lambda it: (it.dtype, it.tolist()), states))
 
 
 def scaler(**settings: Any) -> Subject:
-    made = DistGradScaler("cpu", **settings)
-    weight = nn.Parameter(torch.ones(3))
+    made, weight = DistGradScaler("cpu", **settings), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], 0.1)
 
     def step() -> None:
@@ -62,8 +62,7 @@ def scaler(**settings: Any) -> Subject:
         made.step(optimizer)
         made.update()
 
-    step()
-    return Subject(made.state_dict(), made.load_state_dict, [made.state_dict], step)
+    return Subject(made.load_state_dict, [made.state_dict], step)
 
 
 def schedule() -> Subject:
@@ -79,21 +78,19 @@ def amp() -> Subject:
         made.backward(made.model(torch.ones(1, 3).half()).float().sum())
         made.step()
 
-    step()
     (masters,) = made.masters
-    seen = [masters.state_dict, model.state_dict]  # The scale is loaded first.
-    return Subject(made.state_dict(), made.load_state_dict, seen, step)
+    # The scale is loaded first.
+    return Subject(made.load_state_dict, [masters.state_dict, model.state_dict], step)
 
 
 def hook() -> Subject:
     model = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
     made = comm_hooks.register(model, "int8")
-
-    def works() -> None:
-        model(torch.ones(2, 5)).sum().backward()
-
-    works()
-    return Subject(made.state_dict(), made.load_state_dict, [made.state_dict], works)
+    return Subject(
+        made.load_state_dict,
+        [made.state_dict],
+        lambda: model(torch.ones(2, 5)).sum().backward(),
+    )
 
 
 SUBJECTS = {each.__name__: each for each in (scaler, schedule, amp)}
@@ -122,7 +119,6 @@ def damaged(state: dict[str, Any], path: tuple[Any, ...], how: Any) -> Any:
 
 def loads_or_refuses(subject: Subject, state: Any) -> bool:
     """Whether it loaded; an error must be a clear one, after which all is as it was."""
-
     before, refusal = subject.seen(), None
     try:
         subject.load(state)
@@ -165,21 +161,11 @@ def test_a_value_of_the_wrong_kind_is_refused_or_works(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_file_loads_with_weights_only_and_with_a_flipped_bit_is_refused_or_works(name):
-    subject, draw, buffer = SUBJECTS[name](), random.Random(0), io.BytesIO()
+def test_a_file_loads_with_weights_only(name):
+    subject, buffer = SUBJECTS[name](), io.BytesIO()
     torch.save(subject.state, buffer)
     assert loads_or_refuses(subject, torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
     subject.works()
-    for _ in range(150):
-        flipped = bytearray(buffer.getvalue())
-        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
-        try:
-            state = torch.load(io.BytesIO(flipped), weights_only=True)
-        except Exception:
-            continue  # torch's own refusal
-        if loads_or_refuses(subject, state):
-            subject.works()
-            subject = SUBJECTS[name]()
 
 
 def test_a_damaged_state_of_a_hook_is_refused_or_works(new_ranks: Any) -> None:

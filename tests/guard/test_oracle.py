@@ -144,32 +144,45 @@ def follow(seeds: Sequence[int]) -> list[str]:
     return [f"{seed}: {why}" for seed in seeds if (why := compare(seed)) is not None]
 
 
+def trained(program: Program, seed: int) -> tuple[list[list[torch.nn.Parameter]], list[Any]]:
+    """Return the parameters of each optimizer, and the optimizers."""
+    torch.manual_seed(seed)
+    parameters = [
+        [torch.nn.Parameter(torch.randn(size).to(program.dtype)) for size in sizes]
+        for sizes in program.sizes
+    ]
+    return parameters, [KINDS[k](p) for k, p in zip(program.kinds, parameters, strict=True)]
+
+
 def compare(seed: int) -> str | None:
     """Return where a program went otherwise than the reference, if it did."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    program = draw(seed, ranks)
-    torch.manual_seed(seed)
-    both = []
-    values = [[torch.randn(s).to(program.dtype) for s in sizes] for sizes in program.sizes]
-    for _ in range(2):
-        parameters = [[torch.nn.Parameter(v.clone()) for v in each] for each in values]
-        optimizers = [KINDS[k](p) for k, p in zip(program.kinds, parameters, strict=True)]
-        both.append((parameters, optimizers))
-    (mine, own), (theirs, reference) = both
-    guard = StepGuard()
+    rank, guard = dist.get_rank(), StepGuard()
+    program = draw(seed, dist.get_world_size())
+    (mine, own), (theirs, reference) = (trained(program, seed) for _ in range(2))
     guard.add_optimizer(*own)
     sharded = (lambda parameter: True) if program.sharded else None
     expected = [[0, 0, 0] for _ in own]
-    rtol, atol = NEAR[program.dtype]
     for number, step in enumerate(program.steps):
+        where = f"step {number} ({step.call})"
         for parameters, grads in zip((*mine, *theirs), step.grads[rank] * 2, strict=True):
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = None if grad is None else grad.clone()
         before = [p.detach().clone() for each in mine for p in each]
+        if step.odd and rank == 0:
+            guard.update(1.0)  # an iteration ahead: every rank raises, and nothing steps
+        plan = [] if step.odd else list(plans(program, step))
+        raised = False
+        try:
+            perform(guard, own, step, sharded)
+        except LockstepError:
+            raised = True
+        if raised is not step.odd:
+            return f"{where}: raised is {raised}"
+        after = [p.detach() for each in mine for p in each]
+        if not any(steps for steps, *_ in plan) and not all(map(torch.equal, before, after)):
+            return f"{where}: weights changed where nothing is stepped"
         if step.odd:
-            return differ(guard, own, rank)
-        perform(guard, own, step, sharded)
-        plan = list(plans(program, step))
+            return None
         for index, (steps, spike, factor) in enumerate(plan):
             expected[index][0 if steps else 2 if spike else 1] += 1
             if steps:
@@ -179,36 +192,14 @@ def compare(seed: int) -> str | None:
                 reference[index].step()
             counts = guard.step_counts(own[index])
             if [counts.taken, counts.skipped, counts.spikes] != expected[index]:
-                return f"step {number} ({step.call}): {counts}, not {expected[index]}"
+                return f"{where}: {counts}, not {expected[index]}"
             if guard.stepped(own[index]) is not steps:
-                return f"step {number} ({step.call}): stepped() is wrong"
+                return f"{where}: stepped() is wrong"
             for parameter, right in zip(mine[index], theirs[index], strict=True):
-                if not torch.allclose(parameter, right, rtol, atol):
-                    return f"step {number} ({step.call}): {parameter}, not {right}"
-        if not any(steps for steps, *_ in plan):
-            after = [p.detach() for each in mine for p in each]
-            if not all(map(torch.equal, before, after)):
-                return f"step {number} ({step.call}): a skip changed weights"
+                if not torch.allclose(parameter, right, *NEAR[program.dtype]):
+                    return f"{where}: {parameter}, not {right}"
         guard.update()
     return None
-
-
-def differ(guard: StepGuard, optimizers: list[Any], rank: int) -> str | None:
-    """Let rank 0 be an iteration ahead: every rank raises, and nothing steps."""
-    held = [[p.detach().clone() for p in o.param_groups[0]["params"]] for o in optimizers]
-    if rank == 0:
-        guard.update(1.0)
-    try:
-        guard.step_all(optimizers)
-    except LockstepError:
-        now = [o.param_groups[0]["params"] for o in optimizers]
-        alike = all(
-            torch.equal(a, b)
-            for x, y in zip(held, now, strict=True)
-            for a, b in zip(x, y, strict=True)
-        )
-        return None if alike else "ranks that differ stepped"
-    return "ranks that differ did not raise"
 
 
 def test_programs_do_what_plain_torch_does(ranks2: RankPool) -> None:

@@ -4,12 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DistGradScaler
 from tests.model.check import MISSING, RUNS, Run, check
 from tests.model.programs import DRAWN, STORED, draw, run, version, walks
 from tests.ranks import RankPool
@@ -65,30 +60,3 @@ def test_real_ranks_do_what_the_model_does(
     for rank, results in enumerate(on_ranks):
         for program, (steps, raised) in zip(programs, results, strict=True):
             assert (steps, raised) == (program[rank].steps, program[rank].raises), program
-
-
-def _joined() -> list[float]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = DistGradScaler("cpu", init_scale=8.0)
-    scales = []
-
-    def step(new_scale: float | None = None) -> None:
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(2)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update(new_scale)
-        scales.append(scaler.get_scale())
-
-    step()
-    with Join([model, scaler]):
-        for index in range(1 + dist.get_rank()):
-            step(16.0 if index else None)
-    step()
-    return scales[-1:]
-
-
-def test_a_scale_set_where_others_had_no_inputs_left_is_no_difference(ranks2: RankPool) -> None:
-    """The model found it: BEGUN_KEPT_AFTER_JOIN."""
-    assert ranks2.run(_joined, timeout=30) == [[16.0], [16.0]]

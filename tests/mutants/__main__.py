@@ -1,13 +1,12 @@
 """Plant each fault in a copy of the tree, and say which test finds it.
 
-``python -m tests.mutants [--room R] [--only NAME] [--jobs N] [--quick] [--table FILE]``; the exit
+``python -m tests.mutants [--room R] [--only NAME] [--quick] [--table FILE]``; the exit
 status is 1 where a fault is not found.
 """
 
 import argparse
 import importlib.util
 import os
-import queue
 import re
 import shutil
 import subprocess
@@ -16,7 +15,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +99,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--room", action="append", help="only this room's faults")
     parser.add_argument("--only", action="append", help="only this fault")
-    parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at once")
     parser.add_argument(
         "--quick", action="store_true", help="only the test that found it last, and its file"
     )
@@ -116,27 +113,15 @@ def main() -> int:
     ]
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
-        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for job in range(given.jobs):
-            trees.put(copied(Path(folder, str(job))))
-
-        def one(fault: Fault) -> None:
-            tree, tries = trees.get(), tries_of(fault, known)
-            try:
-                result = find(fault, tree, tries[:-1] if given.quick else tries)
-            finally:
-                trees.put(tree)
-            results.append(result)
-            print(f"{fault.room}: {fault.name}: {result.seconds:.0f} s: ", end="")
-            print(result.found_by or f"NOT FOUND {result.why}", flush=True)
-
-        with ThreadPoolExecutor(given.jobs) as pool:
-            list(pool.map(one, faults))
+        tree = copied(Path(folder))
+        for fault in faults:
+            tries = tries_of(fault, known)
+            results.append(find(fault, tree, tries[:-1] if given.quick else tries))
+            print(f"{fault.room}: {fault.name}: {results[-1].seconds:.0f} s: ", end="")
+            print(results[-1].found_by or f"NOT FOUND {results[-1].why}", flush=True)
         found = {each.fault.name: each.found_by for each in results if each.found_by}
         # What fails without a fault too has found nothing.
-        failing = (
-            pytest(trees.get(), sorted({*found.values()}))[0] if found and not given.quick else []
-        )
+        failing = pytest(tree, sorted({*found.values()}))[0] if found and not given.quick else []
     record({name: test for name, test in found.items() if test not in failing})
     lines = table(sorted(results, key=lambda it: (it.fault.room, it.fault.name)), failing)
     missed = sum(line.count("**") > 0 for line in lines)

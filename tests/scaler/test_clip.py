@@ -1,6 +1,6 @@
 """clip_grad_norm_: the norm of the whole model, of which every rank may hold a part."""
 
-import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
+from distamp import clip_grad_norm_
 from distamp.errors import SettingError, StageError
 from tests.ranks import mesh
 from tests.scaler.matrix.layouts import LAYOUTS
@@ -29,32 +25,29 @@ IN_GROUPS = sorted(name for name, layout in LAYOUTS.items() if layout.group == "
 
 
 def _norms(name: str) -> Any:
-    """Of each type the norm in this layout, and in float64 on the whole model; and once clipped.
+    """Of each type the norm in this layout, and in float64 on the whole model.
 
-    Then by a disabled scaler, as one loop for fp16 and bf16 has it.
+    Then what is left once clipped: by this scaler, a disabled one and the function.
     """
     layout, kind = LAYOUTS[name](), KINDS["SGD for-loop"]
     optimizer = layout.optimizer(kind, [p for part in layout.parts() for p in part])
     layout.attach([optimizer])
-    scaler, disabled = (
-        cpu_scaler(enabled=enabled, process_group=layout.process_group())
-        for enabled in (True, False)
-    )
+    group = layout.process_group()
+    scaler, disabled = (cpu_scaler(enabled=on, process_group=group) for on in (True, False))
     layout.backward(scaler, 0, 1, [1.0])
     reference = layout.reference(kind, 1)
     reference.backward(0, 1)
     gradients = [p.grad for p in reference.parameters.values() if p.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-
-    def clip(max_norm: float, norm_type: float, scaler: Any = scaler) -> float:
-        norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type, sharded=layout.sharded)
-        return norm.item()
-
-    found = [clip(1e30, norm_type) for norm_type in TYPES]
-    clip(found[0] / 2, 2.0)
     expected = [torch.linalg.vector_norm(flat, norm_type).item() for norm_type in TYPES]
-    clipped = [clip(1e30, 2.0, each) for each in (scaler, disabled)]
-    return [*found, *clipped], [*expected, *[expected[0] / 2] * 2]
+    clip = functools.partial(scaler.clip_grad_norm_, optimizer, sharded=layout.sharded)
+    found = [clip(1e30, norm_type) for norm_type in TYPES]
+    clip(found[0] / 2)
+    by_function = functools.partial(clip_grad_norm_, process_group=group)
+    for by in (scaler.clip_grad_norm_, disabled.clip_grad_norm_, by_function):
+        found.append(by(optimizer, 1e30, sharded=layout.sharded))
+        expected.append(expected[0] / 2)
+    return [norm.item() for norm in found], expected
 
 
 @pytest.mark.parametrize("name", IN_GROUPS)
@@ -85,30 +78,32 @@ NUMBERS = [
 ]
 
 
-def _clipped(scaler: Any, given: str, *numbers: Any) -> list[Any]:
+def _clipped(by: str, given: str, *numbers: Any) -> list[Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        cpu_scaler(enabled=by == "ours"),
+    )
     loss = model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
-    if scaler is None:
-        loss.backward()
-        what = GIVEN["parameters" if given == "optimizer" else given](model, None)
-        norm = nn.utils.clip_grad_norm_(what, *numbers)
-    else:
-        scaler.scale(loss).backward()
-        scaler.add_optimizer(optimizer)
-        if given == "nothing":
-            scaler.unscale_(optimizer)  # which no clip of nothing does
-        norm = scaler.clip_grad_norm_(GIVEN[given](model, optimizer), *numbers)
+    scaler.scale(loss).backward()
+    scaler.add_optimizer(optimizer)
+    if by == "ours" and given == "nothing":
+        scaler.unscale_(optimizer)  # which no clip of nothing does
+    if by == "torch":
+        given = "parameters" if given == "optimizer" else given
+    clips = {"torch": nn.utils.clip_grad_norm_, "function": clip_grad_norm_}
+    clip = clips.get(by, scaler.clip_grad_norm_)
+    norm = clip(GIVEN[given](model, optimizer), *numbers)
     return [norm, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+@pytest.mark.parametrize("by", ["ours", "disabled", "function"])
 @pytest.mark.parametrize("given", GIVEN)
-def test_in_one_process_it_clips_as_torch_does_and_reads_numbers_as_torch_does(given, enabled):
+def test_in_one_process_it_clips_as_torch_does_and_reads_numbers_as_torch_does(given, by):
     for numbers in NUMBERS:
-        ours = _clipped(cpu_scaler(enabled=enabled), given, *numbers)
-        torch.testing.assert_close(ours, _clipped(None, given, *numbers))
+        ours = _clipped(by, given, *numbers)
+        torch.testing.assert_close(ours, _clipped("torch", given, *numbers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -267,17 +262,6 @@ def test_once_a_norm_was_agreed_on_replicas_are_compared_no_more(ranks2):
     assert ranks2.run(_in_a_row, 3.0, 4.0) == [([(True, 0.25)] * 2, 0)] * 2
 
 
-def _undeclared_and_declared(model: nn.Module, x: Tensor, cut: Any) -> tuple[Any, float]:
-    """What a clip without a word of copies raises, and the norm of one that says of them."""
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), cpu_scaler()
-    scaler.scale(model(x).sum()).backward()
-    refused = error_of(scaler.clip_grad_norm_, optimizer, 1.0)
-    scaler.update()
-    optimizer.zero_grad()
-    scaler.scale(model(x).sum()).backward()
-    return refused, scaler.clip_grad_norm_(optimizer, 1.0, sharded=cut).item()
-
-
 def _hybrid_shards() -> Any:
     """FSDP1's HYBRID_SHARD on two groups of two; the gradient of all 40 elements is 0.5."""
     grid = mesh((2, 2), ("replicate", "shard"))
@@ -287,35 +271,22 @@ def _hybrid_shards() -> Any:
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_id=torch.device("cpu"),
     )
-    found = _undeclared_and_declared(model, torch.full((1, 8), 0.5), lambda p: grid["shard"])
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), cpu_scaler()
+    x = torch.full((1, 8), 0.5)
+    scaler.scale(model(x).sum()).backward()
+    refused = error_of(scaler.clip_grad_norm_, optimizer, 1.0)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(x).sum()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: grid["shard"]).item()
     left = [p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None]
-    return *found, math.sqrt(10.0), sum(left)
+    return refused, norm, sum(left)
 
 
-def _left_out_of_a_plan() -> Any:
-    """FSDP2 with tensor parallel, whose plan has no word of the norms."""
-    both = mesh((2, 2), ("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
-    whole, x = copy.deepcopy(model).double(), torch.randn(3, 4)
-    parallelize_module(model, both["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=both["dp"])
-    whole(x.double()).sum().backward()
-    exact = nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
-    return (
-        *_undeclared_and_declared(model, x, lambda p: getattr(p, "device_mesh", None)),
-        exact.item(),
-        None,
-    )
-
-
-@pytest.mark.parametrize("what", [_hybrid_shards, _left_out_of_a_plan])
-def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_once(ranks4, what):
-    results = ranks4.run(what)
-    for refused, norm, exact, _ in results:
-        assert refused[0] == "GradientError"
-        assert "sharded=" in refused[1]
-        assert norm == pytest.approx(exact, rel=1e-6)
+def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_once(ranks4):
+    results = ranks4.run(_hybrid_shards)
+    for (name, text), norm, _ in results:
+        assert (name, "sharded=" in text) == ("GradientError", True)
+        assert norm == pytest.approx(math.sqrt(10.0), rel=1e-6)
     # Each group of two holds the model once, clipped to 1.
-    if what is _hybrid_shards:
-        assert sum(left for *_, left in results) == pytest.approx(2.0, rel=1e-5)
+    assert sum(left for *_, left in results) == pytest.approx(2.0, rel=1e-5)

@@ -6,7 +6,6 @@ it; and the flows of trainers by name. The reference is a sum of numbers that fl
 so what a step subtracts is right to the bit or wrong.
 """
 
-import contextlib
 import itertools
 import random
 from typing import Any
@@ -154,30 +153,6 @@ def test_all_are_unscaled_then_stepped_and_updated_one_by_one():
         assert parameter.item() == 0.75
 
 
-def test_parameters_that_two_optimizers_share_are_carried_over_once():
-    shared, alone = leaf(1.0), leaf(1.0)
-    both = torch.optim.SGD([shared, alone], lr=1.0)
-    one, (other, driver) = torch.optim.SGD([shared], lr=1.0), sgd()
-    scaler = cpu_scaler(64.0)
-    scaler.add_optimizer(both, one, driver)
-    for parameter in (shared, alone, other):
-        backward(scaler, parameter, 0.25)
-    scaler.step(driver)
-    scaler.update(256.0)
-    scaler.step(both)
-    assert (shared.item(), alone.item()) == (0.75, 0.75)
-
-
-def test_float16_gradients_in_place_are_not_touched_by_update():
-    parameter = leaf(1.0, dtype=torch.float16)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = cpu_scaler(fp16_grads="inplace", growth_interval=1)
-    backward(scaler, parameter, 0.25)
-    scaler.unscale_(optimizer)
-    scaler.update()
-    assert parameter.grad.item() == 0.25
-
-
 def test_what_an_optimizer_holds_that_the_scaler_never_saw_is_divided_by_todays_scale():
     """As in torch; one that was added is in the random loops."""
     (parameter, optimizer), (other, known) = sgd(), sgd()
@@ -189,65 +164,35 @@ def test_what_an_optimizer_holds_that_the_scaler_never_saw_is_divided_by_todays_
     assert parameter.item() == 0.625
 
 
-def test_what_was_unscaled_waits_for_step_alone_and_only_beside_one_that_stepped():
-    (a, of_a), (b, of_b), (c, of_c) = (sgd() for _ in range(3))
-    scaler = cpu_scaler(growth_interval=1)
-    for parameter in (a, b, c):
-        backward(scaler, parameter, 0.25)
-    scaler.unscale_(of_a, of_b, of_c)
-    scaler.step(of_a)
-    scaler.update()
-    scaler.step(of_b)
-    scaler.update()
-    assert scaler.is_unscaled(of_c)
-    assert (b.item(), c.grad.item()) == (0.75, 0.25)
-    scaler.unscale_(of_c)  # looks again, for it may have been written since
-    assert c.grad.item() == 0.25 / scaler.get_scale()
-    scaler.update()  # nothing was stepped
-    assert not scaler.is_unscaled(of_c)
-    scaler.unscale_(of_b, of_c)
-    scaler.step(of_b)
-    scaler.update()
-    assert scaler.is_unscaled(of_c)
-    scaler.scale(torch.ones(()))
-    assert not scaler.is_unscaled(of_c)
-
-
 # -- wrappers --------------------------------------------------------------------------------------
-
-
-def _wrapped(how: str) -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 4, bias=False)
-    if how == "FSDP2":
-        return fully_shard(layer, mesh=mesh((2,), ("shard",)))
-    return DistributedDataParallel(layer, gradient_as_bucket_view=True)
 
 
 def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
     """The scale is set by hand in an iteration without a step, whose gradients may be kept."""
     values = []
     for scaler in (cpu_scaler(64.0), torch_scaler(64.0)):
-        model: Any = _wrapped(how)
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4, bias=False)
+        if how == "FSDP2":
+            fully_shard(model, mesh=mesh((2,), ("shard",)))
+        else:
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        for number in range(4):
-            kept = zeroed == "kept" and number in (1, 2)
-            if not (kept and number == 2):
+        for number in range(3):
+            if number != 2 or zeroed != "kept":
                 optimizer.zero_grad(set_to_none=zeroed == "to None")
-            waits = kept and number == 1 and how != "FSDP2"
-            with model.no_sync() if waits else contextlib.nullcontext():
-                scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+            scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
             if number != 1:
                 scaler.step(optimizer)
                 scaler.update()
-            elif not kept or isinstance(scaler, DistGradScaler):
+            elif isinstance(scaler, DistGradScaler) or zeroed != "kept":
                 scaler.update(256.0)
-        weight: Any = next(model.parameters()).detach()
-        values.append(weight.full_tensor() if how == "FSDP2" else weight.clone())
+        weight: Any = model.state_dict().popitem()[1]
+        values.append(weight.full_tensor() if how == "FSDP2" else weight)
     return values
 
 
-@pytest.mark.parametrize("zeroed", ["to None", "in place", "kept"])
+@pytest.mark.parametrize("zeroed", ["in place", "kept"])
 @pytest.mark.parametrize("how", ["DDP in bucket views", "FSDP2"])
 def test_a_step_is_left_out_under_a_wrapper(ranks2, how, zeroed):
     for ours, theirs in ranks2.run(_leaves_out_a_step, how, zeroed):

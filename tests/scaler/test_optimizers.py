@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler
-from distamp.scaler import MasterParameters, StepCounts
+from distamp.scaler import StepCounts
 from tests.scaler.steps import (
     INF,
     backward,
@@ -20,7 +20,6 @@ from tests.scaler.steps import (
     sgd,
     torch_scaler,
 )
-from tests.scaler.wrappers import Accelerated, Bare, Fabric, Lightning
 
 UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
 
@@ -89,30 +88,22 @@ def test_a_skipped_step_leaves_no_momentum():
 
 
 class AsksTheScaler(torch.optim.SGD):
-    """Unscales and skips by what it asks the scaler, in one of two ways."""
+    """Unscales and skips by what it asks the scaler."""
 
     _step_supports_amp_scaling = True
-    unscales = False
 
     def step(self, closure: Any = None, *, grad_scaler: Any) -> Any:
-        if self.unscales:
-            grad_scaler.unscale_(self)
-            found = grad_scaler._found_inf_per_device(self)
-        else:
-            found = grad_scaler._check_inf_per_device(self)
-        if sum(flag.item() for flag in found.values()):
+        grad_scaler.unscale_(self)
+        if sum(flag.item() for flag in grad_scaler._found_inf_per_device(self).values()):
             return "skipped inside"
-        if not self.unscales:
-            self.param_groups[0]["params"][0].grad.div_(grad_scaler.get_scale())
         super().step()
         return "stepped"
 
 
-def _asked(unscales: bool, make: Any = cpu_scaler) -> Any:
+def _asked(make: Any = cpu_scaler) -> Any:
     """The second iteration overflows on one rank."""
     (parameter, scaler), returned = (leaf(1.0), make()), []
     optimizer = AsksTheScaler([parameter], lr=1.0)
-    optimizer.unscales = unscales
     bad = 0.25 if dist.is_initialized() and dist.get_rank() else INF
     for gradient in (0.25, bad, 0.25):
         with pytest.warns(FutureWarning, match="stop passing itself"):
@@ -120,31 +111,49 @@ def _asked(unscales: bool, make: Any = cpu_scaler) -> Any:
     return returned, parameter.item(), scaler.get_scale()
 
 
-@pytest.mark.parametrize("unscales", [False, True], ids=["_check_inf_per_device", "unscale_"])
-def test_an_optimizer_that_takes_the_scaler_is_given_it(ranks2, unscales):
-    expected = (["stepped", "skipped inside", "stepped"], 0.5, 512.0)
-    assert _asked(unscales) == _asked(unscales, torch_scaler) == expected
+def test_an_optimizer_that_takes_the_scaler_is_given_it(ranks2):
+    assert (
+        _asked() == _asked(torch_scaler) == (["stepped", "skipped inside", "stepped"], 0.5, 512.0)
+    )
     # Whatever it looks at, it is not called on several ranks where one of them overflowed.
-    expected = (["stepped", None, "stepped"], 0.5, 512.0)
-    assert ranks2.run(_asked, unscales) == [expected] * 2
+    assert ranks2.run(_asked) == [(["stepped", None, "stepped"], 0.5, 512.0)] * 2
 
 
 # -- wrappers --------------------------------------------------------------------------------------
 
 
-class Forwards:
-    """Passes every name on, ``step`` and torch's mark of fused optimizers too."""
+class Lightning:
+    """As lightning.pytorch.core.optimizer.LightningOptimizer: no Optimizer, passes on by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = self.optimizer = optimizer
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        return self._optimizer.step(closure, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As accelerate.optimizer.AcceleratedOptimizer: an Optimizer that has no groups of its own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Bare:
+    """Only ``.optimizer`` and what a loop calls."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.step = optimizer, optimizer.step
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "Lightning": Lightning,
-    "Fabric": Fabric,
     "Accelerate": Accelerated,
     "bare": Bare,
     "twice": lambda optimizer: Lightning(Bare(optimizer)),
@@ -178,24 +187,6 @@ def test_a_wrapper_and_what_it_wraps_are_one_optimizer(name, through, fused):
     scaler.step(second)
     assert parameter.item() == pytest.approx(0.0, abs=1e-5)
     assert [scaler.step_counts(o) for o in both] == [StepCounts(taken=3, skipped=1)] * 2
-
-
-# A wrapper that forwards the mark, but not the flag, cannot hold a fused optimizer.
-STEPS = [(wrap, how) for wrap in (Lightning, Fabric, Accelerated) for how in ("plain", "masters")]
-
-
-@pytest.mark.parametrize(("wrap", "how"), [*STEPS, (Forwards, "plain"), (Forwards, "fused")])
-def test_a_wrapper_steps_as_what_it_wraps(wrap, how):
-    """Without unscale_, and with masters behind it."""
-    masters = how == "masters"
-    parameter = leaf(1.0, dtype=torch.float16 if masters else torch.float32)
-    inner = torch.optim.SGD([parameter], lr=1.0, fused=how == "fused")
-    _kept = masters and MasterParameters(inner)
-    scaler = cpu_scaler(fp16_grads="master" if masters else "error")
-    for gradient in (0.25, INF, 0.5):
-        iteration(scaler, wrap(inner), parameter, gradient)
-        inner.zero_grad()
-    assert (parameter.item(), scaler.get_scale()) == (pytest.approx(0.25, abs=1e-5), 512.0)
 
 
 # -- a step that fails -----------------------------------------------------------------------------

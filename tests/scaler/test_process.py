@@ -1,4 +1,4 @@
-"""The scaler beside everything else in a process: threads, memory, torch.compile, defaults."""
+"""The scaler beside everything else in a process: memory, torch.compile, defaults."""
 
 import copy
 import gc
@@ -7,7 +7,6 @@ import math
 import pickle
 import subprocess
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,45 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distamp.scaler import HysteresisSchedule, MasterParameters, StepCounts
-from tests.scaler.masters import Job
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd
-
-# -- threads ---------------------------------------------------------------------------------------
-
-
-class _InTheMiddle(TorchDispatchMode):
-    """Runs ``what`` to its end in another thread just before the ``number``-th op of this one."""
-
-    def __init__(self, number: int, what: Callable[[], Any]) -> None:
-        super().__init__()
-        self.number, self.what, self.ops = number, what, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.ops == self.number:
-            thread = threading.Thread(target=self.what)
-            thread.start()
-            thread.join()
-        self.ops += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _interrupted(number: int) -> tuple[list[Tensor], int]:
-    """What one trainer learns if another has a whole iteration before its ``number``-th op."""
-    trainer, other = Job(0).train(0), Job(1).train(0)
-    with _InTheMiddle(number, lambda: other.train(1)) as middle:
-        trainer.train(1)
-    return trainer.train(2).values(), middle.ops
-
-
-def test_an_iteration_of_another_trainer_in_another_thread_changes_nothing_here() -> None:
-    alone, ops = _interrupted(-1)
-    assert ops > 20
-    found = {number: _interrupted(number)[0] for number in range(0, ops, 5)}
-    assert [n for n, values in found.items() if not all(map(torch.equal, values, alone))] == []
-
 
 # -- memory ----------------------------------------------------------------------------------------
 
@@ -137,48 +100,46 @@ def test_a_compiled_step_trains_as_without(ranks2: Any, way: str) -> None:
 
 # -- torch's defaults for a whole process, and what an import loads --------------------------------
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dynamic": {"growth_interval": 1},
-    "hysteresis": {"schedule": HysteresisSchedule(hysteresis=2)},
-    "masters": {"fp16_grads": "master"},
-}
 
-
-def _train(how: str, fused: bool, settings: str) -> list[Any]:
-    masters = settings == "masters"
-    ones = torch.ones(2, dtype=torch.float16 if masters else torch.float32, device="cpu")
-    parameter = nn.Parameter(ones)
-    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=fused)
-    _kept = masters and MasterParameters(optimizer)
-    scaler, seen = cpu_scaler(**SETTINGS[settings]), []
-    for gradient in (0.25, INF, 0.25):
-        optimizer.zero_grad()
-        weights = torch.full((2,), gradient, dtype=torch.float32, device="cpu")
-        scaler.scale((parameter.float() * weights).sum()).backward()
-        norm = scaler.clip_grad_norm_(optimizer, 100.0).item() if how == "clip" else 0.0
-        scaler.step(optimizer)
-        scaler.update()
-        flag = scaler.found_inf(optimizer)
-        seen.append([norm, parameter.tolist(), scaler.get_scale(), flag.item(), flag.dtype])
-    return [str(each) for each in seen]
-
-
-def _under(name: str) -> list[list[Any]]:
-    cases = [*itertools.product(("step", "clip"), (False, True), SETTINGS)]
-    if name == "meta":
-        with torch.device("meta"):
-            return [_train(*case) for case in cases]
-    torch.set_default_dtype(getattr(torch, name))
+def _trained_under(name: str) -> list[str]:
+    """What fused and plain steps leave, by each kind of scale, with this default of torch's."""
+    seen = []
+    torch.set_default_dtype(torch.float32 if name == "meta" else getattr(torch, name))
     try:
-        return [_train(*case) for case in cases]
+        with torch.device("meta" if name == "meta" else "cpu"):
+            for settings, fused in itertools.product(SETTINGS, (False, True)):
+                dtype = torch.float16 if "fp16_grads" in settings else torch.float32
+                parameter = nn.Parameter(torch.ones(2, dtype=dtype, device="cpu"))
+                optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=fused)
+                _kept = dtype is torch.float16 and MasterParameters(optimizer)
+                scaler = cpu_scaler(**settings)
+                for gradient in (0.25, INF, 0.25):
+                    optimizer.zero_grad()
+                    weights = torch.full((2,), gradient, dtype=torch.float32, device="cpu")
+                    scaler.scale((parameter.float() * weights).sum()).backward()
+                    norm = scaler.clip_grad_norm_(optimizer, 100.0)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    flag = scaler.found_inf(optimizer)
+                    told = (norm.item(), parameter.tolist(), scaler.get_scale(), flag.item())
+                    seen.append(str((*told, flag.dtype)))
     finally:
         torch.set_default_dtype(torch.float32)
+    return seen
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"growth_interval": 1},
+    {"schedule": HysteresisSchedule(hysteresis=2)},
+    {"fp16_grads": "master"},
+]
 
 
 @pytest.mark.parametrize("name", ["float64", "bfloat16", "meta"])
 def test_torchs_defaults_reach_no_tensor_of_ours(ranks2: Any, name: str) -> None:
-    assert _under(name) == _under("float32")
-    assert ranks2.run(_under, name) == ranks2.run(_under, "float32")
+    expected = _trained_under("float32")
+    assert _trained_under(name) == expected
+    assert ranks2.run(_trained_under, name) == [expected] * 2
 
 
 # Costly, and of no use to who trains plain tensors in one process. torch's own optimizers load

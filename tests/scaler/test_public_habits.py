@@ -1,10 +1,11 @@
 """What public code does to torch's scaler: loops, subclasses, its inner names.
 
-Each program takes a class and runs on torch's and on ours, to the same values. Trainers of public
-packages are run in ``tests/trainers``, random calls in `test_oracle`.
+Each program takes a class and runs on torch's and on ours, to the same values: a few lines of our
+own in the manner of the code it names. Trainers of public packages are run in ``tests/trainers``,
+random calls in `test_oracle`.
 """
 
-from collections import defaultdict
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
 from distamp import DistGradScaler
 from tests.scaler.steps import INF, backward, iteration, leaf, sgd, torchs_keys
@@ -75,33 +76,6 @@ def stepped_by_hand(cls: Class) -> Any:
     return [parameter.item()]
 
 
-def replayed(cls: Class) -> Any:
-    """A captured graph scales and goes backward: a replay runs no Python, and writes gradients."""
-    scaler = _made(cls, growth_interval=1)
-    parameter, optimizer = sgd()
-    backward(scaler, parameter, 0.25)
-    for _ in range(2):
-        parameter.grad.fill_(0.25 * scaler.get_scale())
-        scaler.unscale_(optimizer)  # and drops the step, as where the norm is large
-        seen = parameter.grad.item()
-        scaler.update()
-    return [seen, parameter.grad.item()]
-
-
-def scaled_by_hand(cls: Class) -> Any:
-    """Losses times `get_scale()`, and no step where the norm is large."""
-    scaler = _made(cls, growth_interval=1)
-    parameter, optimizer = sgd()
-    scaler.scale(torch.ones(()))
-    for _ in range(3):
-        optimizer.zero_grad()
-        (parameter * 0.25 * scaler.get_scale()).sum().backward()
-        scaler.unscale_(optimizer)
-        seen = parameter.grad.item()
-        scaler.update()
-    return [seen]
-
-
 def discriminator_then_generator(cls: Class) -> Any:
     """D steps, G's loss is scaled, and one `update` for both: D's gradients stay as they were."""
     scaler = _made(cls, growth_interval=1)
@@ -116,15 +90,41 @@ def discriminator_then_generator(cls: Class) -> Any:
     return [d.grad.item(), kept.item(), d.item(), g.item()]
 
 
-def kept_by_reference(cls: Class) -> Any:
-    scaler = _made(cls, growth_interval=1)
-    parameter, optimizer = sgd()
-    backward(scaler, parameter, 0.25)
-    scaler.unscale_(optimizer)
-    kept = parameter.grad
-    scaler.step(optimizer)
-    scaler.update()
-    return [kept.item(), parameter.grad.item()]
+def a_callback_in_the_optimizers_place(cls: Class) -> Any:
+    """As fastai's, which is told by ``step`` that the optimizer may be stepped."""
+    scaler, (p, optimizer) = _made(cls), sgd()
+
+    class Callback:
+        param_groups = optimizer.param_groups
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+            optimizer.step()
+
+    callback = Callback()
+    for gradient in (0.25, INF, 0.25):
+        optimizer.zero_grad()
+        backward(scaler, p, gradient)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is no optimizer
+            scaler.step(callback)
+        scaler.update()
+    return p.item(), callback.steps, scaler.get_scale()
+
+
+def a_method_patched_on_the_instance(cls: Class) -> Any:
+    """As kohya's sd-scripts have it, to train in float16."""
+    scaler, p = _made(cls), leaf(1.0, dtype=torch.float16)
+    optimizer, original = torch.optim.SGD([p], lr=1.0), scaler._unscale_grads_
+
+    def patched(optimizer: Any, inv_scale: Tensor, found: Any, _: bool) -> Any:
+        return original(optimizer, inv_scale, found, True)
+
+    scaler._unscale_grads_ = patched
+    for gradient in (0.25, INF, 0.25):
+        iteration(scaler, optimizer, p, gradient, unscale=True)
+    return p.item(), scaler.get_scale()
 
 
 # -- torch's inner names ---------------------------------------------------------------------------
@@ -209,6 +209,24 @@ def test_goes_as_with_torchs_class(loop):
     assert loop(DistGradScaler) == loop(torch.amp.GradScaler)
 
 
+def _adds_flags_up() -> tuple[float, float]:
+    """As FoundationVision/Infinity: of ranks that overflow the sum of flags is 2.0."""
+    scaler, (parameter, optimizer) = _made(DistGradScaler), sgd(fused=True)
+    for gradient in (0.25, INF, 0.25):
+        optimizer.zero_grad()
+        backward(scaler, parameter, gradient)
+        scaler.unscale_(optimizer)
+        for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(flag)
+        scaler.step(optimizer)
+        scaler.update()
+    return parameter.item(), scaler.get_scale()
+
+
+def test_flags_that_a_loop_adds_up_skip_once(ranks2):
+    assert ranks2.run(_adds_flags_up) == [(0.5, 512.0)] * 2
+
+
 # -- subclasses ------------------------------------------------------------------------------------
 
 
@@ -275,23 +293,7 @@ def _unscales_by_itself(cls: Class) -> Class:
     return Unscales
 
 
-def _updates_as_sharded(cls: Class) -> Class:
-    class Sharded(cls):
-        """Ends ``update`` as ShardedGradScaler's and torch's own do."""
-
-        def update(self, new_scale: Any = None) -> None:
-            scale, tracker = self._check_scale_growth_tracker("update")
-            records = self._per_optimizer_states.values()
-            found = [f for record in records for f in record["found_inf_per_device"].values()]
-            growth, backoff = self._growth_factor, self._backoff_factor
-            interval = self._growth_interval
-            torch._amp_update_scale_(scale, tracker, sum(found), growth, backoff, interval)
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    return Sharded
-
-
-SUBCLASSES = [_logs, _takes_the_step, _sees_more, _unscales_by_itself, _updates_as_sharded]
+SUBCLASSES = [_logs, _takes_the_step, _sees_more, _unscales_by_itself]
 GRADIENTS = ((0.25, 0.25), (0.75, 0.25), (INF, 0.25), (0.25, 0.125), (0.25, 0.125))
 
 

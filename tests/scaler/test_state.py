@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from distamp import DistGradScaler
 from distamp.errors import LossScaleCollapse, SettingError
 from distamp.scaler import DynamicSchedule, HysteresisSchedule, StaticSchedule
-from tests.scaler.steps import INF, NAN, cpu_scaler, iteration, leaf, sgd, torch_scaler
+from tests.scaler.steps import INF, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
 # What ``state_dict`` and ``train(scaler, AFTER)`` gave in the version that names the folder; never
 # written again.
@@ -124,46 +123,6 @@ def test_apexs_state_gives_scale_and_count(state):
         scaler.load_state_dict({"loss_scaler0": ONE, "loss_scaler1": ONE})
 
 
-BAD: dict[str, list[Any]] = {
-    "scale": [0.0, INF, NAN, -2.0, "big", None],
-    "growth_factor": [0.5],
-    "backoff_factor": [2.0],
-    "growth_interval": [0],
-    "_growth_tracker": [-1, "many"],
-}
-
-
-def test_a_state_that_cannot_be_right_is_refused_and_changes_nothing():
-    scaler = _scaler("hysteresis")
-    train(scaler, BEFORE)
-    before = scaler.state_dict()
-    states = [({**before, key: value}, key) for key in BAD for value in BAD[key]]
-    states += [({"scale": 4.0}, "growth_factor"), ({"model": {}}, "model"), ([], "dict")]
-    for state, says in states:
-        with pytest.raises(SettingError) as caught:
-            scaler.load_state_dict(state)
-        assert says in str(caught.value).replace(" factor", "_factor"), state
-    with pytest.raises(RuntimeError, match=r"source state dict is empty, possibly because"):
-        scaler.load_state_dict({})
-    for changed in ({"version": 99}, {"kind": "none"}, {"kind": "static"}, {"more": 1}):
-        with pytest.raises(SettingError):
-            scaler.load_state_dict({**before, OURS: {**before[OURS], **changed}})
-    assert scaler.state_dict() == before
-
-
-def _copied_on_one_rank() -> float:
-    scaler, (parameter, optimizer) = cpu_scaler(), sgd()
-    iteration(scaler, optimizer, parameter, 0.25)
-    if dist.get_rank() == 0:
-        copy.copy(scaler).load_state_dict(scaler.state_dict())
-    iteration(scaler, optimizer, parameter, 0.25)
-    return parameter.item()
-
-
-def test_a_shallow_copy_counts_its_own_iterations(ranks2):
-    assert len({*ranks2.run(_copied_on_one_rank)}) == 1
-
-
 @pytest.mark.parametrize(("saved", "kept"), [(2.0**-30, 2.0**-24), (2.0**127 * 1.9, 2.0**127)])
 def test_a_scale_outside_the_bounds_is_moved_onto_them_with_a_warning(saved, kept):
     scaler = cpu_scaler()
@@ -178,14 +137,13 @@ def test_a_scale_outside_the_bounds_is_moved_onto_them_with_a_warning(saved, kep
 class Subclass(DistGradScaler):
     """As NeMo's, with private names of its own."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__("cpu", init_scale=1024.0, **settings)
-        self._hysteresis_tracker = 2
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=4.0, fp16_grads="inplace", max_consecutive_skips=1)
         self._ranks = self._states = self._settings = ["a"]
 
 
 def test_a_pickle_and_a_copy_keep_settings_and_what_a_subclass_added():
-    original = Subclass(fp16_grads="inplace", max_consecutive_skips=1)
+    original = Subclass()
     twins = [pickle.loads(pickle.dumps(original)), copy.deepcopy(original), copy.copy(original)]
     for twin in (original, *twins):
         parameter = leaf(1.0, dtype=torch.float16)
@@ -193,8 +151,7 @@ def test_a_pickle_and_a_copy_keep_settings_and_what_a_subclass_added():
         iteration(twin, optimizer, parameter, 0.25)
         with pytest.raises(LossScaleCollapse):
             iteration(twin, optimizer, parameter, INF)
-        assert (type(twin), twin._hysteresis_tracker, twin._ranks) == (Subclass, 2, ["a"])
-        assert parameter.item() == 0.75
+        assert (type(twin), twin._ranks, parameter.item()) == (Subclass, ["a"], 0.75)
 
 
 def test_a_pickle_is_taken_only_between_iterations_as_torchs():

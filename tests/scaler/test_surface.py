@@ -2,10 +2,9 @@
 
 import functools
 import inspect
-import itertools
 import types
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import distamp
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import SettingError, StageError
 from distamp.scaler import DynamicSchedule, HysteresisSchedule, StaticSchedule
-from tests.scaler.steps import INF, NAN, cpu_scaler, error_of, iteration, sgd, torch_scaler
+from tests.scaler.steps import INF, NAN, cpu_scaler, iteration, sgd, torch_scaler
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -157,24 +156,6 @@ def test_update_refuses_what_is_no_scale_and_changes_nothing():
 # -- the order of calls ----------------------------------------------------------------------------
 
 
-def _outcomes(scaler: torch.amp.GradScaler, calls: tuple[str, ...]) -> list[str]:
-    """What each call raised, or how scale and parameter stand after it."""
-    (parameter, optimizer), seen = sgd(), []
-    parameter.grad = torch.ones_like(parameter)
-    for call in calls:
-        given = {"scale": [torch.tensor(1.0)], "update": []}.get(call, [optimizer])
-        error = error_of(getattr(scaler, call), *given)
-        at = f"{scaler.get_scale()} {parameter.item()}"
-        seen.append(error[1].replace("step()", "step") if error else at)
-    return seen
-
-
-def test_every_order_of_four_calls_ends_as_torchs_and_with_its_words():
-    for calls in itertools.product(("scale", "unscale_", "step", "update"), repeat=4):
-        ours, theirs = (_outcomes(make(4.0), calls) for make in (cpu_scaler, torch_scaler))
-        assert ours == theirs, calls
-
-
 def test_unscale_takes_torchs_name_of_its_argument():
     (parameter, optimizer), scaler = sgd(), cpu_scaler(4.0)
     scaler.scale(parameter.sum()).backward()
@@ -199,22 +180,6 @@ def shown(structure: Any) -> Any:
         return type(structure).__name__, [(k, shown(v)) for k, v in structure.items()]
     kind = "iterator" if isinstance(structure, Iterator) else type(structure).__name__
     return kind, [shown(each) for each in structure]
-
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64)
-AS_TORCHS: dict[str, Callable[[], Any]] = {
-    "list": lambda: [one(), one()],
-    "tuple": lambda: (one(), (one(), [one()])),
-    "empty": lambda: ([], ()),
-    "generator": lambda: (one() for _ in range(2)),
-    "dtypes": lambda: [torch.ones(shape, dtype=d) for d in DTYPES for shape in ((), (2,))],
-}
-
-
-@pytest.mark.parametrize("name", AS_TORCHS)
-def test_structures_that_torch_knows_come_back_as_torch_gives_them(name):
-    ours, theirs = (make().scale(AS_TORCHS[name]()) for make in (cpu_scaler, torch_scaler))
-    assert shown(ours) == shown(theirs)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.place import device_type, here
 from tests.ranks import mesh, subgroup
-from tests.scaler.matrix.experts import ContextParallel, DDPExperts, DDPIdleExperts, MeshExperts
 from tests.scaler.matrix.layout import (
     DDP,
     FSDP2,
@@ -40,7 +39,7 @@ from tests.scaler.matrix.layout import (
     World,
     shard_layers,
 )
-from tests.scaler.matrix.reference import BATCH, KINDS, Kind, Net, batch, loss_of
+from tests.scaler.matrix.reference import BATCH, KINDS, Kind, Net, Reference, batch, loss_of
 
 __all__ = ["ALL_LAYOUTS", "LAYOUTS", "WORLD", "Layout", "layout_named"]
 
@@ -185,6 +184,122 @@ class OSS(World):
     def owned(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return [p for group in optimizer.optim.param_groups for p in group["params"]]
 
+
+# -- experts: parameters with ranks of their own ---------------------------------------------------
+
+
+class _ExpertNet(Net):
+    """Net and an expert in the middle, which some ranks send no tokens to."""
+
+    def __init__(self, *widths: int, used: bool) -> None:
+        super().__init__(*widths)
+        self.expert = nn.Linear(8, 8)
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if self.used:
+            x = x + self.expert(x)
+        return self.tail(torch.tanh(self.head(x)))
+
+
+class DDPExperts(DDP):
+    """DDP that ignores the experts: each rank holds its own, with its own gradients.
+
+    Attributes:
+        used: whether each rank sends its expert tokens.
+        experts: how many there are; rank r holds a part of, or all of, number r modulo that.
+    """
+
+    clips = False
+    used: ClassVar[tuple[bool, ...]] = (True,) * 4
+    experts: ClassVar[int] = WORLD
+
+    def make_net(self) -> nn.Module:
+        return _ExpertNet(*self.widths, used=self.used[self.rank])
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        for name in [name for name in self.initial if name.startswith("expert.")]:
+            value = self.initial.pop(name)
+            for expert in range(self.experts):
+                self.initial[f"{name}@{expert}"] = value + 0.01 * expert
+        with torch.no_grad():
+            for parameter in net.expert.parameters():
+                parameter += 0.01 * (self.rank % self.experts)
+        return self.wrap_with_experts(net)
+
+    def wrap_with_experts(self, net: nn.Module) -> nn.Module:
+        ignored = [f"expert.{name}" for name, _ in net.expert.named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        return super().wrap(net)
+
+    def sharded(self, parameter: Tensor) -> bool:
+        return any(parameter is own for own in self.net.expert.parameters())
+
+    def parts(self) -> list[list[nn.Parameter]]:
+        expert = list(self.net.expert.parameters())
+        mine = {id(p) for p in expert}
+        return [[p for p in self.net.parameters() if id(p) not in mine], expert]
+
+    def part_names(self) -> list[list[str]]:
+        shared = [name for name in self.initial if "@" not in name]
+        return [shared, [name for name in self.initial if "@" in name]]
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        own = f"@{self.rank % self.experts}"
+        return {
+            name + own * name.startswith("expert."): value
+            for name, value in super().full_parameters().items()
+        }
+
+    def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
+        own = f"@{shard % self.experts}"
+        mine = {
+            name.removesuffix(own): value
+            for name, value in parameters.items()
+            if "@" not in name or name.endswith(own)
+        }
+        net = _ExpertNet(*self.widths, used=self.used[shard]).to("meta")
+        return functional_call(net, mine, (x,))
+
+
+class DDPIdleExperts(DDPExperts):
+    """Ranks 1 and 3 send no tokens to their expert: its gradients are None there."""
+
+    used = (True, False, True, False)
+
+
+class _MeanOverHolders(Reference):
+    """The gradient of an expert is the mean over the ranks that hold it, as FSDP2 leaves it."""
+
+    def backward(self, iteration: int, micro: int, last: float = 1.0) -> None:
+        super().backward(iteration, micro, last)
+        for name, parameter in self.parameters.items():
+            if "@" in name and parameter.grad is not None:
+                parameter.grad *= MeshExperts.experts / WORLD
+
+
+class MeshExperts(DDPExperts):
+    """FSDP2 over all ranks for what is shared; each expert over the ranks that hold it.
+
+    One optimizer holds DTensors of two meshes, and of the smaller one every rank sees a part alone.
+    Ranks 0 and 2 hold one expert between them, ranks 1 and 3 another.
+    """
+
+    clips = True
+    experts = 2
+    reference_class = _MeanOverHolders
+
+    def wrap_with_experts(self, net: nn.Module) -> nn.Module:
+        over = mesh((WORLD // self.experts, self.experts), ("expert_shard", "expert"))
+        fully_shard(net.expert, mesh=over["expert_shard"])
+        return shard_layers(net, mesh=mesh((WORLD,), ("shard",)))
+
+    def accumulating(self) -> Any:
+        return World.accumulating(self)
+
+
+# -- stages ----------------------------------------------------------------------------------------
 
 CHUNKS = 2
 
@@ -376,7 +491,6 @@ ALL_LAYOUTS: dict[str, type[Layout]] = {
     "alone, sparse": _with(_Sparse, Alone),
     **LAYOUTS,
     "FSDP2, experts on their own mesh": MeshExperts,
-    "FSDP2, context parallel": ContextParallel,
     "FSDP2 in fp16": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F16), overflows_in_sum=True),
     "FSDP2 in fp16, reduced in fp32": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F32)),
     "FSDP2 in bf16, reduced in fp32": _with(FSDP2, **_BFLOAT16, policy=_policy(BF16, F32)),

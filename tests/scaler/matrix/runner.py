@@ -234,20 +234,20 @@ class Runner:
 
     def _step_one(self, index: int, iteration: Iteration, outcome: Outcome) -> None:
         optimizer, scaler = self.optimizers[index], self.scaler
-        if iteration.order == "clip" and self.guards and iteration.micro == 2:
-            sharded = self.layout.sharded
-            scaler.step_all([optimizer], max_norm=MAX_NORM, sharded=sharded)
-            norm = scaler.grad_norm(optimizer)
-            outcome.norms.append((float(norm), self.reference.norm(index)))
-            self.reference.clip(index, MAX_NORM)
-            return
-        if iteration.order == "clip":
-            norm = scaler.clip_grad_norm_(optimizer, MAX_NORM, sharded=self.layout.sharded)
-            outcome.norms.append((float(norm), self.reference.norm(index)))
-            self.reference.clip(index, MAX_NORM)
-        elif iteration.order == "unscale":
+        if iteration.order == "unscale":
             scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+        if iteration.order != "clip":
+            scaler.step(optimizer)
+            return
+        clip: dict[str, Any] = {"max_norm": MAX_NORM, "sharded": self.layout.sharded}
+        if iteration.micro == 2 and hasattr(scaler, "grad_norm"):  # in the step itself
+            scaler.step_all([optimizer], **clip)
+            norm = scaler.grad_norm(optimizer)
+        else:
+            norm = scaler.clip_grad_norm_(optimizer, **clip)
+            scaler.step(optimizer)
+        outcome.norms.append((float(norm), self.reference.norm(index)))
+        self.reference.clip(index, MAX_NORM)
 
     def _after(self, iteration: Iteration, outcome: Outcome) -> None:
         """Move the reference's scale, compare everything, and do what the program says then."""
