@@ -1,4 +1,4 @@
-"""The two scripts of docs/howto/moving.md: both run, and learn the same."""
+"""The script of docs/howto/moving.md and the one of Apex that it was: both learn the same."""
 
 import contextlib
 import os
@@ -21,11 +21,71 @@ PAGE = Path(__file__).parents[1] / "docs" / "howto" / "moving.md"
 EPOCHS = 3
 LEVELS = ["O0", "O1", "O2"]
 HALVES = ("before", "after")
+# Structured like Apex's own example.
+BEFORE = """\
+import torch
+import torch.distributed as dist
+from apex import amp
+from apex.parallel import DistributedDataParallel, convert_syncbn_model
+from torch import nn
+
+
+def main(args):
+    if args.distributed:
+        torch.cuda.set_device(args.local_rank)
+        dist.init_process_group("nccl")
+    model = build_model(args.arch)
+    if args.sync_bn:
+        model = convert_syncbn_model(model)
+    model = model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
+    model, optimizer = amp.initialize(
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+    )
+    if args.distributed:
+        model = DistributedDataParallel(model, delay_allreduce=True)
+    criterion = nn.CrossEntropyLoss().cuda()
+    start = 0
+    if args.resume:
+        checkpoint = torch.load(args.resume, map_location="cuda")
+        start = checkpoint["epoch"]
+        model.load_state_dict(checkpoint["state_dict"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        amp.load_state_dict(checkpoint["amp"])
+    for epoch in range(start, args.epochs):
+        loss = train(args, build_loader(args), model, criterion, optimizer)
+        checkpoint = {
+            "epoch": epoch + 1,
+            "state_dict": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "amp": amp.state_dict(),
+        }
+        if args.local_rank == 0:
+            torch.save(checkpoint, args.save)
+    return loss
+
+
+def train(args, loader, model, criterion, optimizer):
+    model.train()
+    for images, target in loader:
+        loss = criterion(model(images.cuda()), target.cuda())
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
+        optimizer.step()
+    return loss.item()
+"""
 
 
 def script(half: str) -> str:
     """One of the two scripts, for a machine without a GPU."""
-    (code,) = re.findall(rf"<!-- run: {half} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = re.findall(r"<!-- run: after -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = BEFORE if half == "before" else code
     code = code.replace("        torch.cuda.set_device(args.local_rank)\n", "")
     return code.replace(".cuda()", "").replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
 

@@ -339,7 +339,7 @@ def _dtypes(key: str, given: Any) -> tuple[str, ...]:
     names = tuple(
         short(each) for each in ([given] if isinstance(given, str | torch.dtype) else given)
     )
-    names = tuple("fp8" if name.startswith("float8") else name for name in names)
+    names = tuple(dict.fromkeys("fp8" if n.startswith("float8") else n for n in names))
     for name in names:
         if name not in _NAMES:
             raise SettingError(

@@ -1,6 +1,6 @@
 """Train on four ranks with everything on, and watch what each rank holds.
 
-python -m tests.launch.soak [--minutes 60] > docs/results/soak.md
+python -m tests.launch.soak [--minutes 60] [--samples FOLDER] > docs/results/soak.md
 
 The first half is level bf16, the second fp8 (emulated on a CPU). Every 40 steps each rank writes a
 checkpoint, trains, throws model, optimizer, guard and hook away, makes them anew from it and trains
@@ -11,6 +11,7 @@ if something grew or a step went otherwise than planned.
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import io
 import itertools
@@ -42,12 +43,18 @@ ILL = {7: "loss", 17: "gradient", 32: "spike"}
 # What may come on top in half of the time after its first fifth, as a part of the median.
 GROWTH = {
     "memory (MiB)": 0.02,
+    "given out by malloc (MiB)": 0.02,
+    "Python's blocks": 0.02,
     "threads": 0.0,
     "open files": 0.0,
     "sockets": 0.0,
     "shared memory": 0.0,
     "temporary files": 0.0,
 }
+FIELDS_OF_MALLINFO2 = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
 PAGE = f"""
 Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_above=)`, an int8 hook in
 two levels (two hosts of two ranks), an average of the weights and asynchronous checkpoints. Every
@@ -169,6 +176,18 @@ class Run:
         return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
+def given_out() -> int:
+    """Return the bytes that glibc's malloc gave out and did not get back, in all of its arenas."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in FIELDS_OF_MALLINFO2]
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
 def held() -> dict[str, float]:
     """What this process holds now, and files that it left."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -183,17 +202,18 @@ def held() -> dict[str, float]:
     ]
     left = sum(len(names) for _, _, names in os.walk(tempfile.gettempdir()))
     counts = (int(status["Threads"]), len(files), sum("socket" in file for file in files))
-    memory = int(status["VmRSS"].split()[0]) / 1024
-    return dict(zip(GROWTH, (memory, *counts, len(shared), left), strict=True))
+    memory = int(status["VmRSS"].split()[0]) / 1024, given_out() / 2**20
+    python = sys.getallocatedblocks()
+    return dict(zip(GROWTH, (*memory, python, *counts, len(shared), left), strict=True))
 
 
-def train(rank: int, folder: Path, minutes: float) -> None:
-    """Be one rank; what it held after each stretch of steps goes into a file."""
+def train(rank: int, port: int, folder: Path, samples: Path, minutes: float) -> None:
+    """Be one rank; what it held after each stretch of steps is a line of a file."""
     torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     saving = dist.new_group(backend="gloo")
-    run, begun, rows = Run(LEVELS[0], None), time.monotonic(), []
+    run, begun = Run(LEVELS[0], None), time.monotonic()
     for index in itertools.count():
         part = torch.tensor((time.monotonic() - begun) / (60 * minutes))
         dist.broadcast(part, 0)
@@ -210,14 +230,14 @@ def train(rank: int, folder: Path, minutes: float) -> None:
             run.train()
             ends.append(run.digest())
             row = {"level": level, "hours": (time.monotonic() - begun) / 3600, "step": run.step}
-            rows.append(row | run.counts() | held())
+            with (samples / f"{rank}.jsonl").open("a") as file:
+                print(json.dumps(row | run.counts() | held()), file=file)
         assert ends[0] == ends[1], f"step {run.step}: after the checkpoint it went otherwise"
         everyone: list[Any] = [None] * RANKS
         dist.all_gather_object(everyone, ends[1])
         assert len(set(everyone)) == 1, f"step {run.step}: ranks hold other weights"
         if rank == 0:
             shutil.rmtree(path)
-    (folder / f"{rank}.json").write_text(json.dumps(rows))
     run.hook.close()
     dist.destroy_process_group()
 
@@ -231,13 +251,22 @@ def slope(rows: list[dict[str, float]], what: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
-    minutes = parser.parse_args().minutes
+    parser.add_argument("--samples", type=Path)
+    given = parser.parse_args()
+    minutes = given.minutes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        samples = given.samples or folder / "samples"
+        samples.mkdir()
         (folder / "tmp").mkdir()
         os.environ.update(TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1")
-        mp.spawn(train, (folder, minutes), RANKS)
-        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        # As torchrun's: in a process of its own, for a store keeps all that groups ever met by.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(train, (store.port, folder, samples, minutes), RANKS)
+        ranks = [
+            [json.loads(line) for line in (samples / f"{rank}.jsonl").read_text().splitlines()]
+            for rank in range(RANKS)
+        ]
 
     print("# An hour of everything\n" if minutes == 60 else "# Some minutes of everything\n")
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {os.cpu_count()} cores, gloo,")

@@ -144,8 +144,6 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
     "install": ("timm", plain, "loss_scaler._scaler"),
     "mmengine": ("mmengine", given_mmengine, "wrapper.loss_scaler"),
     "torchtitan": ("torchtitan", given_torchtitan, "trainer.scaler"),
-    "loop": ("torch", plain, "scaler"),
-    "muon": ("torch", plain, "scaler"),
 }
 GROUPS = {
     "lightning": "lightning",
