@@ -102,11 +102,11 @@ def example(path: Path) -> str:
 
 def launcher() -> str:
     """Return the flags of ``launch/train.py``, from its own help."""
-    from launch.config import parser
+    from launch.config import COMMAND
 
-    text = parser().format_help().strip()
-    page = ["# The launcher's flags", "", _LAUNCHER, "", "```text", text, "```", ""]
-    return "\n".join(page)
+    text = COMMAND.generate_docs("markdown", include_hidden=False)
+    flags = text.partition("**The model**")
+    return "\n".join(["# The launcher's flags", "", _LAUNCHER, "", *flags[1:]])
 
 
 def ops() -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from launch.config import read_config
 from launch.metrics import draw, read_records
 from launch.stop import exit_code_of
-from launch.usage import Parser, flag, require
+from launch.usage import call, command, flag, require
 
 
 def compare(runs: list[Path]) -> Table:
@@ -50,20 +50,24 @@ def _outcome(run: Path) -> dict[str, str]:
     }
 
 
+def compare_runs(first: Path, second: Path, /, *others: Path, out: Path | None = None) -> None:
+    """Print what runs came to, and which of their flags differ.
+
+    Args:
+        first: The folder of a run.
+        second: Of another one.
+        others: Of more.
+        out: A picture to draw, such as both.png.
+    """
+    runs = [first, second, *others]
+    Console().print(compare(runs))
+    if out is not None:
+        draw(runs, out)
+
+
 def main(args: Sequence[str] | None = None) -> int:
-    """Compare the records of runs; return the exit code."""
-    parser = Parser("python -m launch.compare", (__doc__ or "").partition(":")[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="the folders of two runs or more")
-    parser.add_argument("--out", type=Path, help="a picture to draw, such as both.png")
-
-    def program() -> None:
-        given = parser.read(args)
-        require(len(given.runs) > 1, "it takes the folders of two runs or more")
-        Console().print(compare(given.runs))
-        if given.out is not None:
-            draw(given.runs, given.out)
-
-    return exit_code_of(program)
+    """Run the command line; return the exit code."""
+    return exit_code_of(lambda: call(command("python -m launch.compare", compare_runs), args))
 
 
 if __name__ == "__main__":

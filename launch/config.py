@@ -1,60 +1,52 @@
-"""What a run is asked to do: one model of pydantic's, of which the command line is made."""
+"""What a run is asked to do: models of pydantic's, of which cyclopts makes the command line."""
 
-import argparse
-import inspect
 import math
 import os
 import re
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from cyclopts import Group, Parameter
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from distamp import Precision
 from distamp.precision import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.usage import Parser, UsageError, flag, near, refusing, require
+from launch.usage import UsageError, call, command, refusal_of, refusing, require
 
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1"}
 
 
 def _absolute(name: str) -> str:
-    """Return a path that is there as it can be read from any folder; any other name as it is."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    """Return a path that is there, also behind ``hf:``, as any folder reads it; others as given."""
+    kind = "hf:" if name.startswith("hf:") else ""
+    path = Path(name.removeprefix(kind)).expanduser()
+    return f"{kind}{path.absolute()}" if path.exists() else name
 
 
-def _precision(name: str) -> str:
-    names = (*_LEVELS, *LEVELS)
-    if name not in names and not name.endswith(".toml"):
-        raise ValueError(f"it must be {', '.join(names)} or FILE.toml")
-    return name if name in names else _absolute(name)
+def _one_of(names: Collection[str], pattern: str, form: str) -> AfterValidator:
+    """Allow some names, and what a pattern matches, which people know as ``form``."""
 
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"it must be {', '.join([*names, form])}")
+        return _absolute(value)
 
-def _model(name: str) -> str:
-    kind, _, own = name.partition(":")
-    if name != "gpt" and not (kind and own):
-        raise ValueError("it must be gpt, hf:NAME or module:function")
-    return f"hf:{_absolute(own)}" if kind == "hf" else name
-
-
-def _optimizer(name: str) -> str:
-    if name not in ("adamw", "sgd", "muon") and not all(name.partition(":")):
-        raise ValueError("it must be adamw, sgd, muon or module:Class")
-    return name
-
-
-def _pair(pair: str) -> str:
-    if "=" not in pair:
-        raise ValueError("it must be name=value")
-    return pair
+    return AfterValidator(check)
 
 
 Name = Annotated[str, AfterValidator(_absolute)]
+ModelName = Annotated[str, _one_of(["gpt"], r"\w.*:.+", "hf:NAME or module:function")]
+LevelName = Annotated[str, _one_of([*_LEVELS, *LEVELS], r".*\.toml", "FILE.toml")]
+OptimizerName = Annotated[str, _one_of(["adamw", "sgd", "muon"], ".+:.+", "or module:Class")]
+Pair = Annotated[str, _one_of([], ".+=.*", "name=value")]
 Count = Annotated[int, Field(gt=0)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -68,13 +60,20 @@ def option(default: Any, text: str, elsewhere: str = "") -> Any:
     return Field(default, description=text, json_schema_extra={"elsewhere": elsewhere})
 
 
+def _group(title: str) -> Parameter:
+    """Have the fields of a model be flags without a prefix, and listed together."""
+    group = Group.create_ordered(title)
+    return Parameter("*", group=group, negative_iterable="", allow_repeating=True)
+
+
+@_group("The model")
 class _Model(BaseModel, frozen=True):
     """The model."""
 
-    model: Annotated[str, AfterValidator(_model)] = option(
+    model: ModelName = option(
         "gpt", "gpt, hf:TYPE or hf:FOLDER (transformers), or module:function of yours"
     )
-    model_args: tuple[Annotated[str, AfterValidator(_pair)], ...] = option(
+    model_args: Annotated[tuple[Pair, ...], Parameter(consume_multiple=True)] = option(
         (), "name=value ...: of the config of hf:, or of module:function"
     )
     layers: Count = option(2, "transformer blocks (gpt)", "n_layer num_layers depth")
@@ -83,6 +82,7 @@ class _Model(BaseModel, frozen=True):
     dropout: Decay = option(0.0, "part of the channels dropped while training (gpt)")
 
 
+@_group("The data")
 class _Data(BaseModel, frozen=True):
     """The data."""
 
@@ -92,7 +92,7 @@ class _Data(BaseModel, frozen=True):
     tokenizer: Annotated[Path, AfterValidator(Path.absolute)] | None = option(
         None, "a tokenizer.json; without one, bytes are tokens"
     )
-    token_dtype: Literal["uint16", "uint32"] = option("uint16", "of a .bin: uint16 or uint32")
+    token_dtype: Literal["uint16", "uint32"] = option("uint16", "of a .bin")
     block: Count = option(
         64, "tokens of context", "block_size context seq_len sequence_length max_length"
     )
@@ -107,6 +107,7 @@ class _Data(BaseModel, frozen=True):
     )
 
 
+@_group("The ranks")
 class _Ranks(BaseModel, frozen=True):
     """The ranks."""
 
@@ -115,9 +116,9 @@ class _Ranks(BaseModel, frozen=True):
         1, "ranks that share a copy's weights (FSDP2; with copies, HSDP); -1: all", "strategy fsdp"
     )
     tp: Count = option(1, "ranks that share each matrix", "tensor_parallel")
-    hook: Literal["fp16", "bf16", "int8", "auto"] | None = option(
-        None,
-        "send gradients as fp16, bf16 or int8; auto: what is fastest here",
+    hook: Literal["none", "fp16", "bf16", "int8", "auto"] = option(
+        "none",
+        "send gradients in fewer bytes; auto: what is fastest here",
         "comm_hook compression",
     )
     device: str = option("auto", "cpu, cuda, ...; auto: the accelerator, if there is one")
@@ -127,10 +128,11 @@ class _Ranks(BaseModel, frozen=True):
     )
 
 
+@_group("Precision and memory")
 class _Precision(BaseModel, frozen=True):
     """Precision and memory."""
 
-    precision: Annotated[str, AfterValidator(_precision)] = option(
+    precision: LevelName = option(
         "fp32",
         "fp32, bf16, fp16, fp8, O0 to O3, bf16-O2, bf16-O3, or FILE.toml of patterns",
         "opt_level amp dtype mixed_precision fp16 bf16 half",
@@ -141,21 +143,22 @@ class _Precision(BaseModel, frozen=True):
     compile: bool = option(False, "compile each block")
     checkpoint_blocks: Literal["none", "all", "selective"] = option(
         "none",
-        "recompute activations: none, all, selective (not the products)",
+        "recompute activations; selective: but for the products",
         "gradient_checkpointing activation_checkpointing",
     )
 
 
+@_group("The optimizer")
 class _Optimizer(BaseModel, frozen=True):
     """The optimizer."""
 
-    optimizer: Annotated[str, AfterValidator(_optimizer)] = option(
+    optimizer: OptimizerName = option(
         "adamw", "adamw, sgd, muon (adamw on what is no matrix), or module:Class", "optim"
     )
     lr: Finite = option(4e-3, "learning rate at its peak", "learning_rate")
     schedule: Literal["cosine", "wsd", "linear", "constant"] = option(
         "cosine",
-        "after warm-up: cosine, wsd (falls in the last fifth), linear or constant",
+        "after warm-up; wsd falls in the last fifth",
         "scheduler lr_scheduler lr_schedule",
     )
     warmup: CountOrNone = option(50, "taken steps until the peak", "warmup_steps warmup_iters")
@@ -176,12 +179,13 @@ class _Optimizer(BaseModel, frozen=True):
     )
     on_nonfinite: Literal["skip", "report"] = option(
         "skip",
-        "at inf or NaN in a gradient: skip, or report, which says where it was born",
+        "at inf or NaN in a gradient; report says where it was born",
         "detect_anomaly check_nan",
     )
     ema: Decay = option(0.0, "decay of an average of the weights, for sample and evaluate")
 
 
+@_group("The run")
 class _Run(BaseModel, frozen=True):
     """The run."""
 
@@ -246,7 +250,7 @@ class Config(
 
     def smallest_world(self) -> int:
         """Return the fewest ranks that these flags could be for."""
-        copies = self.replicate or (2 if self.hook and abs(self.shard) == 1 else 1)
+        copies = self.replicate or (2 if self.hook != "none" and abs(self.shard) == 1 else 1)
         return copies * abs(self.shard) * self.tp
 
     def require_possible(self, world: int) -> None:
@@ -260,8 +264,8 @@ class Config(
         product = f"{given}: their product must be the number of ranks, which is {world}"
         fits = min(replicate, shard) > 0 and replicate * shard * tp == world
         require(fits, f"{product} (torchrun --nproc-per-node)")
-        alone = self.hook and (world == 1 or tp > 1)
-        require(not alone, f"--hook {self.hook}: it must be None on one rank, and with --tp")
+        fits = self.hook == "none" or (world > 1 and tp == 1)
+        require(fits, f"--hook {self.hook}: it must be none on one rank, and with --tp")
         if self.model == "gpt":
             width, heads = f"--width {self.width}", f"--heads {self.heads}"
             require(self.width % self.heads == 0, f"{width}: it must be a multiple of {heads}")
@@ -281,14 +285,7 @@ def config_of(values: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        fault = error.errors()[0]
-    allowed, given = (
-        fault["msg"].removeprefix("Value error, ").replace("Input", "it", 1),
-        fault["input"],
-    )
-    has_names = fault["type"] in ("literal_error", "value_error")
-    hint = near(given, re.findall(r"[\w-]+", allowed)) if has_names else ""
-    raise UsageError(f"{flag(str(fault['loc'][0]))} {given}: {allowed}{hint}")
+        raise refusal_of(error) from None
 
 
 def read_config(run: Path) -> Config:
@@ -311,28 +308,23 @@ def read_config(run: Path) -> Config:
     return config.model_copy(update=copies)
 
 
-def parser() -> Parser:
-    """Return the command line of ``launch/train.py``; what is not given is not in its result."""
-    known: dict[str, Any] = Config.model_fields
-    elsewhere = {
-        theirs: name
-        for name, field in known.items()
-        for theirs in field.json_schema_extra["elsewhere"].split()
-    }
-    made = Parser("launch/train.py", inspect.getdoc(Config) or "", elsewhere)
-    for group in reversed(Config.__bases__):
-        titled = made.add_argument_group((group.__doc__ or "").rstrip("."))
-        for name in inspect.get_annotations(group):
-            field = known[name]
-            default = "" if field.default in (None, (), math.inf) else f" [{field.default}]"
-            how: dict[str, Any] = {"metavar": {int: "N", float: "X"}.get(field.annotation, "NAME")}
-            if field.annotation is bool:
-                how = {"action": argparse.BooleanOptionalAction}
-            if name == "model_args":
-                how = {"nargs": "*", "metavar": "NAME=VALUE"}
-            text = field.description + default
-            titled.add_argument(flag(name), default=argparse.SUPPRESS, help=text, **how)
-    return made
+def flags(
+    *,
+    model: _Model = _Model(),
+    data: _Data = _Data(),
+    ranks: _Ranks = _Ranks(),
+    precision: _Precision = _Precision(),
+    optimizer: _Optimizer = _Optimizer(),
+    run: _Run = _Run(),
+) -> dict[str, Any]:
+    """Train a model in mixed precision, on as many ranks as torchrun starts."""
+    given: dict[str, Any] = {}
+    for group in (model, data, ranks, precision, optimizer, run):
+        given |= group.model_dump(exclude_unset=True)
+    return given
+
+
+COMMAND = command("launch/train.py", flags)
 
 
 def parse(args: Sequence[str] | None = None) -> Config:
@@ -346,8 +338,15 @@ def parse(args: Sequence[str] | None = None) -> Config:
     Raises:
         UsageError: It cannot be read, or the run to go on from is not there.
     """
-    told = vars(parser().read(args))
-    given = {name: None if value == "None" else value for name, value in told.items()}
+    known: dict[str, Any] = Config.model_fields
+    elsewhere = {
+        theirs: name
+        for name, field in known.items()
+        for theirs in field.json_schema_extra["elsewhere"].split()
+    }
+    given = call(COMMAND, args, elsewhere)
+    if given is None:  # --help has been printed
+        sys.exit()
     config = config_of(given)
     again = config.auto_resume or began_here(config.run_dir)
     resume = config.run_dir if again and checkpoints_of(config.run_dir) else config.resume

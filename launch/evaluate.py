@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from cyclopts.types import NonNegativeInt
 
 from launch.checkpoint import load_run
 from launch.config import Config
@@ -15,7 +16,7 @@ from launch.folder import read_about
 from launch.job import Job
 from launch.model import loss_of, mean_loss
 from launch.stop import exit_code_of
-from launch.usage import Parser, require
+from launch.usage import call, command
 
 
 @torch.no_grad()
@@ -53,29 +54,29 @@ def evaluate(job: Job, examples: int) -> dict[str, float]:
     return measured | ({"accuracy": right_sum / counted} if classifies else {})
 
 
+def evaluate_run(run: Path, /, *, data: str | None = None, examples: NonNegativeInt = 0) -> None:
+    """Print the loss of a run's newest checkpoint on held-out examples.
+
+    Args:
+        run: The folder of a run, or one of its checkpoints.
+        data: Another text, or tokens: the last tenth of it is read.
+        examples: How many; 0: all.
+    """
+
+    def load(config: Config) -> Data:
+        if data is None:
+            return load_data(config)
+        other = load_data(config.model_copy(update={"data": data}))
+        return replace(other, classes=read_about(run)["classes"])
+
+    job = load_run(run, load)
+    for name, value in evaluate(job, examples or len(job.data.held_out)).items():
+        print(f"{name.replace('_', ' ')} {value:.4f}")
+
+
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the loss of a run's newest checkpoint; return the exit code."""
-    parser = Parser("python -m launch.evaluate", (__doc__ or "").partition(":")[0])
-    parser.add_argument("run", type=Path, help="the folder of a run, or one of its checkpoints")
-    parser.add_argument("--data", help="another text, or tokens: the last tenth of it is read")
-    parser.add_argument("--examples", type=int, default=0, help="how many; 0: all [0]")
-
-    def program() -> None:
-        given = parser.read(args)
-        require(given.examples >= 0, f"--examples {given.examples}: it must be 0 or more")
-
-        def load(config: Config) -> Data:
-            if given.data is None:
-                return load_data(config)
-            classes = read_about(given.run)["classes"]
-            other = load_data(config.model_copy(update={"data": given.data}))
-            return replace(other, classes=classes)
-
-        job = load_run(given.run, load)
-        for name, value in evaluate(job, given.examples or len(job.data.held_out)).items():
-            print(f"{name.replace('_', ' ')} {value:.4f}")
-
-    return exit_code_of(program)
+    """Run the command line; return the exit code."""
+    return exit_code_of(lambda: call(command("python -m launch.evaluate", evaluate_run), args))
 
 
 if __name__ == "__main__":

@@ -92,11 +92,11 @@ def make_job(
     if config.level.loss_scale == "dynamic":
         schedule = DynamicSchedule(growth_interval=config.growth_interval)
         how |= {"init_scale": config.init_scale, "schedule": schedule}
-    if config.hook:
+    if config.hook != "none":
         two_levels = layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
         replicas = layout.mesh["replicate"].get_group() if layout.mesh and two_levels else None
         how |= {"comm_hook": config.hook, "replicas": replicas}
-    asked = f"--precision {config.precision}" + (f" --hook {config.hook}" if config.hook else "")
+    asked = f"--precision {config.precision} --hook {config.hook}"
     with refusing(asked, ValueError, RuntimeError):
         amp = initialize(model, optimizers, config.level, **how)
     # After the masters, of which it is the average.

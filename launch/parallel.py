@@ -183,7 +183,7 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
         styles |= {f"blocks.*.{name}": RowwiseParallel() for name in rows}
         parallelize_module(model, layout.mesh["tp"], styles)
     # A hook averages over the copies itself; without one, torch does.
-    copied = layout.replicate > 1 and config.hook is None
+    copied = layout.replicate > 1 and config.hook == "none"
     mesh = layout.mesh["replicate", "shard"] if copied else layout.mesh["shard"]
     level = config.level
     if level.casts_model and level.keep_batchnorm_fp32:

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from cyclopts.types import NonNegativeFloat, NonNegativeInt
 from torch import Tensor, nn
 
 from launch.checkpoint import load_run
@@ -13,7 +14,7 @@ from launch.config import Config
 from launch.data import Data, load_data, text_of
 from launch.folder import read_about
 from launch.stop import exit_code_of
-from launch.usage import Parser, require
+from launch.usage import call, command, require
 
 
 @torch.no_grad()
@@ -41,41 +42,51 @@ def sample(
         yield int(chosen)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Print text that a run's model goes on with; return the exit code."""
-    parser = Parser("python -m launch.sample", (__doc__ or "").partition(":")[0])
-    add = parser.add_argument
-    add("run", type=Path, help="the folder of a run, or one of its checkpoints")
-    add("--prompt", default="\n", help="what the text begins with [an end of line]")
-    add("--tokens", type=int, default=300, help="how many to draw [300]")
-    add("--temperature", type=float, default=0.8, help="below 1: likelier tokens [0.8]")
-    add("--top-k", type=int, default=40, help="choose among so many; 0: all [40]")
-    add("--seed", type=int, default=0, help="of the draw [0]")
-    add("--tokenizer", type=Path, help="a tokenizer.json, where the run was given none")
+def sample_run(
+    run: Path,
+    /,
+    *,
+    prompt: str = "\n",
+    tokens: NonNegativeInt = 300,
+    temperature: NonNegativeFloat = 0.8,
+    top_k: NonNegativeInt = 40,
+    seed: int = 0,
+    tokenizer: Path | None = None,
+) -> None:
+    """Print text that a run's model goes on with.
 
-    def program() -> None:
-        given = parser.read(args)
-        ranges = "--tokens, --temperature and --top-k must be 0 or more, --prompt not empty"
-        require(min(given.tokens, given.temperature, given.top_k) >= 0 and given.prompt, ranges)
-        about = read_about(given.run)
-        unread = f"{given.run}: its data are no text; for tokens of a .bin, give --tokenizer"
-        require(about["text"] or given.tokenizer, unread)
+    Args:
+        run: The folder of a run, or one of its checkpoints.
+        prompt: What the text begins with.
+        tokens: How many to draw.
+        temperature: Below 1: likelier tokens.
+        top_k: Choose among so many; 0: all.
+        seed: Of the draw.
+        tokenizer: A tokenizer.json, where the run was given none.
+    """
+    require(prompt, "--prompt: it must not be empty")
+    about = read_about(run)
+    unread = f"{run}: its data are no text; for tokens of a .bin, give --tokenizer"
+    require(about["text"] or tokenizer, unread)
 
-        def load(config: Config) -> Data:
-            if config.model == "gpt" or config.model.startswith("hf:"):
-                text = text_of(given.tokenizer or config.tokenizer)
-                return Data(about["data"], (), (), about["classes"], text)
+    def load(config: Config) -> Data:
+        if ":" in config.model and not config.model.startswith("hf:"):
             return load_data(config)  # a model of one's own may look at them
+        text = text_of(tokenizer or config.tokenizer)
+        return Data(about["data"], (), (), about["classes"], text)
 
-        job = load_run(given.run, load)
-        text = text_of(given.tokenizer or job.config.tokenizer)
-        torch.manual_seed(given.seed)
-        prompt = torch.tensor(text.encode(given.prompt), device=job.device)
-        with job.amp.autocast():
-            drawn = sample(job.model, prompt, job.config.block, given.temperature, given.top_k)
-            print(given.prompt + text.decode([*islice(drawn, given.tokens)]))
+    job = load_run(run, load)
+    text = text_of(tokenizer or job.config.tokenizer)
+    torch.manual_seed(seed)
+    begun = torch.tensor(text.encode(prompt), device=job.device)
+    with job.amp.autocast():
+        drawn = sample(job.model, begun, job.config.block, temperature, top_k)
+        print(prompt + text.decode([*islice(drawn, tokens)]))
 
-    return exit_code_of(program)
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    return exit_code_of(lambda: call(command("python -m launch.sample", sample_run), args))
 
 
 if __name__ == "__main__":

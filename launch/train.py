@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 if not __package__:  # run as a script: the folder above holds the packages, this one does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-if missing := [name for name in ("pydantic", "rich", "matplotlib") if find_spec(name) is None]:
+if missing := [
+    name for name in ("cyclopts", "pydantic", "rich", "matplotlib") if find_spec(name) is None
+]:
     sys.exit(f"error: no {missing[0]} here; pip install -e '.[train]' brings it")
 
 import torch

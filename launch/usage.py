@@ -1,17 +1,20 @@
 """What all programs here have: a command line, refusals in one sentence, whose an error is."""
 
-import argparse
 import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import cyclopts
+import pydantic
 
 # Folders of ours and of installed packages; a file in any other is the user's.
 _OURS = [Path(__file__).resolve().parents[1] / name for name in ("launch", "distamp")]
@@ -39,48 +42,48 @@ def near(name: str, known: Iterable[str]) -> str:
     return "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
 
 
-class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that raises `UsageError`.
+def command(name: str, function: Callable[..., object]) -> cyclopts.App:
+    """Return a command line: a function's arguments, and its docstring as the help."""
+    how: dict[str, Any] = {"result_action": "return_value", "suppress_keyboard_interrupt": False}
+    app = cyclopts.App(name, version_flags=[], **how)
+    app.default(function)
+    return app
+
+
+def call(
+    app: cyclopts.App, args: Sequence[str] | None = None, elsewhere: Mapping[str, str] = {}
+) -> Any:
+    """Call the function of a command line; where ``--help`` is asked, print that, and return None.
 
     Args:
-        prog: What the program is called.
-        description: What it does.
-        elsewhere: From names that other programs have to attributes of this one.
+        app: Of `command`.
+        args: None: those of the process.
+        elsewhere: From names that other programs have to those here.
+
+    Raises:
+        UsageError: A flag or a value cannot be read.
     """
+    try:
+        return app(args, exit_on_error=False, print_error=False)
+    except cyclopts.CycloptsError as error:
+        if isinstance(error.__cause__, pydantic.ValidationError):
+            raise refusal_of(error.__cause__) from None
+        sentence = str(error)
+        if isinstance(error, cyclopts.UnknownOptionError):
+            name = str(error.token.keyword)
+            ours = elsewhere.get(name.lstrip("-").replace("-", "_"))
+            sentence = f"{name}: no such flag; here it is {flag(ours)}" if ours else sentence
+        raise UsageError(sentence) from None
 
-    def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] = {}) -> None:
-        super().__init__(
-            prog=prog,
-            usage=f"{prog} [flags]",
-            description=description,
-            allow_abbrev=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(
-                prog, max_help_position=46, width=130
-            ),
-        )
-        self._elsewhere = elsewhere
 
-    def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print below the usage."""
-        raise UsageError(message.removeprefix("argument "))
-
-    def read(self, args: Sequence[str] | None) -> argparse.Namespace:
-        """Read the command line.
-
-        Args:
-            args: None: those of the process.
-
-        Raises:
-            UsageError: A flag or a value cannot be read.
-        """
-        values, unknown = self.parse_known_args(args)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            ours = self._elsewhere.get(name.lstrip("-").replace("-", "_"))
-            known = [each for action in self._actions for each in action.option_strings]
-            hint = f"; here it is {flag(ours)}" if ours else near(name, known)
-            self.error(f"{unknown[0]}: no such flag or value{hint}")
-        return values
+def refusal_of(error: pydantic.ValidationError) -> UsageError:
+    """Return pydantic's first complaint as a sentence, with a word that is written alike."""
+    fault = error.errors()[0]
+    allowed = fault["msg"].removeprefix("Value error, ").replace("Input", "it", 1)
+    given = fault["input"]
+    has_names = fault["type"] in ("literal_error", "value_error")
+    hint = near(given, re.findall(r"[\w-]+", allowed)) if has_names else ""
+    return UsageError(f"{flag(str(fault['loc'][0]))} {given}: {allowed}{hint}")
 
 
 def place_of_user(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distamp.__main__ import parser
-from launch.config import parser as launcher_parser
+from launch.config import COMMAND as LAUNCHER
 from tests.docs_code import OWN_TESTS, PAGES, ROOT, blocks_of, ranks_of, run_page
 from tests.docs_words import (
     DOCS,
@@ -101,7 +101,7 @@ def _wrong_flags(line: str) -> list[str]:
             return [f"no command {found[2]}: {line}"]
         known = commands[found[2]].format_help()
     else:
-        known = launcher_parser().format_help()
+        known = LAUNCHER.generate_docs("markdown") + "--help"
     try:
         words = shlex.split(found[3].split("#")[0].split("|")[0], comments=True)
     except ValueError:
