@@ -62,8 +62,7 @@ def option(default: Any, text: str, elsewhere: str = "") -> Any:
 
 def _group(title: str) -> Parameter:
     """Have the fields of a model be flags without a prefix, and listed together."""
-    group = Group.create_ordered(title)
-    return Parameter("*", group=group, negative_iterable="", allow_repeating=True)
+    return Parameter("*", group=Group.create_ordered(title))
 
 
 @_group("The model")

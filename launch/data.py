@@ -1,6 +1,5 @@
 """What is trained on: bytes, tokens or datasets of the user's own, and which example comes when."""
 
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -203,18 +203,17 @@ def load_data(config: Config) -> Data:
     """
     named = f"--data {config.data}"
     path = None if config.data is None else Path(config.data)
-    with refusing(f"{named}: cannot read it", OSError, ValueError):
+    with refusing(f"{named}: cannot read it", OSError, ValueError, TypeError):
         if path is not None and not path.exists():
             data = _own(config.data or "")
         elif path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
             data = _tokens(path, config)
         else:
             data = _text(path, config)
-    sized = all(hasattr(part, "__len__") for part in (data.train, data.held_out))
-    require(sized, f"{named}: its datasets must have a length, and be read by index")
-    sizes = f"{data.name} has {len(data.train)} examples to train on, {len(data.held_out)} held out"
+        train, held_out = len(data.train), len(data.held_out)
+    sizes = f"{data.name} has {train} examples to train on, {held_out} held out"
     needed = f"--batch {config.batch} of --block {config.block} needs {config.batch} and 1"
-    enough = len(data.train) >= config.batch and len(data.held_out) > 0
+    enough = train >= config.batch and held_out > 0
     require(enough, f"--data: {sizes}, and {needed}; take smaller ones")
     return data
 
@@ -222,8 +221,7 @@ def load_data(config: Config) -> Data:
 def _own(name: str) -> Data:
     """Call a function of the user's own."""
     require(":" in name, f"--data {name}: no such file or folder")
-    with refusing(f"--data {name}", TypeError):
-        returned = load_own("--data", name)()
+    returned = load_own("--data", name)()
     right = isinstance(returned, tuple) and len(returned) == 3
     require(right, f"--data {name}: it must return (train, held out, number of classes)")
     return Data(name, *returned)
@@ -294,8 +292,7 @@ def _encoded(content: bytes, tokenizer: Path | None, text: Text) -> Tokens:
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     path = cache / "distamp" / "tokens" / f"{digest}.bin"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait
+    with FileLock(path.with_suffix(".lock")):  # the others wait
         if not path.exists():
             tokens = np.array(text.encode(content.decode(errors="replace")), np.uint32)
             tokens.tofile(path.with_suffix(".partial"))

@@ -31,13 +31,12 @@ def evaluate(job: Job, examples: int) -> dict[str, float]:
     layout, config, held_out = job.layout, job.config, job.data.held_out
     loss, classifies = loss_of(job.model), loss_of(job.model) is mean_loss
     length, world = min(examples, len(held_out)), layout.data_world
-    count = config.batch // (world * config.accumulate)
-    starts = range(0, length, count * world)
-    shares = [range(s + layout.data_rank, min(s + count * world, length), world) for s in starts]
+    chosen = [place * len(held_out) // length for place in range(length)]
+    own, count = chosen[layout.data_rank :: world], config.batch // (world * config.accumulate)
+    shares = [own[start : start + count] for start in range(0, -(-length // world), count)]
     # A sharded model needs every rank in each pass: one that has run out repeats an example, and
     # counts it for nothing.
-    places = [[*share] or [start] for share, start in zip(shares, starts, strict=True)]
-    order = [[place * len(held_out) // length for place in chosen] for chosen in places]
+    order = [share or chosen[:1] for share in shares]
     # Of the loss, of right answers, and of examples; the host waits for none of them.
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
     for share, batch in zip(shares, batches(held_out, order, job.device), strict=True):

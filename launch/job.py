@@ -88,17 +88,19 @@ def make_job(
     optimizers = make_optimizers(inner, config) if trains else []
     # After the cast, as DDP's buckets have the dtypes that it finds; before a hook, which it calls.
     model = wrap(inner, layout, data, device) if trains else inner
-    how: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    if not config.level.scales:  # a scale that is too large is found by skips in a row
+        settings["max_consecutive_skips"] = 3
     if config.level.loss_scale == "dynamic":
         schedule = DynamicSchedule(growth_interval=config.growth_interval)
-        how |= {"init_scale": config.init_scale, "schedule": schedule}
+        settings |= {"init_scale": config.init_scale, "schedule": schedule}
     if config.hook != "none":
         two_levels = layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
         replicas = layout.mesh["replicate"].get_group() if layout.mesh and two_levels else None
-        how |= {"comm_hook": config.hook, "replicas": replicas}
-    asked = f"--precision {config.precision} --hook {config.hook}"
-    with refusing(asked, ValueError, RuntimeError):
-        amp = initialize(model, optimizers, config.level, **how)
+        settings |= {"comm_hook": config.hook, "replicas": replicas}
+    flags = f"--precision {config.precision} --hook {config.hook}"
+    with refusing(flags, ValueError, RuntimeError):
+        amp = initialize(model, optimizers, config.level, **settings)
     # After the masters, of which it is the average.
     average = Average(amp, config.ema if trains else 0.0)
     return Job(config, data, device, layout, model, amp, average)

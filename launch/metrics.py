@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import shlex
 import sys
@@ -59,8 +58,6 @@ class Metrics:
         self._bar.start()
         self._say_what_begins()
         self._started = time.monotonic()
-        # When the first step had its record, and which: it takes longer than those that follow.
-        self._pace: tuple[float, int] | None = None
         self.start_clock()
 
     def _open(self) -> None:
@@ -129,12 +126,10 @@ class Metrics:
         step, config = record["step"], self._job.config
         parts = [f"step {step:>{len(str(config.steps))}}/{config.steps}"]
         parts += [form.format(record[key]) for key, form in _SHOWN.items() if key in record]
-        if "loss" in record and self._pace is not None:
-            began, first = self._pace
-            left = (time.monotonic() - began) / (step - first) * (config.steps - step)
-            parts.append(f"{timedelta(seconds=round(left))} left")
-        elif "loss" in record:
-            self._pace = time.monotonic(), step
+        if "loss" in record:
+            tokens = (config.steps - step) * config.batch * self._targets
+            left = timedelta(seconds=round(tokens / max(0.1, record["tokens_per_second"])))
+            parts.append(f"{left} left")
         if not record.get("taken", True):
             finite = math.isfinite(record["gradient_norm"])
             reason = f"norm above --skip-above {config.skip_above:g}" if finite else "not finite"
@@ -168,21 +163,19 @@ class Metrics:
         self._bar.stop()
         rows = read_records(run) if self._is_first else []
         which = [str(row["step"]) for row in rows if not row.get("taken", True)][-8:]
-        which = which if len(which) == progress.skipped else ["...", *which]
-        skipped = f"{progress.skipped} skipped" + (
-            f" on every rank: {', '.join(which)}" if which else ""
-        )
-        self.say(f"{progress.step - progress.skipped} steps taken, {skipped}")
+        if len(which) < progress.skipped:
+            which.insert(0, "...")
+        skipped = f"{progress.skipped} skipped on every rank: {', '.join(which)}"
+        taken = f"{progress.step - progress.skipped} steps taken"
+        self.say(f"{taken}, {skipped if which else 'none skipped'}")
         took = timedelta(seconds=round(time.monotonic() - self._started))
         self.say(f"{took}, peak memory of rank 0: {peak_memory(self._job.device) / 2**30:.2f} GiB")
         if ended:
             self.say("stopped as asked" + (f"; go on with --resume {run}" if keep else ""))
         self.say(f"Results are in {run}" + ("" if keep else ", without a checkpoint (--keep 0)"))
         if keep and self._job.data.text is not None:
-            # `make` activates no environment: the interpreter is named as it is called from here.
-            python = os.path.relpath(sys.executable)
-            python = "python" if python.startswith("..") else python
-            self.say(f"For text from it:\n  {python} -m launch.sample {shlex.quote(str(run))}")
+            program = shlex.join([sys.executable, "-m", "launch.sample", str(run)])
+            self.say(f"For text from it:\n  {program}")
 
     def close(self) -> None:
         """Write what is left, and draw the curves."""

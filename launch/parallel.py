@@ -25,6 +25,18 @@ from launch.data import Data
 from launch.model import GPT, blocks_of
 from launch.usage import UsageError, require
 
+# What takes longest to compute again: products and attention.
+_SLOW_OPS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -37,8 +49,7 @@ def pick_device(config: Config) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     best = "cpu" if accelerator is None else accelerator.type
     kind = best if config.device == "auto" else config.device
-    present = " or ".join(dict.fromkeys(["auto", "cpu", best]))
-    require(kind in ("cpu", best), f"--device {kind}: it must be {present} on this machine")
+    require(kind in ("cpu", best), f"--device {kind}: it must be auto, cpu or {best} here")
     if kind == "cpu":
         return torch.device("cpu")
     ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
@@ -141,29 +152,21 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     Raises:
         UsageError: The model has no blocks.
     """
-    kind = config.checkpoint_blocks
-    asked = "--compile" if kind == "none" else f"--checkpoint-blocks {kind}"
-    blocks: list[Any] = [*blocks_of(model)]
-    fits = blocks or not (config.compile or kind != "none")
-    require(fits, f"{asked}: --model {config.model} has no blocks (members of a ModuleList)")
-    how: dict[str, Any] = {"use_reentrant": False}
+    kind, blocks = config.checkpoint_blocks, blocks_of(model)
+    if kind == "none" and not config.compile:
+        return
+    fault = f"--model {config.model} has no blocks (members of a ModuleList)"
+    require(blocks, f"--compile {config.compile} --checkpoint-blocks {kind}: {fault}")
+    options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         contexts = checkpoint.create_selective_checkpoint_contexts
-        how["context_fn"] = functools.partial(contexts, _recompute_policy)
+        options["context_fn"] = functools.partial(contexts, _SLOW_OPS)
     for block in blocks:
+        forward = block.forward
         if kind != "none":
-            block.forward = functools.partial(checkpoint.checkpoint, block.forward, **how)
-        if config.compile:  # last, so that the compiler sees what is to be computed again
-            block.forward = torch.compile(block.forward)
-
-
-def _recompute_policy(
-    context: Any, op: Any, *args: Any, **kwargs: Any
-) -> checkpoint.CheckpointPolicy:
-    """Keep what takes longest to compute again: products and attention."""
-    is_kept = "mm" in op.name() or "attention" in op.name()
-    policies = checkpoint.CheckpointPolicy
-    return policies.MUST_SAVE if is_kept else policies.PREFER_RECOMPUTE
+            forward = functools.partial(checkpoint.checkpoint, forward, **options)
+        # Compiled last, so that the compiler sees what is to be computed again.
+        block.forward = torch.compile(forward) if config.compile else forward
 
 
 def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> None:
@@ -221,12 +224,9 @@ def wrap(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> 
         return model
     ids = None if device.type == "cpu" else [device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    batch = data.first(2, device)  # a batch norm has no statistics of one example
-    with torch.random.fork_rng(ids or [], device_type=device.type):
-        wrapped(*batch.inputs, **batch.named).float().sum().backward()
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+    wrapped.eval()  # so that no statistics move, and no random numbers are drawn
+    batch = data.first(1, device)
+    wrapped(*batch.inputs, **batch.named).float().sum().backward()
     idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     fault = f"--model: {', '.join(idle)} take no part in what it returns, and DDP waits for them"
     require(not idle, f"{fault}; freeze them (requires_grad_(False)), or take --shard")

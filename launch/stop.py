@@ -1,7 +1,6 @@
 """How a process ends: its exit code, signals and a time limit, and the end of its torchrun."""
 
 import ctypes
-import math
 import os
 import signal
 import sys
@@ -39,12 +38,16 @@ def exit_code_of(program: Callable[[], None]) -> int:
     return code
 
 
+# Whether a process is asked to end: by SIGTERM or Ctrl-C, and by the clock.
+Asked = Callable[[], tuple[bool, bool]]
+
+
 @contextmanager
-def listening(minutes: float = math.inf) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether SIGTERM, Ctrl-C or a time limit asks this process to end.
+def listening(minutes: float) -> Iterator[Asked]:
+    """Listen to signals, and watch the clock.
 
     Args:
-        minutes: After which it counts as asked.
+        minutes: After which the process is asked to end.
     """
     end = time.monotonic() + 60 * minutes
     heard: list[int] = []
@@ -56,7 +59,7 @@ def listening(minutes: float = math.inf) -> Iterator[Callable[[], bool]]:
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: bool(heard) or time.monotonic() >= end
+        yield lambda: (bool(heard), time.monotonic() >= end)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,18 +19,18 @@ if missing := [
 import torch
 from torch import Tensor
 
-from distamp import StepReplay
+from distamp import NonFiniteGradients, StepReplay
 from launch.checkpoint import Checkpoints
 from launch.config import Config, parse
 from launch.data import Batch, Order, batches, load_data
 from launch.evaluate import evaluate
 from launch.folder import checkpoint_of
 from launch.job import Job, make_job
-from launch.metrics import Metrics, Record
+from launch.metrics import Metrics
 from launch.model import build, loss_of
 from launch.optim import Rates, make_optimizers
 from launch.parallel import Layout, cut_over, pick_device, process_group
-from launch.stop import die_with_parent, exit_code_of, listening
+from launch.stop import Asked, die_with_parent, exit_code_of, listening
 from launch.usage import UsageError, require
 
 
@@ -41,18 +41,18 @@ def main(args: Sequence[str] | None = None) -> int:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         config = parse(args)
-        with listening(config.max_time) as is_asked:
-            run(config, is_asked)
+        with listening(config.max_time) as asked_to_end:
+            run(config, asked_to_end)
 
     return exit_code_of(program)
 
 
-def run(config: Config, is_asked: Callable[[], bool]) -> None:
+def run(config: Config, asked_to_end: Asked) -> None:
     """Train from the start, or from a checkpoint, to the last step.
 
     Args:
         config: The flags.
-        is_asked: Whether this rank was asked to end.
+        asked_to_end: Whether this rank is, by a signal or by the clock.
 
     Raises:
         UsageError: It cannot be done, as every rank finds.
@@ -72,7 +72,7 @@ def run(config: Config, is_asked: Callable[[], bool]) -> None:
         # Last: what is refused above has left the run's folder as it was.
         metrics = Metrics(job)
         try:
-            train(job, checkpoints, metrics, is_asked)
+            train(job, checkpoints, metrics, asked_to_end)
         finally:
             metrics.close()
 
@@ -83,27 +83,21 @@ def start_from(config: Config) -> Path | None:
     Raises:
         UsageError: There is none, or another run is in the way.
     """
-    checkpoint = None if config.resume is None else checkpoint_of(config.resume)[1]
-    above = next(p for p in (config.run_dir, *config.run_dir.absolute().parents) if p.exists())
-    writable = above.is_dir() and os.access(above, os.W_OK)
-    require(writable, f"--run-dir {config.run_dir}: {above} cannot be written to")
     begun = (config.run_dir / "metrics.jsonl").exists()
     free = config.goes_on or config.overwrite or not begun
     hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"
     require(free, f"--run-dir {config.run_dir}: it has a run; {hint}")
-    return checkpoint
+    return None if config.resume is None else checkpoint_of(config.resume)[1]
 
 
-def train(
-    job: Job, checkpoints: Checkpoints, metrics: Metrics, is_asked: Callable[[], bool]
-) -> None:
+def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: Asked) -> None:
     """Train to the last step, or until a rank is asked to stop."""
     config, amp, layout, progress = job.config, job.amp, job.layout, job.progress
     rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
     if config.on_nonfinite == "report":
         amp.scaler.replay = StepReplay(job.model)
     source = read_ahead(job)
-    ended, lost = False, 0
+    ended = False
     if progress.step == 0:
         metrics.note({"step": 0, **evaluate(job, config.eval_examples)})
 
@@ -125,8 +119,8 @@ def train(
         amp.zero_grad()
 
         if tasks:
-            # One message has the loss, and how many ranks were asked to end.
-            loss_sum, ranks_asked = layout.sum(outcome.loss, is_asked())
+            # One message has the loss, and how many ranks are to end.
+            loss_sum, signalled, late = layout.sum(outcome.loss, *asked_to_end())
             progress.skipped = progress.step - int(rates.taken)
             record = {"step": progress.step, "loss": loss_sum / layout.data_world}
             record |= {"gradient_norm": float(outcome.norm), "learning_rate": float(rate)}
@@ -134,14 +128,11 @@ def train(
             if config.level.scales:
                 record["loss_scale"] = scale
             metrics.note(record)
-            finite = config.level.scales or math.isfinite(record["gradient_norm"])
-            lost = 0 if finite else lost + 1
-            require(lost < 3, diverged(record))
-            ended = ranks_asked > 0
+            ended = signalled + late > 0
             is_last = ended or progress.step == config.steps
-            if "eval" in tasks:
+            if "eval" in tasks or late:  # whoever sent a signal does not wait for long
                 metrics.note({"step": progress.step, **evaluate(job, config.eval_examples)})
-            if config.keep and (("save" in tasks and not lost) or is_last):
+            if config.keep and ("save" in tasks or is_last):
                 save(job, checkpoints, metrics, must=is_last)
             metrics.start_clock()
     checkpoints.wait()
@@ -196,7 +187,10 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> Out
         replay.found = None
     loss = run_passes(job, microbatches)
     max_norm, skip_above = config.clip or math.inf, config.skip_above or None
-    taken = job.amp.step(max_norm=max_norm, skip_above=skip_above, sharded=cut_over).taken
+    try:
+        taken = job.amp.step(max_norm=max_norm, skip_above=skip_above, sharded=cut_over).taken
+    except NonFiniteGradients as error:
+        raise UsageError(f"step {job.progress.step}: {error}; a smaller --lr may help") from None
     if replay is not None and replay.found is not None:
         metrics.blame(replay.found)
     return Outcome(loss, guard.grad_norm(), taken)
@@ -237,13 +231,6 @@ def save(job: Job, checkpoints: Checkpoints, metrics: Metrics, *, must: bool) ->
         written = "written" if must or not job.config.async_save else "being written"
         step, steps = job.progress.step, job.config.steps
         metrics.say(f"step {step:>{len(str(steps))}}/{steps}  checkpoint {written}")
-
-
-def diverged(record: Record) -> str:
-    """Return why a run ends in which no step is taken any more; one alone does no harm."""
-    step = f"step {record['step']}: its gradients are not finite, nor those of two records before;"
-    rate = f"the loss is {record['loss']:g}, at a learning rate of {record['learning_rate']:g};"
-    return f"{step} {rate} a smaller --lr may help"
 
 
 if __name__ == "__main__":

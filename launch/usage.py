@@ -44,8 +44,14 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def command(name: str, function: Callable[..., object]) -> cyclopts.App:
     """Return a command line: a function's arguments, and its docstring as the help."""
-    how: dict[str, Any] = {"result_action": "return_value", "suppress_keyboard_interrupt": False}
-    app = cyclopts.App(name, version_flags=[], **how)
+    app = cyclopts.App(
+        name,
+        version_flags=[],
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+        # As elsewhere, the last one counts.
+        default_parameter=cyclopts.Parameter(allow_repeating=True, negative_iterable=""),
+    )
     app.default(function)
     return app
 

@@ -43,7 +43,7 @@ def train(folder: Path, *runs: Sequence[object]) -> Rows:
     """Do one run after the other in one folder, on this rank; return its records."""
     for args in runs:
         with here():
-            run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: False)
+            run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, False))
         if dist.is_initialized():
             dist.barrier()
     return records(folder)
@@ -53,7 +53,7 @@ def refusal(*args: object) -> str:
     """The line with which a run is refused."""
     try:
         with here():
-            run(parse([*map(str, args)]), lambda: False)
+            run(parse([*map(str, args)]), lambda: (False, False))
     except UsageError as error:
         return str(error)
     return "was not refused"

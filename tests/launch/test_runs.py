@@ -203,7 +203,7 @@ def test_rate_and_average_wait_while_steps_are_skipped_and_go_on(text, tmp_path)
 def test_the_last_lines_name_the_steps_that_were_skipped(text, tmp_path, capsys):
     args = ("--data", text, *TINY, *FP16, "--steps", 12, "--run-dir", tmp_path)
     with mock.patch("launch.metrics.draw"):
-        run(parse([*map(str, args)]), lambda: False)
+        run(parse([*map(str, args)]), lambda: (False, False))
     skipped = [str(r["step"]) for r in jobs.records(tmp_path) if not r.get("taken", True)]
     shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
     assert f"{len(skipped)} skipped on every rank: {shown}\n" in capsys.readouterr().out
@@ -285,8 +285,9 @@ def test_compare_shows_what_differs(finished, text, tmp_path, capsys):
 def test_time_that_is_over_saves_and_flags_count_when_it_is_resumed(text, tmp_path):
     args = [*map(str, ("--data", text, *TINY)), "--steps", "100000", "--model-args", "a=1", "b=2"]
     assert main([*args, "--max-time", "0.005", "--run-dir", str(tmp_path)]) == 0
-    last = jobs.records(tmp_path)[-1]["step"]
-    assert checkpoints_of(tmp_path)[0].name == f"step-{last:08d}"
+    last = jobs.records(tmp_path)[-1]
+    assert "validation_loss" in last
+    assert checkpoints_of(tmp_path)[0].name == f"step-{last['step']:08d}"
     found = parse(["--resume", str(tmp_path), "--lr", "0.5"])
     assert (found.lr, found.width, found.model_args) == (0.5, 16, ("a=1", "b=2"))
     assert found.run_dir == tmp_path
