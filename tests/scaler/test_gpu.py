@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler
@@ -57,25 +56,3 @@ def test_a_fused_iteration_never_synchronises() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert scaler.step_counts(optimizer).taken == 4
-
-
-def _on_one_gpu() -> Any:
-    """Gloo ranks that share one GPU: the scale and the gradients lie on it."""
-    torch.manual_seed(0)
-    model, scaler, taken = nn.Linear(4, 4).cuda(), DistGradScaler("cuda", init_scale=4.0), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    for step in range(3):
-        scaler.scale(torch.ones((), device="cuda"))
-        bad = step == 1 and dist.get_rank() == 1
-        for p in model.parameters():
-            p.grad = torch.full_like(p, INF if bad else 4.0)
-        scaler.step(optimizer)
-        taken.append(scaler.stepped(optimizer))
-        scaler.update()
-    return taken, model.weight.tolist(), scaler.get_scale()
-
-
-def test_ranks_on_one_gpu_skip_together(ranks2: Any) -> None:
-    first, second = ranks2.run(_on_one_gpu)
-    assert first == second
-    assert (first[0], first[2]) == ([True, False, True], 2.0)

@@ -76,33 +76,39 @@ def test_a_bad_setting_is_refused_by_name_and_value_wherever_it_is_given(setting
             assert getattr(scaler, f"get_{setting}")() == getattr(cpu_scaler(), f"get_{setting}")()
 
 
-def test_a_schedule_has_the_scales_settings_to_itself():
-    for setting, value in {"growth_factor": 3.0, "growth_interval": 5, "min_scale": 1.0}.items():
-        with pytest.raises(SettingError, match=r"belong to the schedule"):
-            DistGradScaler("cpu", schedule=StaticSchedule(), **{setting: value})
-    with pytest.raises(SettingError, match=r"init_scale must be between .*min_scale=1.0"):
-        DistGradScaler("cpu", init_scale=0.5, schedule=DynamicSchedule(min_scale=1.0))
-    for wrong in ("static", StaticSchedule):
-        with pytest.raises(TypeError, match=r"schedule must be a Schedule, not"):
-            DistGradScaler("cpu", schedule=wrong)
-    for given in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), 3):
-        with pytest.raises(TypeError, match=r"pairs of name and parameter"):
-            DistGradScaler("cpu", named_parameters=given)
-    for given in (0, "gloo", [0, 1]):
-        with pytest.raises(TypeError, match=r"must be a ProcessGroup, a DeviceMesh or None"):
-            DistGradScaler("cpu", process_group=given)
+# Arguments beside ``device="cpu"``, or other devices.
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(
+        ({"schedule": StaticSchedule(), **setting}, SettingError, "belong to the schedule")
+        for setting in ({"growth_factor": 3.0}, {"growth_interval": 5}, {"min_scale": 1.0})
+    ),
+    (
+        {"init_scale": 0.5, "schedule": DynamicSchedule(min_scale=1.0)},
+        SettingError,
+        "init_scale must be between .*min_scale=1.0",
+    ),
+    ({"schedule": "static"}, TypeError, "schedule must be a Schedule, not"),
+    ({"schedule": StaticSchedule}, TypeError, "schedule must be a Schedule, not"),
+    ({"named_parameters": nn.Linear(1, 1)}, TypeError, "pairs of name and parameter"),
+    ({"named_parameters": nn.Linear(1, 1).parameters()}, TypeError, "pairs of name and parameter"),
+    ({"process_group": "gloo"}, TypeError, "must be a ProcessGroup, a DeviceMesh or None"),
+    ({"process_group": [0, 1]}, TypeError, "must be a ProcessGroup, a DeviceMesh or None"),
+    ({"device": 65536.0}, TypeError, "init_scale=65536.0"),
+    ({"device": "cdua"}, ValueError, "'cdua' is not a device"),
+    ({"device": ["cpu"]}, TypeError, "device must be a device type"),
+    ({"device": "mps"}, SettingError, "MPS has no float64"),
+]
 
 
-def test_a_device_is_a_type_a_torch_device_or_refused():
+@pytest.mark.parametrize(("given", "error", "words"), REFUSED)
+def test_what_a_scaler_cannot_be_made_of_is_refused_in_a_sentence(given, error, words):
+    with pytest.raises(error, match=words):
+        DistGradScaler(**{"device": "cpu", **given})
+
+
+def test_a_device_is_a_type_or_a_torch_device():
     for device in ("cpu", "cpu:0", torch.device("cpu")):
         assert DistGradScaler(device).scale(torch.tensor(1.0)).item() == 65536.0
-    for scale in (65536.0, 65536):
-        with pytest.raises(TypeError, match=rf"init_scale={scale!r}"):
-            DistGradScaler(scale)
-    with pytest.raises(ValueError, match=r"'cdua' is not a device"):
-        DistGradScaler("cdua")
-    with pytest.raises(TypeError, match=r"device must be a device type"):
-        DistGradScaler(["cpu"])
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
@@ -115,9 +121,7 @@ def test_without_an_accelerator_none_is_cpu_and_cuda_warns_and_disables_as_torch
     assert not DistGradScaler("cuda", enabled=False).is_enabled(), "without a warning"
 
 
-def test_mps_is_refused_in_a_sentence():
-    with pytest.raises(SettingError, match=r"MPS has no float64"):
-        DistGradScaler("mps")
+def test_a_guard_is_refused_on_mps_too():
     with pytest.raises(SettingError, match=r"MPS has no float64"):
         StepGuard()._lazy_init_scale_growth_tracker(torch.device("mps"))
 

@@ -65,17 +65,3 @@ def test_threads_take_lists_along_and_gradients_are_those_of_the_casts_by_hand(s
         dtypes, gradient = sim.one(_trained, False, schedule=schedule, seed=seed)
         assert dtypes == [HALF] * 3
         torch.testing.assert_close(gradient, expected)
-
-
-def _in_the_region(device: str) -> Tensor:
-    torch.manual_seed(0)
-    x, weight = (torch.randn(4, 4) for _ in range(2))
-    x, weight = x.to(device), weight.to(device).requires_grad_()
-    with autocast(device, HALF, ops=TURNED):
-        torch.mm(x, weight).sum().backward()
-    assert weight.grad is not None
-    return weight.grad.cpu()
-
-
-def test_a_backward_pass_in_the_region_follows_its_lists_in_the_device_s_thread(sim):
-    assert torch.equal(sim.one(_in_the_region, "sim"), sim.one(_in_the_region, "cpu"))

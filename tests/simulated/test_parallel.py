@@ -1,6 +1,5 @@
 """Several devices in one process: DataParallel and threads of their own."""
 
-import concurrent.futures
 import contextlib
 from typing import Any
 
@@ -64,49 +63,3 @@ def test_replicas_compute_in_the_region_and_train_as_one_model(sim, dtype):
         torch.testing.assert_close(parameters, alone, **tolerance)
         assert scales == [64.0, 32.0, 32.0, 32.0]
         assert seen == [(f"sim:{i}", dtype or torch.float32) for i in range(3)]
-
-
-def _applied(dtype: torch.dtype) -> Any:
-    devices = [f"sim:{i}" for i in range(3)]
-    modules = [nn.Linear(8, 4).to(device) for device in devices]
-    inputs = [torch.ones(2, 8, device=device) for device in devices]
-    with region(dtype):
-        parallel = DataParallel(modules[0], [0, 1, 2])
-        outputs = parallel.parallel_apply(modules, [(x,) for x in inputs], [{}] * 3)
-        alone = [module(x) for module, x in zip(modules, inputs, strict=True)]
-    same = all(map(torch.equal, (y.cpu() for y in outputs), (y.cpu() for y in alone)))
-    return [(str(y.device), y.dtype) for y in outputs], same
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_replicas_compute_in_the_region_on_every_device(sim, dtype):
-    for schedule, seed in SCHEDULES:
-        where, same = sim.one(_applied, dtype, schedule=schedule, seed=seed)
-        assert where == [(f"sim:{i}", dtype) for i in range(3)]
-        assert same
-
-
-def _in_threads() -> Any:
-    """Four threads, each with a region, a stream, a device, a model and a scaler of its own."""
-
-    def work(number: int) -> Any:
-        device = f"sim:{number % 2}"
-        torch.accelerator.set_device_index(number % 2)
-        model = nn.Linear(8, 4)
-        for p in model.parameters():
-            nn.init.constant_(p, 0.01 * number)
-        with torch.Stream(device):
-            dtype = torch.float16 if number < 2 else torch.bfloat16
-            return trained(model.to(device), dtype, device, number)
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(work, range(4)))
-    return together, [work(number) for number in range(4)]
-
-
-def test_threads_with_devices_of_their_own_do_not_meddle(sim):
-    for schedule, seed in [("late", 0), ("eager", 0), ("random", 9)]:
-        together, one_by_one = sim.one(_in_threads, schedule=schedule, seed=seed)
-        for (parameters, scales), (alone, wanted) in zip(together, one_by_one, strict=True):
-            assert scales == wanted
-            assert all(map(torch.equal, parameters, alone))

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distamp import DistGradScaler, host
+from distamp import DistGradScaler, StepGuard, host
 from distamp.scaler import MasterParameters
+from tests.place import here
 from tests.scaler.masters import half_mlp
 from tests.scaler.steps import INF
 from tests.scaler.test_optimizers import momentum_after_skips
@@ -74,26 +75,6 @@ def _made(device: str, masters: bool = False, **how: Any) -> Job:
     return Job(device, model, torch.optim.AdamW(model.parameters(), lr=0.1, **how))
 
 
-def offload(device: str, kind: str, unscales: bool, both: bool) -> Any:
-    """A layer on the device and one on the CPU; one optimizer of both, or of the CPU's alone."""
-    here, there = nn.Linear(4, 4).to(device), nn.Linear(4, 4)
-    parameters = [*there.parameters(), *(here.parameters() if both else ())]
-    settings = {"SGD": {"foreach": False}, "SGD fused": {"fused": True, "momentum": 0.9}}
-    cls = torch.optim.SGD if "SGD" in kind else torch.optim.AdamW
-    optimizer = cls(parameters, lr=0.1, **settings.get(kind, {"fused": True}))
-    scaler = DistGradScaler(device, init_scale=4.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        x = here(torch.ones(2, 4, device=device)) * (INF if step == 1 else 1.0)
-        scaler.scale(there(x.cpu()).to(device).square().mean()).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    counts = scaler.step_counts(optimizer)
-    return [p.detach().cpu() for p in parameters], (counts.taken, counts.skipped)
-
-
 def steps_on_another_stream(device: str, how: str) -> Any:
     """Backward on one stream and the step on another, while the first asks for memory anew."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
@@ -135,30 +116,6 @@ def moved(device: str, how: str) -> Any:
     return job.left()
 
 
-def clipped_of_several_kinds(device: str) -> Any:
-    """Gradients of two dtypes on two devices, and one that is missing; and no wait for them."""
-    from tests.simulated.device import refuse
-
-    devices = ["sim:0", "sim:1"] if device == "sim" else [device] * 2
-    layers = [nn.Linear(4, 4).to(each) for each in devices]
-    layers += [nn.Linear(4, 4).bfloat16().to(devices[0]), nn.Linear(4, 4).to(devices[0])]
-    parameters = [p for layer in layers for p in layer.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-    scaler = DistGradScaler(device, init_scale=64.0)
-    inputs = [torch.ones(2, 4, dtype=p.dtype, device=p.device) for p in parameters[::2]]
-    for number in range(3):
-        # The first clip looks at what there is.
-        with refuse() if number else contextlib.nullcontext():
-            used = zip(layers[:3], inputs, strict=False)
-            losses = [layer(x).float().square().sum().to(devices[0]) for layer, x in used]
-            scaler.scale(torch.stack(losses).sum()).backward()
-            norm = scaler.clip_grad_norm_(optimizer, 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return norm, [p.detach().cpu() for p in parameters]
-
-
 def masters_in_data_parallel(device: str) -> Any:
     """A float16 model whose replicas lie on two devices."""
     net = half_mlp().to(device)
@@ -191,74 +148,48 @@ class _Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def a_recorded_backward_pass(device: str) -> Any:
-    """Forward, scaling and backward recorded once and replayed; the step is not part of it."""
+def recorded(device: str, what: str) -> Any:
+    """Forward and backward recorded and replayed, by themselves or with a fused step and update."""
     job, tape = _made(device, fused=True), _Tape()
     x, factor = torch.ones(2, 4, device=device), torch.ones((), device=device)
     scales = []
 
-    def backward() -> None:
-        job.scaler.scale(job.model(x).square().mean() * factor).backward()
-
-    backward()
-    job.optimizer.zero_grad(set_to_none=False)
-    if device == "sim":
-        with tape:
-            backward()
-        job.optimizer.zero_grad(set_to_none=False)
-    for step in range(7):
-        x.fill_(1.0 + step)
-        factor.fill_(INF if step == 3 else 1.0)
-        tape.replay() if device == "sim" else backward()
-        job.scaler.step(job.optimizer)
-        job.scaler.update(16.0 if step == 4 else None)
-        job.optimizer.zero_grad(set_to_none=False)
-        scales.append(job.scaler.get_scale())
-    return job.left(), scales
-
-
-def a_recorded_step(device: str) -> Any:
-    """Forward, backward, a whole fused step and the update recorded once and replayed."""
-    job, tape = _made(device, fused=True), _Tape()
-    x, factor = torch.ones(2, 4, device=device), torch.ones((), device=device)
-    scales = []
-
-    def iteration() -> None:
-        job.scaler.scale(job.model(x).square().mean() * factor).backward()
+    def step() -> None:
         job.scaler.step(job.optimizer)
         job.scaler.update()
 
-    for step in range(8):
-        x.fill_(1.0 + step)
-        factor.fill_(INF if step == 5 else 1.0)
-        if device == "cpu" or step < 2:
-            iteration()
-        elif step == 2:
-            with tape, mock.patch.object(host, "is_captured", return_value=True):
-                iteration()
-        else:
+    def run() -> None:
+        job.scaler.scale(job.model(x).square().mean() * factor).backward()
+        if what == "step":
+            step()
+
+    for number in range(8):
+        x.fill_(1.0 + number)
+        factor.fill_(INF if number == 5 else 1.0)
+        if device == "cpu" or number < 2:
+            run()
+        elif number > 2:
             tape.replay()
+        else:
+            with tape, mock.patch.object(host, "is_captured", return_value=what == "step"):
+                run()
+        if what == "backward":
+            step()
         job.optimizer.zero_grad(set_to_none=False)
         scales.append(job.scaler.get_scale())
     return [p.detach().cpu() for p in job.model.parameters()], scales
 
 
-KINDS = ("SGD", "SGD fused", "AdamW fused")
 JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
-    offload: list(zip(KINDS, (True, False, True), (True, True, False), strict=True)),
     steps_on_another_stream: [("fused",), ("foreach",)],
     moved: [("fused",), ("foreach",)],
-    clipped_of_several_kinds: [()],
     momentum_after_skips: [()],
     masters_in_data_parallel: [()],
-    a_recorded_backward_pass: [()],
-    a_recorded_step: [()],
+    recorded: [("backward",), ("step",)],
 }
 CASES = [(job, arguments) for job, every in JOBS.items() for arguments in every]
 # The norm of a gradient is summed in another order on the device.
-TOLERANCE = {
-    masters_in_data_parallel: (1e-2, 1e-3),
-}
+TOLERANCE = {masters_in_data_parallel: (1e-2, 1e-3)}
 
 
 def _run(job: Callable[..., Any], device: str, *arguments: Any) -> Any:
@@ -278,49 +209,34 @@ def test_a_job_is_done_as_on_the_cpu(sim, job, arguments, schedule, seed):
     torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
 
 
-def _goes_on(devices: tuple[str, str], masters: bool) -> Any:
-    """Train, save, go on; and go on from what was saved, on another device."""
-    first, second = (_made(device, masters, fused=True) for device in devices)
-    first.train(range(3))
-    for part in ("model", "optimizer", "scaler", *(["masters"] if masters else [])):
-        getattr(second, part).load_state_dict(getattr(first, part).state_dict())
-    ends = []
-    for job in (first, second):
-        job.train(range(3, 6))
-        ends.append(job.left())
-    return all(map(torch.equal, ends[0][0], ends[1][0])), ends[0][1] == ends[1][1]
-
-
-@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
-@pytest.mark.parametrize("devices", [("sim:0", "sim:2"), ("sim:1", "cpu"), ("cpu", "sim:3")])
-def test_a_run_goes_on_from_a_checkpoint_of_another_device(sim, devices, masters):
-    assert sim.one(_goes_on, devices, masters) == (True, True)
-
-
-def _waits_for_nothing(group: bool) -> float:
+def _waits_for_nothing(by: str, group: bool, calls: dict[str, Any]) -> int:
     """Fused steps, one of which overflows, with every kind of host sync refused but an event."""
     from tests.simulated.device import ALL_SYNCS, refuse
 
-    device = f"sim:{torch.accelerator.current_device_index()}"
-    model: nn.Module = nn.Linear(8, 4).to(device)
+    model: nn.Module = nn.Linear(8, 4).to(here())
     if group:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    scaler = DistGradScaler("sim", init_scale=64.0)
-    x = torch.ones(2, 8, device=device)
+    made = StepGuard() if by == "guard" else DistGradScaler("sim", init_scale=64.0)
+    x = torch.ones(2, 8, device=here())
     # DDP itself reads on the host when it puts its buckets in order, in the second step.
-    factors = [torch.full((), f, device=device) for f in (1.0, 1.0, 1.0, INF, 1.0)]
+    factors = [torch.full((), f, device=here()) for f in (1.0, 1.0, 1.0, INF, 1.0)]
+    given = {**calls, **({"skip_above": torch.full((), 1e6, device=here())} if calls else {})}
     kinds = [kind for kind in ALL_SYNCS if not (group and kind == "event")]
     for number, factor in enumerate(factors):
         with refuse(*kinds if number > 1 else ("no_meta",)):
             optimizer.zero_grad()
-            scaler.scale(model(x).square().mean() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return scaler.get_scale()
+            made.scale(model(x).square().mean() * factor).backward()
+            made.step(optimizer, **given)
+            if calls:
+                made.grad_norm()
+            made.update()
+    return made.step_counts(optimizer).skipped
 
 
-@pytest.mark.parametrize("schedule", ["late", "random"])
-def test_a_fused_step_waits_for_nothing_and_with_a_group_for_one_event(sim, sim2, schedule):
-    assert sim.one(_waits_for_nothing, False, schedule=schedule) == 32.0
-    assert sim2.run(_waits_for_nothing, True, schedule=schedule) == [32.0] * 2
+@pytest.mark.parametrize("calls", [{}, {"max_norm": 0.5}], ids=["step", "max_norm"])
+@pytest.mark.parametrize("by", ["scaler", "guard"])
+def test_a_fused_step_waits_for_nothing_and_with_a_group_for_one_event(sim, sim2, by, calls):
+    for schedule in ("late", "random"):
+        assert sim.one(_waits_for_nothing, by, False, calls, schedule=schedule) == 1
+        assert sim2.run(_waits_for_nothing, by, True, calls, schedule=schedule) == [1] * 2
