@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import itertools
 import math
-import os
 import platform
 import tempfile
 from collections.abc import Callable
@@ -29,7 +28,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import RankPool
-from tests.trainers.common import FAULT, data, model, plant_inf, quiet, rank
+from tests.trainers.common import (
+    FAULT,
+    data,
+    digest,
+    fresh_accelerate,
+    model,
+    plant_inf,
+    quiet,
+    rank,
+)
 
 __all__ = ["LAYOUTS", "PRECISIONS", "TRAINERS", "faults_of", "run"]
 
@@ -57,12 +65,6 @@ class Cell(NamedTuple):
 
 def plant(net: nn.Module, step: int) -> None:
     plant_inf([p for p in net.parameters() if p.requires_grad], step, value=float("nan"))
-
-
-def digest(net: nn.Module) -> float:
-    trained = [p.detach() for p in net.parameters() if p.requires_grad]
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in trained]
-    return float(sum(each.double().abs().sum() for each in whole))
 
 
 def made(layout: str) -> nn.Module:
@@ -183,20 +185,16 @@ def smallest(layout: str) -> int:
     return 10**9 if layout.startswith("LoRA") else 10
 
 
-def fresh_accelerate(layout: str) -> Any:
+def sharding_of_accelerate(layout: str) -> Any:
     """Let Accelerate begin anew; return what makes it shard, where it is to."""
-    from accelerate.state import AcceleratorState, GradientState
-
     from tests.trainers.test_accelerate import fsdp_plugin
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    fresh_accelerate()
     return None if layout == "DDP" else fsdp_plugin(2, smallest(layout))
 
 
 def in_accelerate(precision: str, layout: str) -> Cell:
-    plugin = fresh_accelerate(layout)
+    plugin = sharding_of_accelerate(layout)
     from accelerate import Accelerator
 
     from distamp.integrations.accelerate import prepare
@@ -225,7 +223,7 @@ def in_accelerate(precision: str, layout: str) -> Cell:
 
 
 def in_transformers(precision: str, layout: str, package: str = "transformers") -> Cell:
-    fresh_accelerate(layout)
+    sharding_of_accelerate(layout)
     import transformers
 
     from distamp.integrations.transformers import DistTrainerMixin

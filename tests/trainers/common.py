@@ -25,10 +25,10 @@ __all__ = [
     "data",
     "digest",
     "faulty",
+    "fresh_accelerate",
     "in_ranks",
     "model",
     "needs",
-    "off_from_float64",
     "plant_inf",
     "quiet",
     "together",
@@ -77,6 +77,15 @@ def quiet() -> None:
         # Asked for, though the group is there already.
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+
+
+def fresh_accelerate() -> None:
+    """Let Accelerate begin anew."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 def rank() -> int:
@@ -149,28 +158,3 @@ def together(runs: list[Any]) -> bool:
     """Whether two ranks end with the same weights and loss scale."""
     one, other = ((run.weights, run.scale) for run in runs)
     return one == other
-
-
-def off_from_float64(net: nn.Sequential, lr: float, fault: int, rows: int, steps: int) -> float:
-    """How far off SGD in float64 a trained model is, as a share of the way that it went.
-
-    Each half of the model has an optimizer, and the first skips the step in which it overflows.
-
-    Args:
-        net: What was trained from `model` on the first batches of `data`.
-        lr: The rate of both.
-        fault: The step that is skipped.
-        rows: Of a batch.
-        steps: As many as there were.
-    """
-    exact = model().double()
-    inputs, targets = (each.double().split(rows)[:steps] for each in data().tensors)
-    for step in range(steps):
-        exact.zero_grad()
-        (exact(inputs[step]) - targets[step]).square().mean().backward()
-        for half in exact[::2] if step != fault else exact[2:]:
-            torch.optim.SGD(half.parameters(), lr=lr).step()
-    start, trained, wanted = (
-        nn.utils.parameters_to_vector(each.parameters()) for each in (model(), net, exact)
-    )
-    return float((trained - wanted).norm() / (wanted - start).norm())

@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision as Theirs
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from distamp.integrations.lightning import CommHook, FSDPPrecision, MixedPrecision, SkippedSteps
@@ -75,19 +75,6 @@ class Manual(Net):
         return [torch.optim.SGD(part.parameters(), lr=0.01) for part in self.net[::2]]
 
 
-class Turns(Manual):
-    """Two optimizers by hand: both are stepped, and one half has gradients in each turn."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizers = self.optimizers()
-        self.toggle_optimizer(optimizers[batch_idx // 2 % 2])
-        self.manual_backward((self.net(batch[0]).float() - batch[1]).square().mean())
-        self.untoggle_optimizer(optimizers[batch_idx // 2 % 2])
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-
-
 class Flat(Net):
     """Wrapped in FSDP1 by itself, as Lightning does not tell it to be on the CPU."""
 
@@ -97,14 +84,6 @@ class Flat(Net):
             first, last = (FullyShardedDataParallel(p, device_id=cpu) for p in self.net[::2])
             parts = nn.Sequential(first, self.net[1], last)
             self.net = FullyShardedDataParallel(parts, device_id=cpu)
-
-
-class Sharded(Net):
-    """Sharded by FSDP2, in ModelParallelStrategy."""
-
-    def configure_model(self) -> None:
-        for part in (*self.net[::2], self.net):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
 class Fsdp(FSDPStrategy):
@@ -127,8 +106,6 @@ def strategy_of(kind: type[Net], devices: int) -> Any:
         return "auto"
     if kind is Flat:
         return Fsdp(process_group_backend="gloo")
-    if kind is Sharded:
-        return ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
     return "ddp"
 
 

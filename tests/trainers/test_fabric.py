@@ -68,14 +68,6 @@ def train(
 BY_NORM = {"max_norm": 0.1, "error_if_nonfinite": False}
 
 
-def test_ranks_stay_together_where_fabrics_own_part(ranks2):
-    (one, _), (other, _) = ranks2.run(train, ours=False)
-    assert one != other
-    (one, _), (other, _) = ranks2.run(train)
-    assert one == other
-    assert one[1:] == (SCALE / 2, {torch.float16})
-
-
 @pytest.mark.parametrize(
     ("clip", "sharded", "fused"),
     [

@@ -74,10 +74,7 @@ def given_unwrapped() -> dict[str, Any]:
 
 
 def given_accelerate() -> dict[str, Any]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    common.fresh_accelerate()
     os.environ["ACCELERATE_USE_CPU"] = "true"
     return plain(wrap=False)
 

@@ -8,7 +8,7 @@ import torch
 
 import distamp
 from distamp import DistGradScaler, StepGuard
-from tests.trainers.common import FAULT, in_ranks, needs, off_from_float64, together
+from tests.trainers.common import FAULT, in_ranks, needs, together
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
 needs("lightning")
@@ -34,12 +34,11 @@ def on_ranks(**options: Any) -> Any:
 # -- ranks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["Net", "Manual"])
-def test_all_ranks_skip_where_lightnings_own_part(ranks2, module):
-    assert not together(ranks2.run(on_ranks, ours=False, module=module))
-    runs = ranks2.run(on_ranks, module=module)
+def test_all_ranks_skip_where_lightnings_own_part(ranks2):
+    assert not together(ranks2.run(on_ranks, ours=False))
+    runs = ranks2.run(on_ranks)
     assert together(runs)
-    for run in runs if module == "Net" else ():
+    for run in runs:
         assert run.scale == run.logged["loss_scale"] == SCALE / 2
         assert run.logged["skipped_steps"] == 1.0
         assert run.global_steps == TAKEN
@@ -57,25 +56,6 @@ def test_without_an_overflow_the_run_is_lightnings_to_the_bit(ranks2, trainer):
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.weights, mine.rates) == (other.weights, other.rates)
         assert mine.global_steps == other.global_steps
-
-
-@pytest.mark.parametrize("fault", [0, FAULT])
-@in_ranks
-def test_by_hand_one_of_two_optimizers_skips_and_each_update_is_float64s(fault: int):
-    run = fit(devices=1, module="Manual", fault=fault)
-    assert off_from_float64(run.net, 0.01, fault, rows=2, steps=STEPS) < 0.02
-    assert run.scale == SCALE / 2
-
-
-@in_ranks
-def test_an_optimizer_without_gradients_is_stepped_as_with_a_scale_of_one():
-    """Lightning#20116: torch's scaler has recorded no inf checks for it, and asserts."""
-    options = {"devices": 1, "module": "Turns", "fault": None}
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        fit(ours=False, **options)
-    scaled, unscaled = (fit(**options, init_scale=scale) for scale in (SCALE, 1.0))
-    assert scaled.weights == pytest.approx(unscaled.weights, rel=1e-6)
-    assert scaled.scale == SCALE
 
 
 @pytest.mark.parametrize("trainer", [{}, {"accumulate_grad_batches": 2}])
@@ -102,9 +82,7 @@ def test_max_steps_are_steps_that_were_taken(ranks2):
 CLIP = {"gradient_clip_val": 0.1}
 
 
-@pytest.mark.parametrize(
-    "options", [{"module": "Flat"}, {"module": "Sharded"}, {"settings": {"fused": True}}]
-)
+@pytest.mark.parametrize("options", [{"module": "Flat"}, {"settings": {"fused": True}}])
 def test_shards_and_fused_optimizers_are_clipped_by_the_whole_norm(ranks2, options):
     runs, plain = ranks2.run(on_ranks, trainer=CLIP, **options), ranks2.run(on_ranks, trainer=CLIP)
     assert together(runs)
@@ -173,12 +151,13 @@ def test_what_plugins_take_and_refuse():
         assert isinstance(plugin.scaler, StepGuard)
         plugin.load_state_dict({})  # as Lightning's own has it
         plugin.load_state_dict(plugin.state_dict())
-    with pytest.raises(ValueError, match="does not scale losses"):
-        HalfPrecision("bf16-true", init_scale=2.0)
-    with pytest.raises(ValueError, match="does not scale losses"):
-        MixedPrecision("bf16-mixed", "cpu", init_scale=2.0)
-    with pytest.raises(ValueError, match="does not scale losses"):
-        FSDPPrecision("32-true", init_scale=2.0)
+    for kind, given in (
+        (HalfPrecision, ["bf16-true"]),
+        (MixedPrecision, ["bf16-mixed", "cpu"]),
+        (FSDPPrecision, ["32-true"]),
+    ):
+        with pytest.raises(ValueError, match="does not scale losses"):
+            kind(*given, init_scale=2.0)
     with pytest.raises(TypeError, match=r"distamp\.DistGradScaler"):
         MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="skipped steps"):

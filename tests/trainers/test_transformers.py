@@ -1,6 +1,5 @@
-"""Hugging Face's Trainer and TRL's trainers with distamp's scaler, beside torch's."""
+"""Hugging Face's Trainer with distamp's scaler, beside torch's; TRL's is in `cells`."""
 
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainers.common import FAULT, digest, needs, plant_inf, quiet, together
+from tests.trainers.common import FAULT, digest, fresh_accelerate, needs, plant_inf, quiet, together
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 needs("accelerate", "transformers")
@@ -46,53 +45,9 @@ def texts(count: int) -> list[str]:
     return [" ".join(WORDS[(n + k) % len(WORDS)] for k in range(6)) for n in range(count)]
 
 
-def rewards(completions: list[str], **_: Any) -> list[float]:
-    """Longer words earn more: something that differs between samples."""
-    return [float(len(set(each))) for each in completions]
-
-
-@functools.cache
-def kinds() -> dict[str, Any]:
-    """Trainer class, its arguments' class, what both need, for each kind."""
-    import transformers
-
-    found: dict[str, Any] = {}
-    rows = [{"input_ids": ids, "labels": ids} for ids in tokenizer()(texts(48))["input_ids"]]
-    found["Trainer"] = (
-        transformers.Trainer,
-        transformers.TrainingArguments,
-        {},
-        {"train_dataset": rows},
-    )
-    try:
-        import trl
-        from datasets import Dataset
-    except ImportError:
-        return found
-    halves = [(each[:5], each[6:]) for each in texts(48)]
-    prompts, ends = map(list, zip(*halves, strict=True))
-    wrong = [end[::-1] for end in ends]
-    pairs = Dataset.from_dict({"prompt": prompts, "chosen": ends, "rejected": wrong})
-    asked = Dataset.from_dict({"prompt": prompts})
-    found["DPOTrainer"] = (
-        trl.DPOTrainer,
-        trl.DPOConfig,
-        {"max_length": 8},
-        {"train_dataset": pairs, "processing_class": tokenizer(), "ref_model": net()},
-    )
-    found["GRPOTrainer"] = (
-        trl.GRPOTrainer,
-        trl.GRPOConfig,
-        {"num_generations": 2, "max_completion_length": 4},
-        {"train_dataset": asked, "processing_class": tokenizer(), "reward_funcs": rewards},
-    )
-    return found
-
-
 def train(
     folder: str,
     ours: bool = True,
-    kind: str = "Trainer",
     fault: int | None = FAULT,
     mixin: dict[str, Any] | None = None,
     resume: bool = False,
@@ -100,15 +55,13 @@ def train(
 ) -> Any:
     """A run of STEPS steps; rank 1 overflows in one of them."""
     quiet()
-    from accelerate.state import AcceleratorState, GradientState
+    from transformers import Trainer, TrainingArguments
 
     from distamp.integrations.transformers import DistTrainerMixin
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    trainer_class, arguments_class, more, needs = kinds()[kind]
+    fresh_accelerate()
 
-    class Faulty(trainer_class):
+    class Faulty(Trainer):
         steps = 0
 
         def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,10 +96,11 @@ def train(
         "lr_scheduler_type": "linear",
         "dataloader_pin_memory": False,
     }
-    args = arguments_class(**(defaults | more | arguments))
+    args = TrainingArguments(**(defaults | arguments))
     settings = {"scaler_settings": {"init_scale": SCALE}} if mixin is None else mixin
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokenizer()(texts(48))["input_ids"]]
     trainer = (Ours if ours else Theirs)(
-        model=net(), args=args, **needs, **(settings if ours else {})
+        model=net(), args=args, train_dataset=rows, **(settings if ours else {})
     )
     trainer.train(resume_from_checkpoint=resume or None)
     logs = [each for each in trainer.state.log_history if "loss" in each]
@@ -160,20 +114,13 @@ def train(
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "optim"),
-    [("Trainer", "adamw_torch")]
-    + [(kind, "adamw_torch_fused") for kind in ("Trainer", "DPOTrainer", "GRPOTrainer")],
-)
-def test_ranks_skip_together_with_any_optimizer_and_schedules_wait(ranks2, tmp_path, kind, optim):
-    if kind != "Trainer":
-        needs("trl", "datasets")
-    runs = ranks2.run(train, str(tmp_path), kind=kind, optim=optim)
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_ranks_skip_together_with_any_optimizer_and_schedules_wait(ranks2, tmp_path, optim):
+    runs = ranks2.run(train, str(tmp_path), optim=optim)
     assert together(runs)
     assert runs[0].told == [runs[0].scale, 1] == [SCALE / 2, 1]
-    if kind == "Trainer":
-        taken = [n - (n > FAULT) for n in range(STEPS)]
-        assert runs[0].rates == pytest.approx([0.01 * (1 - n / STEPS) for n in taken])
+    taken = [n - (n > FAULT) for n in range(STEPS)]
+    assert runs[0].rates == pytest.approx([0.01 * (1 - n / STEPS) for n in taken])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ both ranks skip that step, and what they have then is what they had, optimizer s
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,11 +43,6 @@ def lora(net: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
 def adamw(net: nn.Module, **settings: Any) -> Any:
     trained = [p for p in net.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=0.01, **settings)
-
-
-def peft_float_base() -> Made:
-    net = lora(model())
-    return net, adamw(net)
 
 
 def peft_half_base() -> Made:
@@ -100,67 +95,12 @@ def schedule_free() -> Made:
     return net, optimizer
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer for all, which holds two of torch's, each over its part."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        every = list(parameters)
-        super().__init__(every, {})
-        self.muon = torch.optim.Muon([p for p in every if p.ndim == 2], lr=0.01)
-        self.optimizer = torch.optim.AdamW([p for p in every if p.ndim != 2], lr=0.01)
-
-    def step(self, closure: Any = None) -> None:
-        for each in (self.muon, self.optimizer):
-            each.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"muon": self.muon.state_dict(), "adamw": self.optimizer.state_dict()}
-
-
-def muon_with_adamw() -> Made:
-    net = model()
-    return net, MuonWithAdamW(net.parameters())
-
-
-class TorchftOptimizer(torch.optim.Optimizer):
-    """As torchft.OptimizerWrapper: asks a manager whether the replicas commit to the step."""
-
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
-        self.optim, self.commits = optim, 0
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.optim.state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optim.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> None:
-        self.commits += 1
-        self.optim.step()
-
-
-def torchft() -> Made:
-    net = model()
-    return net, TorchftOptimizer(adamw(net))
-
-
 KINDS: dict[str, tuple[str, Callable[[], Made]]] = {
-    "peft": ("peft", peft_float_base),
     "peft, half base": ("peft", peft_half_base),
     "peft, half base, FSDP2": ("peft", peft_half_base_sharded),
     "torchao": ("torchao", torchao_base),
     "bitsandbytes": ("bitsandbytes", eight_bits),
     "schedulefree": ("schedulefree", schedule_free),
-    "Muon with AdamW": ("torch", muon_with_adamw),
-    "torchft": ("torch", torchft),
 }
 
 
