@@ -89,6 +89,7 @@ class FlatState:
         """Take over what was read into a result of `get`; see `Amp.load_flat_state_dict`."""
         with contextlib.ExitStack() as stack:
             for masters in filter(None, map(masters_of, self._optimizers)):
+                masters.write_back()  # what was loaded into whole ones, in place
                 stack.enter_context(masters.materialized())
             for name, stepped, _, _, values in self.rows():
                 prefix = f"optimizer.{name.partition('.')[2]}."

@@ -25,7 +25,6 @@ from distamp.sources import GradientSource, set_source, source_of
 __all__ = ["MasterParameters", "master_params", "masters_of"]
 
 _LOW = (torch.float16, torch.bfloat16)
-# How often anything has written to a tensor, but through .data.
 _version = operator.attrgetter("_version")
 
 
@@ -38,14 +37,14 @@ class _Pair:
         master: float32, of the same shape.
         remainder: int16, what the rounding took, of this rank's part; None where the master has
             storage of its own.
-        version: How often the parameter had been written to when it last was its master's rounding,
-            but through ``.data``.
+        seen: How often parameter and master had been written to when the one last was the rounding
+            of the other; not counting ``.data``.
     """
 
     parameter: Tensor
     master: Tensor
     remainder: Tensor | None = None
-    version: int = 0
+    seen: tuple[int, ...] = ()
 
     @property
     def row(self) -> Any:
@@ -57,20 +56,29 @@ class _Pair:
 
         An element that is still its master's rounding keeps the master: weights that were swapped
         out and back, or a checkpoint of the very same step, cost no precision.
+
+        What writes to this rank's part of a DTensor need not be counted, as ``dcp.load`` in place:
+        there values are compared, unless the master was written to.
         """
         value, weight, remainder = self.row
-        if self.version == _version(weight):
+        now, sharded = self._written(), is_dtensor(self.parameter)
+        if now[:2] == self.seen[:2] and (not sharded or now != self.seen):
             return
         if remainder is None:
             same = value.to(weight.dtype) == weight
-            value.copy_(torch.where(same, value, weight.float()))
+            torch.where(same, value, weight, out=value)
         else:  # which elements were written is not known; and zero has none below it
             remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
         self.remember()
 
     def remember(self) -> None:
         """Remember that the parameter is its master's rounding now."""
-        self.version = _version(local_of(self.parameter))
+        self.seen = self._written()
+
+    def _written(self) -> tuple[int, ...]:
+        """Return how often parameter and master were written to, whole and this rank's parts."""
+        both = (self.parameter, self.master)
+        return tuple(_version(each) for whole in both for each in (whole, local_of(whole)))
 
 
 class MasterParameters(GradientSource):
@@ -130,13 +138,15 @@ class MasterParameters(GradientSource):
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.zero_grad = self._reaching_the_model(optimizer)  # type: ignore[method-assign]
+        optimizer.__getstate__ = self.__getstate__  # type: ignore[method-assign]
         set_source(optimizer, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse a copy or a pickle, which would step masters that belong to no model."""
+        """Refuse a copy or a pickle, of the optimizer too: its masters would have no model."""
         raise StageError(
-            "master parameters cannot be copied or pickled: copy the model, make an optimizer and "
-            "MasterParameters(optimizer) for it, and load their state_dict()"
+            "master parameters, and an optimizer that has them, cannot be copied or pickled: copy "
+            "the model, make an optimizer and MasterParameters(optimizer) for it (initialize does "
+            "that), and load their state_dict()"
         )
 
     # -- who belongs to whom ----------------------------------------------------------------------
@@ -340,7 +350,8 @@ class MasterParameters(GradientSource):
 
         Seldom needed: a parameter that was written by anything else (a checkpoint that was loaded,
         weights swapped for evaluation) is noticed before the next step, and each element that is no
-        longer its master's rounding is taken over. Writes through ``.data`` are not noticed.
+        longer its master's rounding is taken over. Of plain tensors (DDP), writes through ``.data``
+        are not noticed, nor is what a collective writes, as ``dist.broadcast(parameter, 0)``.
         A split master cannot tell which elements were written: until this is called, each keeps
         its remainder, which is less than the rounding of the weight.
         """
@@ -390,6 +401,7 @@ class MasterParameters(GradientSource):
         """
         own = self._numbered()
         saved = _read(state_dict, own)
+        self.write_back()  # the saved ones may be the masters themselves, loaded in place
         self._join()
         for number, master in own.items():
             master.copy_(saved[number])

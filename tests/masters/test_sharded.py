@@ -200,3 +200,29 @@ def test_a_sharded_run_goes_on_to_the_bit_by_torchs_distributed_checkpoint(ranks
         assert ranks2.run(_resumed, folder, split, split) == [True, True]
     finally:
         shutil.rmtree(folder)
+
+
+@torch.no_grad()
+def _written(write: str, split: bool) -> bool:
+    """Whether a step keeps what was written to the weights before it."""
+    model = _model("FSDP2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    MasterParameters(optimizer, split=split)
+    weights = {name: torch.full_like(p, 0.25) for name, p in model.state_dict().items()}
+    if write == "load_state_dict":
+        model.load_state_dict(weights)
+    elif write == "in place":  # as dcp.load(model.state_dict()) does
+        for name, tensor in model.state_dict().items():
+            tensor.to_local().copy_(weights[name].to_local())
+    else:
+        torch._foreach_lerp_(list(model.parameters()), list(weights.values()), 1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return all((p.full_tensor() == 0.25).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("write", ["load_state_dict", "in place", "foreach"])
+def test_what_was_written_to_sharded_weights_stays(ranks2, write, split):
+    assert ranks2.run(_written, write, split) == [True] * 2

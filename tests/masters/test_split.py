@@ -263,7 +263,7 @@ def test_the_master_of_a_written_weight_rounds_to_it_also_where_that_is_zero():
 
 
 def test_between_steps_a_master_reads_as_nan_and_is_not_written():
-    parameter, optimizer, masters = pair_of()
+    parameter, _, masters = pair_of()
     master = masters.master_of(parameter)
     assert (master.shape, master.dtype) == (parameter.shape, F32)
     assert master.isnan().all()
@@ -273,7 +273,6 @@ def test_between_steps_a_master_reads_as_nan_and_is_not_written():
         assert master.tolist() == [1.0, 1.0]
         master.add_(1.0)
     assert parameter.tolist() == [2.0, 2.0]
-    assert copy.deepcopy(optimizer).param_groups[0]["params"][0].isnan().all()
 
 
 def test_float16_is_refused_with_what_to_take():

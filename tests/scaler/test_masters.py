@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -197,6 +198,13 @@ def test_gradients_that_were_zeroed_are_gone_whoever_zeroes_them(zero_grad, how)
         if scaler is not None:
             scaler.update()
     assert (used.item(), unused.item()) == (-14.0, 0.0)
+
+
+def test_a_copy_of_an_optimizer_whose_masters_would_have_no_model_is_refused():
+    _, optimizer, _ = one_master(1.0)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StageError, match="cannot be copied or pickled"):
+            copied(optimizer)
 
 
 # -- what a gradient can be ------------------------------------------------------------------------
