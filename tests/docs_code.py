@@ -7,13 +7,19 @@ the CPU stands in the place of CUDA. A comment before a block says what is speci
     <!-- ranks: 2 -->            the whole page runs on that many ranks, with a process group
     <!-- not run: the reason --> it is compiled, and not run
     <!-- run: name -->           a test of its own runs it (`OWN_TESTS`)
+    <!-- printed -->             lines that the code above prints, numbers and files apart
+    <!-- output of: python ... --> lines that the command prints
 """
 
 import contextlib
+import importlib
 import io
 import logging
 import os
 import re
+import runpy
+import shlex
+import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -24,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PAGES", "Block", "blocks_of", "ranks_of", "run_page"]
+__all__ = ["PAGES", "Block", "blocks_of", "not_printed", "output_of", "ranks_of", "run_page"]
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,11 +115,14 @@ def run_page(path: str) -> list[str]:
     """Run the code of a page; returns what went wrong, with page and line."""
     page, names, faults = Path(path), stage(), []
     logging.disable(logging.WARNING)
-    before = os.getcwd()
+    before, printed = os.getcwd(), io.StringIO()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.chdir(folder)
         for block in blocks_of(page):
+            if block.how == "printed":
+                lines = not_printed(block.code, printed.getvalue())
+                faults += [f"{page.name}:{block.line}: not printed: {line}" for line in lines]
             if block.language != "python":
                 continue
             code = block.code.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
@@ -122,7 +131,7 @@ def run_page(path: str) -> list[str]:
             if not block.is_run_here:
                 continue
             try:
-                with contextlib.redirect_stdout(io.StringIO()):
+                with contextlib.redirect_stdout(printed):
                     exec(compiled, names)
             except Exception as error:
                 faults.append(f"{page.name}:{block.line}: {type(error).__name__}: {error}"[:500])
@@ -131,3 +140,32 @@ def run_page(path: str) -> list[str]:
     if dist.is_initialized():
         dist.barrier()
     return faults
+
+
+def not_printed(shown: str, printed: str) -> list[str]:
+    """Return which lines of an example output were not printed; numbers and files may differ."""
+    found = {_alike(line) for line in printed.splitlines()}
+    return [line for line in shown.splitlines() if _alike(line) not in found]
+
+
+def _alike(line: str) -> str:
+    line = re.sub(r"\S+\.(?:py|md):\d+", "FILE", line)
+    return " ".join(re.sub(r"\d+\.\d+", "NUMBER", line).split())
+
+
+def output_of(command: str) -> str:
+    """Run a command of Python's in this process; returns what it prints."""
+    _, name, *given = shlex.split(command)
+    printed, before = io.StringIO(), sys.argv
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        if name == "-m":
+            module = importlib.import_module(given.pop(0))
+            if not hasattr(module, "main"):
+                module = importlib.import_module(f"{module.__name__}.__main__")
+            with contextlib.suppress(SystemExit):
+                module.main(given)
+        else:
+            sys.argv = [name, *given]
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+            sys.argv = before
+    return printed.getvalue()

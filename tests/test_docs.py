@@ -13,7 +13,16 @@ import pytest
 
 from distamp.__main__ import parser
 from launch.config import COMMAND as LAUNCHER
-from tests.docs_code import OWN_TESTS, PAGES, ROOT, blocks_of, ranks_of, run_page
+from tests.docs_code import (
+    OWN_TESTS,
+    PAGES,
+    ROOT,
+    blocks_of,
+    not_printed,
+    output_of,
+    ranks_of,
+    run_page,
+)
 from tests.docs_words import (
     DOCS,
     LONGEST,
@@ -40,6 +49,25 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
 )
 def test_the_code_of_a_page_for_two_ranks_runs_on_two(ranks2: Any, page: Path) -> None:
     assert ranks2.run(run_page, str(page)) == [[], []]
+
+
+OUTPUTS = {
+    block.how.removeprefix("output of: "): block.code
+    for page in PAGES
+    for block in blocks_of(page)
+    if block.how.startswith("output of: ")
+}
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_an_example_output_is_what_the_command_prints(command: str) -> None:
+    assert not_printed(OUTPUTS[command], output_of(command)) == []
+
+
+def test_each_output_says_what_prints_it() -> None:
+    outputs = [b for page in PAGES for b in blocks_of(page) if not b.language]
+    assert len(OUTPUTS) > 2
+    assert all(re.match("printed$|output of: python ", b.how) for b in outputs)
 
 
 def test_code_that_is_run_elsewhere_has_a_test_that_is_there() -> None:

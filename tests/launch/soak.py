@@ -40,17 +40,20 @@ RANKS, STEPS, WINDOW = 4, 40, 16
 LEVELS = ("bf16", "fp8")
 # What goes wrong in which of the steps; a spike has left the window before the next one.
 ILL = {7: "loss", 17: "gradient", 32: "spike"}
-# What may come on top in half of the time after its first fifth, as a part of the median.
-GROWTH = {
-    "memory (MiB)": 0.02,
-    "given out by malloc (MiB)": 0.02,
-    "Python's blocks": 0.02,
-    "threads": 0.0,
-    "open files": 0.0,
-    "sockets": 0.0,
-    "shared memory": 0.0,
-    "temporary files": 0.0,
+# What a checkpoint, with its two stretches of steps, may leave behind. A copy of the weights has
+# 294 KiB: memory may grow by a sixth of one, for its pages come and go by a MiB or two, and what
+# malloc gave out by a fiftieth. An object for each step would be 80 blocks of Python's.
+LIMITS = {
+    "memory (MiB)": 48 / 1024,
+    "given out by malloc (MiB)": 6 / 1024,
+    "Python's blocks": 20.0,
+    "threads": 0.03,
+    "open files": 0.03,
+    "sockets": 0.03,
+    "shared memory": 0.03,
+    "temporary files": 0.03,
 }
+BLOCKS, STUDENT = 10, 2.306  # of a half's samples; for 95 % and 8 degrees of freedom
 FIELDS_OF_MALLINFO2 = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
     *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
@@ -59,9 +62,13 @@ PAGE = f"""
 Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_above=)`, an int8 hook in
 two levels (two hosts of two ranks), an average of the weights and asynchronous checkpoints. Every
 {STEPS} steps all objects are made anew from a checkpoint, and the same steps end in the same bits,
-on all ranks. After each stretch a rank counts what it holds. Slopes are medians over all pairs of
-samples, without the first fifth. Shared memory: files and maps of the process in /dev/shm.
-Temporary files: in a folder of the run's own.
+on all ranks. After each stretch a rank counts what it holds. Shared memory: files and maps of the
+process in /dev/shm. Temporary files: in a folder of the run's own.
+
+A slope is what comes on top in an hour, by least squares over {BLOCKS} means of samples in a row,
+without the first fifth of a half; in brackets its 95 % interval by Student's t. The limit is what a
+checkpoint may leave (`LIMITS`) times the checkpoints in an hour. "flat": the whole interval is
+below it; "grows": the whole is above; "not known": neither.
 """
 
 
@@ -81,7 +88,7 @@ class Net(nn.Module):
         return logits
 
 
-class Run:
+class Job:
     """One rank's part of the training: all that is made anew after a checkpoint.
 
     Args:
@@ -204,7 +211,7 @@ def held() -> dict[str, float]:
     counts = (int(status["Threads"]), len(files), sum("socket" in file for file in files))
     memory = int(status["VmRSS"].split()[0]) / 1024, given_out() / 2**20
     python = sys.getallocatedblocks()
-    return dict(zip(GROWTH, (*memory, python, *counts, len(shared), left), strict=True))
+    return dict(zip(LIMITS, (*memory, python, *counts, len(shared), left), strict=True))
 
 
 def train(rank: int, port: int, folder: Path, samples: Path, minutes: float) -> None:
@@ -213,56 +220,74 @@ def train(rank: int, port: int, folder: Path, samples: Path, minutes: float) -> 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     saving = dist.new_group(backend="gloo")
-    run, begun = Run(LEVELS[0], None), time.monotonic()
+    job, begun = Job(LEVELS[0], None), time.monotonic()
     for index in itertools.count():
         part = torch.tensor((time.monotonic() - begun) / (60 * minutes))
         dist.broadcast(part, 0)
         if part >= 1:
             break
         level, path = LEVELS[int(part * len(LEVELS))], folder / "checkpoints" / str(index)
-        written = dcp.async_save(run.state(), checkpoint_id=path, process_group=saving)
+        written = dcp.async_save(job.state(), checkpoint_id=path, process_group=saving)
         ends = []
         for again in (False, True):
-            if again or level != run.level:
+            if again or level != job.level:
                 written.result()
-                run.hook.close()
-                run = Run(level, path)
-            run.train()
-            ends.append(run.digest())
-            row = {"level": level, "hours": (time.monotonic() - begun) / 3600, "step": run.step}
+                job.hook.close()
+                job = Job(level, path)
+            job.train()
+            ends.append(job.digest())
+            row = {"level": level, "hours": (time.monotonic() - begun) / 3600, "step": job.step}
             with (samples / f"{rank}.jsonl").open("a") as file:
-                print(json.dumps(row | run.counts() | held()), file=file)
-        assert ends[0] == ends[1], f"step {run.step}: after the checkpoint it went otherwise"
+                print(json.dumps(row | job.counts() | held()), file=file)
+        assert ends[0] == ends[1], f"step {job.step}: after the checkpoint it went otherwise"
         everyone: list[Any] = [None] * RANKS
         dist.all_gather_object(everyone, ends[1])
-        assert len(set(everyone)) == 1, f"step {run.step}: ranks hold other weights"
+        assert len(set(everyone)) == 1, f"step {job.step}: ranks hold other weights"
         if rank == 0:
             shutil.rmtree(path)
-    run.hook.close()
+    job.hook.close()
     dist.destroy_process_group()
 
 
-def slope(rows: list[dict[str, float]], what: str) -> float:
-    """Return what comes on top in an hour, by the median of the slopes between all pairs."""
-    pairs = itertools.combinations(((row["hours"], row[what]) for row in rows), 2)
-    return statistics.median((y - b) / (x - a) for (a, b), (x, y) in pairs)
+def slope(rows: list[dict[str, float]], what: str) -> tuple[float, float]:
+    """Return what comes on top in an hour, and how far its 95 % interval goes to each side.
+
+    Samples in a row are alike, which would make the interval of their own slope too small; means
+    of many in a row are not.
+    """
+    ends = [len(rows) * block // BLOCKS for block in range(BLOCKS + 1)]
+    means = [
+        [statistics.fmean(row[key] for row in rows[begin:end]) for key in ("hours", what)]
+        for begin, end in itertools.pairwise(ends)
+    ]
+    hours, held = zip(*means, strict=True)
+    by, start = statistics.linear_regression(hours, held)
+    error = sum((y - start - by * x) ** 2 for x, y in means) / (BLOCKS - 2)
+    return by, STUDENT * math.sqrt(error / BLOCKS / statistics.pvariance(hours))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--samples", type=Path)
-    given = parser.parse_args()
-    minutes = given.minutes
+def run(samples: Path, minutes: float) -> None:
+    """Train; each rank writes its samples into a file of a new folder."""
+    samples.mkdir()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        samples = given.samples or folder / "samples"
-        samples.mkdir()
         (folder / "tmp").mkdir()
         os.environ.update(TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1")
         # As torchrun's: in a process of its own, for a store keeps all that groups ever met by.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         mp.spawn(train, (store.port, folder, samples, minutes), RANKS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--samples", type=Path, help="a folder; if it is there, judge it")
+    given = parser.parse_args()
+    minutes = given.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        samples = given.samples or Path(folder) / "samples"
+        if not samples.exists():
+            run(samples, minutes)
         ranks = [
             [json.loads(line) for line in (samples / f"{rank}.jsonl").read_text().splitlines()]
             for rank in range(RANKS)
@@ -271,17 +296,24 @@ def main() -> int:
     print("# An hour of everything\n" if minutes == 60 else "# Some minutes of everything\n")
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {os.cpu_count()} cores, gloo,")
     print(f"`python -m tests.launch.soak --minutes {minutes:g}`.\n{PAGE}")
-    print("| level | rank | holds | median | slope, an hour | |\n|---|---|---|---|---|---|")
+    print("| level | rank | holds | median | slope, an hour | limit | |")
+    print("|---|---|---|---|---|---|---|")
     wrong = False
     for level, (rank, rows) in itertools.product(LEVELS, enumerate(ranks)):
         half = [row for row in rows if row["level"] == level]
         half = half[len(half) // 5 :]
-        for what, growth in GROWTH.items():
-            median, by = statistics.median(row[what] for row in half), slope(half, what)
-            flat = by <= growth * median
+        rate = len(half) / 2 / (half[-1]["hours"] - half[0]["hours"])
+        for what, left in LIMITS.items():
+            median = statistics.median(row[what] for row in half)
+            by, spread, limit = *slope(half, what), left * rate
+            flat, grows = by + spread <= limit, by - spread > limit
             wrong |= not flat
-            words = "flat" if flat else "**grows**"
-            print(f"| {level} | {rank} | {what} | {median:.0f} | {by:+.2f} | {words} |")
+            words = "flat" if flat else "**grows**" if grows else "**not known**"
+            interval = f"{by:+,.2f} [{by - spread:+,.2f}, {by + spread:+,.2f}]"
+            line = (
+                f"{level} | {rank} | {what} | {median:,.0f} | {interval} | {limit:,.1f} | {words}"
+            )
+            print(f"| {line} |")
     rows = ranks[0]
     print(f"\n{rows[-1]['step']:,} steps, each taken twice, and {len(rows) - 1} resumes.")
     skips, spikes = (sum(row[what] for row in rows) for what in ("skips", "spikes"))
