@@ -153,15 +153,6 @@ def test_a_graph_with_our_contexts_can_be_gone_through_again():
         assert torch.equal(found, gradients("plain")[0])
 
 
-def test_our_backward_takes_torchs_forward():
-    seen: list[Any] = []
-    a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", FP16):
-        loss = matmul((torch.amp.custom_fwd, custom_bwd), seen).apply(a, a).float().sum()
-    loss.backward()
-    assert [each[3] for each in seen] == [FP16] * 2
-
-
 @pytest.mark.parametrize("around", [lambda model: model, lambda model: autocast("cpu")(model)])
 def test_a_reentrant_one_of_torchs_that_would_recompute_without_the_lists_is_refused(around):
     model, x = block(), X.clone().requires_grad_()

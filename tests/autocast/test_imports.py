@@ -43,14 +43,6 @@ def test_the_old_spellings_have_the_old_signatures_and_warn_of_no_age(device_typ
     assert {each.filename for each in caught} <= {__file__}
 
 
-def test_the_old_classes_work_as_the_new_ones():
-    region = distamp.cpu.amp.autocast(True, torch.float16)
-    with region, region:
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
-    assert not torch.is_autocast_enabled("cpu")
-    assert distamp.cpu.amp.GradScaler(4.0).get_scale() == 4.0
-
-
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_old_function_decorators_know_their_device_type(device_type):
     amp = importlib.import_module(f"distamp.{device_type}.amp")

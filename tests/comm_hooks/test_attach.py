@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
 from tests.comm_hooks.training import agreed, inputs, mlp, relative
+from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
 
 WIDTHS = (17, 40, 30, 3)
@@ -65,26 +66,25 @@ def _train(layout: str, wire: str, attach: bool, fault: tuple[float, int, int]) 
     return did, torch.cat([p.detach().flatten() for p in parameters])
 
 
-def _both(layout: str, wire: str, fault: tuple[float, int, int]) -> tuple[Any, Any, bool]:
-    """What each step did, attached and not, and whether the parameters are finite and equal."""
-    (did, mine), (alone, other) = (_train(layout, wire, how, fault) for how in (True, False))
-    # A hook that hears of skips and scales feeds other errors back than one that does not.
-    equal = wire == "int8" or torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
-    return did, alone, bool(mine.isfinite().all()) and equal
-
-
 LAYOUTS = ["plain", "fused", "accumulate", "clip", "two optimizers", "two groups"]
 
 
-@pytest.mark.parametrize("wire", ["fp16", "int8"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_steps_are_skipped(ranks4, layout, wire):
-    fault = (math.inf, 3, 1) if wire == "fp16" else (math.nan, 0, 5)
-    for rank, (did, alone, right) in enumerate(ranks4.run(_both, layout, wire, fault)):
-        assert did == alone
-        assert right
-        spared = layout == "two groups" and rank // 2 != fault[1] // 2
-        assert [all(taken) for *taken, _ in did] == [True, True, spared, True, True]
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("layout", "wire"),
+    [*((each, "fp16") for each in LAYOUTS), *((x, "int8") for x in LAYOUTS[::3])],
+)
+def test_the_same_steps_are_skipped(layout, wire):
+    value, spoilt, place = (math.inf, 3, 1) if wire == "fp16" else (math.nan, 0, 5)
+    (did, mine), (alone, other) = (
+        _train(layout, wire, how, (value, spoilt, place)) for how in (True, False)
+    )
+    assert did == alone
+    spared = layout == "two groups" and dist.get_rank() // 2 != spoilt // 2
+    assert [all(taken) for *taken, _ in did] == [True, True, spared, True, True]
+    assert mine.isfinite().all()
+    # A hook that hears of skips and scales feeds other errors back than one that does not.
+    assert wire == "int8" or torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
 
 
 # -- uneven inputs ---------------------------------------------------------------------------------
@@ -123,32 +123,24 @@ def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def _beside_torch(wire: str, counts: Sequence[int], bad: int | None) -> tuple[float, bool]:
-    start = nn.utils.parameters_to_vector(mlp(*WIDTHS).parameters()).detach()
-    mine, true = _uneven(wire, counts, bad), _uneven(None, counts, bad)
-    return relative(mine - start, true - start), agreed(mine)
-
-
-@pytest.mark.filterwarnings("ignore:find_unused")
+@on_ranks("size")
 @pytest.mark.parametrize("bad", [None, 3], ids=["", "overflow"])
 @pytest.mark.parametrize(("wire", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
-@pytest.mark.parametrize("counts", [(0, 4), (3, 0, 5, 1)], ids=str)
-def test_epochs_of_uneven_inputs_and_plain_steps_after_them(ranks, counts, wire, bound, bad):
-    for error, same in ranks(len(counts)).run(_beside_torch, wire, counts, bad):
-        assert error < bound
-        assert same
+@pytest.mark.parametrize(("size", "counts"), [(2, (0, 4)), (4, (3, 0, 5, 1))])
+def test_epochs_of_uneven_inputs_and_plain_steps_after_them(size, counts, wire, bound, bad):
+    start = nn.utils.parameters_to_vector(mlp(*WIDTHS).parameters()).detach()
+    mine, true = _uneven(wire, counts, bad), _uneven(None, counts, bad)
+    assert relative(mine - start, true - start) < bound
+    assert agreed(mine)
 
 
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def _attach_power_sgd() -> None:
+@on_ranks(1)
+def test_power_sgd_is_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"PowerSGD cannot be joined.*error feedback keeps an inf"):
         DistGradScaler("cpu").attach(PowerSGDState(None))
-
-
-def test_power_sgd_is_refused_with_the_reason(ranks1):
-    ranks1.run(_attach_power_sgd)
 
 
 @pytest.mark.parametrize("state", [None, "fp16", object()], ids=lambda s: type(s).__name__)

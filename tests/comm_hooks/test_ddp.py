@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import time
-import warnings
 from typing import Any
 
 import pytest
@@ -33,15 +32,16 @@ from tests.comm_hooks.training import (
     train_layouts,
     wrapped,
 )
+from tests.on_ranks import on_ranks
 
 # -- every format, every way DDP works -------------------------------------------------------------
 
 
+@on_ranks("size")
 @pytest.mark.parametrize("wire", list(WIRE_FORMATS))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gradients_are_those_of_plain_ddp(ranks, size, wire):
-    for found in ranks(size).run(errors, mlp(*WIDTHS), wire, WIDTHS[0]):
-        assert max(found) <= BOUNDS[wire]
+def test_gradients_are_those_of_plain_ddp(size, wire):
+    assert max(errors(mlp(*WIDTHS), wire, WIDTHS[0])) <= BOUNDS[wire]
 
 
 class _Branches(nn.Module):
@@ -59,42 +59,36 @@ class _Branches(nn.Module):
         return self.left(x) if dist.get_rank() == 0 and self.passes != 2 else self.right(x)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("view", [False, True])
-def test_parameters_that_a_rank_does_not_use(ranks4, view):
+def test_parameters_that_a_rank_does_not_use(view):
     settings = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
-    for found in ranks4.run(errors, _Branches(), "fp16", 20, **settings):
-        assert max(found) <= BOUNDS["fp16"]
+    assert max(errors(_Branches(), "fp16", 20, **settings)) <= BOUNDS["fp16"]
 
 
-def test_accumulation_under_no_sync(ranks2):
-    for found in ranks2.run(errors, mlp(*WIDTHS), "fp16", WIDTHS[0], micro_batches=3):
-        assert max(found) <= BOUNDS["fp16"]
+@on_ranks(2)
+def test_accumulation_under_no_sync():
+    assert max(errors(mlp(*WIDTHS), "fp16", WIDTHS[0], micro_batches=3)) <= BOUNDS["fp16"]
 
 
-def _sparse() -> tuple[bool, float, dict[str, int]]:
-    found = []
-    for wire in (None, "fp16"):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 300, bias=False))
-        model, state = wrapped(net, wire)
-        tokens = torch.arange(3) + 7 * dist.get_rank()
-        model(tokens).square().sum().backward()
-        embedding, linear = model.module
-        found.append((embedding.weight.grad, gradients(linear)))
-    (sparse, dense), (mine, mine_dense) = found
-    same = mine.is_sparse and torch.equal(mine.to_dense(), sparse.to_dense())
-    return same, relative(mine_dense, dense), dict(state.stats().fallbacks)
+@on_ranks(2)
+def test_sparse_gradients_are_passed_by():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 300, bias=False))
+    (plain, _), (hooked, state) = wrapped(net, None), wrapped(net, "fp16")
+    for model in (plain, hooked):
+        model(torch.arange(3) + 7 * dist.get_rank()).square().sum().backward()
+    (sparse, dense), (mine, mine_dense) = (
+        [p.grad for p in model.parameters()] for model in (plain, hooked)
+    )
+    assert mine.is_sparse
+    assert torch.equal(mine.to_dense(), sparse.to_dense())
+    assert relative(mine_dense, dense) <= BOUNDS["fp16"]
+    assert state.stats().fallbacks == {"gradients reduced as they are: sparse": 1}
 
 
-def test_sparse_gradients_are_passed_by(ranks2):
-    for same, error, fallbacks in ranks2.run(_sparse):
-        assert same
-        assert error <= BOUNDS["fp16"]
-        assert fallbacks == {"gradients reduced as they are: sparse": 1}
-
-
-def _two_models() -> float:
-    """Two models whose hooks share one state, in one backward pass."""
+@on_ranks(2)
+def test_two_models_whose_hooks_share_one_state_in_one_backward_pass():
     found = []
     for hooked in (False, True):
         models = [wrapped(mlp(*WIDTHS, seed=seed), None)[0] for seed in (0, 1)]
@@ -103,64 +97,62 @@ def _two_models() -> float:
         x = inputs(0, WIDTHS[0])
         torch.stack([model(x).square().sum() for model in models]).sum().backward()
         found.append(torch.cat([gradients(model) for model in models]))
-    return relative(found[1], found[0])
-
-
-def test_two_models_in_one_backward_pass(ranks2):
-    assert max(ranks2.run(_two_models)) <= BOUNDS["fp16"]
+    assert relative(found[1], found[0]) <= BOUNDS["fp16"]
 
 
 # -- beside torch's hooks --------------------------------------------------------------------------
 
 
-def _dropped_in(name: str, state: Any, dtype: torch.dtype) -> tuple[float, dict[str, int]]:
-    """How far gradients through a hook of torch's name are from those without, and its stats."""
+def _beside(hook: Any, state: Any, dtype: torch.dtype = torch.float32) -> float:
+    """How far gradients through a hook are from those without."""
     found = []
-    own = comm_hooks.CommHookState(name[:4])
-    given = {"none": None, "group": dist.group.WORLD, "own": own}.get(state, state)
-    hook = getattr(comm_hooks, name)
-    if name.endswith("wrapper"):
-        inner = powerSGD_hook.powerSGD_hook if state == "PowerSGD" else default_hooks.allreduce_hook
-        hook, given = hook(inner), None
-        if state == "PowerSGD":
-            given = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=100)
     for hooked in (False, True):
         model, _ = wrapped(mlp(*WIDTHS).to(dtype), None)
         if hooked:
-            model.register_comm_hook(given, hook)
+            model.register_comm_hook(state, hook)
         model(inputs(0, WIDTHS[0]).to(dtype)).float().square().sum().backward()
         found.append(gradients(model).float())
-    return relative(found[1], found[0]), dict(own.stats().fallbacks)
+    return relative(found[1], found[0])
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("state", ["none", "group", "own"])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_hooks_of_torchs_names_take_what_torchs_take(name, state):
+    given = {"none": None, "group": dist.group.WORLD, "own": comm_hooks.CommHookState(name)}[state]
+    assert 0 < _beside(getattr(comm_hooks, f"{name}_compress_hook"), given) <= BOUNDS[name]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
-    ("name", "state", "bound"),
-    [
-        ("fp16_compress_hook", "none", BOUNDS["fp16"]),
-        ("fp16_compress_hook", "group", BOUNDS["fp16"]),
-        ("bf16_compress_hook", "none", BOUNDS["bf16"]),
-        ("bf16_compress_hook", "own", BOUNDS["bf16"]),
-        ("fp16_compress_wrapper", "allreduce", 1e-3),
-        ("fp16_compress_wrapper", "PowerSGD", 1e-3),
-        ("bf16_compress_wrapper", "allreduce", 8e-3),
-    ],
+    ("name", "inner", "bound"),
+    [("fp16", "allreduce", 1e-3), ("fp16", "PowerSGD", 1e-3), ("bf16", "allreduce", 8e-3)],
 )
-def test_hooks_of_torchs_names_take_what_torchs_take(ranks2, name, state, bound):
-    for error, _ in ranks2.run(_dropped_in, name, state, torch.float32):
-        assert 0 < error <= bound
-    ours, theirs = getattr(comm_hooks, name), getattr(default_hooks, name)
+def test_wrappers_of_torchs_names_take_what_torchs_take(name, inner, bound):
+    hook, state = default_hooks.allreduce_hook, None
+    if inner == "PowerSGD":
+        hook = powerSGD_hook.powerSGD_hook
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=100)
+    assert 0 < _beside(getattr(comm_hooks, f"{name}_compress_wrapper")(hook), state) <= bound
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["hook", "wrapper"])
+def test_their_signatures_are_torchs_and_they_can_be_pickled(wire, kind):
+    ours, theirs = (getattr(it, f"{wire}_compress_{kind}") for it in (comm_hooks, default_hooks))
     assert len(inspect.signature(ours).parameters) == len(inspect.signature(theirs).parameters)
     assert pickle.loads(pickle.dumps(ours)) is ours
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_gradients_of_two_bytes_are_sent_in_two_bytes(ranks2, dtype, bound):
-    for error, fallbacks in ranks2.run(_dropped_in, "fp16_compress_hook", "own", dtype):
-        assert error <= bound
-        (why,) = fallbacks
-        assert why == f"gradients reduced as they are: {str(dtype)[6:]} is no wider than fp16"
+def test_gradients_of_two_bytes_are_sent_in_two_bytes(dtype, bound):
+    own = comm_hooks.CommHookState("fp16")
+    assert _beside(comm_hooks.fp16_compress_hook, own, dtype) <= bound
+    (why,) = own.stats().fallbacks
+    assert why == f"gradients reduced as they are: {str(dtype)[6:]} is no wider than fp16"
 
 
 # -- nothing hangs, nothing is left ----------------------------------------------------------------
@@ -199,10 +191,10 @@ class _Odd(nn.Module):
         return (x.to(torch.complex64) @ self.weight).abs() + self.bias + self.nothing.sum()
 
 
-@pytest.mark.parametrize("wire", list(comm_hooks.WIRE_FORMATS))
-def test_complex_gradients_and_buckets_without_elements_are_exchanged(ranks4, wire):
-    for found in ranks4.run(errors, _Odd(), wire, 40):
-        assert max(found) <= BOUNDS[wire]
+@on_ranks(4)
+@pytest.mark.parametrize("wire", list(WIRE_FORMATS))
+def test_complex_gradients_and_buckets_without_elements_are_exchanged(wire):
+    assert max(errors(_Odd(), wire, 40)) <= BOUNDS[wire]
 
 
 class _Uneven(nn.Module):
@@ -223,61 +215,21 @@ class _Uneven(nn.Module):
         return torch.stack([(p * g).sum() for p, g in zip(self.both, given, strict=True)]).sum()
 
 
-def _worst(wrapper: str, wire: str, ranks_per_host: int) -> float:
-    """The largest relative error of a parameter at any ratio."""
-    rank, size, worst = dist.get_rank(), dist.get_world_size(), 0.0
-    for power in range(1, 8):
+@on_ranks(4)
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize(("wire", "bound"), [("fp16", 4e-4), ("int8", 2e-2)])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, wire, bound, ranks_per_host):
+    for power in (1, 4, 7):
         net = _Uneven(10.0**-power)
-        everyone = [net.given(each) for each in range(size)]
-        sizes = [each.numel() for each in everyone[0]]
+        everyone = [net.given(each) for each in range(4)]
         model: Any = DistributedDataParallel(net) if wrapper == "DDP" else fully_shard(net)
         comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
-        model(everyone[rank]).backward()
+        model(everyone[dist.get_rank()]).backward()
         flat = torch.stack([torch.cat([g.flatten() for g in each]) for each in everyone])
-        exact, mine = flat.double().mean(0), full_gradients(model).double()
-        for ours, true in zip(mine.split(sizes), exact.split(sizes), strict=True):
-            worst = max(worst, relative(ours, true))
-    return worst
-
-
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-@pytest.mark.parametrize(
-    ("wrapper", "wire", "bound"),
-    [
-        ("DDP", "fp16", 4e-4),
-        ("DDP", "int8", 2e-2),
-        ("FSDP2", "fp16", 4e-4),
-        ("FSDP2", "int8", 2e-2),
-    ],
-)
-def test_a_small_parameter_among_large_ones_arrives_as_well(
-    ranks4, wrapper, wire, bound, ranks_per_host
-):
-    assert max(ranks4.run(_worst, wrapper, wire, ranks_per_host)) <= bound
-
-
-def _by_default(device: str | None, dtype: torch.dtype, wire: str) -> Tensor:
-    model = DistributedDataParallel(mlp(31, 97, 64, 5), bucket_cap_mb=0.02)
-    given = [inputs(step, 31) for step in range(3)]
-    torch.set_default_device(device)
-    torch.set_default_dtype(dtype)
-    try:
-        state = comm_hooks.register(model, wire)
-        for x in given:
-            model(x).square().mean().backward()
-            state.load_state_dict(state.state_dict())
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-    return gradients(model)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype"), [("meta", torch.float32), (None, torch.float64)], ids=str
-)
-def test_torchs_defaults_of_device_and_dtype_change_no_bit(ranks2, device, dtype):
-    plain = ranks2.run(_by_default, None, torch.float32, "int8")
-    assert all(map(torch.equal, ranks2.run(_by_default, device, dtype, "int8"), plain))
+        parts = [each.numel() for each in everyone[0]]
+        exact, mine = flat.double().mean(0).split(parts), full_gradients(model).split(parts)
+        assert max(map(relative, mine, exact)) <= bound
 
 
 # -- failures, and copies --------------------------------------------------------------------------
@@ -325,34 +277,27 @@ def test_where_a_rank_is_gone_the_others_raise(new_ranks):
     assert all(found[rank][0].startswith("in pass 2: ") for rank in (0, 2, 3))
 
 
-def _copied(how: str) -> tuple[list[str], float, int]:
-    """What was warned of, and whether a copy sends what it says once it is registered."""
+def averaged(model: nn.Module) -> Any:
+    return AveragedModel(model).module
+
+
+def saved_and_loaded(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copied", [copy.deepcopy, averaged, saved_and_loaded])
+def test_a_model_with_a_hook_can_be_copied_and_its_copy_says_how_it_is_registered(copied):
     model, _ = wrapped(mlp(*WIDTHS), "int8")
     model(inputs(0, WIDTHS[0])).square().mean().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if how == "AveragedModel":
-            twin = AveragedModel(model).module
-        elif how == "deepcopy":
-            twin = copy.deepcopy(model)
-        else:
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
-            buffer.seek(0)
-            twin = torch.load(buffer, weights_only=False)
-    warned = [str(each.message) for each in caught if each.category is UserWarning]
+    with pytest.warns(UserWarning, match=r'uncompressed.*comm_hooks\.register\(model, "int8"\)'):
+        twin = copied(model)
     again = comm_hooks.register(twin, "int8")
     for each in (model, twin):
         each.zero_grad()
         each(inputs(1, WIDTHS[0])).square().mean().backward()
-    return warned, relative(gradients(twin), gradients(model)), again.stats().exchanges
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "AveragedModel", "save"])
-def test_a_model_with_a_hook_can_be_copied(ranks2, how):
-    for warned, error, exchanges in ranks2.run(_copied, how):
-        (message,) = set(warned)
-        assert "uncompressed" in message
-        assert 'distamp.comm_hooks.register(model, "int8")' in message
-        assert error < 2e-2
-        assert exchanges > 0
+    assert relative(gradients(twin), gradients(model)) < 2e-2
+    assert again.stats().exchanges > 0

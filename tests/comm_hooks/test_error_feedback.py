@@ -1,9 +1,8 @@
 """What rounding took comes back, through skips, scales, other buckets and checkpoints."""
 
+import contextlib
 import io
 import math
-import re
-import warnings
 from typing import Any
 
 import pytest
@@ -14,59 +13,51 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
 from tests.comm_hooks.training import agreed, inputs, mlp, relative, wrapped
+from tests.on_ranks import on_ranks
 
 WIDTHS = (19, 60, 41, 3)
 
 
-def _sums(numel: int, rounds: int) -> tuple[float, float]:
-    """The error of the sum of all means so far, beside one mean, after 1 and after all rounds."""
-    everyone = torch.randn(dist.get_world_size(), numel, generator=torch.Generator().manual_seed(0))
+@on_ranks("size")
+@pytest.mark.parametrize(("size", "numel"), [(2, 5000), (4, 60_000)])
+def test_errors_do_not_add_up(size, numel):
+    everyone = torch.randn(size, numel, generator=torch.Generator().manual_seed(0))
     state, parameter = comm_hooks.CommHookState("int8"), nn.Parameter(torch.zeros(numel))
     mean, total, found = everyone.mean(0), torch.zeros(numel), []
-    for turn in range(1, rounds + 1):
+    for turn in range(1, 21):
         total += state.average(everyone[dist.get_rank()].clone(), [parameter]).wait()
-        found.append(relative(total, mean * turn) * turn)
-    return found[0], found[-1]
-
-
-@pytest.mark.parametrize(("size", "numel"), [(2, 5000), (4, 60_000)])
-def test_errors_do_not_add_up(ranks, size, numel):
-    for first, last in ranks(size).run(_sums, numel, 20):
-        # Twenty independent errors would make 4.5 of one, and twenty of the same kind 20.
-        assert last <= 2 * first
+        found.append((total - mean * turn).norm())
+    # Twenty independent errors would make 4.5 of one, and twenty of the same kind 20.
+    assert found[-1] <= 2 * found[0]
 
 
 # -- under a scaler --------------------------------------------------------------------------------
 
 
-def _trained(scale: float) -> tuple[Tensor, bool]:
-    """Parameters after six steps under this loss scale."""
-    model, state = wrapped(mlp(*WIDTHS), "int8")
-    scaler = DistGradScaler("cpu", init_scale=scale)
-    scaler.attach(state)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(6):
-        sgd.zero_grad()
-        scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
-        scaler.step(sgd)
-        scaler.update()
-    values = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return values, agreed(values)
+@on_ranks(2)
+def test_the_loss_scale_does_not_matter():
+    """Parameters after six steps are the same."""
+    found = []
+    for scale in (1.0, 2.0**24):
+        model, state = wrapped(mlp(*WIDTHS), "int8")
+        scaler = DistGradScaler("cpu", init_scale=scale)
+        scaler.attach(state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(6):
+            sgd.zero_grad()
+            scaler.scale(model(inputs(step, WIDTHS[0])).square().mean()).backward()
+            scaler.step(sgd)
+            scaler.update()
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.equal(*found)
+    assert agreed(found[0])
 
 
-def test_the_loss_scale_does_not_matter(ranks2):
-    plain, scaled = (ranks2.run(_trained, scale) for scale in (1.0, 2.0**24))
-    for (values, same), (expected, _) in zip(scaled, plain, strict=True):
-        assert torch.equal(values, expected)
-        assert same
-
-
-def _one_overflows(numel: int, every: int) -> tuple[float, bool]:
-    """The error of ``b`` after 12 steps, against float64, and whether their bucket begins again.
-
-    Every so many steps the gradient of ``a``, in the same bucket, is inf on rank 0, and its
-    optimizer skips.
-    """
+@on_ranks("size")
+@pytest.mark.parametrize("every", [0, 3])
+@pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
+def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, every):
+    """``b`` is right in float64, though every so many steps ``a``, in the same bucket, skips."""
     parts = nn.ParameterList(torch.zeros(numel) for _ in range(2))
     net: Any = nn.Module()
     net.parts = parts
@@ -76,7 +67,7 @@ def _one_overflows(numel: int, every: int) -> tuple[float, bool]:
     scaler = DistGradScaler("cpu", init_scale=2.0**10, backoff_factor=0.5)
     scaler.attach(state)
     a, b = (torch.optim.SGD([p], lr=1.0) for p in parts)
-    true, dropped = torch.zeros(numel, dtype=torch.float64), True
+    true = torch.zeros(numel, dtype=torch.float64)
     for step in range(12):
         model.zero_grad()
         bad = every > 0 and step % every == every - 1
@@ -86,27 +77,19 @@ def _one_overflows(numel: int, every: int) -> tuple[float, bool]:
         scaler.step(b)
         assert (scaler.stepped(a), scaler.stepped(b)) == (not bad, True)
         (residuals,) = state.state_dict()["residuals"].values()
-        dropped &= bool(residuals[1].any()) != bad
+        assert bool(residuals[1].any()) != bad
         scaler.update()
         everyone = x.double()
         dist.all_reduce(everyone)
-        true -= everyone / dist.get_world_size()
-    return relative(parts[1].detach(), true), dropped
+        true -= everyone / size
+    assert relative(parts[1].detach(), true) < 0.05
 
 
-@pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
-def test_a_bucket_of_an_optimizer_that_skips_begins_again(ranks, size, numel):
-    for every in (0, 3):
-        for error, dropped in ranks(size).run(_one_overflows, numel, every):
-            assert error < 0.05
-            assert dropped
-
-
-def _exchanges(what: str, ranks_per_host: int) -> list[float]:
-    """The errors of twelve means, in the second of which some ranks have inf and NaN.
-
-    A scaler that is detached is so before the fifth step.
-    """
+@on_ranks(4)
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("what", ["attached", "never attached", "detached"])
+def test_after_inf_and_nan_all_steps_are_finite_and_right(what, ranks_per_host):
+    """Of twelve means; in the second some ranks have inf and NaN."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(nn.Linear(5000, 1, bias=False))
     state = comm_hooks.register(model, "int8", ranks_per_host=ranks_per_host)
@@ -129,19 +112,9 @@ def _exchanges(what: str, ranks_per_host: int) -> list[float]:
         scaler.step(sgd)
         assert scaler.stepped(sgd) == (step != 1)
         scaler.update()
-    return found
-
-
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-@pytest.mark.parametrize(
-    "what",
-    ["attached", "never attached", "detached"],
-)
-def test_after_inf_and_nan_all_steps_are_finite_and_right(ranks4, what, ranks_per_host):
-    for errors in ranks4.run(_exchanges, what, ranks_per_host):
-        assert not math.isfinite(errors[1])
-        # An attached scaler alone tells a hook that the scale was halved.
-        assert max(errors[2:]) < (0.04 if what == "never attached" else 0.02)
+    assert not math.isfinite(found[1])
+    # An attached scaler alone tells a hook that the scale was halved.
+    assert max(found[2:]) < (0.04 if what == "never attached" else 0.02)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -181,23 +154,7 @@ def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets(ranks4):
         assert not torch.equal(other, expected)
 
 
-def _loaded(whose: str) -> tuple[list[str], dict[Any, Any]]:
-    """What is warned of where a state is loaded that is not this rank's, and what is taken over."""
-    states = []
-    for ranks_per_host in (2 if whose == "other hosts" else 1, 1):
-        model, state = wrapped(mlp(*WIDTHS), "int8", ranks_per_host=ranks_per_host)
-        model(inputs(0, WIDTHS[0])).sum().backward()
-        states.append(state)
-    other, one = states
-    given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, other.state_dict())
-    at = dist.get_rank() - (whose == "another rank")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        one.load_state_dict(given[at])
-    return [str(each.message) for each in caught], one.state_dict()["residuals"]
-
-
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("whose", "says"),
     [
@@ -206,14 +163,24 @@ def _loaded(whose: str) -> tuple[list[str], dict[Any, Any]]:
         ("its own", ""),
     ],
 )
-def test_residuals_of_another_rank_or_of_other_hosts_are_dropped(ranks4, whose, says):
-    for warned, residuals in ranks4.run(_loaded, whose):
-        assert all(re.search(says, each) for each in warned)
-        assert bool(residuals) is (whose == "its own") is not bool(warned)
+def test_residuals_of_another_rank_or_of_other_hosts_are_dropped(whose, says):
+    states = []
+    for ranks_per_host in (2 if whose == "other hosts" else 1, 1):
+        model, state = wrapped(mlp(*WIDTHS), "int8", ranks_per_host=ranks_per_host)
+        model(inputs(0, WIDTHS[0])).sum().backward()
+        states.append(state)
+    saved, state = states
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, saved.state_dict())
+    told = pytest.warns(UserWarning, match=says) if says else contextlib.nullcontext()
+    with told:
+        state.load_state_dict(given[dist.get_rank() - (whose == "another rank")])
+    assert bool(state.state_dict()["residuals"]) is (whose == "its own")
 
 
-def _is_no_state() -> None:
-    model, state = wrapped(mlp(*WIDTHS), "int8")
+@on_ranks(2)
+def test_what_is_no_state_is_refused_and_one_without_names_is_not_saved():
+    _, state = wrapped(mlp(*WIDTHS), "int8")
     damaged = {**state.state_dict(), "residuals": {"a": [torch.full((3,), math.nan)]}}
     for wrong in ({}, {"version": 1}, damaged):
         with pytest.raises(ValueError, match=r"load what hook\.state_dict\(\) returned"):
@@ -224,10 +191,6 @@ def _is_no_state() -> None:
     model(inputs(0, WIDTHS[0])).sum().backward()
     with pytest.raises(RuntimeError, match=r"call state\.name_parameters"):
         nameless.state_dict()
-
-
-def test_what_is_no_state_is_refused_and_one_without_names_is_not_saved(ranks2):
-    ranks2.run(_is_no_state)
 
 
 class _Sometimes(nn.Module):
@@ -242,24 +205,20 @@ class _Sometimes(nn.Module):
         return every[0] + every[1] if both else every[0]
 
 
-def _unused(steps: int) -> list[float]:
+@on_ranks(2)
+def test_what_rounding_took_of_a_parameter_waits_while_it_is_not_used():
     """The error of the sum of all means of each layer, where the second is used in half of them."""
     model: Any = DistributedDataParallel(_Sometimes(), find_unused_parameters=True)
     comm_hooks.register(model, "int8")
     totals, exact = torch.zeros(2, 3000), torch.zeros(2, 3000)
     everyone = torch.randn(2, 2, 3000, generator=torch.Generator().manual_seed(0))
-    for step in range(steps):
+    for step in range(32):
+        both = step % 2 == 0
         model.zero_grad()
-        model(everyone[dist.get_rank()], step % 2 == 0).backward()
-        for place, parameter in enumerate(model.module.parts):
-            if place == 0 or step % 2 == 0:
-                totals[place] += parameter.grad
-                exact[place] += everyone[:, place].mean(0)
-    return list(map(relative, totals, exact))
-
-
-@pytest.mark.filterwarnings("ignore:find_unused")
-def test_what_rounding_took_of_a_parameter_waits_while_it_is_not_used(ranks2):
-    for used, sometimes in ranks2.run(_unused, 32):
-        # Twice as few steps make twice the relative error; lost feedback sixty times.
-        assert sometimes < 4 * used
+        model(everyone[dist.get_rank()], both).backward()
+        for place, parameter in enumerate([*model.module.parts][: 1 + both]):
+            totals[place] += parameter.grad
+            exact[place] += everyone[:, place].mean(0)
+    used, sometimes = map(relative, totals, exact)
+    # Twice as few steps make twice the relative error; lost feedback sixty times.
+    assert sometimes < 4 * used

@@ -1,7 +1,6 @@
 """Which ranks are on which hosts: one table, from which all ranks come to the same."""
 
 import os
-import re
 import socket
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +16,7 @@ from distamp import comm_hooks
 from distamp.comm_hooks.hosts import Row, hosts_of
 from distamp.errors import LockstepError
 from tests.comm_hooks.training import BOUNDS, WIDTHS, agreed, gradients, inputs, mlp, relative
+from tests.on_ranks import on_ranks
 from tests.ranks import mesh, subgroup
 
 
@@ -78,6 +78,7 @@ def _error(hosts: str, local: dict[int, str], wire: Any, stage: Any = None) -> t
     return relative(gradients(model), gradients(plain)), state.stats()
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("hosts", "local", "levels"),
     [
@@ -88,15 +89,15 @@ def _error(hosts: str, local: dict[int, str], wire: Any, stage: Any = None) -> t
         ("aaaa", {}, "one level of 4 ranks"),
     ],
 )
-def test_every_rank_decides_from_one_table(ranks4, hosts, local, levels):
-    for error, stats in ranks4.run(_error, hosts, local, "fp16"):
-        assert error <= BOUNDS["fp16"]
-        assert stats.levels == levels
+def test_every_rank_decides_from_one_table(hosts, local, levels):
+    error, stats = _error(hosts, local, "fp16")
+    assert error <= BOUNDS["fp16"]
+    assert stats.levels == levels
 
 
-def _shards_as_if_on(hosts: str) -> tuple[float, str]:
-    """The error of FSDP2 whose ranks believe to be on these hosts, and what its stats say."""
-    torch.manual_seed(0)
+@on_ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "abba"])
+def test_shards_go_to_their_ranks_in_whichever_order_these_are_on_hosts(hosts):
     rank, size = dist.get_rank(), dist.get_world_size()
     model = fully_shard(nn.Linear(700, 60, bias=False), mesh=mesh((size,), ("shard",)))
     with patch.object(socket, "gethostname", lambda: hosts[rank]):
@@ -104,50 +105,34 @@ def _shards_as_if_on(hosts: str) -> tuple[float, str]:
     everyone = torch.randn(size, 4, 700, generator=torch.Generator().manual_seed(1))
     (model(everyone[rank]) * torch.arange(60.0)).sum().backward()
     exact = everyone.double().sum(1).mean(0).outer(torch.arange(60.0).double())
-    found = model.weight.grad.full_tensor().double().T
-    return relative(found, exact), state.stats().levels
+    assert relative(model.weight.grad.full_tensor().double().T, exact) <= BOUNDS["fp16"]
+    assert state.stats().levels == "two levels: 2 hosts of 2 ranks"
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "abba"])
-def test_shards_go_to_their_ranks_in_whichever_order_these_are_on_hosts(ranks4, hosts):
-    for error, levels in ranks4.run(_shards_as_if_on, hosts):
-        assert error <= BOUNDS["fp16"]
-        assert levels == "two levels: 2 hosts of 2 ranks"
-
-
+@on_ranks(4)
 @pytest.mark.parametrize("dropped_in", [False, True])
-def test_uneven_hosts_say_that_the_hook_is_left_off(ranks4, dropped_in):
+def test_uneven_hosts_say_that_the_hook_is_left_off(dropped_in):
     wire = comm_hooks.CommHookState("fp16") if dropped_in else "fp16"
-    for error, stats in ranks4.run(_error, "aaab", {}, wire):
-        assert error < 1e-6
-        assert stats.total_bytes == 0
-        said = "hosts have" if dropped_in else "chose fp32 (no hook): hosts have from 1 to 3"
-        assert said in str(stats)
+    error, stats = _error("aaab", {}, wire)
+    assert error < 1e-6
+    assert stats.total_bytes == 0
+    said = "hosts have" if dropped_in else "chose fp32 (no hook): hosts have from 1 to 3"
+    assert said in str(stats)
 
 
-def _stages() -> float:
-    """Two pipeline stages, of which one registers when the other has taken steps."""
+@on_ranks(4)
+def test_pipeline_stages_register_at_different_times():
+    """One of two registers when the other has taken steps."""
     groups = [subgroup([0, 1]), subgroup([2, 3])]
     stage = dist.get_rank() // 2
     if stage == 1:
         dist.barrier()
-    error, _ = _error("abcd", {}, "fp16", groups[stage])
+    assert _error("abcd", {}, "fp16", groups[stage])[0] <= BOUNDS["fp16"]
     if stage == 0:
         dist.barrier()
-    return error
 
 
-def test_pipeline_stages_register_at_different_times(ranks4):
-    assert max(ranks4.run(_stages)) <= BOUNDS["fp16"]
-
-
-def _refused(given: list[int]) -> str:
-    model = DistributedDataParallel(nn.Linear(3, 3))
-    with pytest.raises((ValueError, LockstepError)) as error:
-        comm_hooks.register(model, "fp16", ranks_per_host=given[dist.get_rank()])
-    return str(error.value)
-
-
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("given", "match"),
     [
@@ -158,25 +143,22 @@ def _refused(given: list[int]) -> str:
         ([1, 2, 1, 2], r"rank 0, 2: .*ranks_per_host=2"),
     ],
 )
-def test_hosts_that_cannot_be_are_refused_on_every_rank(ranks4, given, match):
-    for message in ranks4.run(_refused, given):
-        assert re.search(match, message)
+def test_hosts_that_cannot_be_are_refused_on_every_rank(given, match):
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    with pytest.raises((ValueError, LockstepError), match=match):
+        comm_hooks.register(model, "fp16", ranks_per_host=given[dist.get_rank()])
 
 
-def _means(wire: str, scale: float, ranks_per_host: int) -> tuple[float, bool]:
-    """The error of the mean of independent gradients, against float64."""
+@on_ranks(4)
+@pytest.mark.parametrize(("scale", "ranks_per_host"), [(1.0, 2), (2.0**24, 1), (2.0**24, 2)])
+@pytest.mark.parametrize(("wire", "bound"), [("fp16", 2.93e-4), ("bf16", 2.5e-3), ("int8", 2e-2)])
+def test_at_most_two_roundings(wire, bound, scale, ranks_per_host):
+    """The mean of independent gradients, against float64."""
     numel, size = 20_000, dist.get_world_size()
     everyone = torch.randn(size, numel, generator=torch.Generator().manual_seed(0))
     model = DistributedDataParallel(nn.Linear(numel, 1, bias=False))
     comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
     (model(everyone[dist.get_rank()].view(1, -1)) * scale).sum().backward()
     mean = model.module.weight.grad[0]
-    return relative(mean.double(), everyone.double().mean(0) * scale), agreed(mean)
-
-
-@pytest.mark.parametrize(("scale", "ranks_per_host"), [(1.0, 2), (2.0**24, 1), (2.0**24, 2)])
-@pytest.mark.parametrize(("wire", "bound"), [("fp16", 2.93e-4), ("bf16", 2.5e-3), ("int8", 2e-2)])
-def test_at_most_two_roundings(ranks4, wire, bound, scale, ranks_per_host):
-    for error, same in ranks4.run(_means, wire, scale, ranks_per_host):
-        assert error <= bound
-        assert same
+    assert relative(mean.double(), everyone.double().mean(0) * scale) <= bound
+    assert agreed(mean)

@@ -1,6 +1,8 @@
 """One call for every wrapper: what it refuses, on every rank alike."""
 
+import re
 import time
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -35,11 +37,36 @@ from tests.comm_hooks.training import (
     relative,
     spread,
 )
+from tests.on_ranks import on_ranks
 from tests.ranks import logged, mesh, subgroup
 
 
-def _refused(case: str) -> str:
-    """What ``register`` says of a case: a wrapper, and what is wrong with it."""
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("DDP, format", "unknown wire format 'fp12'"),
+        ("DDP, state", "cannot give OrderedDict a communication hook"),
+        ("DDP, no wrapper", "cannot give Sequential a communication hook"),
+        ("DDP, replicas", "replicas and gather are for a model that fully_shard was applied to"),
+        ("DDP, half", "takes 2.01 bytes an element, and gradients are reduced in torch.float16"),
+        ("DDP, twice", "can only be called once"),
+        ("DDP, torch's hook", "can only be called once"),
+        ("DDP, C++", "can only be called once"),
+        ("FSDP1, twice", "communication hook is already registered"),
+        ("FSDP1, fp16", "gradients are reduced in torch.float16, which takes 2"),
+        ("FSDP1, int8", "needs error feedback"),
+        ("FSDP1, hybrid", "not supported for hybrid strategies"),
+        ("FSDP1, inner", "can only be called on a root instance"),
+        ("FSDP2, twice", "has a custom collective (WireReduceScatter) already"),
+        ("FSDP2, bf16", "reduced in torch.bfloat16, which takes 2: choose 'bf16'"),
+        ("FSDP2, mesh", "not DeviceMesh; of a DeviceMesh give mesh.get_group()"),
+        ("HSDP, replicas", "two-dimensional mesh"),
+        ("HSDP, a user's hook", "FSDPSequential has an all-reduce hook already"),
+    ],
+)
+def test_what_does_not_fit_is_refused(case, named):
+    """A wrapper, and what is wrong with it."""
     wrapper, _, what = case.partition(", ")
     settings: dict[str, Any] = {}
     if what == "bf16":
@@ -73,56 +100,23 @@ def _refused(case: str) -> str:
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     elif what == "twice":
         comm_hooks.register(model)
-    with pytest.raises((TypeError, ValueError, RuntimeError, AssertionError)) as error:
+    refused = (TypeError, ValueError, RuntimeError, AssertionError)
+    with pytest.raises(refused, match=re.escape(named)):
         comm_hooks.register(model, wire, **options)
-    return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("case", "named"),
-    [
-        ("DDP, format", "unknown wire format 'fp12'"),
-        ("DDP, state", "cannot give OrderedDict a communication hook"),
-        ("DDP, no wrapper", "cannot give Sequential a communication hook"),
-        ("DDP, replicas", "replicas and gather are for a model that fully_shard was applied to"),
-        ("DDP, half", "takes 2.01 bytes an element, and gradients are reduced in torch.float16"),
-        ("DDP, twice", "can only be called once"),
-        ("DDP, torch's hook", "can only be called once"),
-        ("DDP, C++", "can only be called once"),
-        ("FSDP1, twice", "communication hook is already registered"),
-        ("FSDP1, fp16", "gradients are reduced in torch.float16, which takes 2"),
-        ("FSDP1, int8", "needs error feedback"),
-        ("FSDP1, hybrid", "not supported for hybrid strategies"),
-        ("FSDP1, inner", "can only be called on a root instance"),
-        ("FSDP2, twice", "has a custom collective (WireReduceScatter) already"),
-        ("FSDP2, bf16", "reduced in torch.bfloat16, which takes 2: choose 'bf16'"),
-        ("FSDP2, mesh", "not DeviceMesh; of a DeviceMesh give mesh.get_group()"),
-        ("HSDP, replicas", "two-dimensional mesh"),
-        ("HSDP, a user's hook", "FSDPSequential has an all-reduce hook already"),
-    ],
-)
-def test_what_does_not_fit_is_refused(ranks4, case, named):
-    for message in ranks4.run(_refused, case):
-        assert named in message
-
-
-def _compiled(wrapper: str) -> float:
-    """The error of gradients of a compiled model, beside those of plain DDP."""
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_compiled_model_is_registered_as_one_that_is_not(wrapper):
     x, plain = inputs(0, WIDTHS[0]), DistributedDataParallel(mlp(*WIDTHS))
     # torch wants the first bucket to be the smallest.
     model, _ = spread(wrapper, **({"bucket_cap_mb": 25} if wrapper == "DDP" else {}))
     compiled = torch.compile(model, backend="aot_eager")
     comm_hooks.register(compiled, "fp16")
-    for each in (plain, compiled):
-        each(x).square().sum().backward()
-    return relative(full_gradients(model), full_gradients(plain))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_a_compiled_model_is_registered_as_one_that_is_not(ranks2, wrapper):
-    for error in ranks2.run(_compiled, wrapper):
-        assert 0 < error <= BOUNDS["fp16"]
+    with warnings.catch_warnings(action="ignore"):  # of torch's own, about its graphs
+        for each in (plain, compiled):
+            each(x).square().sum().backward()
+    assert 0 < relative(full_gradients(model), full_gradients(plain)) <= BOUNDS["fp16"]
 
 
 def _pair(pairs: list[list[int]]) -> Any:
@@ -131,23 +125,18 @@ def _pair(pairs: list[list[int]]) -> Any:
     return next(group for pair, group in made.items() if dist.get_rank() in pair)
 
 
-def _other_shards(whole: bool) -> str:
+@on_ranks(4)
+@pytest.mark.parametrize("whole", [False, True])
+def test_replicas_that_hold_other_shards_are_refused_on_all_ranks(whole):
     model, _ = spread("replicas")
     group = dist.group.WORLD if whole else _pair([[0, 1], [2, 3]])
+    shards = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    given = [0, 1, 2, 3] if whole else shards
+    said = f"replicas holds ranks {given}, but FSDPSequential is sharded over ranks {shards}: "
     for wire in ("fp16", "auto"):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=re.escape(said)):
             comm_hooks.register(model, wire, replicas=group)
     comm_hooks.register(model, "fp16", replicas=_pair([[0, 2], [1, 3]]))
-    return str(error.value)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_replicas_that_hold_other_shards_are_refused_on_all_ranks(ranks4, whole):
-    for rank, message in enumerate(ranks4.run(_other_shards, whole, timeout=60)):
-        shards = [0, 1] if rank < 2 else [2, 3]
-        given = [0, 1, 2, 3] if whole else shards
-        assert message.startswith(f"replicas holds ranks {given}, but FSDPSequential is")
-        assert f"sharded over ranks {shards}: " in message
 
 
 def _differ(wrapper: str, other: str) -> str:
@@ -173,22 +162,6 @@ def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4):
     for message in ranks4.run(_differ, "DDP", "int8", timeout=60):
         assert "LockstepError: the ranks register different hooks: rank 0, 1, 3: fp16" in message
         assert "rank 2: int8" in message
-
-
-def _drop_in(state: Any) -> None:
-    if dist.is_initialized():
-        model, _ = spread("DDP")
-        model.register_comm_hook(state, comm_hooks.fp16_compress_hook)
-        with pytest.raises(TypeError, match="not str"):
-            model(inputs(0, WIDTHS[0])).sum().backward()
-    else:
-        with pytest.raises(ValueError, match="init_process_group"):
-            comm_hooks.CommHookState("fp16").average(torch.ones(3), [])
-
-
-@pytest.mark.parametrize("group", ["default", "none"])
-def test_a_drop_in_needs_a_group_or_its_own_state(ranks2, group):
-    ranks2.run(_drop_in, "fp16", group=group)
 
 
 # -- "auto": which way wins, and one choice for all ranks ------------------------------------------
@@ -254,60 +227,46 @@ def test_all_ranks_choose_alike_and_the_first_says_so(ranks4, wrapper):
         assert rank == 0 or not answer["said"]
 
 
-def _slow_on_one_rank(ways: list[str]) -> str:
-    """What is chosen where some ways are slow on rank 2, by real sleeps."""
+@on_ranks(4)
+@pytest.mark.parametrize(("slow", "wire"), [([], "fp32"), (["fp32", "fp16"], "int8")])
+def test_what_is_slow_on_one_rank_alone_is_chosen_by_none(slow, wire):
+    """By real sleeps."""
     seconds = {"fp32": 0.001, "fp16": 0.02, "int8": 0.03}
     if dist.get_rank() == 2:
-        seconds |= dict.fromkeys(ways, 0.06)
+        seconds |= dict.fromkeys(slow, 0.06)
 
     def trial(name: str) -> Any:
         return lambda sent: time.sleep(seconds[name])
 
     trials = {name: trial(name) for name in seconds}
-    return timed_choice(trials, torch.zeros(8), [dist.group.WORLD]).wire
+    assert timed_choice(trials, torch.zeros(8), [dist.group.WORLD]).wire == wire
 
 
-@pytest.mark.parametrize(("slow", "wire"), [([], "fp32"), (["fp32", "fp16"], "int8")])
-def test_what_is_slow_on_one_rank_alone_is_chosen_by_none(ranks4, slow, wire):
-    assert ranks4.run(_slow_on_one_rank, slow) == [wire] * 4
-
-
-def _of_half(wrapper: str) -> tuple[str, list[str]]:
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_gradients_of_two_bytes_are_not_sent_in_more(wrapper):
     model: Any = DistributedDataParallel(mlp(*WIDTHS).half())
     if wrapper == "FSDP2":
         model, _ = spread(wrapper, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     choice = comm_hooks.register(model, "auto").stats().choice
-    return choice.wire, list(choice.seconds)
+    assert choice.wire in list(choice.seconds) == ["float16", "int8"]
 
 
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_gradients_of_two_bytes_are_not_sent_in_more(ranks2, wrapper):
-    for wire, ways in ranks2.run(_of_half, wrapper):
-        assert wire in ways == ["float16", "int8"]
-
-
-def _torchs() -> tuple[float, str]:
-    """The error where torch's own bf16 is chosen, and what is said of it."""
+@on_ranks(2)
+def test_torchs_own_bf16_is_registered_where_it_is_chosen():
     chosen = Choice("torch bf16", {}, 0, "the link is the bottleneck")
     model = DistributedDataParallel(mlp(*WIDTHS))
     with mock.patch.object(auto, "timed_choice", return_value=chosen):
         state = comm_hooks.register(model, "auto")
-    return _beside_ddp(model)[1], str(state.stats())
+    assert 1e-4 < _beside_ddp(model)[1] < 1e-2
+    assert str(state.stats()) == "chose torch bf16: the link is the bottleneck"
 
 
-def test_torchs_own_bf16_is_registered_where_it_is_chosen(ranks2):
-    for error, line in ranks2.run(_torchs):
-        assert 1e-4 < error < 1e-2
-        assert line == "chose torch bf16: the link is the bottleneck"
-
-
-def _alone() -> str:
+@on_ranks(1)
+def test_one_rank_measures_nothing():
     model = DistributedDataParallel(mlp(*WIDTHS))
-    return str(comm_hooks.register(model, "auto").stats())
-
-
-def test_one_rank_measures_nothing(ranks1):
-    assert ranks1.run(_alone) == ["chose fp32 (no hook): there is one rank"]
+    said = str(comm_hooks.register(model, "auto").stats())
+    assert said == "chose fp32 (no hook): there is one rank"
 
 
 # -- between hosts ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import comm_hooks
 from distamp.comm_hooks import torch_compat, transport
 from tests.comm_hooks.training import inputs, mlp
+from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
 
 ENDS = """
@@ -69,41 +70,31 @@ def _step(how: str) -> None:
             model(inputs(0, 31)).sum().backward()
 
 
-def _again(how: str, times: int) -> tuple[tuple[int, int, int], ...]:
-    """Before, after one model, and after so many more."""
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_threads_and_connections_are_given_back(how):
     gc.collect()
-    found = [_counts()]
-    for count in (1, times):
-        for _ in range(count):
+    before, found = _counts(), []
+    for times in (1, 8):
+        for _ in range(times):
             _step(how)
             gc.collect()
         dist.barrier()
         found.append(_counts())
-    return tuple(found)
+    assert found[0] == found[1]
+    assert found[0][0] == before[0]
 
 
-@pytest.mark.parametrize("how", ["closed", "collected"])
-def test_threads_and_connections_are_given_back(ranks2, how):
-    for before, first, last in ranks2.run(_again, how, 8):
-        assert last == first
-        assert first[0] == before[0]
-
-
-def _destroyed() -> tuple[str, int]:
-    group = subgroup([0, 1])
+@on_ranks(2)
+def test_the_first_use_after_the_group_was_destroyed_gives_them_back():
+    group = dist.new_group([0, 1])
     model = DistributedDataParallel(mlp(31, 64, 5), process_group=group)
     with comm_hooks.register(model, "fp16") as state:
         model(inputs(0, 31)).sum().backward()
         dist.destroy_process_group(group)
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(RuntimeError, match="group of this communication hook was destroyed"):
             state.average(torch.ones(3), [])
-    return str(raised.value), _counts()[0]
-
-
-def test_the_first_use_after_the_group_was_destroyed_gives_them_back(new_ranks):
-    for message, threads in new_ranks(2).run(_destroyed):
-        assert "the process group of this communication hook was destroyed" in message
-        assert threads == 0
+    assert _counts()[0] == 0
 
 
 class _Backend:

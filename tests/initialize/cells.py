@@ -191,7 +191,7 @@ def wrapped(model: Any, layout: str, half: torch.dtype | None, extra: str) -> nn
         return _fsdp1(model, half, extra)
     shapes = {"HSDP": ((2, 2), ("replicate", "shard")), "FSDP2 x TP": ((2, 2), ("shard", "tp"))}
     if layout in ("FSDP2", "FSDP2 offload", "HSDP", "FSDP2 x TP"):
-        over = mesh(*shapes.get(layout, ((WORLD,), ("shard",))))
+        over = mesh(*shapes.get(layout, ((dist.get_world_size(),), ("shard",))))
         over = over["shard"] if layout == "FSDP2 x TP" else over
         offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
         return _fsdp2(model, over, half, extra, **(offload if "offload" in layout else {}))

@@ -2,15 +2,25 @@
 
 import copy
 import io
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
 
-from distamp import cast_model
-from distamp.errors import SettingError
-from tests.initialize.nets import net
+from distamp import Precision, cast_model, initialize, pin_precision
+from distamp.errors import DistampError, SettingError
+from tests.initialize.nets import batches, loss_of, net
+from tests.on_ranks import on_ranks
+from tests.ranks import mesh
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -97,16 +107,6 @@ def test_a_mask_of_the_lowest_number_stays_finite_and_infinities_stay(level):
     assert mask.tolist() == [torch.finfo(half).min, -torch.inf, 1.0]
 
 
-def test_gradients_flow_back_through_both_casts():
-    model = cast_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), "O2")
-    x = torch.randn(32, 3, requires_grad=True)
-    model(x).square().sum().backward()
-    norm, linear = model[1], model[0]
-    assert (x.grad.dtype, norm.weight.grad.dtype, linear.weight.grad.dtype) == (F32, F32, F16)
-    reference = nn.functional.linear(x.half(), linear.weight, linear.bias).float()
-    torch.testing.assert_close(norm.running_mean, 0.1 * reference.mean(0), rtol=1e-2, atol=1e-2)
-
-
 def test_parameters_stay_the_same_objects_and_tied_ones_tied():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     weight = model[1].weight = model[0].weight
@@ -126,8 +126,175 @@ def test_copies_and_pickles_cast_as_the_original_does_and_twice_is_once():
         assert torch.equal(other(x), wanted)
 
 
-@pytest.mark.parametrize("other", ["O3", "bf16-O2"])
-def test_a_cast_model_cannot_become_another(other):
-    model = cast_model(net(), "O2")
-    with pytest.raises(SettingError, match="build the model again"):
-        cast_model(model, other)
+# -- what stays float32, by whose word; and pins by pattern ----------------------------------------
+
+EPS = {F16: 2.0**-10, BF16: 2.0**-7}
+BATCH = next(batches(1))
+PINS = {"no*": "fp32", "output": "fp32:keep"}
+
+
+def in_fp32(model: nn.Module) -> set[str]:
+    both = (*model.named_parameters(), *model.named_buffers())
+    return {name for name, tensor in both if tensor.dtype is F32}
+
+
+def logits_of(model: nn.Module, level: str, precision: dict[str, str]) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = initialize(model, optimizer, level, precision=precision)
+    with amp.autocast():
+        return amp.model(BATCH[0])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "bf16-O2", "bf16-O3"])
+def test_named_modules_stay_fp32_and_the_layers_around_compute_in_the_levels_dtype(level):
+    model, seen = net(batchnorm=False), {}
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda module, args, out, name=name: seen.update({name: out.dtype})
+        )
+    half = Precision.of(level).param
+    out = logits_of(model, level, {"n*rm": "fp32", "output": "fp32:keep"})
+    assert in_fp32(model) == {"norm.weight", "norm.bias", "output.weight", "output.bias"}
+    assert seen == {"embedding": half, "hidden": half, "norm": half, "output": F32}
+    wanted = net(batchnorm=False)(BATCH[0])
+    assert (out - wanted).norm() < 4 * EPS[half] * wanted.norm()
+
+
+def test_the_last_pattern_that_matches_counts_and_one_pinned_before_is_kept():
+    model = net(batchnorm=False)
+    pin_precision(model.embedding, "fp32")
+    cast_model(model, "O2", precision={"*": "fp32", "hidden": "fp16", "output": "fp16"})
+    assert in_fp32(model) == {"embedding.weight", "norm.weight", "norm.bias"}
+    assert loss_of(model(BATCH[0]), BATCH[1]).isfinite()
+
+
+def test_who_shares_a_weight_with_a_pinned_module_computes_in_its_dtype():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    model[2].weight = model[0].weight
+    cast_model(model, "bf16-O2", precision={"2": "fp32"})
+    assert model[0].weight is model[2].weight
+    assert in_fp32(model) == {"0.weight"}
+    model(torch.arange(3)).sum().backward()
+    assert model[0].weight.grad.dtype is F32
+
+
+def test_a_model_that_is_pinned_as_a_whole_is_not_cast():
+    with pytest.raises(SettingError, match="take O0"):
+        cast_model(pin_precision(net(), "fp32"), "O2")
+
+
+@pytest.mark.parametrize(
+    ("precision", "says"),
+    [
+        ({"*.nrom": "fp32"}, r"pattern '\*.nrom', which no module's name matches .* are 'norm'"),
+        ({"norm": "fp64"}, r"'norm': 'fp64'"),
+        (["norm"], "must map patterns"),
+    ],
+)
+@pytest.mark.parametrize("level", ["bf16", "O2"])
+def test_patterns_that_cannot_be_meant(precision, says, level):
+    model = net()
+    for call in (cast_model, lambda *args, **kw: initialize(args[0], None, args[1], **kw)):
+        with pytest.raises(SettingError, match=says):
+            call(model, level, precision=precision)
+    assert all(p.dtype is F32 for p in model.parameters())
+
+
+def test_pins_are_part_of_what_a_model_was_cast_for():
+    model = cast_model(net(), "O2", precision={"hidden": "fp32"})
+    level = Precision.of("O2", precision={"hidden": "fp32"})
+    assert initialize(model, None, level).precision.pins == (("hidden", "fp32"),)
+    with pytest.raises(SettingError, match="give both the same"):
+        initialize(model, None, "O2")
+
+
+# -- what its owner declared -----------------------------------------------------------------------
+
+
+def llama(**settings: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | heads | settings))
+
+
+@pytest.mark.parametrize("level", ["O2", "bf16-O3"])
+def test_tables_of_rotary_embeddings_keep_their_angles(level):
+    model, plain = cast_model(llama(), level), llama()
+    half, at = Precision.of(level).param, torch.tensor([[4095]])
+    cosines = [m.model.rotary_emb(torch.ones(1, dtype=half), at)[0].float() for m in (model, plain)]
+    assert torch.equal(*cosines)
+    assert in_fp32(model) >= {"model.rotary_emb.inv_freq"}
+    rounded = plain.model.rotary_emb.inv_freq.to(half).float() - plain.model.rotary_emb.inv_freq
+    assert 4095 * rounded.abs().max() > 0.05, "a cast table would be far off"
+
+
+@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+def test_what_a_model_of_transformers_declares_stays_fp32(level):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
+    config = transformers.T5Config(**sizes, num_heads=2, decoder_start_token_id=0)
+    model = cast_model(transformers.T5ForConditionalGeneration(config), level)
+    ids = torch.arange(8)[None]
+    assert {name.rsplit(".", 2)[1] for name in in_fp32(model)} == {"wo"}
+    assert model(input_ids=ids, labels=ids).loss.isfinite()
+
+
+@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pinned_head_keeps_the_precision_of_what_the_model_returns(level, tied):
+    model, ids = llama(tie_word_embeddings=tied), torch.arange(8)[None]
+    cast_model(model, level, precision={"lm_head": "fp32", "*norm": "fp32"})
+    logits = model(ids).logits
+    assert not torch.equal(logits, logits.to(Precision.of(level).param).float())
+
+
+def test_other_buffers_of_no_checkpoint_are_cast_with_the_model():
+    """As the mask of Swin's shifted windows, which is added to half scores."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("attn_mask", torch.zeros(2), persistent=False)
+    assert cast_model(module, "bf16-O2").attn_mask.dtype is BF16
+
+
+# -- on ranks --------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_pattern_needs_a_match_on_one_rank_alone_and_without_one_raises_on_all():
+    """Each rank has another part of a model, as a pipeline's stages."""
+    model = nn.Sequential() if dist.get_rank() else net()
+    model.add_module("head", nn.Linear(2, 2))
+    cast_model(model, "bf16", precision={"hidden": "fp32", "head": "fp32"})
+    with pytest.raises(SettingError, match="the nearest are 'hidden', 'head'"):
+        cast_model(model, "bf16", precision={"hiden": "fp32"})
+
+
+@on_ranks(2)
+def test_ranks_that_pin_differently_are_told():
+    pins = {"hidden" if dist.get_rank() else "norm": "fp32"}
+    with pytest.raises(
+        DistampError, match=r"ranks were given different precision=: rank 0 {'norm'"
+    ):
+        cast_model(net(), "bf16", precision=pins)
+
+
+@on_ranks(2)
+def test_pins_that_a_wrapper_would_undo_are_refused():
+    policy = MixedPrecision(param_dtype=F16)
+    flat = FullyShardedDataParallel(
+        net(batchnorm=False), device_id=torch.device("cpu"), mixed_precision=policy
+    )
+    cast = cast_model(net(batchnorm=False), "O2", precision=PINS)
+    inside = net(batchnorm=False)
+    block: Any = nn.Sequential(inside)
+    for part in (inside.hidden, block):
+        fully_shard(part, mesh=mesh((2,), ("shard",)), mp_policy=MixedPrecisionPolicy(F16))
+    gathers = "' is to compute in fp32, and {} gathers"
+    for model, precision, says in (
+        (flat, PINS, "'norm" + gathers.format("FullyShardedDataParallel")),
+        (DistributedDataParallel(cast), {"norm": "fp32"}, "give both the same"),
+        (block, {"0": "fp32"}, "'0" + gathers.format("fully_shard")),
+    ):
+        with pytest.raises(SettingError, match=says):
+            initialize(model, None, "O2", precision=precision)

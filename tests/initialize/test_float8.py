@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import OpLists, Precision, cast_model, float8_layers, initialize, pin_precision
 from distamp.errors import SettingError
 from distamp.initialize import float8
-from tests.ranks import RankPool, mesh
+from tests.on_ranks import on_ranks
+from tests.ranks import mesh
 
 pytest.importorskip("torchao")
 
@@ -200,8 +201,9 @@ def wrapped(layout: str) -> tuple[nn.Module, Precision]:
     return fully_shard(model, **settings), level
 
 
-def stepped(layout: str) -> tuple[list[bool], list[str], float]:
-    """Which steps were taken, in which types weights were gathered, and the last loss."""
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_skips_on_all_ranks_and_keeps_its_contract(layout):
     model, level = wrapped(layout)
     hook = "int8" if "int8" in layout else None
     amp = initialize(model, sgd(model), level, comm_hook=hook)
@@ -225,32 +227,22 @@ def stepped(layout: str) -> tuple[list[bool], list[str], float]:
         step()
     breaches = amp.check(step)
     assert not breaches, str(breaches)
+    assert taken == [True, False, True, True]
+    assert losses[-1] < 3.6
+    assert {"Float8" in kind for kind in weights} == {"float8" in layout}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         Plain().load_state_dict(full)
         assert {type(value) for value in full.values()} == {Tensor}
-    return taken, weights, losses[-1].item()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_trains_skips_on_all_ranks_and_keeps_its_contract(ranks2: RankPool, layout):
-    for taken, weights, loss in ranks2.run(stepped, layout, timeout=240):
-        assert taken == [True, False, True, True]
-        assert loss < 3.6
-        assert {"Float8" in kind for kind in weights} == {"float8" in layout}
-
-
-def orders() -> list[str]:
-    over = mesh((dist.get_world_size(),), ("shard",))
-    models = [DistributedDataParallel(Plain()), fully_shard(Plain(), mesh=over)]
-    found = [refusal(model, "fp8") for model in models]  # type: ignore[arg-type]
-    with pytest.raises(SettingError) as error:
-        cast_model(models[1], "fp8")  # type: ignore[arg-type]
-    return [*found, str(error.value)]
-
-
-def test_a_model_that_is_wrapped_already_is_refused_with_the_order(ranks2: RankPool):
-    for ddp, fsdp2, late in ranks2.run(orders, timeout=240):
-        assert "the order is cast_model(model, 'fp8'), DistributedDataParallel" in ddp
-        assert "the order is cast_model(model, 'fp8'), fully_shard" in fsdp2
-        assert "then the wrapper" in late
+@on_ranks(2)
+def test_a_model_that_is_wrapped_already_is_refused_with_the_order():
+    sharded: Any = fully_shard(Plain(), mesh=mesh((2,), ("shard",)))
+    for model, wrapper in (
+        (DistributedDataParallel(Plain()), "DistributedDataParallel"),
+        (sharded, "fully_shard"),
+    ):
+        assert f"order is cast_model(model, 'fp8'), {wrapper}" in refusal(model, "fp8")
+    with pytest.raises(SettingError, match="then the wrapper"):
+        cast_model(sharded, "fp8")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,15 @@ def test_log_file_has_a_line_for_each_record(text, tmp_path, capsys):
         assert re.search(r"tokens/s  0:\d\d:\d\d left", line)
 
 
-def test_last_lines_promise_what_there_is(text, tmp_path, capsys):
-    args = ("--data", text, *TINY, "--steps", 2)
+def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(
+    text, tmp_path, capsys
+):
+    args = ("--data", text, *TINY, *FP16, "--steps", 12)
     kept = printed(capsys, tmp_path / "kept", *args)
     assert f"launch.sample {tmp_path / 'kept'}" in kept[-1]
+    skipped = [str(r["step"]) for r in jobs.records(tmp_path / "kept") if not r.get("taken", True)]
+    shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
+    assert f"{len(skipped)} skipped on every rank: {shown}" in "\n".join(kept)
     bare = printed(capsys, tmp_path / "bare", *args, "--keep", 0)
     assert "without a checkpoint (--keep 0)" in bare[-1]
     assert "launch.sample" not in "".join(bare)
@@ -120,12 +124,3 @@ def test_picture_without_a_loss_scale_has_one_panel_and_its_crosses_in_it(tmp_pa
     (axes,) = figure(tmp_path, "run", rows).axes
     (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
     assert crosses.get_xydata().tolist() == [[1.0, 1.0]]
-
-
-def test_runs_that_lie_on_each_other_are_both_in_sight(tmp_path):
-    rows = [{"step": step, "loss": 1 / step, "validation_loss": 1 / step} for step in range(1, 9)]
-    lines = figure(tmp_path, "one two", rows).axes[0].lines
-    first, second = ([line for line in lines if line.get_label().startswith(n)] for n in ("o", "t"))
-    for below, above in zip(first, second, strict=True):
-        assert below.get_linewidth() > 2 * above.get_linewidth()
-        assert math.isclose(below.get_zorder(), above.get_zorder())

@@ -7,18 +7,29 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from distamp import DistGradScaler, clip_grad_norm_, initialize
-from distamp.errors import SettingError
+from distamp import DistGradScaler, clip_grad_norm_
 from distamp.masters.split import join, split
-from distamp.precision import Precision
 from distamp.scaler import MasterParameters, master_params
-from tests.scaler.masters import half_mlp, loss_of
+from tests.comm_hooks.training import agreed
+from tests.on_ranks import on_ranks
+from tests.ranks import mesh
+from tests.scaler.masters import half_mlp, loss_of, master_scaler
 
 BF16, F32 = torch.bfloat16, torch.float32
 # Finite values of float32 in all, and those halfway between two bfloat16 values of which the lower
@@ -275,29 +286,6 @@ def test_between_steps_a_master_reads_as_nan_and_is_not_written():
     assert parameter.tolist() == [2.0, 2.0]
 
 
-def test_float16_is_refused_with_what_to_take():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.float16))])
-    with pytest.raises(SettingError, match=r"take bf16-O2, or whole masters"):
-        MasterParameters(optimizer, split=True)
-
-
-def test_a_level_takes_split_masters_and_refuses_them_without_bfloat16_parameters():
-    model = half_mlp(dtype=F32)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    amp = initialize(model, optimizer, "bf16-O2", master_weights="split")
-    (masters,) = amp.masters
-    assert masters.split
-    assert masters.nbytes == 2 * sum(p.numel() for p in model.parameters())
-    for step in range(3):
-        amp.zero_grad()
-        amp.backward(loss_of(amp.model, step))
-        amp.clip_grad_norm_(1.0)
-        assert amp.step()
-    for level in ("O0", "O1", "O2", "bf16"):
-        with pytest.raises(SettingError, match="take bf16-O2, or True"):
-            Precision.of(level, master_weights="split")
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -326,3 +314,187 @@ def test_between_steps_a_master_takes_two_bytes_and_its_gradient_none():
         assert _alive(elements) - other == 2 + 2
     assert within == [2 + 2 + 4 + 4] * 2  # and in float32 the value and its gradient
     assert masters.nbytes == 2 * elements
+
+
+# -- of DTensors: FSDP2, HSDP and tensor parallel, beside the loop by hand on each rank ------------
+
+
+def _model(layout: str, seed: int = 0) -> nn.Module:
+    model = half_mlp(seed, BF16)  # of 4 outputs and biases of 16, so every shard differs in size
+    if "TP" in layout:
+        over = mesh((2, 2), ("shard", "tensor"))
+        plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, over["tensor"], plan)
+        if layout == "TP":
+            return model
+        return fully_shard(model, mesh=over["shard"])
+    if layout == "HSDP":
+        return fully_shard(model, mesh=mesh((2, 2), ("copies", "shard")))
+    return fully_shard(model)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _OnRank(ByHand):
+    """By hand on what this rank holds, written in place: the model's own gradients are read."""
+
+    def __init__(self, model: nn.Module, make: Any) -> None:
+        self.model = list(model.parameters())
+        with torch.no_grad():
+            super().__init__(map(_local, self.model), make)
+
+    def step(self, max_norm: float | None = None) -> None:
+        for parameter, part in zip(self.model, self.parameters, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            part.grad = None if gradient is None else _local(gradient)
+        super().step(max_norm)
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, optimizer: Any, masters: Any, hand: Any) -> None:
+    if masters.split:
+        assert all(_local(each).isnan().all() for each in master_params(optimizer))
+    with masters.materialized():
+        for ours, theirs in zip(master_params(optimizer), hand.copies, strict=True):
+            assert same_bits(_local(ours), theirs)
+    for ours, theirs in zip(model.parameters(), hand.parameters, strict=True):
+        assert same_bits(_local(ours), theirs)
+
+
+def _train_shards(layout: str, name: str, steps: int) -> list[float]:
+    """Split masters; the rank's own data where parameters are sharded over it."""
+    make = OPTIMIZERS[name]
+    model, other = _model(layout), _model(layout)
+    optimizer, hand = make(model.parameters()), _OnRank(other, make)
+    masters = MasterParameters(optimizer, split=True)
+    batch = {"TP": 0, "FSDP2 x TP": dist.get_rank() // 2}.get(layout, dist.get_rank())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, 10 * step + batch).backward()
+        loss_of(other, 10 * step + batch).backward()
+        optimizer.step()
+        hand.step()
+    _compare(model, optimizer, masters, hand)
+    return [_local(p).detach().double().sum().item() for p in model.parameters()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AdamW fused",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("AdamW", "SGD", "Adagrad")),
+    ],
+)
+def test_200_steps_under_fsdp2_are_those_by_hand_on_each_shard_to_the_bit(name):
+    _train_shards("FSDP2", name, 200)
+
+
+@pytest.mark.parametrize("layout", ["HSDP", "TP", "FSDP2 x TP"])
+def test_in_every_layout_of_dtensors_they_are_those_by_hand_to_the_bit(ranks4, layout):
+    found = ranks4.run(_train_shards, layout, "AdamW", 10)
+    if layout == "HSDP":
+        assert found[:2] == found[2:]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_scaler_skips_on_all_ranks_and_clips_by_the_norm_of_the_whole(split):
+    """An overflow of one rank in the second step."""
+    model, whole = _model("FSDP2"), half_mlp(0, BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    MasterParameters(optimizer, split=split)
+    scaler = master_scaler()
+    loss_of(whole, 0).backward()
+    expected = nn.utils.get_total_norm([p.grad.double() for p in whole.parameters()])
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
+        scaler.scale(loss_of(model, step, factor)).backward()
+        if step == 0:
+            norm = scaler.clip_grad_norm_(optimizer, 0.01)
+            assert norm.item() == pytest.approx(expected.item(), rel=2e-2)
+            assert agreed(norm)
+        scaler.step(optimizer)
+        assert scaler.stepped(optimizer) is (step != 1)
+        scaler.update()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_gradient_of_which_each_rank_has_a_summand_is_stepped_by_the_sum(split):
+    """The gradient of a replicated parameter, as the norms of sequence parallel have it."""
+    weight = nn.Parameter(distribute_tensor(torch.zeros(3, dtype=BF16), mesh((2,), ("tensor",))))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    MasterParameters(optimizer, split=split)
+    scaler = master_scaler(2.0)
+    scaler.scale(torch.ones(()))
+    summand = torch.full((3,), 2.0 * (dist.get_rank() + 1), dtype=BF16)
+    weight.grad = DTensor.from_local(summand, weight.device_mesh, [Partial()])
+    scaler.step(optimizer)
+    assert weight.to_local().tolist() == [-3.0] * 3
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+class _Job:
+    def __init__(self, split: bool, seed: int = 0) -> None:
+        self.model = _model("FSDP2", seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.masters = MasterParameters(self.optimizer, split=split)
+
+    def train(self, *steps: int) -> _Job:
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss_of(self.model, 10 * step + dist.get_rank()).backward()
+            self.optimizer.step()
+        return self
+
+    def state(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "masters": self.masters}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load(self, folder: Path) -> _Job:
+        """The optimizer's state must be there to be loaded into, as dcp wants it."""
+        state = self.train(7).state()
+        dcp.load(state, checkpoint_id=folder)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.masters.load_state_dict(state["masters"])
+        self.model.load_state_dict(state["model"])
+        return self
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_sharded_run_goes_on_to_the_bit_by_torchs_distributed_checkpoint(tmp_path, split):
+    whole = _Job(split).train(0, 1, 2, 3)
+    dcp.save(_Job(split).train(0, 1).state(), checkpoint_id=tmp_path)
+    resumed = _Job(split, seed=1).load(tmp_path).train(2, 3)
+    ours, theirs = (job.masters.state_dict()["masters"] for job in (resumed, whole))
+    assert all(same_bits(_local(mine), _local(theirs[number])) for number, mine in ours.items())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("write", ["load_state_dict", "in place", "foreach"])
+@torch.no_grad()
+def test_what_was_written_to_sharded_weights_stays(write, split):
+    """Before a step, which keeps it."""
+    model = _model("FSDP2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    MasterParameters(optimizer, split=split)
+    weights = {name: torch.full_like(p, 0.25) for name, p in model.state_dict().items()}
+    if write == "load_state_dict":
+        model.load_state_dict(weights)
+    elif write == "in place":  # as dcp.load(model.state_dict()) does
+        for name, tensor in model.state_dict().items():
+            tensor.to_local().copy_(weights[name].to_local())
+    else:
+        torch._foreach_lerp_(list(model.parameters()), list(weights.values()), 1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all((p.full_tensor() == 0.25).all() for p in model.parameters())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import distamp
 from distamp import Breaches, Contract, SettingError
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool, mesh
 from tests.report.plants_contract import PLANTS
 from tests.report.score_contract import check
@@ -174,45 +175,42 @@ def test_each_level_keeps_its_contract(ranks2: RankPool, layout):
             assert not setup[2] or setup[2] in found.seen["reduce"]
 
 
-@pytest.mark.parametrize("place", range(len(PLANTS)), ids=[plant.name for plant in PLANTS])
-def test_a_planted_breach_is_found(ranks, place):
+@on_ranks("size")
+@pytest.mark.parametrize(
+    ("size", "place"),
+    [pytest.param(p.ranks, place, id=p.name) for place, p in enumerate(PLANTS)],
+)
+def test_a_planted_breach_is_found(size, place):
     if "OSS" in PLANTS[place].name:
         pytest.importorskip("fairscale")
-    for right, said in ranks(PLANTS[place].ranks).run(check, place):
-        assert right, said
+    right, said = check(place)
+    assert right, said
 
 
-def _sequence_parallel() -> Breaches:
+@on_ranks(2)
+def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks():
+    """pytorch#190626, as the original code does it."""
     both = mesh((1, 2), ("dp", "tp"))
     net = parallel(Net(attends=False), both["tp"], sequence=True)
     model = sharded(net, both["dp"], param_dtype=BF16, reduce_dtype=FP32)
-    return Contract(reduce="fp32", activations="bf16").check(*trained(model))
+    found = Contract(reduce="fp32", activations="bf16").check(*trained(model))
+    (breach,) = found
+    assert (breach.key, breach.found, breach.op) == ("reduce", "bf16", "all_reduce")
+    assert (breach.where, breach.ranks) == (("blocks.*",), (0, 1))
+    assert breach.group.endswith("[2]")
+    assert "reduce_dtype" in breach.fix
+    assert found.seen["activations"]["bf16"] > 4
 
 
-def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks(ranks2: RankPool):
-    """pytorch#190626, as the original code does it."""
-    for found in ranks2.run(_sequence_parallel):
-        (breach,) = found
-        assert (breach.key, breach.found, breach.op) == ("reduce", "bf16", "all_reduce")
-        assert breach.where == ("blocks.*",)
-        assert breach.group.endswith("[2]")
-        assert breach.ranks == (0, 1)
-        assert "reduce_dtype" in breach.fix
-        assert found.seen["activations"]["bf16"] > 4
-
-
-def _sequence_parallel_alone() -> Breaches:
+@on_ranks(2)
+def test_partial_gradients_are_seen_where_the_optimizer_adds_them_up():
     net = parallel(Net(attends=False), mesh((2,), ("tp",)), sequence=True)
-    return Contract(reduce="bf16").check(*trained(net))
+    (breach,) = Contract(reduce="bf16").check(*trained(net))
+    assert (breach.found, breach.phase, breach.op) == ("fp32", "optimizer", "all_reduce")
 
 
-def test_partial_gradients_are_seen_where_the_optimizer_adds_them_up(ranks2: RankPool):
-    for found in ranks2.run(_sequence_parallel_alone):
-        (breach,) = found
-        assert (breach.found, breach.phase, breach.op) == ("fp32", "optimizer", "all_reduce")
-
-
-def _raises_on_one() -> str:
+@on_ranks(2)
+def test_a_step_that_raises_on_one_rank_hangs_none():
     step, *trains = trained(Net(), region=BF16)
 
     def fails() -> None:
@@ -220,36 +218,19 @@ def _raises_on_one() -> str:
         if torch.distributed.get_rank():
             raise ValueError("no data")
 
-    with pytest.raises((ValueError, distamp.DistampError)) as error:
-        Contract().check(fails, *trains)
-    return str(error.value)
-
-
-def test_a_step_that_raises_on_one_rank_hangs_none(ranks2: RankPool):
+    says = "^no data$" if torch.distributed.get_rank() else "raised on rank 1: ValueError: no data$"
     for _ in range(2):
-        said = ranks2.run(_raises_on_one)
-        assert said[1] == "no data"
-        assert said[0].endswith("raised on rank 1: ValueError: no data")
+        with pytest.raises((ValueError, distamp.DistampError), match=says):
+            Contract().check(fails, *trains)
 
 
-def _of_half_the_model() -> list[Any]:
+@on_ranks(2)
+def test_patterns_have_to_match_on_one_rank_alone():
     """As in a pipeline: each rank has modules that the other has not."""
     model = nn.Sequential()
     model.add_module(f"stage{torch.distributed.get_rank()}", nn.Linear(2, 2))
     contract = Contract(modules={"stage0": {"compute": "fp32"}, "stage1": {"compute": "bf16"}})
-    found = contract.check(lambda: model(torch.ones(1, 2)), model)
+    (breach,) = contract.check(lambda: model(torch.ones(1, 2)), model)
+    assert (breach.where, breach.ranks) == (("stage1",), (1,))
     with pytest.raises(SettingError, match="'stage2' matches no module"):
         Contract(modules={"stage2": "fp32"}).check(lambda: None, model)
-    return [(each.where, each.ranks) for each in found]
-
-
-def test_patterns_have_to_match_on_one_rank_alone(ranks2: RankPool):
-    assert ranks2.run(_of_half_the_model) == [[(("stage1",), (1,))]] * 2
-
-
-def test_sparse_gradients_are_nobodys_storage():
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cast = lambda: model[0].weight.grad.clone().to(BF16)  # noqa: E731
-    step = trained(model, optimizer, inputs=torch.tensor([1, 2, 2]), after=cast)
-    assert not Contract(parameters="fp32", masters="fp32").check(*step)

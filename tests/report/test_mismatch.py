@@ -1,16 +1,17 @@
 """The meter of two policies, beside sums written out in Python's float64."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distamp.errors import LockstepError
 from distamp.report import mismatch
 from tests.collectives import count_collectives
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
+from tests.ranks import subgroup
 
 
 def expected(rows: list[list[float]], low: float = 0.2, high: float = 0.2) -> dict[str, float]:
@@ -71,16 +72,6 @@ def test_what_stands_beside_the_mask_does_not_count_and_gradients_stay_out():
     assert mismatch(sampler, padded, mask.long()) == wanted
 
 
-def test_k1_and_k3_estimate_the_divergence_of_the_two_policies():
-    torch.manual_seed(0)
-    sampler, trainer = torch.randn(2, 16).log_softmax(1)
-    tokens = sampler.exp().multinomial(200_000, replacement=True)[None]
-    found = mismatch(sampler[tokens[0]][None], trainer[tokens[0]][None])
-    divergence = (sampler.exp() * (sampler - trainer)).sum().item()
-    assert found["mismatch/token_k1"] == pytest.approx(divergence, rel=0.02)
-    assert found["mismatch/token_k3"] == pytest.approx(divergence, rel=0.02)
-
-
 def test_ratios_of_long_sequences_that_float64_does_not_hold_still_have_a_sample_size():
     trainer = torch.tensor([[900.0], [900.0], [0.0]]).expand(3, 2)
     found = mismatch(torch.zeros(3, 2), trainer)
@@ -114,49 +105,33 @@ def test_what_cannot_be_measured_is_refused(name):
 LENGTHS = {0: [5, 1, 3], 1: [2, 6]}
 
 
-def on_rank(empty: int | None = None) -> tuple[dict[str, float], list[str]]:
-    """What this rank is told of the sequences of all, and the messages it sent."""
-    sampler, trainer, mask = drawn(LENGTHS[dist.get_rank()], seed=dist.get_rank())
-    mask &= dist.get_rank() != empty
-    with count_collectives() as seen:
-        found = mismatch(sampler, trainer, mask)
-    return found, [name for name, _ in seen.calls]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("empty", [None, 1])
-def test_ranks_with_different_sequences_are_one_batch_in_one_message(ranks2, empty):
+def test_ranks_with_different_sequences_are_one_batch_in_one_message(empty):
     rows = [
         row
         for rank, lengths in LENGTHS.items()
         if rank != empty
         for row in differences(*drawn(lengths, seed=rank))
     ]
-    (one, messages), (other, _) = ranks2.run(on_rank, empty)
-    assert one == other
-    assert one == pytest.approx(expected(rows), rel=1e-12)
-    assert len(messages) == 1
+    sampler, trainer, mask = drawn(LENGTHS[dist.get_rank()], seed=dist.get_rank())
+    with count_collectives() as seen:
+        found = mismatch(sampler, trainer, mask & (dist.get_rank() != empty))
+    assert found == pytest.approx(expected(rows), rel=1e-12)
+    assert seen.count == 1
 
 
-def with_a_mistake() -> tuple[str, str]:
-    shape = (2, 3) if dist.get_rank() == 0 else (2, 4)
-    with pytest.raises(Exception) as found:
-        mismatch(torch.zeros(2, 3), torch.zeros(shape))
-    return type(found.value).__name__, str(found.value)
+@on_ranks(2)
+def test_a_mistake_of_one_rank_raises_on_all():
+    wrong = dist.get_rank() == 1
+    error, says = (ValueError, r"\(2, 3\), \(2, 4\)") if wrong else (LockstepError, "rank 1")
+    with pytest.raises(error, match=says):
+        mismatch(torch.zeros(2, 3), torch.zeros(2, 3 + wrong))
 
 
-def test_a_mistake_of_one_rank_raises_on_all(ranks2):
-    (here, text), (there, _) = ranks2.run(with_a_mistake)
-    assert (here, there) == ("LockstepError", "ValueError")
-    assert "rank 1" in text
-
-
-def in_a_group_of_its_own() -> Any:
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    given = drawn(LENGTHS[dist.get_rank()], seed=dist.get_rank())
-    found = mismatch(*given, process_group=groups[dist.get_rank()])
-    return found, differences(*given)
-
-
-def test_the_ranks_of_a_group_are_asked_alone(ranks2: RankPool):
-    for found, rows in ranks2.run(in_a_group_of_its_own):
-        assert found == pytest.approx(expected(rows), rel=1e-12)
+@on_ranks(2)
+def test_the_ranks_of_a_group_are_asked_alone():
+    rank = dist.get_rank()
+    groups, given = [subgroup([rank]) for rank in range(2)], drawn(LENGTHS[rank], seed=rank)
+    found = mismatch(*given, process_group=groups[rank])
+    assert found == pytest.approx(expected(differences(*given)), rel=1e-12)

@@ -1,5 +1,6 @@
 """first_nonfinite: the first NaN or inf of a step, by its op, module, rank and direction."""
 
+import copy
 import logging
 import random
 import warnings
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distamp
 from distamp.errors import StageError
+from tests.on_ranks import on_ranks
 from tests.place import here
 from tests.ranks import RankPool, logged, mesh
 from tests.report.plants_nonfinite import FAULTS, Fault
@@ -29,12 +31,12 @@ from tests.report.setups import parallel, sharded
 INF = float("inf")
 
 
-def on_rank_1(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: function(x) if dist.get_rank() == 1 else x
-
-
 def log(x: Tensor) -> Tensor:
     return torch.log(x.relu())
+
+
+def log_on_rank_1(x: Tensor) -> Tensor:
+    return log(x) if dist.get_rank() == 1 else x
 
 
 def product_in_half(x: Tensor) -> Tensor:
@@ -287,65 +289,54 @@ def found_in(layout: Callable[[Net], nn.Module], how: str, fault: Any, scale: fl
     return found
 
 
-def answers(layout: Callable[[Net], nn.Module]) -> list[Any]:
-    return [
-        found_in(layout, "", None),
-        found_in(layout, "reentrant", root_of_0),
-        found_in(layout, "not reentrant", on_rank_1(log)),
-    ]
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("how", "op", "direction", "there"),
+    [
+        ("", None, "", ()),
+        ("reentrant", "sqrt", "backward", (0, 1)),
+        ("not reentrant", "log", "forward", (1,)),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fault_of_one_rank_is_its_own_in_every_layout(layout, how, op, direction, there):
+    fault = {"sqrt": root_of_0, "log": log_on_rank_1}.get(op)
+    found = found_in(layout, how, fault)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, found)
+    assert everyone == [found, found]
+    if fault is None:
+        assert found is None
+    else:
+        assert (found.op, found.module, found.direction) == (op, "blocks.1", direction)
+        assert (found.ranks, found.micro_batch) == (there, 0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda it: it.__name__)
-def test_a_fault_of_one_rank_is_its_own_in_every_layout(ranks2: RankPool, layout: Any) -> None:
-    one, other = ranks2.run(answers, layout)
-    assert one == other
-    none, both, own = one
-    assert none is None
-    assert (both.op, both.module, both.direction, both.ranks) == (
-        "sqrt",
-        "blocks.1",
-        "backward",
-        (0, 1),
-    )
-    assert (own.op, own.module, own.direction, own.ranks) == ("log", "blocks.1", "forward", (1,))
-    assert own.micro_batch == 0
-
-
-def overflows_on_the_wire() -> Any:
-    return found_in(torchs_hook, "", None, 1e8)
-
-
-def test_a_hook_that_overflows_is_named(ranks2: RankPool) -> None:
-    found = ranks2.run(overflows_on_the_wire)[0]
+@on_ranks(2)
+def test_a_hook_that_overflows_is_named() -> None:
+    found = found_in(torchs_hook, "", None, 1e8)
     assert (found.kernel, found.direction, found.ranks) == ("_to_copy", "backward", (0, 1))
     assert "default_hooks.py" not in found.line
 
 
-def residuals() -> tuple[bool, Any]:
-    model = our_hook(Net(log))
+@on_ranks(2)
+def test_residuals_of_a_hook_stay_and_it_is_said_to_be_left_out() -> None:
+    model = our_hook(Net())
     state = model._comm_hooks[0][1]
-    sound = step_of(model, inputs_of())
-    model.module.blocks[1].fault = None
-    sound()
-    before = {
-        key: [each.clone() for each in it] for key, it in state.state_dict()["residuals"].items()
-    }
+    step = step_of(model, inputs_of())
+    step()
+    before = copy.deepcopy(state.state_dict()["residuals"])
     model.module.blocks[1].fault = log
-    found = search(model, step=sound)
+    found = search(model, step=step)
     after = state.state_dict()["residuals"]
-    assert before
-    return all(
-        torch.equal(a, b) for key in before for a, b in zip(before[key], after[key], strict=True)
-    ), found
-
-
-def test_residuals_of_a_hook_stay_and_it_is_said_to_be_left_out(ranks2: RankPool) -> None:
-    same, found = ranks2.run(residuals)[0]
-    assert same
+    assert before.keys() == after.keys()
+    assert all(all(map(torch.equal, before[key], after[key])) for key in before)
     assert found.notes == ("the communication hook wire_hook was left out",)
 
 
-def sums_to_inf(fed: bool) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_collective_is_blamed_only_if_no_rank_fed_it_an_inf(fed: bool) -> None:
     def add(x: Tensor) -> Tensor:
         y = x.detach().abs() + 3e38
         if fed and dist.get_rank() == 1:
@@ -353,12 +344,7 @@ def sums_to_inf(fed: bool) -> Any:
         dist.all_reduce(y)
         return x * y
 
-    return found_in(ddp, "", add)
-
-
-@pytest.mark.parametrize("fed", [False, True])
-def test_a_collective_is_blamed_only_if_no_rank_fed_it_an_inf(ranks2: RankPool, fed: bool) -> None:
-    found = ranks2.run(sums_to_inf, fed)[0]
+    found = found_in(ddp, "", add)
     if fed:
         assert (found.kind, found.op, found.ranks) == ("op", "mul", (1,))
         assert found.carried_by == ("allreduce_ over default_pg",)
@@ -368,7 +354,9 @@ def test_a_collective_is_blamed_only_if_no_rank_fed_it_an_inf(ranks2: RankPool, 
         assert all(each.finite for each in found.inputs)
 
 
-def pipeline(where: int, kind: str) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize(("where", "kind"), [(0, "log"), (1, "sqrt'")])
+def test_a_pipeline_is_followed_over_send_and_recv(where: int, kind: str) -> None:
     rank = dist.get_rank()
     block = Block()
     block.fault = FAULTS[kind].change if rank == where else None
@@ -380,12 +368,7 @@ def pipeline(where: int, kind: str) -> Any:
         schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
 
     step()  # which asks for shapes, at first
-    return distamp.first_nonfinite(step, block)
-
-
-@pytest.mark.parametrize(("where", "kind"), [(0, "log"), (1, "sqrt'")])
-def test_a_pipeline_is_followed_over_send_and_recv(ranks2: RankPool, where: int, kind: str) -> None:
-    found = ranks2.run(pipeline, where, kind)[0]
+    found = distamp.first_nonfinite(step, block)
     assert (found.op, found.ranks, found.micro_batch) == (FAULTS[kind].function, (where,), 0)
     assert found.module == ""
 
@@ -427,24 +410,6 @@ def test_a_guard_says_why_it_skipped(caplog: pytest.LogCaptureFixture) -> None:
     assert told[0].levelno == logging.WARNING
     assert "log in blocks.1 made inf" in told[0].getMessage()
     assert not torch.equal(running, model.bn.running_mean), "the step itself moved it"
-
-
-def test_the_replay_begins_from_what_was_kept() -> None:
-    """Dropout draws the same masks, and batch norm begins from the same statistics."""
-    model, seen = Net(lambda x: x / (x - x)), []
-    model.blocks[0].register_forward_hook(
-        lambda module, inputs, output: seen.append(output.detach())
-    )
-    model.bn.eval()
-    guard = replaying(model)
-    torch.rand(5)
-    trained(guard, model, step_of(model, inputs_of()))
-    drawn = torch.get_rng_state()
-    assert guard.replay.found.op == "div"
-    assert all(torch.equal(each, seen[i % 2]) for i, each in enumerate(seen))
-    assert len(seen) > 4
-    torch.manual_seed(0)
-    assert not torch.equal(drawn, torch.get_rng_state())
 
 
 def test_a_scaler_replays_a_nan_at_once_and_an_overflow_at_the_third() -> None:
@@ -501,19 +466,13 @@ def test_keep_needs_something_that_replays() -> None:
         distamp.StepGuard().replay = nn.Linear(1, 1)  # type: ignore[assignment]
 
 
-def on_ranks() -> tuple[Any, list[str], bool]:
-    model = ddp(Net(on_rank_1(log)))
+@on_ranks(2)
+def test_all_ranks_find_the_same_and_one_logs_it() -> None:
+    model = ddp(Net(log_on_rank_1))
     guard = replaying(model)
     weights = [each.clone() for each in model.parameters()]
     with logged("distamp.report") as lines:
         trained(guard, model, step_of(model, inputs_of(dist.get_rank())))
-    kept = all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    return guard.replay.found, lines, kept
-
-
-def test_all_ranks_find_the_same_and_one_logs_it(ranks2: RankPool) -> None:
-    (found, lines, kept), (other, silent, _) = ranks2.run(on_ranks)
-    assert (found.op, found.ranks) == ("log", (1,))
-    assert found == other
-    assert kept
-    assert (len(lines), len(silent)) == (1, 0)
+    assert (guard.replay.found.op, guard.replay.found.ranks) == ("log", (1,))
+    assert all(map(torch.equal, weights, model.parameters())), "the step was skipped"
+    assert len(lines) == (dist.get_rank() == 0)
