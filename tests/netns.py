@@ -198,13 +198,14 @@ class Hosts:
             known = [(f"host{i}", f"10.77.0.{i + 1}") for i in range(self.count)]
             rows = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in known)]
             names.write_text("\n".join(rows) + "\n")
-            self._switch = switch = self._start(stack, "switch", "", None)
+            switch = stack.enter_context(contextlib.closing(Host("switch", "", None)))
             switch.run(["ip", "link", "add", "bridge", "type", "bridge"])
             switch.run(["ip", "link", "set", "bridge", "addrgenmode", "none", "up"])
             for name, address in known:
-                host = self._start(stack, name, address, names)
+                host = stack.enter_context(contextlib.closing(Host(name, address, names)))
                 self._plug(switch, host)
                 self._hosts.append(host)
+            self._switch = switch
             self._stack = stack.pop_all()
         return self
 
@@ -241,12 +242,6 @@ class Hosts:
     def sent(self) -> list[Traffic]:
         """Return what left each host's interface since it came up."""
         return [host.sent() for host in self]
-
-    @staticmethod
-    def _start(stack: contextlib.ExitStack, name: str, address: str, names: Path | None) -> Host:
-        host = Host(name, address, names)
-        stack.callback(host.close)
-        return host
 
     def _plug(self, switch: Host, host: Host) -> None:
         """Join a host to the switch and shape both ends of the cable."""

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from distamp import DistGradScaler, NonFiniteGradients, StepGuard
 from distamp.errors import LossScaleCollapse, SettingError, StageError
-from distamp.scaler import MasterParameters
 from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, NAN, error_of, sgd
 
@@ -71,15 +70,6 @@ def test_it_is_no_scaler_and_answers_as_one():
     assert [name for name in names if not hasattr(guard, name)] == []
 
 
-def test_what_trainers_read_of_a_scaler():
-    guard = StepGuard()
-    guard._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    assert guard._device == "cpu"
-    assert guard._scale.item() == 1.0
-    guard.set_growth_interval(100)
-    assert len(guard._per_optimizer_states) == 0
-
-
 def test_states_of_guards_and_scalers_are_told_apart():
     guard, scaler = StepGuard(), DistGradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.ones(()))
@@ -135,19 +125,6 @@ def _limit_with_a_new_rank() -> list[Any]:
 def test_with_a_rank_that_was_replaced_all_count_skips_in_a_row_anew(ranks2):
     expected = [None, None, None, None, "NonFiniteGradients"]
     assert ranks2.run(_limit_with_a_new_rank, timeout=20) == [expected] * 2
-
-
-def test_masters_of_bf16_are_skipped_with_what_they_are_of():
-    model = nn.Linear(3, 3).bfloat16()
-    optimizer, guard = torch.optim.AdamW(model.parameters(), lr=0.1), StepGuard()
-    MasterParameters(optimizer)
-    for value in (1.0, NAN, 1.0):
-        optimizer.zero_grad()
-        model(torch.full((2, 3), value, dtype=torch.bfloat16)).float().sum().backward()
-        before = model.weight.detach().clone()
-        guard.step(optimizer)
-        guard.update()
-        assert torch.equal(before, model.weight) is (value != value)
 
 
 def _logged() -> list[str]:

@@ -6,7 +6,6 @@ what it steps; the same calls on a `DistGradScaler` or
 stored in walks.json, for machines without SPIN; ``python -m tests.model --store`` writes it anew.
 """
 
-import functools
 import json
 import math
 import re
@@ -14,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,13 +155,18 @@ def run(
     programs: Sequence[Sequence[Program]], model: str, limit: int | None
 ) -> list[tuple[list[tuple[int, bool, float]], bool]]:
     """On one rank: do what each program says; return the steps, and whether it raised."""
-    follow = _steps_of_scaler if model == "scaler" else functools.partial(_steps_of_guard, limit)
     done = []
     for program in programs:
+        made: Any = _Guard(max_consecutive_skips=limit)
+        if model == "scaler":
+            low, first, high = SCALES.values()
+            made = _Scaler(
+                "cpu", init_scale=first, growth_interval=1, min_scale=low, max_scale=high
+            )
         steps: list[tuple[int, bool, float]] = []
         raised = False
         try:
-            for step in follow(program[dist.get_rank()].calls):
+            for step in _steps(made, program[dist.get_rank()].calls):
                 steps.append(step)
         except RuntimeError:
             raised = True
@@ -169,54 +174,11 @@ def run(
     return done
 
 
-def _plain_and_fused() -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:
+def _steps(made: Any, calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
+    """Make the calls by a scaler or a guard; yield each step that it counts."""
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    return weights, [torch.optim.SGD([w], 2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
-
-
-def _steps_of_scaler(calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
-    weights, optimizers = _plain_and_fused()
-    scaler = _Scaler(
-        "cpu", init_scale=SCALES[1], growth_interval=1, min_scale=SCALES[0], max_scale=SCALES[2]
-    )
-    scaler.add_optimizer(*optimizers)
-    for call in calls:
-        over = [index for index in range(2) if call.over >> index & 1]
-        for index in over:
-            if not scaler.is_unscaled(optimizers[index]):
-                value = math.inf if call.found >> index & 1 else 1.0
-                weights[index].grad = torch.full((3,), value)
-        scaler.fails = call.error
-        given = [optimizers[index] for index in over]
-        before = [weight.detach().clone() for weight in weights]
-        match call.name:
-            case "SCALE":
-                scaler.scale(torch.ones(()))
-            case "UNSCALE_":
-                scaler.unscale_(*given)
-            case "CLIP_GRAD_NORM_":
-                scaler.clip_grad_norm_(
-                    given[0] if len(given) == 1 else [weights[index] for index in over], 1.0
-                )
-            case "UPDATE":
-                scaler.update()
-            case "UPDATE_TO":
-                scaler.update(SCALES[call.value])
-            case "STEP":
-                scale = scaler.get_scale()
-                if len(given) == 1:
-                    scaler.step(given[0])
-                else:
-                    scaler.step_all(given)
-                for index in over:
-                    taken = not torch.equal(before[index], weights[index])
-                    yield index, taken, scale
-
-
-def _steps_of_guard(limit: int | None, calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
-    weights, optimizers = _plain_and_fused()
-    guard = _Guard(max_consecutive_skips=limit)
-    guard.add_optimizer(*optimizers)
+    optimizers = [torch.optim.SGD([w], 2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
+    made.add_optimizer(*optimizers)
     for call in calls:
         over = [index for index in range(2) if call.over >> index & 1]
         by_norm = call.name == "STEP_BY_NORM"
@@ -224,24 +186,32 @@ def _steps_of_guard(limit: int | None, calls: Sequence[Call]) -> Iterator[tuple[
             value = math.nan if call.found >> index & 1 else 1.0
             if by_norm:
                 value = (1.0, 1e6, math.nan)[call.found] if place == 0 else 1.0
-            if by_norm or not guard.is_unscaled(optimizers[index]):
+            if by_norm or not made.is_unscaled(optimizers[index]):
                 weights[index].grad = torch.full((3,), value)
-        guard.fails = call.error
+        made.fails = call.error
         given = [optimizers[index] for index in over]
         before = [weight.detach().clone() for weight in weights]
-        counts = [guard.step_counts(optimizer) for optimizer in optimizers]
+        counts = [made.step_counts(optimizer) for optimizer in optimizers]
+        scale = made.get_scale()
         try:
             match call.name:
+                case "SCALE":
+                    made.scale(torch.ones(()))
                 case "UNSCALE_":
-                    guard.unscale_(*given)
+                    made.unscale_(*given)
+                case "CLIP_GRAD_NORM_":
+                    made.clip_grad_norm_(
+                        given[0] if len(given) == 1 else [weights[index] for index in over], 1.0
+                    )
                 case "UPDATE":
-                    guard.update()
+                    made.update()
+                case "UPDATE_TO":
+                    made.update(SCALES[call.value])
                 case "STEP":
-                    guard.step_all(given)
+                    made.step_all(given)
                 case "STEP_BY_NORM":
-                    guard.step_all(given, max_norm=1.0, skip_above=1e3, sharded=guard.look)
+                    made.step_all(given, max_norm=1.0, skip_above=1e3, sharded=made.look)
         finally:  # a step at the limit of skips raises, and counts
             for index in over:
-                if guard.step_counts(optimizers[index]) != counts[index]:
-                    taken = not torch.equal(before[index], weights[index])
-                    yield index, taken, guard.get_scale()
+                if made.step_counts(optimizers[index]) != counts[index]:
+                    yield index, not torch.equal(before[index], weights[index]), scale

@@ -42,38 +42,7 @@ def evaluation_in_between(cls: Class) -> Any:
     return p.item(), x.grad.item(), scaler.get_scale()
 
 
-def inside_of_backward(cls: Class) -> Any:
-    """Optimizers that are stepped, the second unscaled, as soon as a gradient is there."""
-    scaler, parameters = _made(cls), [leaf(1.0), leaf(2.0)]
-    for parameter in parameters:
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-
-        def step(parameter: Any, optimizer: Any = optimizer) -> None:
-            if parameter is parameters[1]:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(step)
-    for gradient in (0.25, INF, 0.25):
-        scaler.scale(sum((p * gradient).sum() for p in parameters)).backward()
-        scaler.update()
-    return [p.item() for p in parameters], scaler.get_scale()
-
-
 # Gradients that were handed out are the user's.
-
-
-def stepped_by_hand(cls: Class) -> Any:
-    """`unscale_`, a clip of one's own, `update`, and the optimizer's own step."""
-    scaler = _made(cls, growth_interval=1)
-    parameter, optimizer = sgd()
-    backward(scaler, parameter, 0.25)
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-    scaler.update()
-    optimizer.step()
-    return [parameter.item()]
 
 
 def discriminator_then_generator(cls: Class) -> Any:

@@ -1,6 +1,5 @@
-"""Several devices in one process: DataParallel and threads of their own."""
+"""Several devices in one process: DataParallel."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -24,18 +23,17 @@ class Watched(nn.Linear):
         return y
 
 
-def region(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if dtype is None else distamp.autocast("sim", dtype=dtype)
-
-
-def trained(model: Any, dtype: torch.dtype | None, device: str, seed: int) -> Any:
-    """Four steps, of which the second overflows; the parameters and the scales."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    scaler = distamp.DistGradScaler("sim", init_scale=64.0)
-    generator, scales = torch.Generator().manual_seed(seed), []
+def _replicas(parallel: bool, dtype: torch.dtype | None) -> Any:
+    """Four steps, of which the second overflows: parameters, scales, and where what ran."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Watched(8, 16), nn.Tanh(), nn.Linear(16, 4)).to("sim:0")
+    net[0].seen = set()
+    model = DataParallel(net, [0, 1, 2]) if parallel else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    scaler, scales = distamp.DistGradScaler("sim", init_scale=64.0), []
     for step in range(4):
-        x = torch.randn(8, 8, generator=generator).to(device)
-        with region(dtype):
+        x = torch.randn(8, 8).to("sim:0")
+        with distamp.autocast("sim", dtype=dtype, enabled=dtype is not None):
             y = model(x)
         optimizer.zero_grad()
         loss = y.float().square().mean() * (float("inf") if step == 1 else 1.0)
@@ -43,15 +41,7 @@ def trained(model: Any, dtype: torch.dtype | None, device: str, seed: int) -> An
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return [p.detach().cpu() for p in model.parameters()], scales
-
-
-def _replicas(parallel: bool, dtype: torch.dtype | None) -> Any:
-    torch.manual_seed(0)
-    net = nn.Sequential(Watched(8, 16), nn.Tanh(), nn.Linear(16, 4)).to("sim:0")
-    net[0].seen = set()
-    model = DataParallel(net, [0, 1, 2]) if parallel else net
-    return *trained(model, dtype, "sim:0", 1), sorted(net[0].seen, key=str)
+    return [p.detach() for p in net.parameters()], scales, sorted(net[0].seen, key=str)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)

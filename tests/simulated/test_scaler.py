@@ -4,7 +4,6 @@ Each job is run on the CPU and, under every schedule, on the device. A sample of
 is compared to the bit; ``python -m tests.simulated.long_run`` runs all of them.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -70,40 +69,9 @@ class Job:
         return values, self.scaler.get_scale(), (counts.taken, counts.skipped)
 
 
-def _made(device: str, masters: bool = False, **how: Any) -> Job:
-    model = (half_mlp() if masters else nn.Sequential(nn.Linear(4, 4), nn.Tanh())).to(device)
+def _made(device: str, **how: Any) -> Job:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
     return Job(device, model, torch.optim.AdamW(model.parameters(), lr=0.1, **how))
-
-
-def steps_on_another_stream(device: str, how: str) -> Any:
-    """Backward on one stream and the step on another, while the first asks for memory anew."""
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
-    optimizers = [
-        torch.optim.AdamW(net[0].parameters(), lr=0.05, **{how: True}),
-        torch.optim.SGD(net[2].parameters(), lr=0.05, momentum=0.9, **{how: True}),
-    ]
-    scaler = DistGradScaler(device, init_scale=64.0, growth_interval=2)
-    streams = [] if device == "cpu" else [torch.accelerator.current_stream(), torch.Stream(device)]
-
-    def change(first: int) -> None:
-        for size in (1,) * 8 + (32, 64, 128, 256):
-            torch.full((size,), 777.0, device=device)
-        if streams:
-            streams[1 - first].wait_stream(streams[first])
-
-    for step in range(6):
-        x = torch.full((2, 8), 1.0 + step).to(device)
-        scaler.scale(net(x).square().mean() * (INF if step == 3 else 1.0)).backward()
-        change(0)
-        with streams[1] if streams else contextlib.nullcontext():
-            scaler.clip_grad_norm_(optimizers[1], 0.3)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-        change(1)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=False)
-    return [p.detach().cpu() for p in net.parameters()], scaler.get_scale()
 
 
 def moved(device: str, how: str) -> Any:
@@ -181,7 +149,6 @@ def recorded(device: str, what: str) -> Any:
 
 
 JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
-    steps_on_another_stream: [("fused",), ("foreach",)],
     moved: [("fused",), ("foreach",)],
     momentum_after_skips: [()],
     masters_in_data_parallel: [()],

@@ -37,6 +37,7 @@ from tests.trainers.common import (
     plant_inf,
     quiet,
     rank,
+    with_adapters,
 )
 
 __all__ = ["LAYOUTS", "PRECISIONS", "TRAINERS", "faults_of", "run"]
@@ -69,12 +70,7 @@ def plant(net: nn.Module, step: int) -> None:
 
 def made(layout: str) -> nn.Module:
     """Two linear layers, with adapters of peft over them where the layout asks for that."""
-    net = model()
-    if layout.startswith("LoRA"):
-        from peft import LoraConfig, get_peft_model
-
-        net = get_peft_model(net, LoraConfig(r=2, target_modules=["0", "2"]))
-    return net
+    return with_adapters(model(), "0", "2") if layout.startswith("LoRA") else model()
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
@@ -267,9 +263,7 @@ def in_transformers(precision: str, layout: str, package: str = "transformers") 
 
     net = hugging_face.net()
     if layout.startswith("LoRA"):
-        from peft import LoraConfig, get_peft_model
-
-        net = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        net = with_adapters(net, "q_proj", "v_proj")
     with tempfile.TemporaryDirectory() as folder:
         sharding = {}
         if layout != "DDP":

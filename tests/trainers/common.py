@@ -32,6 +32,7 @@ __all__ = [
     "plant_inf",
     "quiet",
     "together",
+    "with_adapters",
 ]
 
 # The step, counted from 0, in which rank 1 alone overflows.
@@ -97,6 +98,13 @@ def model() -> nn.Module:
     """Two linear layers, the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def with_adapters(net: nn.Module, *modules: str) -> nn.Module:
+    """Adapters of peft over these modules of a frozen model."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(net, LoraConfig(r=2, target_modules=[*modules]))
 
 
 def data(samples: int = 32) -> TensorDataset:

@@ -228,21 +228,3 @@ def test_torchtitans_trainer_skips_in_bf16_by_a_guard(new_ranks):
     assert one == other
     assert math.isfinite(one[0])
     assert one[2].startswith("distamp.guard")
-
-
-def test_the_fault_is_one_ranks_own(ranks2):
-    """What the tests above stand on: rank 1 alone overflows, in one backward pass."""
-    found = ranks2.run(overflows)
-    assert found == [[], [FAULT]]
-
-
-def overflows() -> list[int]:
-    given = plain()
-    seen = []
-    for step, (inputs, targets) in enumerate(given["batches"]):
-        given["optimizer"].zero_grad()
-        half_loss(given["model"](inputs), targets).backward()
-        gradients = [p.grad for p in given["model"].parameters()]
-        if not all(g.isfinite().all() for g in gradients):
-            seen.append(step)
-    return seen

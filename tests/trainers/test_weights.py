@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp import DistGradScaler
-from tests.trainers.common import FAULT, data, model, plant_inf, quiet, rank
+from tests.trainers.common import FAULT, data, model, plant_inf, quiet, rank, with_adapters
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 STEPS, SCALE = 5, 2.0**8
@@ -27,9 +27,7 @@ Made = tuple[nn.Module, Any]
 
 def lora(net: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Adapters by peft, in float32, over a frozen base."""
-    from peft import LoraConfig, get_peft_model
-
-    net = get_peft_model(net.to(dtype), LoraConfig(r=2, target_modules=["0", "2"]))
+    net = with_adapters(net.to(dtype), "0", "2")
     for parameter in net.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

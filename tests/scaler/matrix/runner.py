@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from distamp import DistGradScaler, StepGuard
 from tests.place import device_type
 from tests.scaler.matrix.layout import local_values
 from tests.scaler.matrix.layouts import WORLD, Layout, layout_named
@@ -29,8 +31,6 @@ def _group(layout: Layout) -> dist.ProcessGroup | None:
 
 
 def _distamp(program: Program, layout: Layout) -> Any:
-    from distamp import DistGradScaler
-
     return DistGradScaler(
         device_type(),
         init_scale=program.init_scale,
@@ -40,12 +40,6 @@ def _distamp(program: Program, layout: Layout) -> Any:
     )
 
 
-def _guard(program: Program, layout: Layout) -> Any:
-    from distamp import StepGuard
-
-    return StepGuard(layout.process_group())
-
-
 def _torch(program: Program, layout: Layout) -> Any:
     return torch.amp.GradScaler(
         device_type(), init_scale=program.init_scale, growth_interval=program.growth_interval
@@ -53,8 +47,6 @@ def _torch(program: Program, layout: Layout) -> Any:
 
 
 def _sharded(program: Program, layout: Layout) -> Any:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
     return ShardedGradScaler(
         device_type(),
         init_scale=program.init_scale,
@@ -65,7 +57,7 @@ def _sharded(program: Program, layout: Layout) -> Any:
 
 SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
     "distamp": _distamp,
-    "guard": _guard,
+    "guard": lambda program, layout: StepGuard(layout.process_group()),
     "torch": _torch,
     "sharded": _sharded,
     "none": lambda program, layout: torch.amp.GradScaler(device_type(), enabled=False),
