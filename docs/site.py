@@ -106,7 +106,7 @@ def launcher() -> str:
 
     text = COMMAND.generate_docs("markdown", include_hidden=False)
     flags = text.partition("**The model**")
-    return "\n".join(["# The launcher's flags", "", _LAUNCHER, "", *flags[1:]])
+    return "\n".join(["# The launcher's flags", "", _LAUNCHER, "", "".join(flags[1:])])
 
 
 def ops() -> str:

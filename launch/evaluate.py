@@ -28,11 +28,11 @@ def evaluate(job: Job, examples: int) -> dict[str, float]:
         examples: How many to read at most, spread evenly over those there are.
     """
     job.model.eval()
-    layout, config, held_out = job.layout, job.config, job.data.held_out
+    layout, held_out, count = job.layout, job.data.held_out, job.microbatch
     loss, classifies = loss_of(job.model), loss_of(job.model) is mean_loss
     length, world = min(examples, len(held_out)), layout.data_world
     chosen = [place * len(held_out) // length for place in range(length)]
-    own, count = chosen[layout.data_rank :: world], config.batch // (world * config.accumulate)
+    own = chosen[layout.data_rank :: world]
     shares = [own[start : start + count] for start in range(0, -(-length // world), count)]
     # A sharded model needs every rank in each pass: one that has run out repeats an example, and
     # counts it for nothing.

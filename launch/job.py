@@ -56,6 +56,11 @@ class Job:
     average: Average
     progress: Progress = field(default_factory=Progress)
 
+    @property
+    def microbatch(self) -> int:
+        """Examples that this rank reads at once."""
+        return self.config.batch // (self.layout.data_world * self.config.accumulate)
+
 
 def make_model(config: Config, data: Data, layout: Layout, device: torch.device) -> nn.Module:
     """Build the model, cast and sharded, with its weights.

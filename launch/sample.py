@@ -10,9 +10,9 @@ from cyclopts.types import NonNegativeFloat, NonNegativeInt
 from torch import Tensor, nn
 
 from launch.checkpoint import load_run
-from launch.config import Config
+from launch.config import Config, read_config
 from launch.data import Data, load_data, text_of
-from launch.folder import read_about
+from launch.folder import read_about, run_of
 from launch.stop import exit_code_of
 from launch.usage import call, command, require
 
@@ -69,14 +69,14 @@ def sample_run(
     unread = f"{run}: its data are no text; for tokens of a .bin, give --tokenizer"
     require(about["text"] or tokenizer, unread)
 
+    text = text_of(tokenizer or read_config(run_of(run)).tokenizer)
+
     def load(config: Config) -> Data:
         if ":" in config.model and not config.model.startswith("hf:"):
             return load_data(config)  # a model of one's own may look at them
-        text = text_of(tokenizer or config.tokenizer)
         return Data(about["data"], (), (), about["classes"], text)
 
     job = load_run(run, load)
-    text = text_of(tokenizer or job.config.tokenizer)
     torch.manual_seed(seed)
     begun = torch.tensor(text.encode(prompt), device=job.device)
     with job.amp.autocast():

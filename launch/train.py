@@ -144,9 +144,8 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
 def read_ahead(job: Job) -> Iterator[Batch]:
     """Yield this rank's microbatches, from where the run is."""
     config, layout, examples = job.config, job.layout, job.data.train
-    count = config.batch // (layout.data_world * config.accumulate)
     ranks = layout.data_rank, layout.data_world
-    order = Order(len(examples), config.seed, job.progress.position, count, *ranks)
+    order = Order(len(examples), config.seed, job.progress.position, job.microbatch, *ranks)
     return batches(examples, order, job.device, config.workers)
 
 
