@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from distamp import Precision
 from distamp.precision import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.usage import UsageError, call, command, refusal_of, refusing, require
+from launch.usage import UsageError, call, command, refusing, require
 
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1"}
@@ -60,12 +60,13 @@ def option(default: Any, text: str, elsewhere: str = "") -> Any:
     return Field(default, description=text, json_schema_extra={"elsewhere": elsewhere})
 
 
-def _group(title: str) -> Parameter:
-    """Have the fields of a model be flags without a prefix, and listed together."""
-    return Parameter("*", group=Group.create_ordered(title))
+def _group(model: type[BaseModel]) -> type[BaseModel]:
+    """Have the fields of a model be flags without a prefix, listed under its docstring."""
+    title = (model.__doc__ or "").rstrip(".")
+    return Parameter("*", group=Group.create_ordered(title))(model)
 
 
-@_group("The model")
+@_group
 class _Model(BaseModel, frozen=True):
     """The model."""
 
@@ -81,7 +82,7 @@ class _Model(BaseModel, frozen=True):
     dropout: Decay = option(0.0, "part of the channels dropped while training (gpt)")
 
 
-@_group("The data")
+@_group
 class _Data(BaseModel, frozen=True):
     """The data."""
 
@@ -106,7 +107,7 @@ class _Data(BaseModel, frozen=True):
     )
 
 
-@_group("The ranks")
+@_group
 class _Ranks(BaseModel, frozen=True):
     """The ranks."""
 
@@ -127,7 +128,7 @@ class _Ranks(BaseModel, frozen=True):
     )
 
 
-@_group("Precision and memory")
+@_group
 class _Precision(BaseModel, frozen=True):
     """Precision and memory."""
 
@@ -147,7 +148,7 @@ class _Precision(BaseModel, frozen=True):
     )
 
 
-@_group("The optimizer")
+@_group
 class _Optimizer(BaseModel, frozen=True):
     """The optimizer."""
 
@@ -184,7 +185,7 @@ class _Optimizer(BaseModel, frozen=True):
     ema: Decay = option(0.0, "decay of an average of the weights, for sample and evaluate")
 
 
-@_group("The run")
+@_group
 class _Run(BaseModel, frozen=True):
     """The run."""
 
@@ -275,18 +276,6 @@ class Config(
         require(self.batch % share == 0, f"--batch {self.batch}: it must be {hint}")
 
 
-def config_of(values: Mapping[str, Any]) -> Config:
-    """Read flags, whose values may be text.
-
-    Raises:
-        UsageError: Naming the flag, what was given and what is allowed.
-    """
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise refusal_of(error) from None
-
-
 def read_config(run: Path) -> Config:
     """Read the flags of a run.
 
@@ -346,13 +335,13 @@ def parse(args: Sequence[str] | None = None) -> Config:
     given = call(COMMAND, args, elsewhere)
     if given is None:  # --help has been printed
         sys.exit()
-    config = config_of(given)
+    config = Config(**given)
     again = config.auto_resume or began_here(config.run_dir)
     resume = config.run_dir if again and checkpoints_of(config.run_dir) else config.resume
     if resume is not None:
         run, _ = checkpoint_of(resume, "--resume ")
         old = read_config(run).model_dump() | {"overwrite": False, "auto_resume": False}
-        config = config_of({**old, "run_dir": run, **given, "resume": resume})
+        config = Config(**{**old, "run_dir": run, **given, "resume": resume})
     # A run that was killed before its first checkpoint starts again.
     config = config.model_copy(update={"overwrite": config.overwrite or again})
     alone = config.smallest_world() if config.check else 1

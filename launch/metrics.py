@@ -88,12 +88,10 @@ class Metrics:
         told = " ".join(_given(name, value) for name, value in flags.items())
         self.say(f"{time.strftime('%Y-%m-%d %H:%M')} {config.run_dir}: {told}")
         parameters = [*self._job.model.parameters()]
-        weights = sum(p.numel() for p in parameters)
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        ranks = (
-            f"{layout.replicate} x {layout.shard} x {layout.tp} ranks on {self._job.device.type}"
-        )
-        self.say(f"{config.model}, {weights:,} weights, {trained:,} of them trained, {ranks}")
+        frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+        weights = f"{sum(p.numel() for p in parameters):,} weights, {frozen:,} of them frozen"
+        ranks = f"{layout.replicate} x {layout.shard} x {layout.tp} ranks"
+        self.say(f"{config.model}, {weights}, on {ranks} of {self._job.device.type}")
         self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
         if self._job.progress.step:
             self.say(f"going on after step {self._job.progress.step}")
@@ -156,8 +154,8 @@ class Metrics:
             with (self._job.config.run_dir / "nonfinite.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, default=str) + "\n")
 
-    def summarize(self, *, ended: bool) -> None:
-        """Say how a run went, and what can be done with it; ``ended``: before its last step."""
+    def summarize(self, *, ended: str) -> None:
+        """Say how a run went, what can be done with it, and why it ended before its last step."""
         config, progress = self._job.config, self._job.progress
         run, keep = config.run_dir, config.keep
         self._bar.stop()
@@ -169,9 +167,10 @@ class Metrics:
         taken = f"{progress.step - progress.skipped} steps taken"
         self.say(f"{taken}, {skipped if which else 'none skipped'}")
         took = timedelta(seconds=round(time.monotonic() - self._started))
-        self.say(f"{took}, peak memory of rank 0: {peak_memory(self._job.device) / 2**30:.2f} GiB")
+        gigabytes = peak_memory(self._job.device) / 2**30
+        self.say(f"it took {took}; peak memory of rank 0: {gigabytes:.2f} GiB")
         if ended:
-            self.say("stopped as asked" + (f"; go on with --resume {run}" if keep else ""))
+            self.say(f"ended early: {ended}" + (f"; go on with --resume {run}" if keep else ""))
         self.say(f"Results are in {run}" + ("" if keep else ", without a checkpoint (--keep 0)"))
         if keep and self._job.data.text is not None:
             program = shlex.join([sys.executable, "-m", "launch.sample", str(run)])

@@ -97,7 +97,7 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
     if config.on_nonfinite == "report":
         amp.scaler.replay = StepReplay(job.model)
     source = read_ahead(job)
-    ended = False
+    ended = ""
     if progress.step == 0:
         metrics.note({"step": 0, **evaluate(job, config.eval_examples)})
 
@@ -128,8 +128,8 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
             if config.level.scales:
                 record["loss_scale"] = scale
             metrics.note(record)
-            ended = signalled + late > 0
-            is_last = ended or progress.step == config.steps
+            ended = "asked to stop" if signalled else "--max-time is over" if late else ""
+            is_last = bool(ended) or progress.step == config.steps
             if "eval" in tasks or late:  # whoever sent a signal does not wait for long
                 metrics.note({"step": progress.step, **evaluate(job, config.eval_examples)})
             if config.keep and ("save" in tasks or is_last):
