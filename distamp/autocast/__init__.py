@@ -3,6 +3,8 @@
 ``from distamp import autocast`` is the class; this package holds it and what goes with it.
 """
 
+from torch.amp import custom_bwd, custom_fwd
+
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.pin import PINS, Pin, pin_of, pin_precision
 from distamp.autocast.region import autocast
@@ -11,8 +13,6 @@ from distamp.autocast.state import (
     DataParallel,
     checkpoint,
     checkpoint_contexts,
-    custom_bwd,
-    custom_fwd,
     propagate,
 )
 

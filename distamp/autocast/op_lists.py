@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
+import threading
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 import torch
 from torch import set_autocast_dtype, set_autocast_enabled
@@ -18,7 +17,7 @@ from distamp.autocast.op_kernels import register, rules_of
 from distamp.autocast.op_names import Category, autocast_key, family, overloads, resolve
 from distamp.autocast.thread_state import MARKS, Mark, mark
 
-__all__ = ["DynamoGuard", "Lists", "OpLists", "follow", "followed", "with_lists"]
+__all__ = ["Lists", "OpLists", "follow", "followed"]
 
 
 @dataclass(frozen=True)
@@ -125,14 +124,12 @@ class OpLists:
 Lists = tuple[tuple[str, OpLists], ...]
 
 
-def with_lists(lists: Lists, device_type: str, ops: OpLists) -> Lists:
-    """The lists in force where ``ops`` replace what there was for their device type."""
-    return (*(each for each in lists if each[0] != device_type), (device_type, ops))
-
-
-# By their mark; and the ops in them that are not torch's own.
+# The lists of each mark, in the order of their making, and the ops in them that are not torch's.
 _lists_of: dict[Mark | None, Lists] = {None: ()}
-_of_others: dict[Mark, list[tuple[OpOverload, str]]] = {}
+_others_of: dict[Mark, list[tuple[OpOverload, str]]] = {}
+_lock = threading.Lock()
+# Each once: torch.float is torch.float32.
+_DTYPES = tuple(dict.fromkeys(it for it in vars(torch).values() if isinstance(it, torch.dtype)))
 
 
 def followed() -> Lists:
@@ -142,11 +139,14 @@ def followed() -> Lists:
 
 def follow(lists: Lists) -> None:
     """Make the calling thread follow these lists from now on; () is torch's own alone."""
-    if lists is not followed():
-        shown = _carried_out(lists) if lists else ()
-        for overload, device_type in _of_others.get(shown, ()):
-            register(overload, device_type)  # anew, where somebody has registered a kernel since
-        DynamoGuard.show(shown)
+    if lists is followed():
+        return
+    shown = _carried_out(lists) if lists else ()
+    for overload, device_type in _others_of.get(shown, ()):
+        register(overload, device_type)  # anew, where somebody has registered a kernel since
+    for i, (device_type, usual) in enumerate(MARKS):
+        set_autocast_enabled(device_type, bool(lists))
+        set_autocast_dtype(device_type, shown[i] if lists else usual)
 
 
 @functools.cache
@@ -163,51 +163,34 @@ def _carried_out(lists: Lists) -> Mark:
                     rules[overload.name(), device_type] = category
                     if overload.namespace != "aten":
                         others.append((overload, device_type))
-    made = DynamoGuard.mark(lists)
-    rules_of[made], _lists_of[made], _of_others[made] = rules, lists, others
+    with _lock:
+        made = _new_mark(len(_lists_of) - 1)
+        rules_of[made], _lists_of[made], _others_of[made] = rules, lists, others
+        _tag_caches()
     return made
 
 
-class DynamoGuard:
-    """Marks which op lists a thread follows, so that torch.compile keeps a graph for each.
+def _new_mark(number: int) -> Mark:
+    """Return a mark that torch.compile guards on, for as long as the process lives.
 
-    torch.compile guards on the autocast state of every device type, and on nothing that is ours.
-    So lists show as the dtypes of two device types that nothing computes on.
+    It guards on the autocast state of every device type, and on nothing that is ours. So lists show
+    as the dtypes of two device types that nothing computes on.
     """
+    high, low = divmod(number, len(_DTYPES))
+    if high >= len(_DTYPES):
+        raise RuntimeError(
+            f"a process can use {len(_DTYPES) ** 2} different op lists, and these are one more; "
+            "make the lists once and use them again"
+        )
+    return _DTYPES[high], _DTYPES[low]
 
-    # Each once: torch.float is torch.float32.
-    _DTYPES = tuple(dict.fromkeys(it for it in vars(torch).values() if isinstance(it, torch.dtype)))
-    _count = itertools.count()
-    _numbers: ClassVar[dict[Lists, int]] = {}
 
-    @classmethod
-    def show(cls, dtypes: Mark) -> None:
-        """Show the mark of lists, or none, in the calling thread."""
-        for i, (device_type, usual) in enumerate(MARKS):
-            set_autocast_enabled(device_type, bool(dtypes))
-            set_autocast_dtype(device_type, dtypes[i] if dtypes else usual)
+def _tag_caches() -> None:
+    """Have torch.compile's caches on disk keep graphs traced under lists for these lists alone.
 
-    @classmethod
-    def mark(cls, lists: Lists) -> Mark:
-        """Give lists a mark of their own, as long as the process lives."""
-        number = cls._numbers.setdefault(lists, next(cls._count))
-        high, low = divmod(number, len(cls._DTYPES))
-        if high >= len(cls._DTYPES):
-            raise RuntimeError(
-                f"a process can use {len(cls._DTYPES) ** 2} different op lists, and these are one "
-                "more; make the lists once and use them again"
-            )
-        cls._tag_caches()
-        return cls._DTYPES[high], cls._DTYPES[low]
-
-    @classmethod
-    def _tag_caches(cls) -> None:
-        """Have torch.compile's caches on disk keep graphs traced under lists for these lists alone.
-
-        A dtype means other lists in another process, so what all of them mean is part of the key.
-        """
-        meant = repr(sorted(cls._numbers.items(), key=lambda each: each[1])).encode()
-        tag = f"distamp-op-lists-{hashlib.sha256(meant).hexdigest()[:16]}"
-        config = torch.compiler.config
-        kept = [it for it in config.cache_key_tag.split(",") if it and "distamp-op-lists" not in it]
-        config.cache_key_tag = ",".join([*kept, tag])
+    A dtype means other lists in another process, so what all of them mean is part of the key.
+    """
+    meant = hashlib.sha256(repr([*_lists_of.values()]).encode()).hexdigest()[:16]
+    config = torch.compiler.config
+    kept = [it for it in config.cache_key_tag.split(",") if it and "distamp-op-lists" not in it]
+    config.cache_key_tag = ",".join([*kept, f"distamp-op-lists-{meant}"])

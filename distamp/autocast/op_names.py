@@ -230,9 +230,7 @@ def resolve(name: object) -> tuple[str, ...]:
     text = _as_text(name)
     start = next((each for each in _PREFIXES if text.startswith(each)), "")
     prefix = _PREFIXES.get(start, "")
-    base, _, overload = text.removeprefix(start).partition(".")
-    if "out" in overload.split("_"):
-        raise ValueError(f"{text!r} writes to out=, and autocast leaves such calls alone")
+    base = text.removeprefix(start).partition(".")[0]
     if not prefix and base in _ALIASES:
         return _ALIASES[base]
     for candidate in (prefix + base, base):
@@ -257,9 +255,6 @@ def _as_text(name: object) -> str:
 
 
 def _why_not(text: str, base: str, prefix: str) -> str:
-    plain = base.rstrip("_")
-    if base.endswith("_") and not base.endswith("__") and overloads(plain):
-        return f"{text!r} works in place, and autocast leaves such ops alone; name {plain!r}"
     names: list[str] = torch._C._dispatch_get_all_op_names()
     every = {name.removeprefix("aten::").partition(".")[0] for name in names if "aten" in name}
     hint = nearest(prefix + base, (*_ALIASES, *sorted(name for name in every if overloads(name))))

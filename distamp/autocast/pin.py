@@ -151,23 +151,23 @@ def _run(
         came = None
     if full:
         args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
+    scopes: list[Any] = [
+        autocast(each, None if full else pin.dtype, not full) for each in available
+    ]
     if inside is not None:
-        run = functools.partial(_promoted, run)
-    output = _in_regions(available, None if full else pin.dtype, run, args, kwargs)
+        scopes.append(_TakeInFp32())
+    output = _run_in(scopes, run, args, kwargs)
     if came not in _HALF:
         return output
-    back = functools.partial(_cast_back, pin.dtype, came)
-    return tree_map_only(Tensor, back, output)
+    return tree_map_only(Tensor, functools.partial(_cast_back, pin.dtype, came), output)
 
 
-def _in_regions(
-    devices: list[str], dtype: torch.dtype | None, run: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """Call ``run`` in a region for each device type, which is off where there is no dtype."""
-    if not devices:
+def _run_in(scopes: list[Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``run`` in context managers; torch.compile traces no ExitStack of regions."""
+    if not scopes:
         return run(*args, **kwargs)
-    with autocast(devices[0], dtype, dtype is not None):
-        return _in_regions(devices[1:], dtype, run, args, kwargs)
+    with scopes[0]:
+        return _run_in(scopes[1:], run, args, kwargs)
 
 
 def _half_precision(module: nn.Module) -> torch.dtype | None:
@@ -193,11 +193,6 @@ class _TakeInFp32(TorchFunctionMode):
     ) -> Any:
         args, kwargs = tree_map_only(nn.Parameter, _to_fp32, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _promoted(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _TakeInFp32():
-        return run(*args, **kwargs)
 
 
 @functools.cache

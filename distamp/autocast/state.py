@@ -2,16 +2,16 @@
 
 Autocast's state is a thread's own: what another thread runs, it runs in fp32, or in a dtype of its
 own, whatever region its caller is in. So it is carried to threads (propagate), to replicas
-(DataParallel), to recomputation (checkpoint) and to custom backward passes (custom_bwd).
+(DataParallel), to recomputation (checkpoint).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint as torchs
 
 from distamp.autocast.op_lists import Lists, follow, followed
-from distamp.autocast.suspension import suspendable_kind, wrap
+from distamp.autocast.suspension import suspends, wrap
 from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
     "DataParallel",
     "checkpoint",
     "checkpoint_contexts",
-    "custom_bwd",
-    "custom_fwd",
     "propagate",
 ]
 
@@ -69,8 +67,8 @@ class AutocastState:
         follow(lists)
         return cls(devices, torch.is_autocast_cache_enabled(), lists)
 
-    def apply(self) -> AbstractContextManager[AutocastState]:
-        """Make a context manager that gives a thread this state, and then its own back.
+    def apply(self) -> Self:
+        """Be a context manager that gives a thread this state, and then its own back.
 
         Its own comes back whatever the block did, regions it left open included. It may be entered
         again, by any thread.
@@ -81,25 +79,31 @@ class AutocastState:
                 "thread's, not the graph's. Apply it around the call of the compiled function, or "
                 "open autocast(...) regions inside."
             )
-        return _Applied(self)
-
-
-class _Applied(AbstractContextManager["AutocastState"]):
-    """The state of a thread while it is entered; what it found belongs to the thread."""
-
-    def __init__(self, state: AutocastState) -> None:
-        self.state = state
+        return self
 
     @never_compiled
-    def __enter__(self) -> AutocastState:
-        context = _applied(self.state)
-        context.__enter__()
-        local.applied.append(context)
-        return self.state
+    def __enter__(self) -> Self:
+        found, undo = AutocastState.capture(), ExitStack()
+        # As torch keeps casts: to the end of the outermost region, where they are of these dtypes.
+        dtypes = [[dtype for _, _, dtype in each.devices] for each in (self, found)]
+        nesting = torch.autocast_increment_nesting()
+        drops = nesting == 1 or dtypes[0] != dtypes[1]
+        if drops:
+            torch.clear_autocast_cache()
+            undo.callback(torch.clear_autocast_cache)
+        undo.callback(_leave, nesting)
+        undo.callback(_set, found)
+        undo.callback(setattr, local, "regions", local.regions)
+        undo.callback(setattr, local, "listed_in", local.listed_in)
+        # A region of the block's own must end in the block, and none of the caller's can.
+        local.regions, local.listed_in = [], reentrant_checkpoint()
+        _set(self)
+        local.applied.append(undo)
+        return self
 
     @never_compiled
-    def __exit__(self, *error: Any) -> bool | None:
-        return local.applied.pop().__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        local.applied.pop().close()
 
 
 def _set(state: AutocastState) -> None:
@@ -111,31 +115,10 @@ def _set(state: AutocastState) -> None:
     follow(state.lists)
 
 
-@contextmanager
-@never_compiled
-def _applied(state: AutocastState) -> Iterator[AutocastState]:
-    found = AutocastState.capture()
-    # A region of the block's own must end in the block, and none of the caller's can.
-    regions, local.regions = local.regions, []
-    listed_in, local.listed_in = local.listed_in, reentrant_checkpoint()
-    nesting = torch.autocast_increment_nesting()
-    _set(state)
-    # As torch keeps casts: to the end of the outermost region, where they are of these dtypes.
-    drops = nesting == 1 or [each[2] for each in state.devices] != [
-        each[2] for each in found.devices
-    ]
-    if drops:
-        torch.clear_autocast_cache()
-    try:
-        yield state
-    finally:
-        local.regions, local.listed_in = regions, listed_in
-        _set(found)
-        # More than once where the block left a region open.
-        while torch.autocast_decrement_nesting() >= nesting:
-            pass
-        if drops:
-            torch.clear_autocast_cache()
+def _leave(nesting: int) -> None:
+    """Leave torch's nesting as it was below this level, whatever a block left open."""
+    while torch.autocast_decrement_nesting() >= nesting:
+        pass
 
 
 def _call(fn: Callable[..., Any], state: AutocastState, /, *args: Any, **kwargs: Any) -> Any:
@@ -165,9 +148,8 @@ def propagate(fn: Callable[_P, _R], state: AutocastState | None = None) -> Calla
     if not callable(fn):
         raise TypeError(f"propagate needs a callable, got {type(fn).__name__}")
     bound = AutocastState.capture() if state is None else state
-    kind = suspendable_kind(fn)
-    if kind is not None:
-        return wrap(bound.apply, fn, kind)
+    if suspends(fn):
+        return wrap(bound.apply, fn)
     called = functools.partial(_call, fn, bound)
     return functools.update_wrapper(called, fn, updated=())
 
@@ -186,8 +168,8 @@ class DataParallel(nn.DataParallel[_M]):
     ) -> list[Any]:
         """Call the replicas in the caller's autocast state."""
         state = AutocastState.capture()
-        bound: Any = [propagate(replica, state) for replica in replicas]
-        return super().parallel_apply(bound, inputs, kwargs)
+        bound = [propagate(replica, state) for replica in replicas]
+        return super().parallel_apply(bound, inputs, kwargs)  # type: ignore[arg-type]
 
 
 def checkpoint(
@@ -228,75 +210,3 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """
     state = AutocastState.capture()
     return state.apply(), state.apply()
-
-
-def custom_fwd(
-    fwd: Callable[..., Any] | None = None,
-    *,
-    device_type: str,
-    cast_inputs: torch.dtype | None = None,
-) -> Any:
-    """Decorate ``forward`` of a :class:`torch.autograd.Function` for use under autocast.
-
-    :func:`torch.amp.custom_fwd`, which also notes the op lists for :func:`custom_bwd`.
-
-    Args:
-        fwd: ``forward(ctx, *args)``.
-        device_type: The device type whose autocast counts, ``"cuda"``, ``"cpu"`` and so on.
-        cast_inputs: In an enabled region, cast floating inputs (not float64) to this dtype and
-            run ``forward`` with autocast disabled. None runs it in the region as it is. Outside
-            an enabled region this has no effect.
-
-    Returns:
-        The decorated function, or a decorator when ``fwd`` is not given.
-
-    Raises:
-        ValueError: ``device_type`` is not a string.
-
-    Source: torch's page on automatic mixed precision, custom autograd functions.
-    """
-    run = torch.amp.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
-    if fwd is None:
-        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-
-    @functools.wraps(fwd)
-    def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dynamo_compiling():
-            ctx.op_lists = followed()
-        return run(ctx, *args, **kwargs)
-
-    return decorated
-
-
-def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
-    """Decorate ``backward`` so that it runs in the autocast state ``forward`` ran in.
-
-    :func:`torch.amp.custom_bwd`, but the op lists of ``forward``'s region are in force too.
-
-    Args:
-        bwd: ``backward(ctx, *grads)`` of a function whose ``forward`` has :func:`custom_fwd`.
-        device_type: As for :func:`custom_fwd`.
-
-    Returns:
-        The decorated function, or a decorator when ``bwd`` is not given.
-
-    Raises:
-        ValueError: ``device_type`` is not a string.
-    """
-    run = torch.amp.custom_bwd(bwd, device_type=device_type)
-    if bwd is None:
-        return functools.partial(custom_bwd, device_type=device_type)
-
-    @functools.wraps(bwd)
-    def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return run(ctx, *args, **kwargs)
-        # After a node autograd puts them back too, after a call by hand nobody.
-        found = followed()
-        follow(getattr(ctx, "op_lists", found))  # torch's custom_fwd notes none
-        try:
-            return run(ctx, *args, **kwargs)
-        finally:
-            follow(found)
-
-    return decorated

@@ -1,4 +1,4 @@
-"""Decorated generators, coroutines and asynchronous generators: left at each suspension.
+"""Decorated generators and coroutines: left at each suspension.
 
 Autocast's state belongs to the thread, so a region that is open while its function is suspended is
 open in whatever the thread does meanwhile. A decorated function is therefore left at every
@@ -10,60 +10,45 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["Kind", "suspendable_kind", "wrap"]
+__all__ = ["suspends", "wrap"]
 
-Kind = Literal["generator", "coroutine", "async generator"]
 _Scope = Callable[[], AbstractContextManager[Any]]
 
 
-def suspendable_kind(fn: Callable[..., Any]) -> Kind | None:
-    """What is suspended, or None for a plain callable."""
-    for candidate in (fn, type(fn).__call__):
-        if inspect.isgeneratorfunction(candidate):
-            return "generator"
-        if inspect.iscoroutinefunction(candidate):
-            return "coroutine"
-        if inspect.isasyncgenfunction(candidate):
-            return "async generator"
-    return None
+def suspends(fn: Callable[..., Any]) -> bool:
+    """Whether a callable is a generator or coroutine function, for `wrap`.
+
+    Raises:
+        TypeError: It is an asynchronous generator function.
+    """
+    if _is(inspect.isasyncgenfunction, fn):
+        raise TypeError(
+            "an asynchronous generator cannot be decorated: decorate the coroutine that it awaits "
+            "for each value, or open a region around each computation inside"
+        )
+    return _is(inspect.isgeneratorfunction, fn) or _is(inspect.iscoroutinefunction, fn)
 
 
-def wrap(scope: _Scope, fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
+def _is(kind: Callable[[object], bool], fn: Callable[..., Any]) -> bool:
+    return kind(fn) or kind(type(fn).__call__)
+
+
+def wrap(scope: _Scope, fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` with every stretch between two suspensions inside ``scope()``."""
     wrapped: Callable[..., Any]
-    if kind == "generator":
+    if _is(inspect.isgeneratorfunction, fn):
 
         def wrapped(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
             return (yield from _drive(scope, fn(*args, **kwargs)))
 
-    elif kind == "coroutine":
+    else:
 
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             return await _driven(scope, fn(*args, **kwargs))
-
-    else:
-
-        async def wrapped(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            inner = fn(*args, **kwargs)
-            step = inner.__anext__()
-            while True:
-                try:
-                    value = await _driven(scope, step)
-                except StopAsyncIteration:
-                    return
-                try:
-                    sent = yield value
-                except GeneratorExit:
-                    await _driven(scope, inner.aclose())
-                    raise
-                except BaseException as error:
-                    step = inner.athrow(error)
-                else:
-                    step = inner.asend(sent)
 
     return functools.wraps(fn)(wrapped)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
     "MARKS",
+    "Entered",
     "Mark",
     "ThreadState",
     "local",
@@ -27,24 +28,36 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
-# A region that was entered, and what it found: enabled, dtype, cache_enabled, the lists if it has
-# some, whether it is part of an export, and whether cached casts are of another dtype.
-_Region = tuple[Any, bool, torch.dtype, bool, Any, bool, bool]
+
+class Entered(NamedTuple):
+    """A region of a thread.
+
+    Args:
+        region: The region, which may be entered several times.
+        torchs: The region of torch's class for this time; it knows what it found.
+        drops: Whether the cache has casts of another dtype inside.
+        lists: The op lists it found, and where those were entered; None for one without lists.
+    """
+
+    region: Any
+    torchs: Any
+    drops: bool
+    lists: tuple[Any, int | None] | None
 
 
 class ThreadState(threading.local):
     """What one thread has entered.
 
     Attributes:
-        regions: The regions, outermost first, and what each found.
-        applied: The states that are applied, outermost first, each as its context manager.
+        regions: The regions, outermost first.
+        applied: For each state that is applied, outermost first, how to undo that.
         listed_in: In which reentrant checkpoint the op lists in force were entered; see
             `reentrant_checkpoint`.
     """
 
     def __init__(self) -> None:
-        self.regions: list[_Region] = []
-        self.applied: list[AbstractContextManager[Any]] = []
+        self.regions: list[Entered] = []
+        self.applied: list[ExitStack] = []
         self.listed_in: int | None = None
 
 

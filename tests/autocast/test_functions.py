@@ -1,6 +1,5 @@
-"""Backward passes in forward's state: custom_fwd and custom_bwd, activation checkpointing."""
+"""Activation checkpointing in the state of the forward pass."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,86 +9,14 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor, nn
 
 from distamp import (
-    AutocastState,
     OpLists,
     autocast,
     checkpoint,
     checkpoint_contexts,
-    custom_bwd,
-    custom_fwd,
 )
 from distamp.errors import SettingError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OURS, TORCHS = (custom_fwd, custom_bwd), (torch.amp.custom_fwd, torch.amp.custom_bwd)
-
-
-def matmul(decorators: Any, seen: list[Any], cast: Any = None, device: str = "cpu") -> Any:
-    """A product that notes in what it computes; its device type's autocast state with it."""
-    fwd, bwd = decorators
-
-    def noted(a: Tensor, b: Tensor) -> Tensor:
-        state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        seen.append((*state, a.dtype, a.mm(b).dtype))
-        return a.mm(b)
-
-    class Matmul(torch.autograd.Function):
-        @staticmethod
-        @fwd(device_type=device, cast_inputs=cast)
-        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-            """Multiply."""
-            ctx.save_for_backward(a, b)
-            return noted(a, b)
-
-        @staticmethod
-        @bwd(device_type=device)
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            a, b = ctx.saved_tensors
-            return noted(grad, b.t()), a.t().mm(grad)
-
-    return Matmul
-
-
-def test_custom_functions_are_as_torchs_in_every_combination():
-    """Inputs cast or not, in a region of each dtype or none, backward in another one or none."""
-    for cast, region, around in itertools.product((None, FP32, FP16), (None, FP16, BF16), (0, 1)):
-        found = []
-        for decorators in (OURS, TORCHS):
-            torch.manual_seed(0)
-            seen: list[Any] = []
-            a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
-            with autocast("cpu", region, enabled=region is not None):
-                loss = matmul(decorators, seen, cast).apply(a, b).float().sum()
-            with autocast("cpu", BF16, enabled=bool(around)):
-                loss.backward()
-            found.append((seen, a.grad.tolist(), b.grad.tolist()))
-        assert found[0] == found[1], (cast, region, around)
-
-
-def test_backward_follows_the_op_lists_of_forward_and_leaves_them():
-    seen: list[Any] = []
-    a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", ops=OpLists(fp32={"mm"})):
-        loss = matmul(OURS, seen).apply(a, a).sum()
-    loss.backward()
-    assert [each[3] for each in seen] == [FP32] * 2
-    assert AutocastState.capture().lists == ()
-    with autocast("cpu"):
-        assert torch.mm(a, a).dtype is BF16
-
-
-def test_backward_called_by_hand_leaves_the_callers_lists():
-    """As from another function's backward: autograd puts nothing back in between."""
-    seen: list[Any] = []
-    function, a = matmul(OURS, seen), torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", ops=OpLists(fp32={"mm"})):
-        node = function.apply(a, a).grad_fn
-    with autocast("cpu"):
-        function.backward(node, a)
-        assert (seen[-1][3], a.mm(a).dtype) == (FP32, BF16)
-        with pytest.raises(RuntimeError, match="shape"):
-            function.backward(node, torch.ones(3, 3))
-        assert a.mm(a).dtype is BF16
 
 
 LISTS = OpLists(fp32={"linear"}, lower_precision={"softmax"})

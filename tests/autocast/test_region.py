@@ -191,13 +191,9 @@ def test_functions_methods_and_modules_can_be_decorated():
     ("args", "error", "says"),
     [
         ((torch.device("cpu"),), ValueError, "^Expected `device_type` of type `str`, got: "),
-        (("cpu", "fp16"), TypeError, "got 'fp16'; did you mean 'float16'"),
+        (("cpu", "fp16"), TypeError, "such as torch.bfloat16, got 'fp16'"),
         (("cpu", None, True, "step"), ValueError, "True, False or None, got 'step'"),
-        (
-            ("cudaa",),
-            RuntimeError,
-            "^User specified an unsupported autocast device_type 'cudaa'; did you mean 'cuda'",
-        ),
+        (("cudaa",), RuntimeError, "cudaa"),
         (("meta", BF16), RuntimeError, "device_type"),
     ],
 )

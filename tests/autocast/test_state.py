@@ -157,25 +157,10 @@ def test_coroutines_of_one_loop_do_not_meet_each_others_region():
     assert asyncio.run(main()) == [[FP16] * 2, [FP32] * 2]
 
 
-def test_an_asynchronous_generator_is_outside_at_each_yield_and_await():
-    class Model:
-        @autocast("cpu", FP16)
-        async def rows(self) -> AsyncIterator[torch.dtype]:
-            try:
-                while True:
-                    await asyncio.sleep(0)
-                    with contextlib.suppress(KeyError):
-                        seen.append((yield product()))
-            finally:
-                seen.append(product())
+def test_an_asynchronous_generator_is_refused():
+    async def rows() -> AsyncIterator[torch.dtype]:
+        yield product()
 
-    async def main() -> None:
-        source: Any = Model().rows()
-        seen.append((await anext(source), product()))
-        seen.append((await source.asend("x"), product()))
-        seen.append((await source.athrow(KeyError()), product()))
-        await source.aclose()
-
-    seen: list[Any] = []
-    asyncio.run(main())
-    assert seen == [PAIR, "x", PAIR, PAIR, FP16]
+    for bind in (autocast("cpu", FP16), propagate):
+        with pytest.raises(TypeError, match="decorate the coroutine that it awaits"):
+            bind(rows)
