@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distamp.autocast.op_lists import OpLists, follow, followed
 from distamp.autocast.suspension import suspends, wrap
-from distamp.autocast.thread_state import Entered, local, never_compiled, reentrant_checkpoint
+from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import SettingError
 
@@ -143,7 +143,7 @@ class autocast(torchs_autocast):
         torchs.device, torchs.fast_dtype = self.device, self.fast_dtype
         torchs._enabled, torchs._cache_enabled = self._enabled, self._caches
         torchs.__enter__()
-        local.regions.append(Entered(self, torchs, drops, lists))
+        local.regions.append((self, torchs, drops, lists))
         return self
 
     def __exit__(
@@ -152,16 +152,17 @@ class autocast(torchs_autocast):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> Literal[False]:
-        left = not any(entered.region is self for entered in local.regions)
+        regions = local.regions
+        left = self not in [region for region, *_ in regions]
         while not left:
-            entered = local.regions.pop()
-            entered.torchs.__exit__(None, None, None)
-            if entered.drops:
+            region, torchs, drops, lists = regions.pop()
+            torchs.__exit__(None, None, None)
+            if drops:
                 clear_autocast_cache()
-            if entered.lists is not None:
-                lists, local.listed_in = entered.lists
-                follow(lists)
-            left = entered.region is self
+            if lists is not None:
+                local.listed_in = lists[1]
+                follow(lists[0])
+            left = region is self
         return False
 
     def __call__(self, func: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -206,8 +207,7 @@ for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
 
 def _cached_dtype(device_type: str) -> torch.dtype:
     """Return the dtype of the casts in torch's cache: the innermost enabled region's."""
-    for entered in reversed(local.regions):
-        region = entered.region
+    for region, *_ in reversed(local.regions):
         if region.device == device_type and region.casts_to is not None:
             return region.casts_to  # type: ignore[no-any-return]
     return get_autocast_dtype(device_type)

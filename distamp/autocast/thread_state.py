@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
     "MARKS",
-    "Entered",
     "Mark",
     "ThreadState",
     "local",
@@ -29,20 +28,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
-class Entered(NamedTuple):
-    """A region of a thread.
-
-    Args:
-        region: The region, which may be entered several times.
-        torchs: The region of torch's class for this time; it knows what it found.
-        drops: Whether the cache has casts of another dtype inside.
-        lists: The op lists it found, and where those were entered; None for one without lists.
-    """
-
-    region: Any
-    torchs: Any
-    drops: bool
-    lists: tuple[Any, int | None] | None
+# A region that was entered, the region of torch's class for this time, which knows what it found,
+# whether the cache has casts of another dtype inside, and the op lists it found, if it has some.
+_Entered = tuple[Any, Any, bool, Any]
 
 
 class ThreadState(threading.local):
@@ -56,7 +44,7 @@ class ThreadState(threading.local):
     """
 
     def __init__(self) -> None:
-        self.regions: list[Entered] = []
+        self.regions: list[_Entered] = []
         self.applied: list[ExitStack] = []
         self.listed_in: int | None = None
 

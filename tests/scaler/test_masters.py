@@ -270,6 +270,19 @@ def test_a_gradient_added_by_hand_after_unscale_is_added_to_that_of_the_loss():
     assert parameter.item() == 0.25
 
 
+def test_after_a_skipped_step_a_parameter_without_a_gradient_is_not_stepped():
+    """Where the model's own gradients are zeroed: the masters still have those of the skip."""
+    (used, optimizer, _), unused, scaler = one_master(), half(0.0), master_scaler()
+    optimizer.add_param_group({"params": [unused]})
+    for parameters, gradient in (((used, unused), INF), ((used,), 1.0)):
+        used.grad = unused.grad = None
+        for parameter in parameters:
+            backward(scaler, parameter, gradient)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (used.item(), unused.item()) == (-1.0, 0.0)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
