@@ -140,8 +140,12 @@ class autocast(torchs_autocast):
         if drops:
             clear_autocast_cache()
         torchs: Any = object.__new__(torchs_autocast)  # one for each time it is entered
-        torchs.device, torchs.fast_dtype = self.device, self.fast_dtype
-        torchs._enabled, torchs._cache_enabled = self._enabled, self._caches
+        vars(torchs).update(
+            device=self.device,
+            fast_dtype=self.fast_dtype,
+            _enabled=self._enabled,
+            _cache_enabled=self._caches,
+        )
         torchs.__enter__()
         local.regions.append((self, torchs, drops, lists))
         return self
