@@ -18,6 +18,7 @@ from torch.distributed.fsdp import sharded_grad_scaler
 import distamp
 from distamp import DistGradScaler
 from distamp.errors import LossScaleCollapse, SettingError, StageError
+from tests.on_ranks import on_ranks
 
 PLACES = [
     ("torch", "GradScaler"),
@@ -133,15 +134,11 @@ def test_a_setting_that_cannot_be_is_refused_at_once():
         distamp.install(min_scale=0.5)
 
 
-def on_some_ranks() -> float:
-    """Rank 0 alone trains; without a group its scaler would wait for the other."""
+@on_ranks(2)
+def test_where_only_some_ranks_train_a_group_says_which():
+    """Without a group the scaler of rank 0 would wait for the other."""
     groups = [dist.new_group([rank]) for rank in range(2)]
-    if dist.get_rank() == 1:
-        return 0.0
-    with installed(process_group=groups[0]):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    return train(scaler, 1.0)
-
-
-def test_where_only_some_ranks_train_a_group_says_which(ranks2):
-    assert ranks2.run(on_some_ranks) == [0.75, 0.0]
+    if dist.get_rank() == 0:
+        with installed(process_group=groups[0]):
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        assert train(scaler, 1.0) == 0.75

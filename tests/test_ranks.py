@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives import count_collectives
+from tests.on_ranks import on_ranks
 from tests.ranks import Died, RankError
 
 
@@ -63,6 +64,17 @@ def test_a_death_may_be_part_of_a_test_and_a_skip_skips_it(new_ranks):
     assert pool.run(_goes_wrong, "dies", may_die=[1]) == ["peer lost", Died(1, -signal.SIGKILL)]
     with pytest.raises(pytest.skip.Exception, match="said by a rank"):
         pool.run(_goes_wrong, "skips")
+
+
+@on_ranks(2)
+def _is_rank_0():
+    value = dist.get_rank()
+    assert value == 0
+
+
+def test_a_body_that_fails_on_a_rank_is_told_with_its_local_names(ranks):
+    with pytest.raises(RankError, match=r"rank 1 raised:(.|\n)*assert value == 0(.|\n)*value = 1"):
+        _is_rank_0(ranks)
 
 
 def _collectives() -> list[list[tuple[str, int]]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists
 from distamp.autocast.op_names import Category
+from tests.on_ranks import on_ranks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SEED = torch.Generator().manual_seed(0)
@@ -285,25 +286,21 @@ def test_lists_are_laid_over_others():
         merged | {"linear"}  # type: ignore[operator]
 
 
-def _op_of_a_late_kernel() -> list[torch.dtype]:
-    """A custom op, which its library gives a kernel for autocast after it was listed."""
+@on_ranks(1)
+def test_lists_hold_for_an_op_that_gets_a_kernel_for_autocast_later():
     library = torch.library.Library("late_kernels", "DEF")
     library.define("op(Tensor x) -> Tensor")
     library.impl("op", lambda x: x * 1, "CompositeExplicitAutograd")
     op: Any = torch.ops.late_kernels.op
-    lists, found = OpLists(fp32={"late_kernels::op"}), []
+    lists = OpLists(fp32={"late_kernels::op"})
     for late in (False, True):
         if late:
             with warnings.catch_warnings(action="ignore"):
                 library.impl("op", lambda x: x.half(), "AutocastCPU")
         with autocast("cpu", ops=lists):
-            found.append(op(HALF).dtype)
+            assert op(HALF).dtype is FP32
     with autocast("cpu"):
-        return [*found, op(HALF).dtype]
-
-
-def test_lists_hold_for_an_op_that_gets_a_kernel_for_autocast_later(ranks1):
-    assert ranks1.run(_op_of_a_late_kernel) == [[FP32, FP32, FP16]]
+        assert op(HALF).dtype is FP16
 
 
 # -- beside an out-of-tree accelerator ------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists, propagate
 from tests.autocast.conftest import X, in_thread, product, thread_state
+from tests.on_ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -78,23 +79,18 @@ def test_the_cache_is_the_threads_unless_given_and_as_it_was_afterwards():
             assert torch.is_autocast_cache_enabled() is outer
 
 
-def _after_a_step() -> list[float]:
+@on_ranks(1)
+def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass():
+    """In a process of its own: an op that any region has listed is not cached there again."""
     weight = torch.ones(1, 1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    x, seen = torch.ones(1, 1), []
     with autocast("cpu"):
-        for _ in range(3):
-            out = torch.mm(x, weight)
+        for wanted in (1.0, 0.0, -1.0):
+            out = torch.mm(torch.ones(1, 1), weight)
+            assert out.item() == wanted
             out.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(out.item())
-    return seen
-
-
-def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(ranks1):
-    # In a process of its own: an op that any region has listed is not cached there again.
-    assert ranks1.run(_after_a_step) == [[1.0, 0.0, -1.0]]
 
 
 def left(region: autocast) -> bool:
@@ -120,17 +116,15 @@ def test_leaving_pops_to_itself_and_what_the_thread_is_not_in_is_not_left(device
 
 def _casts(between: str) -> int:
     """How often one weight is cast in eight calls of a model, each in something of its own."""
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    found = []
+    weight, found = torch.nn.Parameter(torch.ones(2, 2)), []
     with torch.autograd.profiler.profile() as seen, autocast("cpu", BF16) as region:
         around = {
             "state": propagate(torch.mm),
             "again": region(torch.mm),
             "another type's": autocast("xpu", FP16, enabled=False)(torch.mm),
         }[between]
-        for _ in range(8):
-            found.append(around(X, weight).dtype)
-        found.append(torch.mm(X, weight).dtype)
+        for call in (*[around] * 8, torch.mm):
+            found.append(call(X, weight).dtype)
     assert set(found) == {BF16}
     return sum(each.name == "aten::_to_copy" for each in seen.function_events)
 

@@ -120,38 +120,34 @@ def test_after_inf_and_nan_all_steps_are_finite_and_right(what, ranks_per_host):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def _resumed(how: str) -> tuple[Tensor, bool]:
-    """Parameters of a run that was saved and loaded, or not, and whether every name was saved."""
-    # Else its first pass after a start has parameters in another order than all that follow.
-    settings, complete = {"find_unused_parameters": True}, True
-    model, state = wrapped(mlp(*WIDTHS), "int8", **settings)
-    for step in range(8):
-        if step == 4 and how != "whole":
-            buffer = io.BytesIO()
-            torch.save((model.module.state_dict(), state.state_dict()), buffer)
-            buffer.seek(0)
-            weights, saved = torch.load(buffer)
-            model, state = wrapped(mlp(*WIDTHS), "int8", **settings)
-            model.module.load_state_dict(weights)
-            names = {n for key in saved["residuals"] for n in key.partition(": ")[2].split(", ")}
-            # Those of buckets that are not too small.
-            complete = {"0.weight", "2.weight"} <= names
-            if how == "resumed":
-                state.load_state_dict(saved)
+def _trained(model: Any, *steps: int) -> Tensor:
+    for step in steps:
         model.zero_grad()
         model(inputs(step, WIDTHS[0])).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.05).step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), complete
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets(ranks4):
-    whole, resumed, forgotten = (
-        ranks4.run(_resumed, how) for how in ("whole", "resumed", "forgotten")
+@on_ranks(4)
+def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets():
+    # Else its first pass after a start has parameters in another order than all that follow.
+    (whole, state), *others = (
+        wrapped(mlp(*WIDTHS), "int8", find_unused_parameters=True) for _ in range(3)
     )
-    for (expected, _), (found, complete), (other, _) in zip(whole, resumed, forgotten, strict=True):
-        assert complete
-        assert torch.equal(found, expected)
-        assert not torch.equal(other, expected)
+    _trained(whole, 0, 1, 2, 3)
+    buffer = io.BytesIO()
+    torch.save((whole.module.state_dict(), state.state_dict()), buffer)
+    buffer.seek(0)
+    weights, saved = torch.load(buffer)
+    names = {n for key in saved["residuals"] for n in key.partition(": ")[2].split(", ")}
+    assert {"0.weight", "2.weight"} <= names, "those of buckets that are not too small"
+    for model, _ in others:
+        model.module.load_state_dict(weights)
+    (resumed, its_state), (forgotten, _) = others
+    its_state.load_state_dict(saved)
+    expected = _trained(whole, 4, 5, 6, 7)
+    assert torch.equal(_trained(resumed, 4, 5, 6, 7), expected)
+    assert not torch.equal(_trained(forgotten, 4, 5, 6, 7), expected)
 
 
 @on_ranks(4)

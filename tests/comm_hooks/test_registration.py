@@ -139,29 +139,25 @@ def test_replicas_that_hold_other_shards_are_refused_on_all_ranks(whole):
     comm_hooks.register(model, "fp16", replicas=_pair([[0, 2], [1, 3]]))
 
 
-def _differ(wrapper: str, other: str) -> str:
-    """What is raised where rank 2 gives another format; then all give the same."""
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("wrapper", "other", "says"),
+    [
+        ("DDP", "int8", r": rank 0, 1, 3: fp16.*rank 2: int8"),
+        *((wrapper, "fp61", "") for wrapper in ("DDP", "FSDP1", "FSDP2", "replicas")),
+    ],
+)
+def test_a_rank_that_registers_another_format_or_refuses_alone_keeps_no_other_waiting(
+    wrapper, other, says
+):
     model, options = spread(wrapper)
-    try:
-        comm_hooks.register(model, other if dist.get_rank() == 2 else "fp16", **options)
-    except (ValueError, LockstepError) as error:
-        message = f"{type(error).__name__}: {error}"
+    odd = dist.get_rank() == 2
+    error, says = LockstepError, rf"(?s)the ranks register different hooks{says}"
+    if other == "fp61" and odd:
+        error, says = ValueError, "unknown wire format 'fp61'"
+    with pytest.raises(error, match=says):
+        comm_hooks.register(model, other if odd else "fp16", **options)
     comm_hooks.register(model, "fp16", **options)  # Nothing was registered by the failed call.
-    return message
-
-
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2", "replicas"])
-def test_a_rank_that_refuses_alone_keeps_no_other_waiting(ranks4, wrapper):
-    messages = ranks4.run(_differ, wrapper, "fp61", timeout=60)
-    assert messages[2].startswith("ValueError: unknown wire format 'fp61'")
-    for rank in (0, 1, 3):
-        assert messages[rank].startswith("LockstepError: the ranks register different hooks: ")
-
-
-def test_a_rank_that_registers_another_format_is_named_on_all_ranks(ranks4):
-    for message in ranks4.run(_differ, "DDP", "int8", timeout=60):
-        assert "LockstepError: the ranks register different hooks: rank 0, 1, 3: fp16" in message
-        assert "rank 2: int8" in message
 
 
 # -- "auto": which way wins, and one choice for all ranks ------------------------------------------
