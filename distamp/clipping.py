@@ -235,7 +235,7 @@ def _powers(
         for parameter, stepped in share.pairs:
             if (gradient := stepped.grad) is None:
                 continue
-            key = _counted(parameter, stepped, share.part, size, replicated, sharded, placed)
+            key = _counted(parameter, gradient, share.part, size, replicated, sharded, placed)
             alike.setdefault(key, []).append(summed(gradient))
     powers: dict[int, list[Tensor]] = {}
     for (kind, weight), tensors in alike.items():
@@ -256,7 +256,7 @@ def _are_plain(share: Share, gradients: list[Tensor]) -> bool:
 
 def _counted(
     parameter: Tensor,
-    stepped: Tensor,
+    gradient: Tensor,
     part: bool,
     size: int,
     replicated: Declared | None,
@@ -267,7 +267,8 @@ def _counted(
 
     Args:
         parameter: The model's.
-        stepped: Whose gradient it is.
+        gradient: Its own, or of what is stepped in its place. Where it is a DTensor it may be
+            whole on ranks that hold a shard of the parameter, as after a row-wise embedding.
         part: Whether each rank has another share.
         size: Ranks that hold the model.
         replicated: As declared.
@@ -286,19 +287,19 @@ def _counted(
     if getattr(parameter, "shared", None) is True:
         return _PART, 0.0
     share = 1.0
-    if is_dtensor(stepped):
-        key = id(stepped.device_mesh), stepped.placements
+    if is_dtensor(gradient):
+        key = id(gradient.device_mesh), gradient.placements
         if key not in placed:  # of whose mesh some ranks hold the same
-            placements, mesh = stepped.placements, stepped.device_mesh
-            copies = [mesh.size(i) for i, p in enumerate(placements) if p.is_replicate()]
+            mesh, kinds = gradient.device_mesh, enumerate(gradient.placements)
+            copies = [mesh.size(i) for i, p in kinds if p.is_replicate() or p.is_partial()]
             placed[key] = 1.0 / float(math.prod(copies))
         share = placed[key]
     if isinstance(cut, (ProcessGroup, DeviceMesh)):
         return _PART, share * cut.size() / size
     if cut:
         return _PART, share
-    if is_dtensor(stepped):
-        return (_PART if stepped.device_mesh.size() >= size else _UNSURE), share
+    if is_dtensor(gradient):
+        return (_PART if gradient.device_mesh.size() >= size else _UNSURE), share
     if part or getattr(parameter, "tensor_model_parallel", None) is True:
         return _PART, 1.0
     if getattr(parameter, "_fsdp_flattened", False):

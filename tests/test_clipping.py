@@ -75,23 +75,27 @@ def test_a_frozen_parameter_of_no_optimizer_is_passed_over_by_the_scaler():
 def _sequence_parallel() -> Any:
     """The norm, and weights after a clipped step by the scaler; the same of the whole model.
 
-    Of the gradient of the first layer every rank has a summand, as torch leaves it.
+    Of the norm's gradient every rank has a summand, and of the embedding's shard the whole
+    gradient, as torch leaves them.
     """
     torch.manual_seed(0)
     net, whole = (
-        nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+        nn.Sequential(
+            nn.Embedding(16, 6), nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)
+        )
         for _ in range(2)
     )
     net.load_state_dict(whole.state_dict())
     plan = {
-        "0": SequenceParallel(),
-        "1": ColwiseParallel(input_layouts=Shard(1)),
-        "3": RowwiseParallel(output_layouts=Replicate()),
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "1": SequenceParallel(),
+        "2": ColwiseParallel(input_layouts=Shard(1)),
+        "4": RowwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(net, mesh((2,), ("tp",)), plan)
-    x = torch.randn(2, 4, 6)
+    x = torch.arange(8).view(2, 4)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), cpu_scaler()
-    scaler.scale(net(x.chunk(2, 1)[dist.get_rank()]).square().sum()).backward()
+    scaler.scale(net(x).square().sum()).backward()
     norms = [clip_grad_norm_(net.parameters(), 1e9).item() / 1024.0]
     norms.append(scaler.clip_grad_norm_(optimizer, 0.5).item())
     scaler.step(optimizer)
@@ -102,7 +106,7 @@ def _sequence_parallel() -> Any:
     return norms, ours, [p.detach() for p in whole.parameters()]
 
 
-def test_gradients_that_are_summands_are_measured_clipped_and_stepped_as_the_whole(ranks2):
+def test_gradients_that_are_summands_or_whole_are_measured_clipped_and_stepped_as_the_whole(ranks2):
     for norms, ours, whole in ranks2.run(_sequence_parallel):
         assert norms[:2] == pytest.approx([norms[2]] * 2, rel=1e-5)
         torch.testing.assert_close(ours, whole)

@@ -39,12 +39,14 @@ class _Pair:
             storage of its own.
         seen: How often parameter and master had been written to when the one last was the rounding
             of the other; not counting ``.data``.
+        fresh: Whether no step has compared them yet.
     """
 
     parameter: Tensor
     master: Tensor
     remainder: Tensor | None = None
     seen: tuple[int, ...] = ()
+    fresh: bool = True
 
     @property
     def row(self) -> Any:
@@ -57,25 +59,27 @@ class _Pair:
         An element that is still its master's rounding keeps the master: weights that were swapped
         out and back, or a checkpoint of the very same step, cost no precision.
 
-        What writes to this rank's part of a DTensor need not be counted, as ``dcp.load`` in place:
-        there values are compared, unless the master was written to.
+        Collectives, and what writes to this rank's part of a DTensor (``dcp.load`` in place), are
+        not counted. So before the first step, and always of a DTensor, values are compared, unless
+        the master was written to.
         """
         value, weight, remainder = self.row
-        now, sharded = self._written(), is_dtensor(self.parameter)
-        if now[:2] == self.seen[:2] and (not sharded or now != self.seen):
+        now, unsure = self.written(), self.fresh or is_dtensor(self.parameter)
+        if now[:2] == self.seen[:2] and (not unsure or now[2:] != self.seen[2:]):
             return
         if remainder is None:
-            same = value.to(weight.dtype) == weight
-            torch.where(same, value, weight, out=value)
+            rounded = value.to(weight.dtype)
+            if not (rounded.is_cpu and torch.equal(rounded, weight)):
+                torch.where(rounded == weight, value, weight, out=value)
         else:  # which elements were written is not known; and zero has none below it
             remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
         self.remember()
 
     def remember(self) -> None:
         """Remember that the parameter is its master's rounding now."""
-        self.seen = self._written()
+        self.seen, self.fresh = self.written(), False
 
-    def _written(self) -> tuple[int, ...]:
+    def written(self) -> tuple[int, ...]:
         """Return how often parameter and master were written to, whole and this rank's parts."""
         both = (self.parameter, self.master)
         return tuple(_version(each) for whole in both for each in (whole, local_of(whole)))
@@ -181,7 +185,7 @@ class MasterParameters(GradientSource):
             )
         # No nn.Parameter: of one that is a DTensor, to_local() is a view, not what it holds.
         pair = _Pair(parameter, parameter.detach().float().requires_grad_())
-        pair.remember()
+        pair.seen = pair.written()
         if self.split:
             pair.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16)
             if not self._joined:
@@ -350,8 +354,9 @@ class MasterParameters(GradientSource):
 
         Seldom needed: a parameter that was written by anything else (a checkpoint that was loaded,
         weights swapped for evaluation) is noticed before the next step, and each element that is no
-        longer its master's rounding is taken over. Of plain tensors (DDP), writes through ``.data``
-        are not noticed, nor is what a collective writes, as ``dist.broadcast(parameter, 0)``.
+        longer its master's rounding is taken over. After the first step, of plain tensors (DDP),
+        writes through ``.data`` are not noticed, nor are those of a collective, such as
+        ``dist.broadcast(parameter, 0)``.
         A split master cannot tell which elements were written: until this is called, each keeps
         its remainder, which is less than the rounding of the weight.
         """

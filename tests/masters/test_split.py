@@ -498,3 +498,15 @@ def test_what_was_written_to_sharded_weights_stays(write, split):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert all((p.full_tensor() == 0.25).all() for p in model.parameters())
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_what_a_rank_broadcasts_before_the_first_step_stays():
+    weight = nn.Parameter(torch.full((2,), float(dist.get_rank()), dtype=BF16))
+    optimizer = torch.optim.SGD([weight], lr=1e-6)
+    MasterParameters(optimizer)
+    dist.broadcast(weight, 1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight.tolist() == [1.0, 1.0]
