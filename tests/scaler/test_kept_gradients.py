@@ -176,7 +176,7 @@ def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
         for number in range(3):
             if number != 2 or zeroed != "kept":
-                optimizer.zero_grad(set_to_none=zeroed == "to None")
+                optimizer.zero_grad(set_to_none=False)
             scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
             if number != 1:
                 scaler.step(optimizer)

@@ -198,6 +198,15 @@ def test_gradients_that_were_zeroed_are_gone_whoever_zeroes_them(zero_grad, how)
         if scaler is not None:
             scaler.update()
     assert (used.item(), unused.item()) == (-14.0, 0.0)
+    if scaler is not None:  # nor by what a skipped step left
+        zero()
+        backward(scaler, unused)
+        for gradient in (INF, 1.0):
+            backward(scaler, used, gradient)
+            step()
+            scaler.update()
+            zero()
+        assert (used.item(), unused.item()) == (-15.0, 0.0)
 
 
 def test_a_copy_of_an_optimizer_whose_masters_would_have_no_model_is_refused():

@@ -1,4 +1,4 @@
-"""The code of docs/frameworks.md, run as it stands, on two ranks of which one overflows."""
+"""The code of docs/frameworks.md, and Ray's example, run as they stand on two ranks."""
 
 import contextlib
 import importlib.util
@@ -6,6 +6,8 @@ import math
 import operator
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Sequence
@@ -228,3 +230,19 @@ def test_torchtitans_trainer_skips_in_bf16_by_a_guard(new_ranks):
     assert one == other
     assert math.isfinite(one[0])
     assert one[2].startswith("distamp.guard")
+
+
+@pytest.mark.xdist_group("beside")
+@pytest.mark.timeout(600)  # starting Ray and its workers takes tens of seconds
+def test_two_workers_go_on_from_a_checkpoint_to_the_same_weights():
+    needs("ray")
+    command = [sys.executable, str(PAGE.parents[1] / "examples" / "ray_train.py")]
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        command, env=environment, cwd=PAGE.parents[1], capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole, taken_up, saved = done.stdout.strip().splitlines()[-3:]
+    assert whole.removeprefix("whole: ") == taken_up.removeprefix("taken up: ")
+    assert "scale 512" in whole, "one worker overflowed once, and both skipped"
+    assert "fp16 saved" in saved
