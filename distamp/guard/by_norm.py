@@ -43,24 +43,20 @@ class ByNorm(NamedTuple):
             if limit.numel() != 1:
                 raise SettingError(f"skip_above must be one number, not of shape {limit.shape}")
             limit = limit.detach().reshape(())
-            limit = limit.cpu() if read_limit else limit
-        elif limit is not None:
+            limit = limit.item() if read_limit or host.is_host(limit.device) else limit
+        if limit is not None and not isinstance(limit, Tensor):
             limit = clipping.positive("skip_above", limit)
         return ByNorm(max_norm, limit, self.replicated, self.sharded)
 
     @property
     def late_limit(self) -> Tensor | None:
         """The limit where it lies on a device, 0-d float32: the host does not wait for it."""
-        limit = self.skip_above
-        is_late = isinstance(limit, Tensor) and not host.is_host(limit.device)
-        return limit.float() if isinstance(limit, Tensor) and is_late else None
+        return self.skip_above.float() if isinstance(self.skip_above, Tensor) else None
 
     @property
     def text(self) -> str:
-        """What ranks compare."""
-        limit = self.skip_above
-        if isinstance(limit, Tensor):
-            limit = limit.item() if self.late_limit is None else math.nan
+        """What ranks compare, but for a limit on a device."""
+        limit = "late" if isinstance(self.skip_above, Tensor) else self.skip_above
         declared = [self.replicated is not None, self.sharded is not None]
         return f", max_norm={self.max_norm}, skip_above={limit}, declared={declared}"
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.distributed.algorithms.join import Joinable
 
 from distamp import host
 from distamp.errors import NonFiniteGradients, SettingError, StageError
@@ -84,6 +85,7 @@ class StepGuard(Steps):
         self._guard.names = names
 
     def _start(self, ranks: Ranks, limit: int | None) -> None:
+        Joinable.__init__(self)
         self._enabled = True
         # What trainers read of a scaler: a scale of 1, where the first optimizer's gradients lie.
         self._scale: Tensor | None = None
@@ -128,6 +130,11 @@ class StepGuard(Steps):
         kept = self._guard.kept
         self._guard.kept = {key: record for key, record in kept.items() if _was_taken(record)}
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the first optimizer's gradients lie, or will, for ``Join``."""
+        return torch.device(self._device) if self._scale is None else self._scale.device
 
     # -- what it divides by ------------------------------------------------------------------------
 

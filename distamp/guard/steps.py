@@ -30,8 +30,8 @@ from distamp.errors import (
 from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
 from distamp.guard import overflow
-from distamp.guard.asked import Asked
 from distamp.guard.by_norm import ByNorm, Verdict
+from distamp.guard.joining import Joins
 from distamp.guard.kernels import (
     leaves_garbage,
     refuse_names,
@@ -119,7 +119,7 @@ def _multiply(source: GradientSource, factor: float | Tensor, device: torch.devi
     multiply(local_gradients(tensors.values()), factor)
 
 
-class Steps(Asked):
+class Steps(Joins):
     """The methods of a scaler that know of no scale; what divides gradients is in a subclass."""
 
     #: Whether gradients are divided by anything.
@@ -149,10 +149,6 @@ class Steps(Asked):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         raise NotImplementedError
-
-    def _group(self, device: torch.device) -> Group | None:
-        """Return the ranks to agree with; None where there are none."""
-        return self._guard.ranks.group(device)
 
     # -- look and agree ----------------------------------------------------------------------------
 
@@ -500,8 +496,8 @@ class Steps(Asked):
         one = self._resolved(optimizer, to_step=True)
         if (args or kwargs) and find_closure(args, kwargs) is not None:
             error = StageError(
-                "Closure use is not currently supported if GradScaler is enabled, as in torch: "
-                "take steps with a closure in float32 or bfloat16, without a scaler"
+                "Closure use is not currently supported if GradScaler is enabled, as in torch, nor "
+                "by a StepGuard: in float32 or bfloat16, call optimizer.step(closure) itself"
             )
             self._look_to_step(divisor, [one], by, error)
             raise error
@@ -878,6 +874,8 @@ class Steps(Asked):
             everyone = gather_sums(group, sums)
             self._compare_replicas(everyone, norm_type)
         own.norm = norm = clipping.total(everyone, norm_type)
+        for state in (one.state for one in ones if one.state is not None):
+            state.norm = norm
         if not (host.is_host(device) and norm.isfinite()):
             # All skip that it was measured over, but not where ranks differ, which may be in that.
             skip = norm.isfinite().logical_or(as_tensor(differ, device)).logical_not().float()

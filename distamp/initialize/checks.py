@@ -82,9 +82,13 @@ def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> 
     elif precision.casts_model:
         _check_cast(wrapping, precision)
     elif half:
+        trained = [(n, p.dtype) for n, p in model.named_parameters() if p.requires_grad]
+        name, dtype = next(each for each in trained if each[1] in _HALF)
         raise SettingError(
-            f"{precision.level} trains float32 parameters and the model has some in {half.pop()}; "
-            "leave out model.half() or cast_model(), or take O2, whose model is cast; what stays "
+            f"{precision.level} trains float32 parameters and the model has some in {dtype}, first "
+            f"{name}; leave out model.half() or cast_model(), or make those float32 by .float() of "
+            "their module (peft's modules_to_save), or take "
+            f"{'O2' if dtype is torch.float16 else 'bf16-O2'}, whose model is cast; what stays "
             "frozen, as the base under adapters, may be in any dtype: requires_grad_(False)"
         )
 

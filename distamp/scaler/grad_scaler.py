@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
-from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable
 
 from distamp import host
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import StageError
 from distamp.gradients import carry_over
-from distamp.groups import Group, GroupLike, check_group
+from distamp.groups import GroupLike, check_group
 from distamp.guard.asked import Guard
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Ranks
@@ -26,7 +26,6 @@ from distamp.guard.step_guard import GUARDS
 from distamp.guard.steps import Steps, outside_the_graph
 from distamp.scaler import settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_state, written_schedule
-from distamp.scaler.joining import TakeOver
 from distamp.scaler.outputs import map_tensors
 from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, ScaleState, Schedule
 from distamp.scaler.settings import Settings
@@ -297,55 +296,23 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         record = self._record_of(optimizer)
         return record is not None and bool(record["found_inf_per_device"])
 
-    # -- ranks and uneven inputs -------------------------------------------------------------------
-
-    def _group(self, device: torch.device) -> Group | None:
-        """Return the ranks to agree with; None inside ``Join``, where replicas need no message."""
-        if not self._join_config.enable:
-            return self._guard.ranks.group(device)
-        if self._join_config.is_first_joinable:
-            raise StageError("the model comes first: Join([model, scaler])")
-        return None
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that acts for this scaler on a rank without more inputs.
-
-        See ``torch.distributed.algorithms.Join``: ``with Join([model, scaler])``.
-        """
-        self._guard.ranks.settle()  # while no rank is in Join's own collectives yet
-        return TakeOver(
-            self.join_process_group, self.join_device, self._joined_state, self._take_over
-        )
+    # -- uneven inputs ---------------------------------------------------------------------------
 
     @property
     def join_device(self) -> torch.device:
         """The device of the loss scale, for ``Join``."""
         return self._tensors()[0].device
 
-    @property
-    def join_process_group(self) -> Any:
-        """The group of the scaler's ranks, for ``Join``."""
-        return self._guard.ranks.process_group
-
-    def _joined_state(self) -> Tensor:
+    def _remembered(self) -> Sequence[float]:
         scale, tracker = self._tensors()
-        own, ranks = self._distamp, self._guard.ranks
-        counted = ranks.iteration, ranks.steps
-        values = (*counted, scale.item(), tracker.item(), int(own.hysteresis))
-        return torch.tensor(values, dtype=torch.float64, device="cpu")
+        return scale.item(), tracker.item(), int(self._distamp.hysteresis)
 
-    def _take_over(self, state: Sequence[float] | None) -> None:
-        """End ``Join``, and go on as a rank that had inputs to the last, where one did."""
-        self._join_config = _JoinConfig.construct_disabled_join_config()
-        if state is not None and self._enabled:
-            iteration, steps, scale, tracker, hysteresis = state
-            rule = self._distamp.settings.schedule
-            self._load(Saved(rule, scale, int(tracker), int(hysteresis)))
-            self._guard.ranks.iteration = int(iteration)
-            self._guard.ranks.steps = int(steps)
-        if self._enabled:
-            # update(new_scale) may have set it where others had no inputs left.
-            self._distamp.begun = (self._tensors()[0].item(), self._get_growth_tracker())
+    def _has_joined(self, remembered: Sequence[float]) -> None:
+        if remembered:
+            scale, tracker, hysteresis = remembered
+            self._load(Saved(self._distamp.settings.schedule, scale, int(tracker), int(hysteresis)))
+        # update(new_scale) may have set it where others had no inputs left.
+        self._distamp.begun = (self._tensors()[0].item(), self._get_growth_tracker())
 
     # -- torch's private names ---------------------------------------------------------------------
 

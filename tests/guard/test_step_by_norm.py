@@ -161,7 +161,11 @@ def test_what_a_step_by_norm_refuses():
     with pytest.raises(StageError, match="before a norm was measured"):
         guard.grad_norm()
     parameter.grad = torch.ones_like(parameter)
-    for bad in ({"skip_above": 0.0}, {"skip_above": torch.ones(2)}):
+    for bad in (
+        {"skip_above": 0.0},
+        {"skip_above": torch.ones(2)},
+        {"skip_above": torch.tensor(NAN)},
+    ):
         with pytest.raises(SettingError, match=next(iter(bad))):
             guard.step(optimizer, **bad)
 

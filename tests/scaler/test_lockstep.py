@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DistGradScaler
+from distamp import DistGradScaler, StepGuard
 from tests.ranks import logged
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, iteration, leaf, sgd
 
@@ -340,11 +340,12 @@ def test_groups_are_destroyed_and_made_anew_and_a_rank_is_replaced(new_ranks, tm
 # -- uneven inputs ---------------------------------------------------------------------------------
 
 
-def _uneven(batches: tuple[int, int], overflow_at: int | None) -> Any:
+def _uneven(by: str, batches: tuple[int, int], overflow_at: int | None) -> Any:
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     nn.init.ones_(model.module.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler, norms = cpu_scaler(), []
+    scaler: Any = cpu_scaler() if by == "scaler" else StepGuard()
+    norms = []
 
     def step(factor: float) -> None:
         optimizer.zero_grad()
@@ -357,15 +358,18 @@ def _uneven(batches: tuple[int, int], overflow_at: int | None) -> Any:
         for number in range(batches[dist.get_rank()]):
             step(INF if number == overflow_at else 0.25)
     step(0.25)
-    return norms[-1], model.module.weight.item(), scaler.state_dict()
+    assert scaler.grad_norm(optimizer) == norms[-1]
+    return norms[-1], model.module.weight.item(), scaler.get_scale()
 
 
 @pytest.mark.parametrize("overflow_at", [None, 1])
 @pytest.mark.parametrize("batches", [(1, 3), (3, 1), (0, 2)])
-def test_join_of_model_and_scaler_trains_on_uneven_inputs(ranks2, batches, overflow_at):
-    first, second = ranks2.run(_uneven, batches, overflow_at)
+@pytest.mark.parametrize("by", ["scaler", "guard"])
+def test_join_of_model_and_scaler_trains_on_uneven_inputs(ranks2, by, batches, overflow_at):
+    first, second = ranks2.run(_uneven, by, batches, overflow_at)
     assert first == second
     # DDP divides by the ranks that there were at first: a batch of one rank moves by half.
     moved = [0.25 if n < min(batches) else 0.125 for n in range(max(batches)) if n != overflow_at]
     assert first[:2] == (0.25, 1.0 - sum(moved) - 0.25)
-    assert first[2]["scale"] == (1024.0 if overflow_at is None else 512.0)
+    if by == "scaler":
+        assert first[2] == (1024.0 if overflow_at is None else 512.0)

@@ -1,0 +1,103 @@
+"""Uneven inputs: what a guard and a scaler do inside ``Join``.
+
+Ranks that ``Join`` joins hold replicas, whose gradients are equal, so they need no message: none is
+sent while it lasts. At its end a rank that had inputs to the last tells the others how it went on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+
+from distamp.errors import StageError
+from distamp.groups import Group
+from distamp.guard.asked import Asked
+
+__all__ = ["Joins"]
+
+
+class _TakeOver(JoinHook):
+    """Takes the state over from a rank that had inputs to the last.
+
+    Args:
+        group: The ranks that are joined; None where there is only this one.
+        device: Where the group's messages lie.
+        read: Returns what was counted, and what moves a scale, as float64.
+        write: Takes the same over; empty where there is nothing to take over.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        read: Callable[[], Tensor],
+        write: Callable[[Sequence[float]], None],
+    ) -> None:
+        self._group, self._device = group, device
+        self._read, self._write = read, write
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Broadcast from the highest of the ranks that ended last."""
+        state = [] if self._group is None else self._broadcast(self._group, is_last_joiner)
+        self._write(state)
+
+    def _broadcast(self, group: dist.ProcessGroup, is_last_joiner: bool) -> list[float]:
+        rank = dist.get_rank(group) if is_last_joiner else -1
+        last = torch.tensor(rank, device=self._device)
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
+        state = self._read().to(self._device)
+        dist.broadcast(state, dist.get_global_rank(group, int(last.item())), group=group)
+        return [] if is_last_joiner else state.tolist()
+
+
+class Joins(Asked, Joinable):
+    """The methods of a guard and a scaler that ``torch.distributed.algorithms.Join`` calls."""
+
+    def _remembered(self) -> Sequence[float]:
+        """Return what moves a scale; nothing without one."""
+        return ()
+
+    def _has_joined(self, remembered: Sequence[float]) -> None:
+        """Take over what `_remembered` is on another rank; empty where this one goes on."""
+
+    def _group(self, device: torch.device) -> Group | None:
+        """Return the ranks to agree with; None without any, and where replicas need no message."""
+        if not self._join_config.enable:
+            return self._guard.ranks.group(device)
+        if self._join_config.is_first_joinable:
+            raise StageError("the model comes first: Join([model, scaler])")
+        return None
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook that acts for this scaler on a rank without more inputs.
+
+        See ``torch.distributed.algorithms.Join``: ``with Join([model, scaler])``.
+        """
+        self._guard.ranks.settle()  # while no rank is in Join's own collectives yet
+        return _TakeOver(
+            self.join_process_group, self.join_device, self._joined_state, self._take_over
+        )
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of the scaler's ranks, for ``Join``."""
+        return self._guard.ranks.process_group
+
+    def _joined_state(self) -> Tensor:
+        ranks = self._guard.ranks
+        values = (ranks.iteration, ranks.steps, *self._remembered())
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+    def _take_over(self, state: Sequence[float]) -> None:
+        """End ``Join``, and go on as a rank that had inputs to the last, where one did."""
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+        if self._enabled:
+            self._has_joined(state[2:])
+            if state:
+                ranks = self._guard.ranks
+                ranks.iteration, ranks.steps = map(int, state[:2])
