@@ -177,26 +177,6 @@ def test_a_thousand_random_bucket_layouts(ranks, size, start):
 # -- odd parameters, and torch's defaults ----------------------------------------------------------
 
 
-class _Odd(nn.Module):
-    """A complex parameter, a real one, and one without elements in a bucket of its own dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(40, 9, dtype=torch.complex64))
-        self.bias = nn.Parameter(torch.randn(9))
-        self.nothing = nn.Parameter(torch.zeros(0, 4, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs() + self.bias + self.nothing.sum()
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("wire", list(WIRE_FORMATS))
-def test_complex_gradients_and_buckets_without_elements_are_exchanged(wire):
-    assert max(errors(_Odd(), wire, 40)) <= BOUNDS[wire]
-
-
 class _Uneven(nn.Module):
     """Weights, and biases between them whose gradients are so much smaller; each is given."""
 

@@ -82,7 +82,7 @@ def inputs(iteration: int, width: int, rows: int = 4) -> Tensor:
 
 def gradients(model: nn.Module) -> Tensor:
     found = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
-    return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten() for g in found])
+    return torch.cat([each.flatten() for each in found])
 
 
 def full_gradients(model: nn.Module) -> Tensor:
