@@ -68,9 +68,8 @@ class _Pair:
         if now[:2] == self.seen[:2] and (not unsure or now[2:] != self.seen[2:]):
             return
         if remainder is None:
-            rounded = value.to(weight.dtype)
-            if not (rounded.is_cpu and torch.equal(rounded, weight)):
-                torch.where(rounded == weight, value, weight, out=value)
+            same = value.to(weight.dtype) == weight
+            torch.where(same, value, weight, out=value)
         else:  # which elements were written is not known; and zero has none below it
             remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
         self.remember()
@@ -500,7 +499,8 @@ def _refuse_flat(parameter: Tensor) -> None:
 def _read(state: Any, own: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """Return the saved masters, once all of them are known to fit."""
     saved = state.get("masters") if isinstance(state, Mapping) else None
-    if not isinstance(saved, Mapping) or state.get("version") != 1:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if not isinstance(saved, Mapping) or type(version) is not int or version != 1:
         raise ValueError(
             "this is not a state of master parameters, the dict with 'version': 1 and 'masters' "
             f"that masters.state_dict() returns: {state!r:.80}"
