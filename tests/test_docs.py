@@ -61,7 +61,8 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("command", OUTPUTS)
 def test_an_example_output_is_what_the_command_prints(command: str) -> None:
-    assert not_printed(OUTPUTS[command], output_of(command)) == []
+    printed = output_of(command)
+    assert not_printed(OUTPUTS[command], printed) == [], printed
 
 
 def test_each_output_says_what_prints_it() -> None:
