@@ -38,6 +38,7 @@ __all__ = [
     "clip_",
     "clip_grad_norm_",
     "differing",
+    "is_optimizer",
     "local_square",
     "local_sums",
     "positive",
@@ -97,7 +98,7 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
         TypeError: Something given is neither.
         StageError: Gradients may be scaled, and belong to none of ``optimizers``.
     """
-    is_one = _is_optimizer(given)
+    is_one = is_optimizer(given)
     wanted = {} if is_one else {id(p): p for p in _parameters(given)}
     left = {key for key, parameter in wanted.items() if parameter.grad is not None}
     owners: list[Any] = []
@@ -129,13 +130,14 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
 
 def choose_unscaled(given: Any) -> Chosen:
     """Return what is clipped by an optimizer or parameters whose gradients nobody scales."""
-    if _is_optimizer(given) and (source := source_of(given)).casts:
+    if is_optimizer(given) and (source := source_of(given)).casts:
         # optimizer.step() then takes them from the masters
         source.unscale(flag_of(True, "cpu"), flag_of(False, "cpu"), True)
     return choose(given, [], scaled=False)
 
 
-def _is_optimizer(given: Any) -> bool:
+def is_optimizer(given: Any) -> bool:
+    """Return whether this is an optimizer, perhaps wrapped, and not parameters."""
     return not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups")
 
 

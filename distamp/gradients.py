@@ -33,6 +33,7 @@ __all__ = [
     "refuse_fp16",
     "summed",
     "unscale",
+    "unscale_alike",
     "without_grad",
 ]
 
@@ -138,14 +139,24 @@ def unscale(
     if not allow_fp16:
         refuse_fp16([dtype for _, dtype in groups])
     flags: dict[torch.device, Tensor] = {}
-    scales: dict[torch.device, Tensor] = {}
-    for (device, _), ((group,), _) in groups.items():
-        if device not in flags:
-            same = device == found_inf.device
-            flags[device] = found_inf if same else flag_of(False, device)
-            scales[device] = inv_scale if same else host.moved(inv_scale, device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], scales[device])
+    for (group,), _ in groups.values():
+        unscale_alike(group, inv_scale, found_inf, flags)
     return flags
+
+
+def unscale_alike(
+    gradients: list[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    flags: dict[torch.device, Tensor],
+) -> None:
+    """Do for gradients of one device and dtype what `unscale` does; ``flags`` takes their flag."""
+    device = gradients[0].device
+    same = device == found_inf.device
+    if device not in flags:
+        flags[device] = found_inf if same else flag_of(False, device)
+    scale = inv_scale if same else host.moved(inv_scale, device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flags[device], scale)
 
 
 def _grouped(gradients: list[Tensor]) -> dict[Any, Any]:

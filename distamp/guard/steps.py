@@ -831,7 +831,6 @@ class Steps(Joins):
                 replicated=replicated,
                 sharded=sharded,
             )
-        is_optimizer = not isinstance(given, Tensor) and hasattr(unwrapped(given), "param_groups")
         given = list(given) if isinstance(given, Iterator) else given  # it is looked at twice
         divisor = self._divisor("clip_grad_norm_", given)
         device, group, error = divisor.device, self._group(divisor.device), None
@@ -841,7 +840,7 @@ class Steps(Joins):
         # On a device an error is raised at the next call: until then it is a norm of NaN.
         sums = torch.full((3,), math.nan, dtype=torch.float64, device=device)
         try:
-            if is_optimizer:
+            if clipping.is_optimizer(given):
                 self._state(given)
             known = [optimizer for optimizer, _ in own.optimizers.live()]
             chosen = clipping.choose(given, known, scaled=self._divides)

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from distamp import host
-from distamp.gradients import flag_of, local_of
+from distamp.gradients import local_of
 from distamp.masters.blocks import blocks
 
-__all__ = ["convert", "unscale"]
+__all__ = ["convert"]
 
 #: A parameter of the model, whose gradient is read, and its master, whose gradient is written.
 _Move = tuple[Tensor, Tensor]
@@ -33,29 +32,6 @@ def convert(moves: Iterable[_Move]) -> Iterator[list[Tensor]]:
         torch._foreach_copy_(targets, gradients)
         del gradients  # before the next are made
         yield targets
-
-
-def unscale(
-    converted: Iterable[list[Tensor]],
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    flags: dict[torch.device, Tensor],
-) -> None:
-    """Multiply float32 gradients in place, and look for inf and NaN in the same pass.
-
-    Args:
-        converted: Lists of gradients, each of one device.
-        inv_scale: 0-d float32.
-        found_inf: 0-d float32, the flag of its own device.
-        flags: Takes the flag of each device that has gradients.
-    """
-    for gradients in converted:
-        device = gradients[0].device
-        if device not in flags:
-            same = device == found_inf.device
-            flags[device] = found_inf if same else flag_of(False, device)
-        scale = host.moved(inv_scale, device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, flags[device], scale)
 
 
 def _rows(moves: Iterable[_Move]) -> Iterator[tuple[Tensor, Tensor]]:

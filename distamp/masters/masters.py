@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from distamp.errors import SettingError, StageError
-from distamp.gradients import is_dtensor, local_gradients, local_of, refuse_fp16
-from distamp.masters.convert import convert, unscale
+from distamp.gradients import (
+    is_dtensor,
+    local_gradients,
+    local_of,
+    refuse_fp16,
+    unscale_alike,
+)
+from distamp.masters.convert import convert
 from distamp.masters.split import join, split
 from distamp.optimizers import find_closure, inner_optimizer, parameters_of
 from distamp.sources import GradientSource, set_source, source_of
@@ -242,8 +248,8 @@ class MasterParameters(GradientSource):
         for _, master in self.pairs():
             master.grad = None
         flags: dict[torch.device, Tensor] = {}
-        every = itertools.chain(convert(moves), ([gradient] for gradient in others))
-        unscale(every, inv_scale, found_inf, flags)
+        for gradients in itertools.chain(convert(moves), ([gradient] for gradient in others)):
+            unscale_alike(gradients, inv_scale, found_inf, flags)
         return flags
 
     def _moves(self) -> list[tuple[Tensor, Tensor]]:
