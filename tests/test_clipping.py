@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distamp import clip_grad_norm_
+from distamp.scaler import MasterParameters
 from tests.ranks import mesh
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, error_of, leaf
 
@@ -59,6 +60,17 @@ def test_an_optimizer_that_steps_a_part_by_another_is_measured_whole():
     assert clip_grad_norm_(optimizer, 100.0).item() == 5.0
     scaler.scale(torch.ones(()))
     assert scaler.clip_grad_norm_(optimizer, 100.0).item() == 1.25
+
+
+def test_masters_that_nobody_scales_keep_their_gradients_in_a_second_clip():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    MasterParameters(optimizer)
+    weight.grad = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
+    norms = [clip_grad_norm_(optimizer, limit).item() for limit in (100.0, 1.0)]
+    optimizer.step()
+    assert norms == [5.0, 5.0]
+    assert torch.equal(weight, torch.tensor([0.7, 0.6]).bfloat16())
 
 
 def test_a_frozen_parameter_of_no_optimizer_is_passed_over_by_the_scaler():
