@@ -130,10 +130,10 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
 
 def choose_unscaled(given: Any) -> Chosen:
     """Return what is clipped by an optimizer or parameters whose gradients nobody scales."""
-    if is_optimizer(given) and (source := source_of(given)).casts:
-        # optimizer.step() then takes them from the masters. Those that a call before this one
-        # moved there stay.
-        if any(p.grad is not None for p, stepped in source.stepped() if p is not stepped):
+    if is_optimizer(given):
+        source = source_of(given)
+        waiting = [p for p, stepped in source.stepped() if p is not stepped and p.grad is not None]
+        if waiting:  # of masters, from which optimizer.step() then takes them
             source.unscale(flag_of(True, "cpu"), flag_of(False, "cpu"), True)
     return choose(given, [], scaled=False)
 
