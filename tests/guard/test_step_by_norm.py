@@ -14,7 +14,8 @@ from torch import nn
 
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import NonFiniteGradients, SettingError, StageError
-from tests.scaler.steps import INF, NAN, error_of, sgd, torch_scaler
+from tests.on_ranks import on_ranks
+from tests.scaler.steps import INF, NAN, backward, error_of, sgd, torch_scaler
 
 KINDS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -95,56 +96,40 @@ def test_spikes_are_not_counted_towards_the_limit_of_skips_and_an_inf_is_none():
         step(INF)
 
 
-# What rank 1 gives where rank 0 gives max_norm=1, or other limits, and what every rank raises.
+# What rank 1 gives where rank 0 gives other limits, and what every rank raises.
+LIMIT = {"max_norm": 1.0}
 DIFFERING: list[tuple[list[dict[str, Any]], str, str]] = [
-    ([{"max_norm": 1.0}, {"max_norm": 2.0}], "LockstepError", "max_norm=2.0"),
-    ([{"max_norm": 1.0}, {"skip_above": 3.0}], "LockstepError", "skip_above=3.0"),
-    ([{"max_norm": 1.0}, {"max_norm": -1.0}], "SettingError", "max_norm must be >= 0"),
-    (
-        [{"skip_above": torch.tensor(0.5)}, {"skip_above": torch.tensor(1.5)}],
-        "LockstepError",
-        "skip_above=1.5",
-    ),
+    ([LIMIT, {"max_norm": 2.0}], "LockstepError", "max_norm=2.0"),
+    ([LIMIT, {"skip_above": 3.0}], "LockstepError", "skip_above=3.0"),
+    ([LIMIT, {"max_norm": -1.0}], "SettingError", "max_norm must be >= 0"),
+    ([{"skip_above": torch.tensor(at)} for at in (0.5, 1.5)], "LockstepError", "skip_above=1.5"),
 ]
 
 
-def _differing() -> list[Any]:
+@on_ranks(2)
+def test_ranks_that_clip_by_another_norm_raise_on_every_rank():
     (parameter, optimizer), guard = sgd(), StepGuard()
-    errors = []
-    for given, *_ in DIFFERING:
+    for given, expected, words in DIFFERING:
         parameter.grad = torch.ones_like(parameter)
-        errors.append(error_of(guard.step, optimizer, **given[dist.get_rank()]))
+        name, text = error_of(guard.step, optimizer, **given[dist.get_rank()])
+        assert (name, words in text) == (expected, True), text
+        assert parameter.item() == 1.0
         guard.update()
-    return [errors, parameter.item()]
 
 
-def test_ranks_that_clip_by_another_norm_raise_on_every_rank(ranks2):
-    for errors, value in ranks2.run(_differing):
-        for (name, text), (_, expected, words) in zip(errors, DIFFERING, strict=True):
-            assert (name, words in text) == (expected, True), text
-        assert value == 1.0
-
-
-def _replaced() -> list[float]:
+@on_ranks(2)
+def test_a_rank_that_was_replaced_compares_replicas_with_the_others():
+    """The model has it: CLIPS_AGREE_KEPT_IN_A_NEW_GROUP."""
     (parameter, optimizer), guard = sgd(), StepGuard()
-    values = []
-    for again in (False, True):
-        if again:  # one rank is another process, which has no more than the state
+    for number in range(4):
+        if number == 2:  # one rank is another process, which has no more than the state
             guard, state = (StepGuard(), guard.state_dict()) if dist.get_rank() else (guard, {})
             guard.load_state_dict(state)
             guard.process_group = dist.new_group()
-        for _ in range(2):
-            parameter.grad = torch.ones_like(parameter)
-            guard.step(optimizer, max_norm=0.25)
-            guard.update()
-            values.append(parameter.item())
-    return values
-
-
-def test_a_rank_that_was_replaced_compares_replicas_with_the_others(ranks2):
-    """The model has it: CLIPS_AGREE_KEPT_IN_A_NEW_GROUP."""
-    first, second = ranks2.run(_replaced, timeout=20)
-    assert first == second == pytest.approx([0.75, 0.5, 0.25, 0.0], abs=1e-5)
+        parameter.grad = torch.ones_like(parameter)
+        guard.step(optimizer, max_norm=0.25)
+        guard.update()
+        assert parameter.item() == pytest.approx(0.75 - 0.25 * number, abs=1e-5)
 
 
 class OfItsOwn(torch.optim.SGD):
@@ -161,24 +146,26 @@ def test_what_a_step_by_norm_refuses():
     with pytest.raises(StageError, match="before a norm was measured"):
         guard.grad_norm()
     parameter.grad = torch.ones_like(parameter)
-    for bad in (
-        {"skip_above": 0.0},
-        {"skip_above": torch.ones(2)},
-        {"skip_above": torch.tensor(NAN)},
-    ):
-        with pytest.raises(SettingError, match=next(iter(bad))):
-            guard.step(optimizer, **bad)
+    for bad in (0.0, torch.ones(2), torch.tensor(NAN)):
+        with pytest.raises(SettingError, match="skip_above"):
+            guard.step(optimizer, skip_above=bad)
 
 
-def test_an_earlier_skip_stays_one():
-    """A clip over two, of which one is NaN; the other then steps by its own norm."""
-    (good, of_good), (bad, of_bad) = sgd(), sgd()
-    guard = StepGuard()
-    guard.add_optimizer(of_good, of_bad)
-    good.grad, bad.grad = torch.ones_like(good), torch.full_like(bad, NAN)
-    guard.clip_grad_norm_([good, bad], 1.0)
-    guard.step(of_good, max_norm=1.0)
-    assert good.item() == 1.0
+@pytest.mark.parametrize("calls", [{}, {"max_norm": 1.0}], ids=["step", "by norm"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("by", ["guard", "scaler"])
+def test_an_earlier_skip_stays_one(by, fused, calls):
+    """A clip over two, of which one is NaN; the other then steps by its own norm, or by none."""
+    (good, of_good), (bad, of_bad), made = sgd(fused=fused), sgd(fused=fused), MAKE[by]()
+    made.add_optimizer(of_good, of_bad)
+    backward(made, good, 1.0)
+    backward(made, bad, NAN)
+    assert made.clip_grad_norm_([good, bad], 1.0).isnan()
+    for optimizer in (of_good, of_bad):
+        assert made.found_inf(optimizer).item() == 1.0
+        made.step(optimizer, **calls)
+        assert not made.stepped(optimizer)
+    assert (good.item(), bad.item()) == (1.0, 1.0)
 
 
 def test_sparse_gradients_are_clipped_before_the_step():

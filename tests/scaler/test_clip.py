@@ -144,21 +144,6 @@ def test_what_cannot_be_clipped_is_named():
         assert norm.item() == 5.0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_all_skip_that_a_norm_was_measured_over_where_it_is_not_finite(fused):
-    (good, of_good), (bad, of_bad) = sgd(fused=fused), sgd(fused=fused)
-    scaler = cpu_scaler()
-    backward(scaler, good, 100.0)
-    backward(scaler, bad, math.nan)
-    scaler.add_optimizer(of_good, of_bad)
-    assert scaler.clip_grad_norm_([good, bad], 1.0).isnan()
-    for optimizer in (of_good, of_bad):
-        assert scaler.found_inf(optimizer).item() == 1.0
-        scaler.step(optimizer)
-        assert not scaler.stepped(optimizer)
-    assert (good.item(), bad.item()) == (1.0, 1.0)
-
-
 # -- what counts as a part, and what as a copy -----------------------------------------------------
 
 
