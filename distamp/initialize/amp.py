@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import autocast
 from distamp.clipping import Declared
 from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
-from distamp.gradients import is_dtensor
 from distamp.guard import GUARDS, StepGuard
 from distamp.initialize.flat_state import FlatState
-from distamp.initialize.wrappers import DDP, SHARDED_DDP, OnePassEach, Wrapping, pause_sync
+from distamp.initialize.wrappers import SHARDED_DDP, OnePassEach, name_of, pause_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.report import Breaches, Contract
@@ -79,19 +77,17 @@ class Amp:
     """
 
     # What survives a call, beside the arguments:
-    # _syncs: False inside no_sync(), where DDP reduces nothing, so a second pass does no harm.
     # _waiting: a loss was scaled since the last step, so there are gradients that can be unscaled.
 
     def __init__(
         self,
         models: tuple[nn.Module, ...],
-        wrappings: tuple[Wrapping, ...],
         optimizers: tuple[torch.optim.Optimizer, ...],
         precision: Precision,
         scaler: DistGradScaler | StepGuard,
         region: autocast,
         comm_hooks: tuple[CommHookState, ...] = (),
-        has_copies: bool = False,
+        sharded: Declared | None = None,
     ) -> None:
         self.models = models
         self.optimizers = optimizers
@@ -99,13 +95,8 @@ class Amp:
         self.scaler = scaler
         self.comm_hooks = comm_hooks
         self._region = region
-        # Whether a hook averages copies of shards, whose mesh says nothing of them.
-        self._has_copies = has_copies
-        self._keeps_buckets = any(w.name == SHARDED_DDP for w in wrappings)
-        self._passes = OnePassEach(
-            m for m, w in zip(models, wrappings, strict=True) if w.name == DDP
-        )
-        self._syncs = True
+        self._sharded = sharded
+        self._passes = OnePassEach(models)
         self._waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,8 +109,7 @@ class Amp:
     @property
     def masters(self) -> list[MasterParameters]:
         """The fp32 master parameters of each optimizer that has some, which is so at O2."""
-        found = map(masters_of, self.optimizers)
-        return [masters for masters in found if masters is not None]
+        return list(filter(None, map(masters_of, self.optimizers)))
 
     @property
     def model(self) -> nn.Module:
@@ -151,24 +141,14 @@ class Amp:
         As ``no_sync()`` of DDP and FSDP1 and ``set_requires_gradient_sync(False)`` of FSDP2, for
         every model at once; nothing happens where there is no such wrapper.
         """
-        before, self._syncs = self._syncs, False
-        try:
-            with contextlib.ExitStack() as stack:
-                for model in self.models:
-                    stack.enter_context(pause_sync(model))
-                yield
-        finally:
-            self._syncs = before
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(pause_sync(model))
+            yield
 
     @contextlib.contextmanager
     def scale_loss(
-        self,
-        loss: Tensor,
-        optimizers: object = None,
-        loss_id: int = 0,
-        model: object = None,
-        delay_unscale: bool = False,
-        delay_overflow_check: bool = False,
+        self, loss: Tensor, optimizers: object = None, loss_id: int = 0, **apex: object
     ) -> Iterator[Tensor]:
         """Yield the scaled loss, of which one backward pass is taken inside.
 
@@ -180,21 +160,19 @@ class Amp:
             loss: 0-d, preferably computed in float32.
             optimizers: As the rest, Apex's, and without effect: all losses share one scale.
             loss_id: See ``optimizers``.
-            model: See ``optimizers``.
-            delay_unscale: See ``optimizers``.
-            delay_overflow_check: See ``optimizers``.
+            apex: See ``optimizers``.
 
         Raises:
             StageError: Gradients were unscaled already; or DDP would not reduce this pass, because
                 its forward pass had one already.
         """
-        if self._waiting and any(map(self.scaler.is_unscaled, self.optimizers)):
+        if any(map(self.scaler.is_unscaled, self.optimizers)):
             raise StageError(
                 "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
                 "ones; clip after the last backward() of the iteration"
             )
         self._waiting = True
-        with self._passes.one() if self._syncs else contextlib.nullcontext():
+        with self._passes.one():
             yield self.scaler.scale(loss)
 
     def backward(
@@ -279,17 +257,9 @@ class Amp:
         Returns:
             The norm before clipping: 0-d float32, the same on every rank.
         """
-        self._require_optimizers()
-        if self._has_copies and sharded is None and replicated is None:
-            sharded = _cut_over
-        given: Any = (
-            self.optimizers[0]
-            if len(self.optimizers) == 1
-            else [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
-        )
-        return self.scaler.clip_grad_norm_(
-            given, max_norm, norm_type, replicated=replicated, sharded=sharded
-        )
+        declared = self._declared(replicated, sharded)
+        stepped = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+        return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Return what ``optimizer`` steps, as Apex's; gradients that wait are unscaled first.
@@ -324,16 +294,12 @@ class Amp:
         Raises:
             StageError, GradientError, LockstepError, NonFiniteGradients: As `StepGuard.step`.
         """
-        self._require_optimizers()
-        if self._has_copies and sharded is None and replicated is None:
-            sharded = _cut_over
         self.scaler.step_all(
             self.optimizers,
             max_norm=max_norm,
             skip_above=skip_above,
             together=together,
-            replicated=replicated,
-            sharded=sharded,
+            **self._declared(replicated, sharded),
         )
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
@@ -341,9 +307,13 @@ class Amp:
         self._waiting = False
         return StepResult(anyone == 0, tuple(flag == 0 for flag in found))
 
-    def _require_optimizers(self) -> None:
+    def _declared(self, replicated: Declared | None, sharded: Declared | None) -> dict[str, Any]:
+        """Return how gradients are cut: as declared, or as `initialize` knows it."""
         if not self.optimizers:
             raise StageError("initialize was given no optimizer, so there is nothing to step")
+        if replicated is None and sharded is None:
+            sharded = self._sharded
+        return {"replicated": replicated, "sharded": sharded}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of every model and optimizer.
@@ -352,11 +322,10 @@ class Amp:
             set_to_none: As in ``Optimizer.zero_grad``; without effect under fairscale's
                 ShardedDataParallel, whose buckets hold the gradients.
         """
-        to_none = set_to_none and not self._keeps_buckets
-        for model in self.models:
-            model.zero_grad(set_to_none=to_none)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=to_none)
+        to_none = set_to_none and SHARDED_DDP not in map(name_of, self.models)
+        everyone: tuple[Any, ...] = (*self.models, *self.optimizers)
+        for each in everyone:
+            each.zero_grad(set_to_none=to_none)
 
     def check(self, step: Callable[[], Any]) -> Breaches:
         """Run one step and compare the precisions that it used with those of the level.
@@ -408,16 +377,16 @@ class Amp:
                 f"the state is the dict that amp.state_dict() returned, not {state!r:.80}"
             )
         scale, masters = _scale_of(state), _list_of(state, "masters")
-        if masters and self.masters and len(masters) != len(self.masters):
+        mine = self.masters
+        if masters and mine and len(masters) != len(mine):
             raise SettingError(
-                f"the state has the masters of {len(masters)} optimizers and {len(self.masters)} "
+                f"the state has the masters of {len(masters)} optimizers and {len(mine)} "
                 "have some here; initialize with the same optimizers"
             )
-        if scale is not None:
-            for scaler in self._scalers():
-                _load_scale(scaler, scale, state.get("schedule"))
-        for mine, saved in zip(self.masters, masters, strict=False):
-            mine.load_state_dict(saved)
+        for scaler in self._scalers() if scale is not None else ():
+            _load_scale(scaler, scale)
+        for each, saved in zip(mine, masters, strict=False):
+            each.load_state_dict(saved)
 
     def flat_state_dict(self, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return weights and optimizer state by flat names, for ``torch.distributed.checkpoint``.
@@ -455,26 +424,19 @@ class Amp:
 
     def _scalers(self) -> list[DistGradScaler]:
         """Return the scaler, where there is one that scales."""
-        scales = isinstance(self.scaler, DistGradScaler) and self.scaler.is_enabled()
-        return [self.scaler] if scales else []  # type: ignore[list-item]
+        given = (self.scaler,)
+        return [it for it in given if isinstance(it, DistGradScaler) and it.is_enabled()]
 
 
-def _load_scale(scaler: DistGradScaler, scale: Any, schedule: Any) -> None:
-    """Load a scaler's state; ``schedule`` lay beside it in states of earlier versions."""
-    if isinstance(scale, Mapping) and schedule is not None and schedule != {}:
-        scale = {**scale, GUARDS: schedule}
+def _load_scale(scaler: DistGradScaler, state: Any) -> None:
+    """Load a scaler's state, where the scale is dynamic on both sides."""
     saved = DistGradScaler("cpu", schedule=scaler.schedule)
-    saved.load_state_dict(scale)
+    saved.load_state_dict(state)
     kinds = {scaler.schedule.kind, saved.schedule.kind}
-    if StaticSchedule.kind in kinds:
-        return
     if len(kinds) > 1:  # which of the two it is, is what `initialize` was given
-        scale = {key: value for key, value in scale.items() if key != GUARDS}
-    scaler.load_state_dict(scale)
-
-
-def _cut_over(parameter: Tensor) -> DeviceMesh | None:
-    return parameter.device_mesh if is_dtensor(parameter) else None
+        state = {key: value for key, value in state.items() if key != GUARDS}
+    if StaticSchedule.kind not in kinds:
+        scaler.load_state_dict(state)
 
 
 def _scale_of(state: Mapping[str, Any]) -> Any:
@@ -487,11 +449,12 @@ def _scale_of(state: Mapping[str, Any]) -> Any:
             )
         return next(iter(_list_of(state, "loss_scalers")), None)
     apex = [state[name] for name in state if str(name).startswith("loss_scaler")]
-    return apex[0] if len(apex) == 1 else min(apex, key=_scale_in, default=state)
+    return min(apex, key=_scale_in, default=state)
 
 
-def _scale_in(state: Any) -> float:
-    return float({"loss_scale": dict(state).get("scale", "none"), **state}["loss_scale"])
+def _scale_in(state: Any) -> Any:
+    """Return the scale in one of Apex's states; of what is none the least, so that it is read."""
+    return state.get("loss_scale", 0) if isinstance(state, Mapping) else 0
 
 
 def _list_of(state: Mapping[str, Any], name: str) -> list[Any]:

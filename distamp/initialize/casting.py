@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from distamp.errors import SettingError
-from distamp.groups import GroupLike, resolve
+from distamp.groups import GroupLike
 from distamp.initialize.float8 import convert
-from distamp.initialize.kept import Pins, kept_fp32, matched, pin_all
+from distamp.initialize.kept import Pins, kept_fp32, matched, own_tensors, pin_all
 from distamp.initialize.wrappers import recognise
 from distamp.precision import Precision
 
-__all__ = ["cast_as", "cast_model", "check_frozen", "layout_of", "prepare"]
+__all__ = ["O2_OF", "cast_as", "cast_model", "check_cast_before", "check_frozen", "prepare"]
 
 _M = TypeVar("_M", bound=nn.Module)
+#: The level that trains a model whose parameters are in this dtype, with fp32 masters.
+O2_OF = {torch.float16: "O2", torch.bfloat16: "bf16-O2"}
 _MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and pickles keep
 
 
@@ -72,7 +74,7 @@ def cast_model(
         master_weights=master_weights,
         precision=precision,
     )
-    pins = matched([model], level, resolve(process_group) if level.pins else None)
+    pins, _ = matched([model], level, process_group)
     wrapper = recognise(model).name
     if wrapper is not None and level.changes_model:
         raise SettingError(
@@ -80,37 +82,32 @@ def cast_model(
             "their present dtype; the order is cast_model(model, level), then the wrapper, then "
             "the optimizer, then initialize"
         )
-    before = cast_as(model)
-    if before is not None and layout_of(before) != layout_of(level):
-        raise SettingError(
-            f"the model was already cast for {before.level} ({layout_of(before)}) and cannot be "
-            f"cast for {level.level} ({layout_of(level)}), because rounding lost precision; build "
-            "the model again"
-        )
+    check_cast_before(model, level)
     check_frozen(model, level)
     prepare(model, level, pins)
     return model
 
 
 def prepare(model: nn.Module, precision: Precision, pins: Pins) -> None:
-    """Pin the modules of a model, and cast the rest where the level says so and nobody has yet."""
-    if not precision.casts_model:
-        pin_all(model, pins, torch.float32)
-    if not precision.changes_model or cast_as(model) is not None:
+    """Pin the modules of a model, and change the rest where the level says so and nobody has."""
+    pin_all(model, pins, precision.param)
+    if cast_as(model) is not None or not precision.changes_model:
         return
     if precision.float8 is not None:
         convert(model, precision)
-        setattr(model, _MARK, precision)
-        return
-    kept = kept_fp32(model, precision, pins)
+    else:
+        _cast_all(model, precision)
+    setattr(model, _MARK, precision)
+
+
+def _cast_all(model: nn.Module, precision: Precision) -> None:
+    kept = kept_fp32(model, precision)
+    for tensor in own_tensors(*model.modules()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if id(tensor) in kept else precision.param)
     for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_floating_point():
-                dtype = torch.float32 if id(tensor) in kept else precision.param
-                tensor.data = tensor.data.to(dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    setattr(model, _MARK, precision)
     inputs = functools.partial(_cast_inputs, precision.param)
     model.register_forward_pre_hook(inputs, with_kwargs=True, prepend=True)
     if precision.output is not None:
@@ -127,15 +124,14 @@ def check_frozen(model: nn.Module, precision: Precision) -> None:
         SettingError: Frozen parameters are in half precision at O0, or in another one than the
             level's, where a cast would lose range or precision.
     """
-    halves = {torch.float16: "O2", torch.bfloat16: "bf16-O2"}
-    frozen = {p.dtype for p in model.parameters() if not p.requires_grad and p.dtype in halves}
-    others = frozen - {precision.param}
+    dtypes = {p.dtype for p in model.parameters() if not p.requires_grad}
+    others = dtypes & O2_OF.keys() - {precision.param}
     if others and not precision.autocasts:
         dtype = others.pop()
-        way = f"take bf16 or O1, or {halves[dtype]}"
         raise SettingError(
             f"{precision.level} computes in {precision.compute} and the model has frozen "
-            f"parameters in {dtype}; {way}, or cast them yourself: parameter.data.to(...)"
+            f"parameters in {dtype}; take bf16 or O1, or {O2_OF[dtype]}, or cast them yourself: "
+            "parameter.data.to(...)"
         )
 
 
@@ -144,16 +140,30 @@ def cast_as(model: nn.Module) -> Precision | None:
     return getattr(model, _MARK, None)
 
 
-def layout_of(precision: Precision) -> str:
-    """Return what a level casts a model to."""
-    pins = f", precision={dict(precision.pins)}" if precision.pins else ""
-    float8 = "".join(
-        f", {name}={value}"
-        for name in ("float8", "float8_all_gather")
-        if (value := getattr(precision, name))
-    )
-    norms = f"keep_batchnorm_fp32={precision.keep_batchnorm_fp32}"
-    return f"parameters {precision.param}, {norms}{pins}{float8}"
+def check_cast_before(model: nn.Module, precision: Precision) -> None:
+    """Refuse a model that was cast to something else.
+
+    Raises:
+        SettingError: It was.
+    """
+    before = cast_as(model)
+    if before is not None and _layout_of(before) != _layout_of(precision):
+        raise SettingError(
+            f"the model was cast for {before.level} ({_layout_of(before)}) and is to train at "
+            f"{precision.level} ({_layout_of(precision)}); give both the same, and build the model "
+            "again, because rounding lost precision"
+        )
+
+
+def _layout_of(precision: Precision) -> str:
+    named = {
+        "parameters": precision.param,
+        "keep_batchnorm_fp32": precision.keep_batchnorm_fp32,
+        "precision": dict(precision.pins),
+        "float8": precision.float8,
+        "float8_all_gather": precision.float8_all_gather,
+    }
+    return ", ".join(f"{name}={value}" for name, value in named.items() if value)
 
 
 # The hooks are partials of module-level functions, so that a cast model can be copied and pickled.
@@ -162,15 +172,11 @@ def layout_of(precision: Precision) -> str:
 def _cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    return _cast(dtype, (args, kwargs))
+    return tree_map_only(Tensor, functools.partial(_cast_tensor, dtype), (args, kwargs))
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return _cast(dtype, output)
-
-
-def _cast(dtype: torch.dtype, nested: Any) -> Any:
-    return tree_map_only(Tensor, functools.partial(_cast_tensor, dtype), nested)
+    return tree_map_only(Tensor, functools.partial(_cast_tensor, dtype), output)
 
 
 def _cast_tensor(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -6,25 +6,26 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.autocast import OpLists, pin_of
 from distamp.autocast.op_names import Category
 from distamp.errors import SettingError
-from distamp.initialize.casting import cast_as, check_frozen, layout_of
+from distamp.initialize.casting import O2_OF, cast_as, check_cast_before, check_frozen
 from distamp.initialize.float8 import check_kernels
 from distamp.initialize.kept import Pins
-from distamp.initialize.wrappers import Wrapping, compute_device, norms_cast_along, pins_cast_along
+from distamp.initialize.wrappers import FSDP1, FSDP2, Wrapping, casting_units, compute_device
+from distamp.masters import refuse_share
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.report.following import module_names
 
 __all__ = ["check"]
 
-_HALF = {torch.float16, torch.bfloat16}
 # What FSDP calls its own mixed precision.
 _SETTINGS = {
-    "fully_shard": "mp_policy=MixedPrecisionPolicy(param_dtype={})",
-    "FullyShardedDataParallel": "mixed_precision=MixedPrecision(param_dtype={})",
+    FSDP2: "mp_policy=MixedPrecisionPolicy(param_dtype={})",
+    FSDP1: "mixed_precision=MixedPrecision(param_dtype={})",
 }
 
 
@@ -56,8 +57,7 @@ def check(
         _check_ops(precision, ops)
         check_kernels(models, device, precision)
     for model, wrapping in zip(models, wrappings, strict=True):
-        _check_model(model, wrapping, precision)
-        _check_pins(model, wrapping, pins)
+        _check_model(model, wrapping, precision, pins)
     _check_comm_hook(wrappings, comm_hook, replicas)
     return device.type
 
@@ -72,36 +72,39 @@ def _check_ops(precision: Precision, ops: OpLists | None) -> None:
         )
 
 
-def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision, pins: Pins) -> None:
     check_frozen(model, precision)
-    if precision.float8 or getattr(cast_as(wrapping.inner), "float8", None):
-        _check_order(wrapping, precision)
-    half = _HALF & {p.dtype for p in model.parameters() if p.requires_grad}
+    cast = cast_as(wrapping.inner)
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    half = [each for each in trained if each[1] in O2_OF]
     if wrapping.policies:
         _check_policies(model, wrapping, precision, half)
-    elif precision.casts_model:
+    if cast is not None or (precision.changes_model and not wrapping.policies):
         _check_cast(wrapping, precision)
-    elif half:
-        trained = [(n, p.dtype) for n, p in model.named_parameters() if p.requires_grad]
-        name, dtype = next(each for each in trained if each[1] in _HALF)
+    if half and not precision.casts_model:
+        name, dtype = half[0]
         raise SettingError(
             f"{precision.level} trains float32 parameters and the model has some in {dtype}, first "
-            f"{name}; leave out model.half() or cast_model(), or make those float32 by .float() of "
-            "their module (peft's modules_to_save), or take "
-            f"{'O2' if dtype is torch.float16 else 'bf16-O2'}, whose model is cast; what stays "
+            f"{name}; leave out model.half(), or make those float32 by .float() of their module "
+            f"(peft's modules_to_save), or take {O2_OF[dtype]}, whose model is cast; what stays "
             "frozen, as the base under adapters, may be in any dtype: requires_grad_(False)"
         )
+    _check_pins(model, wrapping, pins)
 
 
 def _check_policies(
-    model: nn.Module, wrapping: Wrapping, precision: Precision, half: set[torch.dtype]
+    model: nn.Module,
+    wrapping: Wrapping,
+    precision: Precision,
+    half: Sequence[tuple[str, torch.dtype]],
 ) -> None:
+    """Refuse FSDP's mixed precision where it is not what the level does."""
     name, level = wrapping.name, precision.level
     if half:
         raise SettingError(
             f"{name} casts float32 parameters by its own mixed precision, and the model has some "
-            f"in {half.pop()}, so nothing would be stepped in float32; leave out model.half() or "
-            "cast_model()"
+            f"in {half[0][1]}, first {half[0][0]}, so nothing would be stepped in float32; leave "
+            "out model.half() or cast_model()"
         )
     if precision.autocasts and wrapping.policies == {(precision.compute, precision.reduce)}:
         return  # gathered in the dtype that the region would cast it to
@@ -111,9 +114,12 @@ def _check_policies(
             f"{name} computes in {', '.join(map(str, dtypes))} and keeps float32 parameters by its "
             f"own mixed precision, and {level} computes in {precision.compute} with parameters in "
             f"{precision.param} and gradients reduced in {precision.reduce}; leave that setting "
-            f"out, or take {'O2' if torch.float16 in dtypes else 'bf16-O2'}"
+            f"out, or take {O2_OF[next(iter(dtypes))]}"
         )
-    if precision.keep_batchnorm_fp32 and (cast := list(norms_cast_along(model))):
+    units = casting_units(model)
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
+    cast = [name for name, norm in norms.items() if units[norm] is not None]
+    if precision.keep_batchnorm_fp32 and cast:
         raise SettingError(
             f"{name} casts batch norm {cast[0]!r} to {precision.param} with the modules around it "
             f"({len(cast)} in all), and {level} keeps batch norms in float32; wrap each batch norm "
@@ -122,49 +128,44 @@ def _check_policies(
 
 
 def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
+    """Refuse modules pinned to float32 that FSDP's mixed precision would compute otherwise.
+
+    FSDP1 has views of a flat parameter in place of weights, which cannot be taken in float32; and
+    a unit inside of a pinned module casts what it is given.
+    """
     fp32 = {module for module, pin in pins.items() if pin.startswith("fp32")}
     fp32 |= {m for m in model.modules() if (p := pin_of(m)) and p.dtype is torch.float32}
-    names = module_names(model)
-    for module in pins_cast_along(model, fp32):
-        raise SettingError(
-            f"{names[module]!r} is to compute in fp32, and {wrapping.name} gathers its weights in "
-            "another dtype; wrap the module by itself, as one unit and without mixed precision, "
-            "before what is around it"
-        )
+    units = casting_units(model)
+    for module in fp32 & units.keys():
+        inside = {units[each] for each in module.modules()} - {None}
+        if wrapping.name == FSDP2:
+            inside -= {units[module]}
+        if inside:
+            raise SettingError(
+                f"{module_names(model)[module]!r} is to compute in fp32, and {wrapping.name} "
+                "gathers its weights in another dtype; wrap the module by itself, as one unit and "
+                "without mixed precision, before what is around it"
+            )
 
 
 def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
-    name, level = wrapping.name, precision.level
-    cast = cast_as(wrapping.inner)
-    # Masters are of parameters that stay in place: FSDP1's do not.
-    if name in _SETTINGS and precision.master_weights and (cast is None or name != "fully_shard"):
-        or_cast = ", or call cast_model() before it" if name == "fully_shard" else ""
-        raise SettingError(
-            f"{level} over {name} is its own mixed precision over float32 parameters: leave out "
-            f"cast_model() and pass {name} {_SETTINGS[name].format(precision.param)}{or_cast}"
-        )
-    _check_order(wrapping, precision)
-
-
-def _check_order(wrapping: Wrapping, precision: Precision) -> None:
     """Refuse a model that was not changed before it was wrapped, or for another level."""
     name, level, cast = wrapping.name, precision.level, cast_as(wrapping.inner)
-    if cast is None and precision.float8_all_gather:
+    # Masters are of parameters that stay in place: FSDP1's do not.
+    if precision.master_weights and name in _SETTINGS and (cast is None or name == FSDP1):
+        without = "" if cast is None else "leave out cast_model() and "
+        or_cast = ", or call cast_model() before it" if name == FSDP2 else ""
         raise SettingError(
-            f"float8_all_gather makes weights anew at {level}, which the optimizer would not know; "
-            "the order is cast_model(model, level), fully_shard, the optimizer, initialize"
+            f"{level} over {name} is its own mixed precision over float32 parameters, and it was "
+            f"given none: {without}pass {name} {_SETTINGS[name].format(precision.param)}{or_cast}"
         )
-    if cast is None and name not in (None, "DataParallel"):
+    if cast is None and (precision.float8_all_gather or name not in (None, "DataParallel")):
         change = "layers to float8" if precision.float8 else f"the model to {precision.param}"
         raise SettingError(
-            f"{level} casts {change}, and {name} has laid its parameters out already; the order "
-            f"is cast_model(model, {level!r}), {name}, the optimizer, initialize"
+            f"{level} casts {change}, and {name or 'the optimizer'} has its parameters already; "
+            f"the order is cast_model(model, {level!r}), {name or FSDP2}, the optimizer, initialize"
         )
-    if cast is not None and layout_of(cast) != layout_of(precision):
-        raise SettingError(
-            f"the model was cast for {cast.level} ({layout_of(cast)}) and initialize was asked for "
-            f"{level} ({layout_of(precision)}); give both the same"
-        )
+    check_cast_before(wrapping.inner, precision)
 
 
 def _check_optimizers(
@@ -193,15 +194,11 @@ def _check_optimizers(
                 "so make the optimizer after it, from model.parameters(), and call initialize "
                 "before the first forward pass"
             )
-        if precision.master_weights and kind in ("ZeroRedundancyOptimizer", "OSS"):
-            raise SettingError(
-                f"{kind} steps a part of the parameters on each rank, and {precision.level} would "
-                "need masters of that part; take O1, or in its place fully_shard with "
-                + _SETTINGS["fully_shard"].format(precision.param)
-            )
+        if precision.master_weights:
+            refuse_share(optimizer)
         eps = min((group["eps"] for group in optimizer.param_groups if group.get("eps")), default=1)
-        rounds = precision.param is torch.float16 and not precision.master_weights
-        if rounds and torch.tensor(float(eps), dtype=torch.float16) == 0:
+        steps_half = precision.param is torch.float16 and not precision.master_weights
+        if steps_half and torch.tensor(float(eps), dtype=torch.float16) == 0:
             raise SettingError(
                 f"{kind} has eps={eps:g}, which float16 rounds to zero, and {precision.level} "
                 "keeps the optimizer's state in float16: 0 / 0 would make parameters NaN. Pass "

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from distamp.autocast import DataParallel, OpLists, autocast
 from distamp.comm_hooks import register
 from distamp.errors import SettingError
-from distamp.groups import resolve
 from distamp.guard import StepGuard
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import prepare
@@ -109,10 +108,8 @@ def initialize(
             f"ops= lists what autocast casts, and {level.level} casts nothing op by op; take O1 or "
             "bf16, or name modules by precision="
         )
-    pins = matched(models, level, resolve(process_group) if level.pins else None)
+    pins, _ = matched(models, level, process_group)
     device = check(models, wrappings, stepped, level, pins, comm_hook, replicas, ops)
-    fp16_grads: Any = "inplace" if level.casts_model else "error"
-    fp16_grads = "master" if level.master_weights else fp16_grads
     settings: dict[str, Any] = {
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
@@ -121,11 +118,18 @@ def initialize(
         ],
     }
     moving, first = _schedule(level, schedule, init_scale)
-    scaler: DistGradScaler | StepGuard
-    if level.scales:
-        scaler = DistGradScaler(device, first, schedule=moving, fp16_grads=fp16_grads, **settings)
-    else:
-        scaler = StepGuard(**settings)
+    fp16_grads: Any = "inplace" if level.casts_model else "error"
+    scaler: DistGradScaler | StepGuard = (
+        DistGradScaler(
+            device,
+            first,
+            schedule=moving,
+            fp16_grads="master" if level.master_weights else fp16_grads,
+            **settings,
+        )
+        if level.scales
+        else StepGuard(**settings)
+    )
     scaler.add_optimizer(*stepped)
     dtype = level.compute if level.autocasts else None
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=ops)
@@ -133,22 +137,15 @@ def initialize(
     hooks = tuple(
         register(each, comm_hook, replicas=replicas) for each in models if comm_hook is not None
     )
-    _cast(models, wrappings, stepped, level, pins)
+    _change(models, wrappings, stepped, level, pins)
     for state in hooks if scaler.is_enabled() else ():
         scaler.attach(state)
-    return Amp(
-        models,
-        wrappings,
-        stepped,
-        level,
-        scaler,
-        region,
-        hooks,
-        has_copies=replicas is not None,
-    )
+    # A hook averages copies of shards, of which their mesh says nothing.
+    sharded = None if replicas is None else lambda p: getattr(p, "device_mesh", None)
+    return Amp(models, stepped, level, scaler, region, hooks, sharded)
 
 
-def _cast(
+def _change(
     models: Sequence[nn.Module],
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],

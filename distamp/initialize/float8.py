@@ -39,22 +39,24 @@ def float8_layers(model: nn.Module) -> dict[str, str]:
         By module name ``"float8"``, the reason against it, or nothing for a layer that
         `cast_model` would convert.
     """
-    found: dict[str, str] = {}
-    pinned: dict[str, str] = {}
+    said: dict[str, str] = {}
     owners = {id(each) for each in declared(model)}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for name, module in model.named_modules():
         pin = pin_of(module)
-        why = f"pinned to {pin.dtype}" if pin is not None else pinned.get(name.rpartition(".")[0])
-        why = "declared fp32 by its owner" if why is None and id(module) in owners else why
-        if why is not None:
-            pinned[name] = why
-        if isinstance(module, nn.Linear):
-            found[name] = _CONVERTED if computes_in_float8(module) else why or _why(module, uses)
-            if module is head and found[name] == "":
-                found[name] = "what the model returns"
-    return found
+        owned = "declared fp32 by its owner" if id(module) in owners else ""
+        around = said.get(name.rpartition(".")[0], "")
+        said[name] = f"pinned to {pin.dtype}" if pin is not None else around or owned
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    return {
+        name: _CONVERTED
+        if computes_in_float8(module)
+        else said[name]
+        or _why(module, uses)
+        or ("what the model returns" if module is head else "")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 def _why(module: nn.Linear, uses: Counter[int]) -> str:

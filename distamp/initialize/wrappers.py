@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._composable_state as composable_state
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from distamp.errors import StageError
@@ -17,22 +17,24 @@ from distamp.gradients import is_dtensor
 
 __all__ = [
     "DDP",
+    "FSDP1",
+    "FSDP2",
     "SHARDED_DDP",
     "OnePassEach",
     "Wrapping",
+    "casting_units",
     "compute_device",
-    "norms_cast_along",
+    "name_of",
     "pause_sync",
-    "pins_cast_along",
     "recognise",
 ]
 
 DDP, SHARDED_DDP = "DistributedDataParallel", "fairscale's ShardedDataParallel"
-_FSDP1, _FSDP2 = "FullyShardedDataParallel", "fully_shard"
+FSDP1, FSDP2 = "FullyShardedDataParallel", "fully_shard"
 # By package and class, so that nothing is imported to look for it.
 _NAMES = {
-    ("torch", "FSDPModule"): _FSDP2,
-    ("torch", "FullyShardedDataParallel"): _FSDP1,
+    ("torch", "FSDPModule"): FSDP2,
+    ("torch", "FullyShardedDataParallel"): FSDP1,
     ("torch", "DistributedDataParallel"): DDP,
     ("torch", "DataParallel"): "DataParallel",
     ("fairscale", "ShardedDataParallel"): SHARDED_DDP,
@@ -54,19 +56,23 @@ class Wrapping(NamedTuple):
     policies: frozenset[tuple[torch.dtype, torch.dtype | None]]
 
 
+def name_of(module: nn.Module) -> str | None:
+    """Return what this very module is as a wrapper; None where it is none."""
+    kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(module).__mro__]
+    return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
+
+
 def recognise(model: nn.Module) -> Wrapping:
     """Return what stands around ``model``: DDP, FSDP1, FSDP2, OSS's wrapper, DataParallel, nothing.
 
     A model of which only parts are sharded counts as sharded, and is its own inner module.
     """
     model = _uncompiled(model)
-    named = [(name, part) for part in model.modules() if (name := _name(part)) is not None]
-    if not named:
-        return Wrapping(None, model, frozenset())
-    name, outermost = named[0]
-    wraps = outermost is model and name != _FSDP2
+    parts = [part for part in model.modules() if name_of(part)]
+    name = name_of(parts[0]) if parts else None
+    wraps = parts[:1] == [model] and name != FSDP2
     inner = _uncompiled(model.get_submodule("module")) if wraps else model
-    policies = frozenset((dtype, _policy(p)[1]) for _, p in named if (dtype := _policy(p)[0]))
+    policies = frozenset((dtype, _policy(p)[1]) for p in parts if (dtype := _policy(p)[0]))
     return Wrapping(name, inner, policies)
 
 
@@ -76,48 +82,29 @@ def compute_device(model: nn.Module) -> torch.device | None:
     None for a model without parameters. Of a DTensor it is the device type of its mesh.
     """
     for part in model.modules():
-        if _name(part) == _FSDP1:
+        if name_of(part) == FSDP1:
             return part.compute_device  # type: ignore[return-value]
-    for parameter in model.parameters():
-        if is_dtensor(parameter):
-            return torch.device(parameter.device_mesh.device_type)
-        return parameter.device
-    return None
+    first = next(model.parameters(), None)
+    if is_dtensor(first):
+        return torch.device(first.device_mesh.device_type)
+    return None if first is None else first.device
 
 
-def norms_cast_along(
-    module: nn.Module, name: str = "", dtype: torch.dtype | None = None
-) -> Iterator[str]:
-    """Yield the batch norms whose weights FSDP's mixed precision casts with the modules around.
+def casting_units(
+    module: nn.Module, around: nn.Module | None = None
+) -> dict[nn.Module, nn.Module | None]:
+    """Return every module with the unit of FSDP whose mixed precision casts its weights, if any.
 
     Args:
         module: Where to begin.
-        name: Its name.
-        dtype: What the wrapper around it casts to, if any.
+        around: The unit that it is in.
     """
-    if _name(module) in (_FSDP1, _FSDP2):
-        dtype = _policy(module)[0]
-    if isinstance(module, _BatchNorm) and module.affine and dtype not in (None, torch.float32):
-        yield name
-    for child_name, child in module.named_children():
-        yield from norms_cast_along(child, f"{name}.{child_name}".lstrip("."), dtype)
-
-
-def pins_cast_along(model: nn.Module, fp32: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules pinned to float32 that FSDP's mixed precision computes otherwise.
-
-    FSDP1 has views of a flat parameter in place of weights, which cannot be taken in float32; and
-    a unit inside of a pinned module casts what it is given.
-    """
-    for module in model.modules():
-        half = _policy(module)[0] not in (None, torch.float32)
-        if half and _name(module) == _FSDP1:
-            kept = {part for part in module.modules() if _name(part) == _FSDP1} - {module}
-            others = {part for each in kept for part in each.modules()}
-            yield from (p for p in module.modules() if p in fp32 and p not in others)
-        if module in fp32:
-            inside = [part for part in module.modules() if part is not module]
-            yield from (module for part in inside if _policy(part)[0] not in (None, torch.float32))
+    if name_of(module) in (FSDP1, FSDP2):
+        around = None if _policy(module)[0] in (None, torch.float32) else module
+    found = {module: around}
+    for child in module.children():
+        found |= casting_units(child, around)
+    return found
 
 
 @contextlib.contextmanager
@@ -128,7 +115,7 @@ def pause_sync(model: nn.Module) -> Iterator[None]:
         with model.no_sync():  # type: ignore[operator]
             yield
         return
-    sharded: list[Any] = [part for part in model.modules() if _name(part) == _FSDP2]
+    sharded: list[Any] = [part for part in model.modules() if name_of(part) == FSDP2]
     for part in sharded:
         part.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -145,13 +132,15 @@ class OnePassEach:
     second one as each rank has them: the ranks diverge silently.
 
     Args:
-        models: The wrappers themselves.
+        models: Those of which a part is in DistributedDataParallel are watched.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._pass: object | None = None
         for model in models:
-            model.register_forward_hook(self._watch)
+            wrappers = [each for each in model.modules() if name_of(each) == DDP]
+            if wrappers:
+                model.register_forward_hook(functools.partial(self._watch, wrappers))
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
@@ -162,37 +151,31 @@ class OnePassEach:
         finally:
             self._pass = None
 
-    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        reduced_in: list[object] = []
+    def _watch(self, wrappers: list[Any], module: nn.Module, args: Any, output: Any) -> None:
+        if not all(each.require_backward_grad_sync for each in wrappers):
+            return  # under no_sync() nothing is reduced
+        reduced_in: set[object] = set()
 
         def arrived(gradient: Tensor) -> None:
-            now = self._pass
-            if now is None or now in reduced_in:
-                return
-            if reduced_in:
+            if self._pass is not None:
+                reduced_in.add(self._pass)
+            if len(reduced_in) > 1:
                 raise StageError(
                     "a second backward() through one forward pass of DistributedDataParallel: it "
                     "reduces the first alone, and the ranks would part. Add the losses up before "
                     "backward(), or run the forward pass once for each"
                 )
-            reduced_in.append(now)
 
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(arrived)
 
 
-def _name(module: nn.Module) -> str | None:
-    kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(module).__mro__]
-    return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
-
-
 def _policy(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Return the dtypes that FSDP gathers and reduces one module in; None for the parameters'."""
-    if _name(module) == _FSDP2:  # torch has no public way to ask
+    policy: Any = getattr(module, "mixed_precision", None)
+    if name_of(module) == FSDP2:  # torch has no public way to ask
         policy = getattr(composable_state._get_module_state(module), "_mp_policy", None)
-    else:
-        policy = getattr(module, "mixed_precision", None)
     return getattr(policy, "param_dtype", None), getattr(policy, "reduce_dtype", None)
 
 

@@ -28,7 +28,7 @@ from distamp.masters.split import join, split
 from distamp.optimizers import find_closure, inner_optimizer, parameters_of
 from distamp.sources import GradientSource, set_source, source_of
 
-__all__ = ["MasterParameters", "master_params", "masters_of"]
+__all__ = ["MasterParameters", "master_params", "masters_of", "refuse_share"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _version = operator.attrgetter("_version")
@@ -451,13 +451,7 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
         raise ValueError(
             f"this {name} has master parameters already: masters_of(optimizer) returns them"
         )
-    if inner_optimizer(optimizer) is not None:
-        raise SettingError(
-            f"{name} steps a share of the parameters on each rank, and hands the others what it "
-            "stepped, not what a master rounds to. Take O1, which needs no masters, or fully_shard "
-            "in its place, over a model that was cast, or over a float32 one with its own "
-            "MixedPrecisionPolicy"
-        )
+    refuse_share(optimizer)
     parameters = parameters_of(optimizer)
     for parameter in parameters:
         _refuse_flat(parameter)
@@ -480,6 +474,21 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
                 "second moments are zero: its load_state_dict rounds to the dtype of the "
                 "parameters. Make the masters first (initialize, or MasterParameters), then load"
             )
+
+
+def refuse_share(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that steps this rank's share of the parameters (ZeRO, OSS).
+
+    Raises:
+        SettingError: It does.
+    """
+    if inner_optimizer(optimizer) is not None:
+        raise SettingError(
+            f"{type(optimizer).__name__} steps a share of the parameters on each rank, and hands "
+            "the others what it stepped, not what a master rounds to. Take O1, which needs no "
+            "masters, or fully_shard in its place, over a model that was cast, or over a float32 "
+            "one with its own MixedPrecisionPolicy"
+        )
 
 
 def _is_low(state: Any) -> bool:

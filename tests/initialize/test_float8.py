@@ -163,7 +163,9 @@ def test_what_does_not_fit_is_refused_with_the_way(monkeypatch):
     assert "no layer inside the model" in refusal(nn.Linear(16, 16), "fp8")
     with pytest.raises(SettingError, match="take fp8"):
         Precision.of("bf16-O2").replaced(float8="tensorwise")
-    assert "would not know" in refusal(Net(), Precision.of("fp8").replaced(float8_all_gather=True))
+    assert "the optimizer has its parameters already" in refusal(
+        Net(), Precision.of("fp8").replaced(float8_all_gather=True)
+    )
     with pytest.raises(SettingError, match="one scale for each weight"):
         Precision.of("fp8-rowwise").replaced(float8_all_gather=True)
     with pytest.raises(ValueError, match="computes in float8"):

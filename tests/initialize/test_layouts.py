@@ -175,6 +175,15 @@ def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not():
         assert amp.step()
 
 
+@on_ranks(2)
+def test_passes_that_ddps_own_no_sync_does_not_reduce_may_be_two():
+    amp, (context, following) = made("DDP", "O1"), next(batches(1))
+    with amp.model.no_sync():  # type: ignore[operator]
+        logits = amp.model(context)
+        amp.backward(loss_of(logits, following), retain_graph=True)
+        amp.backward(logits.float().square().mean())
+
+
 @pytest.mark.parametrize(
     ("level", "returned"), [("bf16", torch.bfloat16), ("O1", HALF), ("O2", FULL)]
 )

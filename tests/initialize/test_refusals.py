@@ -182,7 +182,7 @@ def half() -> nn.Module:
 ORDER = "the order is cast_model(model, '{}'), {}, the optimizer"
 FSDP1 = "mixed_precision=MixedPrecision(param_dtype=torch.float16)"
 FSDP2 = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)"
-OTHERS = "take O1, or in its place fully_shard"
+OTHERS = "Take O1, which needs no masters, or fully_shard in its place"
 ON_RANKS: dict[str, tuple[Callable[[], str], str]] = {
     "DDP before the cast": (
         lambda: refused(DistributedDataParallel(net()), "O2"),
