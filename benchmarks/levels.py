@@ -33,7 +33,7 @@ from distamp import cast_model, initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
 from launch.config import Config
-from launch.data import Order, load_data
+from launch.data import load_data, order
 from launch.model import GPT
 from tests.ranks import RankPool
 
@@ -81,11 +81,13 @@ def gpt(batch: int = 8) -> Task:
         return torch.stack(inputs), torch.stack(targets)
 
     def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
-        return stacked(data.train, next(iter(Order(len(data.train), seed, step * batch, batch))))
+        return stacked(data.train, next(order(len(data.train), seed, step * batch, batch)))
 
     def model() -> nn.Module:
         made = GPT(config, data.classes)
-        return made.apply(made.init_weights)
+        for name, weight in made.named_parameters():
+            made.init_weight(name, weight)
+        return made
 
     def adamw(parameters: Iterable[Tensor], level: str) -> torch.optim.Optimizer:
         # At O3, where AdamW's state is float16, the usual eps would be zero.

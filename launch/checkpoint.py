@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from launch.config import Config, read_config
+from launch.config import read_config
 from launch.data import Data
 from launch.folder import checkpoint_of, checkpoints_of, remove
 from launch.job import Job, make_job
 from launch.model import unwrapped
 from launch.parallel import Layout, pick_device
-from launch.usage import UsageError
+from launch.program import refusing
 
 # What torch raises where a file is not there, not whole, or of another model.
-_FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError, dcp.CheckpointException)
+_FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError)
 
 
 class Checkpoints:
@@ -37,14 +37,11 @@ class Checkpoints:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._average = {f"ema.{name}": value for name, value in job.average.values.items()}
         # What decides whether optimizers, and what a rank has for itself, mean the same again.
         self._optimizers = [type(optimizer).__name__ for optimizer in job.amp.optimizers]
         self._ranks = [job.layout.world, job.device.type]
-        # What draws random numbers.
-        self._random: list[Any] = [torch.random]
-        if job.device.type != "cpu":
-            self._random.append(torch.get_device_module(job.device))
+        on_device = [torch.get_device_module(job.device)] if job.device.type != "cpu" else []
+        self._random: list[Any] = [torch.random, *on_device]  # what draws random numbers
         self._future: Any = None
         # What is sent while training goes on needs a group that training does not use.
         several = job.config.async_save and job.layout.world > 1
@@ -58,12 +55,10 @@ class Checkpoints:
         """
         self.wait()
         config, amp, progress = self._job.config, self._job.amp, self._job.progress
-        state = amp.flat_state_dict() | self._average
-        state[f"rank.{self._job.layout.rank}"] = self._own()
-        if self._job.layout.rank == 0:
-            about = {**asdict(progress), "scaler": amp.scaler.state_dict()}
-            about |= {"ranks": self._ranks, "optimizers": self._optimizers}
-            state["about"] = json.dumps(about)
+        state = amp.flat_state_dict() | self._job.average.values
+        about = {**asdict(progress), "scaler": amp.scaler.state_dict()}
+        about |= {"ranks": self._ranks, "optimizers": self._optimizers}
+        state |= {"about": json.dumps(about), f"rank.{self._job.layout.rank}": self._own()}
         folder = config.run_dir / "checkpoints" / f"step-{progress.step:08d}"
         writer = dcp.FileSystemWriter(folder)
         with _refused(f"cannot write {folder}"):
@@ -100,7 +95,8 @@ class Checkpoints:
         Raises:
             UsageError: The checkpoint is damaged, or of another model.
         """
-        amp, own = self._job.amp, f"rank.{self._job.layout.rank}"
+        amp, average = self._job.amp, self._job.average.values
+        own = f"rank.{self._job.layout.rank}"
         reader = dcp.FileSystemReader(path)
         with _refused(f"--resume {path}: it is damaged, or of another model"):
             saved = reader.read_metadata().state_dict_metadata
@@ -109,13 +105,13 @@ class Checkpoints:
             about = json.loads(first["about"])
             alike = about["optimizers"] == self._optimizers
             state = amp.flat_state_dict(saved if alike else None)
-            state |= {name: value for name, value in self._average.items() if name in saved}
+            state |= {name: value for name, value in average.items() if name in saved}
             if about["ranks"] == self._ranks:
                 state[own] = None
             dcp.load(state, storage_reader=reader)
             amp.load_flat_state_dict(state)
-            for name in self._average.keys() - saved.keys():  # it begins here
-                self._average[name].copy_(state[name.replace("ema.", "model.", 1)])
+            for name in average.keys() - saved.keys():  # it begins here
+                average[name].copy_(state[name.replace("ema.", "model.", 1)])
             for name in asdict(self._job.progress):
                 setattr(self._job.progress, name, about[name])
             if amp.precision.loss_scale == "dynamic" and about["scaler"]:
@@ -143,14 +139,14 @@ class Checkpoints:
             hook.load_state_dict(saved)
 
 
-def load_run(path: Path, load: Callable[[Config], Data]) -> Job:
-    """Read a run's flags and its newest checkpoint on one process, to be used.
+def load_run(path: Path, data: Data) -> Job:
+    """Read a run's flags and its newest checkpoint on one process, to be used on some data.
 
     Its weights are their average, where the run has one.
 
     Args:
         path: The folder of a run, or one checkpoint.
-        load: From the run's flags to the data.
+        data: Those of the run, or others with as many classes.
 
     Raises:
         UsageError: There is no such run, or it is damaged or of another model.
@@ -160,7 +156,7 @@ def load_run(path: Path, load: Callable[[Config], Data]) -> Job:
     config = read_config(run).model_copy(
         update={**alone, "compile": False, "checkpoint_blocks": "none"}
     )
-    job = make_job(config, load(config), Layout(), pick_device(config), trains=False)
+    job = make_job(config, data, Layout(), pick_device(config), trains=False)
     with _refused(f"{checkpoint}: it is damaged, or of another model"):
         reader = dcp.FileSystemReader(checkpoint)
         saved = reader.read_metadata().state_dict_metadata
@@ -175,14 +171,10 @@ def load_run(path: Path, load: Callable[[Config], Data]) -> Job:
 @contextlib.contextmanager
 def _refused(what: str) -> Iterator[None]:
     """Turn what torch raises about files into a sentence that begins with ``what``."""
-    try:
-        with warnings.catch_warnings():
-            # One process is one process; it is no mistake.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with refusing(what, *_FAULTS), warnings.catch_warnings():
+        # One process is one process; it is no mistake.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
             yield
-    except _FAULTS as error:
-        cause: BaseException = error
-        if isinstance(error, dcp.CheckpointException):
-            cause = error.failures[min(error.failures)][0]
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        raise UsageError(f"{what} ({lines[0][:200]})") from None
+        except dcp.CheckpointException as error:  # of one rank or several: the first says why
+            raise RuntimeError(str(error.failures[min(error.failures)][0])[:200]) from None

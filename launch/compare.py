@@ -2,7 +2,6 @@
 
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,8 +9,7 @@ from rich.table import Table
 
 from launch.config import read_config
 from launch.metrics import draw, read_records
-from launch.stop import exit_code_of
-from launch.usage import call, command, flag, require
+from launch.program import flag, program, require
 
 
 def compare(runs: list[Path]) -> Table:
@@ -65,10 +63,7 @@ def compare_runs(first: Path, second: Path, /, *others: Path, out: Path | None =
         draw(runs, out)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    return exit_code_of(lambda: call(command("python -m launch.compare", compare_runs), args))
-
+main = program("python -m launch.compare", compare_runs)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

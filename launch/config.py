@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import tomllib
+from collections import ChainMap
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from distamp import Precision
 from distamp.precision import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.usage import UsageError, call, command, refusing, require
+from launch.program import call, command, refusing, require
 
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1"}
@@ -282,13 +283,8 @@ def read_config(run: Path) -> Config:
     Raises:
         UsageError: There is no run in that folder.
     """
-    path = run / "config.json"
-    with refusing(f"{run}: no run there", OSError):
-        text = path.read_text(encoding="utf-8")
-    try:
-        config = Config.model_validate_json(text)
-    except ValidationError:
-        raise UsageError(f"{path}: it is not the config.json of a run") from None
+    with refusing(f"{run}: no run there, or none of this version", OSError, ValidationError):
+        config = Config.model_validate_json((run / "config.json").read_text(encoding="utf-8"))
     # Copies that the run has made, so that it needs nothing else.
     copies: dict[str, Any] = {"tokenizer": config.tokenizer and run / "tokenizer.json"}
     if config.precision.endswith(".toml"):
@@ -306,10 +302,8 @@ def flags(
     run: _Run = _Run(),
 ) -> dict[str, Any]:
     """Train a model in mixed precision, on as many ranks as torchrun starts."""
-    given: dict[str, Any] = {}
-    for group in (model, data, ranks, precision, optimizer, run):
-        given |= group.model_dump(exclude_unset=True)
-    return given
+    groups = (model, data, ranks, precision, optimizer, run)
+    return dict(ChainMap(*(group.model_dump(exclude_unset=True) for group in groups)))
 
 
 COMMAND = command("launch/train.py", flags)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from launch.config import Config
-from launch.stop import die_with_parent
-from launch.usage import UsageError, load_own, refusing, require
+from launch.program import die_with_parent, load_own, refusing, require
 
 Tokens = np.ndarray[Any, Any]
 # What distributions put among the standard library, and what they leave out of it.
@@ -75,24 +75,16 @@ class Batch:
         Raises:
             UsageError: They are no such examples.
         """
-        collated = _to(collated, device)
+        collated = tree_map_only(Tensor, lambda each: each.to(device, non_blocking=True), collated)
         if isinstance(collated, Mapping):
             name = next((name for name in _TARGETS if name in collated), None)
             require(name, f"--data: an example has {', '.join(collated)}; call its target 'labels'")
             inputs = {key: value for key, value in collated.items() if key != name}
             one = len(inputs) == 1
             return cls(tuple(inputs.values()) if one else (), {} if one else inputs, collated[name])
-        pair = isinstance(collated, list) and len(collated) > 1
+        pair = isinstance(collated, list | tuple) and len(collated) > 1
         require(pair, "--data: an example must be (input, target), or a dict with 'labels'")
         return cls((*collated[:-1],), {}, collated[-1])
-
-
-def _to(collated: Any, device: torch.device) -> Any:
-    if isinstance(collated, Mapping):
-        return {key: _to(value, device) for key, value in collated.items()}
-    if isinstance(collated, list | tuple):
-        return [_to(value, device) for value in collated]
-    return collated.to(device, non_blocking=True) if isinstance(collated, Tensor) else collated
 
 
 @dataclass(frozen=True)
@@ -130,12 +122,11 @@ class Data:
     classes: int
     text: Text | None = None
 
-    def first(self, count: int, device: torch.device) -> Batch:
-        """Return the first example, so many times: what a batch looks like."""
-        with torch.random.fork_rng(
-            []
-        ):  # a run that goes on draws the numbers of one that did not stop
-            return Batch.of(default_collate([self.train[0]] * count), device)
+    def first(self, device: torch.device) -> Batch:
+        """Return a batch of the first example: what a batch looks like."""
+        # A run that goes on draws the numbers of one that did not stop.
+        with torch.random.fork_rng([]):
+            return Batch.of(default_collate([self.train[0]]), device)
 
 
 @functools.lru_cache(maxsize=2)
@@ -144,9 +135,10 @@ def _shuffled(length: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(length, generator=generator)
 
 
-@dataclass(frozen=True)
-class Order(Sampler[list[int]]):
-    """Which examples a rank's microbatches have, from a position on: every epoch another shuffle.
+def order(
+    length: int, seed: int, position: int, count: int, rank: int = 0, world: int = 1
+) -> Iterator[list[int]]:
+    """Yield the examples of a rank's microbatches, from a position on: every epoch another shuffle.
 
     The order is a function of the seed alone, so that one integer, how many examples all ranks
     have read, is the whole state, and means the same on any number of ranks.
@@ -159,31 +151,18 @@ class Order(Sampler[list[int]]):
         rank: This rank among those that read different examples.
         world: How many of those there are.
     """
-
-    length: int
-    seed: int
-    position: int
-    count: int
-    rank: int = 0
-    world: int = 1
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self.position + self.rank * self.count
-        for start in itertools.count(first, self.world * self.count):
-            yield [self._example(place) for place in range(start, start + self.count)]
-
-    def _example(self, place: int) -> int:
-        epoch, place = divmod(place, self.length)
-        return int(_shuffled(self.length, self.seed, epoch)[place])
+    for start in itertools.count(position + rank * count, world * count):
+        places = (divmod(place, length) for place in range(start, start + count))
+        yield [int(_shuffled(length, seed, epoch)[place]) for epoch, place in places]
 
 
 def batches(
-    examples: Any, order: Iterable[list[int]], device: torch.device, workers: int = 0
+    examples: Any, chosen: Iterable[list[int]], device: torch.device, workers: int = 0
 ) -> Iterator[Batch]:
-    """Yield the batches of an order on a device."""
+    """Yield the batches of chosen examples on a device."""
     loader: Any = DataLoader(
         examples,
-        batch_sampler=order,
+        batch_sampler=chosen,
         num_workers=workers,
         worker_init_fn=die_with_parent,
         pin_memory=device.type == "cuda",
@@ -234,32 +213,27 @@ def _tokens(path: Path, config: Config) -> Data:
     train, held_out = parts if len(parts) > 1 else _split(parts[0])
     text = text_of(config.tokenizer) if config.tokenizer else None
     classes = text.classes if text else 1 + max(int(p.max(initial=0)) for p in (train, held_out))
-    return Data(str(path), *_windows(train, held_out, config), classes, text)
+    windows = Windows(train, config.block), Windows(held_out, config.block)
+    return Data(str(path), *windows, classes, text)
 
 
 def _text(path: Path | None, config: Config) -> Data:
     """Read a text, a folder of texts, or Python's standard library."""
     if path is None:
-        name, path = (
-            f"the Python {platform.python_version()} library",
-            Path(sysconfig.get_path("stdlib")),
-        )
-        content = _joined(path, ".py", without=_NOT_STDLIB)
+        name = f"the Python {platform.python_version()} library"
+        content = _joined(Path(sysconfig.get_path("stdlib")), ".py", without=_NOT_STDLIB)
     else:
         name, content = str(path), path.read_bytes() if path.is_file() else _joined(path)
     require(content, f"--data {name}: no text in it")
     text = text_of(config.tokenizer)
     train, held_out = _split(_encoded(content, config.tokenizer, text))
-    return Data(name, *_windows(train, held_out, config), text.classes, text)
+    windows = Windows(train, config.block), Windows(held_out, config.block)
+    return Data(name, *windows, text.classes, text)
 
 
 def _split(tokens: Tokens) -> tuple[Tokens, Tokens]:
     cut = len(tokens) - len(tokens) // 10
     return tokens[:cut], tokens[cut:]
-
-
-def _windows(train: Tokens, held_out: Tokens, config: Config) -> tuple[Windows, Windows]:
-    return Windows(train, config.block), Windows(held_out, config.block)
 
 
 def text_of(tokenizer: Path | None) -> Text:
@@ -275,10 +249,8 @@ def text_of(tokenizer: Path | None) -> Text:
             decode=lambda tokens: bytes(tokens).decode(errors="replace"),
             of_bytes=True,
         )
-    try:
+    with refusing("--tokenizer: pip install -e '.[hf]' brings tokenizers", ImportError):
         tokenizers: Any = importlib.import_module("tokenizers")
-    except ImportError:
-        raise UsageError("--tokenizer: pip install -e '.[hf]' brings tokenizers") from None
     with refusing(f"--tokenizer {tokenizer}", Exception):  # it raises no other class
         read = tokenizers.Tokenizer.from_file(str(tokenizer))
     return Text(read.get_vocab_size(), lambda text: list(read.encode(text).ids), read.decode)
@@ -306,16 +278,12 @@ def _joined(root: Path, suffix: str = "", without: Iterable[str] = ()) -> bytes:
     Hidden files, what is there twice, and binary files are left out; git's own sign of those is a
     zero among their first bytes.
     """
-
-    def place(name: Path) -> bytes:
-        return hashlib.sha256(str(name).encode(errors="replace")).digest()
-
     names: list[Path] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in without and name[0] != "."]
         shown = [name for name in files if name.endswith(suffix) and name[0] != "."]
         names += [Path(folder, name).relative_to(root) for name in shown]
-    paths = [root / name for name in sorted(names, key=place)]
-    contents = [path.read_bytes() for path in paths if path.is_file()]
+    names.sort(key=lambda name: hashlib.sha256(str(name).encode(errors="replace")).digest())
+    contents = [(root / name).read_bytes() for name in names if (root / name).is_file()]
     texts = (content for content in contents if content.strip() and b"\0" not in content[:8000])
     return b"\0".join(dict.fromkeys(texts))

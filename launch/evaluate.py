@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import torch
 from cyclopts.types import NonNegativeInt
 
 from launch.checkpoint import load_run
-from launch.config import Config
-from launch.data import Data, batches, load_data
-from launch.folder import read_about
+from launch.config import read_config
+from launch.data import batches, load_data
+from launch.folder import read_about, run_of
 from launch.job import Job
 from launch.model import loss_of, mean_loss
-from launch.stop import exit_code_of
-from launch.usage import call, command
+from launch.program import program
 
 
 @torch.no_grad()
@@ -61,22 +59,14 @@ def evaluate_run(run: Path, /, *, data: str | None = None, examples: NonNegative
         data: Another text, or tokens: the last tenth of it is read.
         examples: How many; 0: all.
     """
-
-    def load(config: Config) -> Data:
-        if data is None:
-            return load_data(config)
-        other = load_data(config.model_copy(update={"data": data}))
-        return replace(other, classes=read_about(run)["classes"])
-
-    job = load_run(run, load)
+    config, classes = read_config(run_of(run)), read_about(run)["classes"]
+    read = load_data(config.model_copy(update={"data": data or config.data}))
+    job = load_run(run, replace(read, classes=classes))
     for name, value in evaluate(job, examples or len(job.data.held_out)).items():
         print(f"{name.replace('_', ' ')} {value:.4f}")
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    return exit_code_of(lambda: call(command("python -m launch.evaluate", evaluate_run), args))
-
+main = program("python -m launch.evaluate", evaluate_run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from launch.usage import UsageError, require
+from launch.program import UsageError, refusing, require
 
 # Of the word that says which torchrun a run belongs to, in the store of its agent.
 _KEY = "launch/run"
@@ -55,9 +55,9 @@ def read_about(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: There is none.
     """
-    file = run_of(path) / "data.json"
-    require(file.exists(), f"{path}: no run there ({file})")
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    with refusing(f"{path}: no run there", OSError):
+        text = (run_of(path) / "data.json").read_text(encoding="utf-8")
+    values: dict[str, Any] = json.loads(text)
     return values
 
 

@@ -14,7 +14,7 @@ from launch.data import Data
 from launch.model import build, draw
 from launch.optim import Average, make_optimizers
 from launch.parallel import Layout, parallelize, prepare_blocks, wrap
-from launch.usage import refusing
+from launch.program import refusing
 
 
 @dataclass

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic_core import to_json
 from rich.console import Console
 from rich.progress import Progress
 
@@ -19,7 +20,7 @@ from launch.data import Data
 from launch.folder import begin, write_whole
 from launch.job import Job
 from launch.model import blocks_of, unwrapped
-from launch.usage import UsageError, flag
+from launch.program import flag, refusing
 
 Record = dict[str, Any]
 # How a line shows what a record has.
@@ -76,10 +77,8 @@ class Metrics:
         write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         self._file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         if config.tensorboard:
-            try:
+            with refusing("--tensorboard: pip install -e '.[tensorboard]'", ImportError):
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UsageError("--tensorboard: pip install -e '.[tensorboard]'") from None
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
     def _say_what_begins(self) -> None:
@@ -90,8 +89,8 @@ class Metrics:
         parameters = [*self._job.model.parameters()]
         frozen = sum(p.numel() for p in parameters if not p.requires_grad)
         weights = f"{sum(p.numel() for p in parameters):,} weights, {frozen:,} of them frozen"
-        ranks = f"{layout.replicate} x {layout.shard} x {layout.tp} ranks"
-        self.say(f"{config.model}, {weights}, on {ranks} of {self._job.device.type}")
+        ranks = f"--replicate {layout.replicate} --shard {layout.shard} --tp {layout.tp}"
+        self.say(f"{config.model}, {weights}, on {self._job.device.type}, {ranks}")
         self.say(f"{data.name}: {len(data.train):,} examples, {len(data.held_out):,} held out")
         if self._job.progress.step:
             self.say(f"going on after step {self._job.progress.step}")
@@ -101,33 +100,37 @@ class Metrics:
         self._bar.console.print(line, markup=False)
         self._bar.console.file.flush()
 
-    def note(self, record: Record) -> None:
-        """Write a record of a step or an evaluation, for machines and for people."""
+    def note(self, record: Record, seconds: float = math.inf) -> None:
+        """Write a record of a step or an evaluation, for machines and for people.
+
+        Args:
+            record: What there is to say.
+            seconds: Until the run must end.
+        """
         if not self._is_first:
             return
         step, is_step = record["step"], "loss" in record
         if is_step:
             record = {**record, **self._speed(step)}
-        line = self._line(record)
+        line = self._line(record, seconds)
         if is_step and not self._bar.disable:
             self._bar.update(self._task, completed=step, description=line)
         else:
             self.say(line)
         # JSON has no NaN; a skipped step's norm is one.
-        finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._file.write(to_json(record, inf_nan_mode="null").decode() + "\n")
         if self._board is not None:
             for key in record.keys() - {"step"}:
                 self._board.add_scalar(key, record[key], step)
 
-    def _line(self, record: Record) -> str:
+    def _line(self, record: Record, seconds: float) -> str:
         step, config = record["step"], self._job.config
         parts = [f"step {step:>{len(str(config.steps))}}/{config.steps}"]
         parts += [form.format(record[key]) for key, form in _SHOWN.items() if key in record]
         if "loss" in record:
             tokens = (config.steps - step) * config.batch * self._targets
-            left = timedelta(seconds=round(tokens / max(0.1, record["tokens_per_second"])))
-            parts.append(f"{left} left")
+            seconds = min(seconds, tokens / max(0.1, record["tokens_per_second"]))
+            parts.append(f"{timedelta(seconds=max(0, round(seconds)))} left")
         if not record.get("taken", True):
             finite = math.isfinite(record["gradient_norm"])
             reason = f"norm above --skip-above {config.skip_above:g}" if finite else "not finite"
@@ -195,7 +198,7 @@ def _given(name: str, value: Any) -> str:
 
 def targets_of(data: Data) -> int:
     """Return how many targets one example has: of a text, its tokens."""
-    return data.first(1, torch.device("cpu")).targets.numel()
+    return data.first(torch.device("cpu")).targets.numel()
 
 
 def flops_per_example(job: Job) -> float:
@@ -221,15 +224,11 @@ def read_records(run: Path) -> list[Record]:
     """Read metrics.jsonl, but for what a killed run has half written.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is none, or it cannot be read.
     """
-    try:
+    with refusing(f"{run}: no run there, by its metrics.jsonl", OSError, ValueError):
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line) for line in lines]
-    except FileNotFoundError:
-        raise UsageError(f"{run}: no run there (metrics.jsonl)") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{run}/metrics.jsonl: {error}") from None
 
 
 def draw(runs: list[Path], path: Path) -> None:
@@ -246,30 +245,30 @@ def figure_of(runs: list[Path]) -> Any:
     figure = Figure(figsize=(8, 5) if scaled else (8, 3.5), layout="constrained")
     ratios = (3, 1) if scaled else (1,)
     panels = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    panels[0].set_ylabel("loss (nats)")
-    panels[-1].set_xlabel("step")
+    losses, scales = panels[0], panels[-1]
     if scaled:
-        panels[1].set_yscale("log", base=2)
-        panels[1].set_ylabel("loss scale")
-    for panel in panels:
-        panel.margins(y=0.15)  # a cross is drawn around its point
+        scales.set_yscale("log", base=2)
+        scales.set_ylabel("loss scale")
+    losses.set_ylabel("loss (nats)")
+    scales.set_xlabel("step")
     for number, (name, rows) in enumerate(records.items()):
         # Runs that lie on each other stay in sight: each is thinner than the one below it.
         width = 1.0 + 2.0 * (len(runs) - 1 - number)
         skips = [row for row in rows if not row.get("taken", True)]
         crossed = "loss_scale" if any("loss_scale" in row for row in rows) else "loss"
-        lines: list[tuple[str, list[Record], str, dict[str, Any]]] = [
+        for key, shown, label, style in (
             ("loss", rows, "training", {"alpha": 0.4}),
             ("validation_loss", rows, "held out", {"marker": "o", "ms": 2 + width}),
             ("loss_scale", rows, "scale", {"drawstyle": "steps-pre"}),
             (crossed, skips, "skipped", {"ls": "", "marker": "x", "ms": 5 + width}),
-        ]
-        for key, shown, label, style in lines:
+        ):
             points = [(row["step"], row[key]) for row in shown if row.get(key) is not None]
+            panel = scales if key == "loss_scale" else losses
+            named = {"color": f"C{number}", "lw": width, "label": f"{name}, {label}"}
             if points:
-                style |= {"color": f"C{number}", "lw": width, "label": f"{name}, {label}"}
-                panel = panels[-1] if key == "loss_scale" else panels[0]
-                panel.plot(*zip(*points, strict=True), **style)
-    for panel in (panel for panel in panels if panel.lines):
-        panel.legend(fontsize="small")
+                panel.plot(*zip(*points, strict=True), **named, **style)
+    for panel in panels:
+        panel.margins(y=0.15)  # a cross is drawn around its point
+        if panel.lines:
+            panel.legend(fontsize="small")
     return figure

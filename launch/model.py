@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launch.config import Config
 from launch.data import Data
-from launch.usage import UsageError, arguments, load_own, refusing, require
+from launch.program import arguments, load_own, refusing, require
 
 
 class Block(nn.Module):
@@ -111,10 +111,8 @@ def build(config: Config, data: Data) -> nn.Module:
 
 def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
+    with refusing(f"--model hf:{name}: pip install -e '.[hf]' brings transformers", ImportError):
         transformers: Any = importlib.import_module("transformers")
-    except ImportError:
-        raise UsageError(f"--model hf:{name}: pip install -e '.[hf]' brings transformers") from None
     transformers.logging.set_verbosity_error()
     auto, models = transformers.AutoConfig, transformers.AutoModelForCausalLM
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer

@@ -14,7 +14,7 @@ from distamp.initialize import Amp
 from launch.config import Config
 from launch.model import blocks_of, unwrapped
 from launch.parallel import cut_over
-from launch.usage import load_own, refusing, require
+from launch.program import load_own, refusing, require
 
 
 def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
@@ -96,14 +96,14 @@ class Average:
         decay: 0: there is none.
 
     Attributes:
-        values: The averages, by the names of the weights.
+        values: The averages, by the names of the weights behind ``ema.``.
     """
 
     def __init__(self, amp: Amp, decay: float) -> None:
         weights = amp.flat_state_dict() if decay else {}
         names = [name for name, _ in unwrapped(amp.model).named_parameters()] if decay else []
         self._weights = [weights[f"model.{name}"] for name in names]
-        self.values = dict(zip(names, map(torch.clone, self._weights), strict=True))
+        self.values = {f"ema.{name}": weights[f"model.{name}"].clone() for name in names}
         self._follow = get_ema_multi_avg_fn(decay)
 
     def count(self, taken: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch.utils import checkpoint
 from launch.config import Config
 from launch.data import Data
 from launch.model import GPT, blocks_of
-from launch.usage import UsageError, require
+from launch.program import UsageError, refusing, require
 
 # What takes longest to compute again: products and attention.
 _SLOW_OPS = [
@@ -64,15 +64,12 @@ def process_group(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
-    elif dist.is_initialized():
-        dist.barrier()  # as making a group does: each rank has looked at the run's folder
+        return
+    dist.init_process_group(timeout=timedelta(seconds=config.timeout))
+    try:
         yield
-    else:
-        dist.init_process_group(timeout=timedelta(seconds=config.timeout))
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -134,16 +131,14 @@ class Layout:
         """
         refused: list[str | None] = [None]
         try:
-            if self.rank == 0:
-                action()
+            with refusing("cannot write", OSError):
+                if self.rank == 0:
+                    action()
         except UsageError as error:
             refused = [str(error)]
-        except OSError as error:
-            refused = [f"{error.filename}: {error.strerror}"]
         if self.world > 1:
             dist.broadcast_object_list(refused)
-        if refused[0] is not None:
-            raise UsageError(refused[0])
+        require(refused[0] is None, str(refused[0]))
 
 
 def prepare_blocks(model: nn.Module, config: Config) -> None:
@@ -225,7 +220,7 @@ def wrap(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> 
     ids = None if device.type == "cpu" else [device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     wrapped.eval()  # so that no statistics move, and no random numbers are drawn
-    batch = data.first(1, device)
+    batch = data.first(device)
     wrapped(*batch.inputs, **batch.named).float().sum().backward()
     idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     fault = f"--model: {', '.join(idle)} take no part in what it returns, and DDP waits for them"

@@ -1,7 +1,7 @@
 """Text from a trained model: ``python -m launch.sample runs/latest``."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -10,11 +10,10 @@ from cyclopts.types import NonNegativeFloat, NonNegativeInt
 from torch import Tensor, nn
 
 from launch.checkpoint import load_run
-from launch.config import Config, read_config
+from launch.config import read_config
 from launch.data import Data, load_data, text_of
 from launch.folder import read_about, run_of
-from launch.stop import exit_code_of
-from launch.usage import call, command, require
+from launch.program import program, require
 
 
 @torch.no_grad()
@@ -65,18 +64,15 @@ def sample_run(
         tokenizer: A tokenizer.json, where the run was given none.
     """
     require(prompt, "--prompt: it must not be empty")
-    about = read_about(run)
+    about, config = read_about(run), read_config(run_of(run))
     unread = f"{run}: its data are no text; for tokens of a .bin, give --tokenizer"
     require(about["text"] or tokenizer, unread)
 
-    text = text_of(tokenizer or read_config(run_of(run)).tokenizer)
-
-    def load(config: Config) -> Data:
-        if ":" in config.model and not config.model.startswith("hf:"):
-            return load_data(config)  # a model of one's own may look at them
-        return Data(about["data"], (), (), about["classes"], text)
-
-    job = load_run(run, load)
+    text = text_of(tokenizer or config.tokenizer)
+    data = Data(about["data"], (), (), about["classes"], text)
+    if ":" in config.model and not config.model.startswith("hf:"):
+        data = load_data(config)  # a model of one's own may look at them
+    job = load_run(run, data)
     torch.manual_seed(seed)
     begun = torch.tensor(text.encode(prompt), device=job.device)
     with job.amp.autocast():
@@ -84,10 +80,7 @@ def sample_run(
         print(prompt + text.decode([*islice(drawn, tokens)]))
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    return exit_code_of(lambda: call(command("python -m launch.sample", sample_run), args))
-
+main = program("python -m launch.sample", sample_run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

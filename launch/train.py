@@ -22,7 +22,7 @@ from torch import Tensor
 from distamp import NonFiniteGradients, StepReplay
 from launch.checkpoint import Checkpoints
 from launch.config import Config, parse
-from launch.data import Batch, Order, batches, load_data
+from launch.data import Batch, batches, load_data, order
 from launch.evaluate import evaluate
 from launch.folder import checkpoint_of
 from launch.job import Job, make_job
@@ -30,8 +30,14 @@ from launch.metrics import Metrics
 from launch.model import build, loss_of
 from launch.optim import Rates, make_optimizers
 from launch.parallel import Layout, cut_over, pick_device, process_group
-from launch.stop import Asked, die_with_parent, exit_code_of, listening
-from launch.usage import UsageError, require
+from launch.program import (
+    Asked,
+    UsageError,
+    die_with_parent,
+    exit_code_of,
+    listening,
+    require,
+)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -52,7 +58,7 @@ def run(config: Config, asked_to_end: Asked) -> None:
 
     Args:
         config: The flags.
-        asked_to_end: Whether this rank is, by a signal or by the clock.
+        asked_to_end: Whether this rank is, by a signal, and the seconds until the clock does.
 
     Raises:
         UsageError: It cannot be done, as every rank finds.
@@ -120,14 +126,15 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
 
         if tasks:
             # One message has the loss, and how many ranks are to end.
-            loss_sum, signalled, late = layout.sum(outcome.loss, *asked_to_end())
+            has_signal, seconds = asked_to_end()
+            loss_sum, signalled, late = layout.sum(outcome.loss, has_signal, seconds <= 0)
             progress.skipped = progress.step - int(rates.taken)
             record = {"step": progress.step, "loss": loss_sum / layout.data_world}
             record |= {"gradient_norm": float(outcome.norm), "learning_rate": float(rate)}
             record |= {"taken": bool(outcome.taken), "skipped": progress.skipped}
             if config.level.scales:
                 record["loss_scale"] = scale
-            metrics.note(record)
+            metrics.note(record, seconds)
             ended = "asked to stop" if signalled else "--max-time is over" if late else ""
             is_last = bool(ended) or progress.step == config.steps
             if "eval" in tasks or late:  # whoever sent a signal does not wait for long
@@ -145,8 +152,8 @@ def read_ahead(job: Job) -> Iterator[Batch]:
     """Yield this rank's microbatches, from where the run is."""
     config, layout, examples = job.config, job.layout, job.data.train
     ranks = layout.data_rank, layout.data_world
-    order = Order(len(examples), config.seed, job.progress.position, job.microbatch, *ranks)
-    return batches(examples, order, job.device, config.workers)
+    chosen = order(len(examples), config.seed, job.progress.position, job.microbatch, *ranks)
+    return batches(examples, chosen, job.device, config.workers)
 
 
 class Outcome(NamedTuple):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import time
 import warnings
@@ -16,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from launch.config import parse
+from launch.program import UsageError
 from launch.train import run
-from launch.usage import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 # A model small enough that the processes' start is most of a run.
@@ -43,7 +44,7 @@ def train(folder: Path, *runs: Sequence[object]) -> Rows:
     """Do one run after the other in one folder, on this rank; return its records."""
     for args in runs:
         with here():
-            run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, False))
+            run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, math.inf))
         if dist.is_initialized():
             dist.barrier()
     return records(folder)
@@ -53,7 +54,7 @@ def refusal(*args: object) -> str:
     """The line with which a run is refused."""
     try:
         with here():
-            run(parse([*map(str, args)]), lambda: (False, False))
+            run(parse([*map(str, args)]), lambda: (False, math.inf))
     except UsageError as error:
         return str(error)
     return "was not refused"
@@ -62,12 +63,21 @@ def refusal(*args: object) -> str:
 @contextlib.contextmanager
 def here() -> Iterator[None]:
     """Be a rank of torchrun's, without a word; nothing is drawn, which takes most of a tiny run."""
-    rank = {}
-    if dist.is_initialized():
-        rank = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    quiet = contextlib.redirect_stdout(io.StringIO())
-    with mock.patch.dict(os.environ, rank), mock.patch("launch.metrics.draw"), quiet:
+    with contextlib.ExitStack() as stack:
+        if dist.is_initialized():
+            rank = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+            stack.enter_context(mock.patch.dict(os.environ, rank))
+            stack.enter_context(mock.patch("launch.train.process_group", joined))
+        stack.enter_context(mock.patch("launch.metrics.draw"))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
+
+
+@contextlib.contextmanager
+def joined(config: object) -> Iterator[None]:
+    """The pool's group, in place of one of the run's own."""
+    dist.barrier()  # as making a group does: each rank has looked at the run's folder
+    yield
 
 
 def until(folder: Path, step: int) -> None:

@@ -1,10 +1,12 @@
 """What a run shows: lines in a log file, the last lines, utilisation, and pictures."""
 
+import contextlib
 import io
 import json
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -14,57 +16,85 @@ from launch.config import Config, parse
 from launch.data import load_data
 from launch.folder import checkpoints_of
 from launch.job import Job, make_job
-from launch.metrics import figure_of, flops_per_example
+from launch.metrics import figure_of, flops_per_example, read_records
 from launch.parallel import Layout
 from launch.train import run
 from tests.launch import jobs
 from tests.launch.jobs import FP16, TINY
 
 
-def printed(capsys: pytest.CaptureFixture[str], folder: Path, *args: object) -> list[str]:
-    """What a run prints where there is no terminal."""
-    with mock.patch("launch.metrics.draw"):
-        run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, False))
-    return capsys.readouterr().out.splitlines()
+class Told(NamedTuple):
+    """What a run printed where there is no terminal, and its folder."""
+
+    lines: list[str]
+    folder: Path
 
 
-def test_log_file_has_a_line_for_each_record(text, tmp_path, capsys):
-    args = ("--data", text, *TINY, *FP16, "--steps", 6, "--no-check-precision", "--log-every", 2)
-    begun, *shown = printed(capsys, tmp_path, *args, "--overwrite")
+def told(folder: Path, *args: object) -> Told:
+    out = io.StringIO()
+    with mock.patch("launch.metrics.draw"), contextlib.redirect_stdout(out):
+        run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, math.inf))
+    return Told(out.getvalue().splitlines(), folder)
+
+
+@pytest.fixture(scope="module")
+def kept(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Of a run of many skipped steps, with a checkpoint."""
+    return told(tmp_path_factory.mktemp("kept"), "--data", text, *TINY, *FP16, *KEPT)
+
+
+@pytest.fixture(scope="module")
+def bare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Of a run without a checkpoint, on a device whose peak is known."""
+    return told(tmp_path_factory.mktemp("bare"), "--data", text, *TINY, *BARE)
+
+
+KEPT = ("--steps", 12, "--overwrite", "--no-check-precision")
+BARE = ("--steps", 2, "--keep", 0, "--peak-tflops", 1e-3)
+
+
+def test_log_file_says_which_flags_it_was_given(kept, text):
+    begun = kept.lines[0]
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d ", begun)
-    told = parse(begun.split(": ", 1)[1].split())
-    assert told == parse([*map(str, args), "--overwrite"])
-    assert sum("checkpoint written" in line for line in shown) == 1
-    lines = [line for line in shown if "tokens/s" in line]
-    rows = [row for row in jobs.records(tmp_path) if "loss" in row]
-    assert len(lines) == len(rows) == 3
+    given = map(str, ("--data", text, *TINY, *FP16, *KEPT))
+    assert parse(begun.split(": ", 1)[1].split()) == parse([*given])
+
+
+def test_log_file_has_a_line_for_each_record(kept):
+    assert sum("checkpoint written" in line for line in kept.lines) == 1
+    lines = [line for line in kept.lines if "tokens/s" in line]
+    rows = [row for row in jobs.records(kept.folder) if "loss" in row]
+    assert len(lines) == len(rows) == 12
     for line, row in zip(lines, rows, strict=True):
-        assert line.startswith(f"step {row['step']}/6  loss {row['loss']:.4f}  ")
-        for part in (rf"lr {row['learning_rate']:.3g} ", rf"scale {row['loss_scale']:.0f} "):
+        assert line.startswith(f"step {row['step']:>2}/12  loss {row['loss']:.4f}  ")
+        for part in (rf"lr {row['learning_rate']:.3g} ", rf"scale {row['loss_scale']:.10g} "):
             assert part in line
-        assert re.search(rf"skipped {row['skipped']}  [\d,]+ tokens/s", line)
+        assert re.search(rf"skipped {row['skipped']}  [\d,]+ tokens/s  0:\d\d:\d\d left", line)
         assert ("SKIPPED: not finite" in line) == (not row["taken"])
-        assert re.search(r"tokens/s  0:\d\d:\d\d left", line)
 
 
-def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(
-    text, tmp_path, capsys
-):
-    args = ("--data", text, *TINY, *FP16, "--steps", 12)
-    kept = printed(capsys, tmp_path / "kept", *args)
-    assert f"launch.sample {tmp_path / 'kept'}" in kept[-1]
-    skipped = [str(r["step"]) for r in jobs.records(tmp_path / "kept") if not r.get("taken", True)]
+def test_time_left_is_no_longer_than_max_time(text, tmp_path):
+    args = ("--data", text, *TINY, "--steps", 100_000, "--keep", 0)
+    config = parse([*map(str, args), "--run-dir", str(tmp_path)])
+    out, seconds = io.StringIO(), iter((90.0, 3.0, 0.0))
+    with mock.patch("launch.metrics.draw"), contextlib.redirect_stdout(out):
+        run(config, lambda: (False, next(seconds)))
+    assert re.findall(r"tokens/s  (.*) left", out.getvalue()) == ["0:01:30", "0:00:03", "0:00:00"]
+
+
+def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(kept, bare):
+    assert f"launch.sample {kept.folder}" in kept.lines[-1]
+    skipped = [str(r["step"]) for r in jobs.records(kept.folder) if not r.get("taken", True)]
     shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
-    assert f"{len(skipped)} skipped on every rank: {shown}" in "\n".join(kept)
-    bare = printed(capsys, tmp_path / "bare", *args, "--keep", 0)
-    assert "without a checkpoint (--keep 0)" in bare[-1]
-    assert "launch.sample" not in "".join(bare)
+    assert f"{len(skipped)} skipped on every rank: {shown}" in "\n".join(kept.lines)
+    assert "without a checkpoint (--keep 0)" in bare.lines[-1]
+    assert "launch.sample" not in "".join(bare.lines)
 
 
-def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path, capsys):
-    args = ("--data", text, *TINY, "--steps", 4, "--save-every", 1, "--keep", 4)
+def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):
+    args = ("--data", text, *TINY, "--steps", 2, "--save-every", 1)
     jobs.train(tmp_path, args)
-    assert len(checkpoints_of(tmp_path)) == 4
+    assert len(checkpoints_of(tmp_path)) == 2
     jobs.train(tmp_path, (*args, "--steps", 1, "--overwrite"))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
@@ -83,12 +113,9 @@ def test_operations_of_an_example_are_those_counted_by_hand(tiny):
     assert flops_per_example(tiny) == 16 * (6 * weights + 12 * 2 * 4 * 4 * 16)
 
 
-def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, text, tmp_path):
-    args = ("--data", text, *TINY, "--steps", 3, "--peak-tflops", 1e-3, "--keep", 0)
-    jobs.train(tmp_path, args)
+def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, bare):
     token = flops_per_example(tiny) / 16
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for row in (row for row in rows if "loss" in row):
+    for row in (row for row in read_records(bare.folder) if "loss" in row):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * token / 1e9, abs=1e-4)
 
 

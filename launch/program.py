@@ -1,12 +1,15 @@
-"""What all programs here have: a command line, refusals in one sentence, whose an error is."""
+"""What every program here has: a command line, refusals in one sentence, and how it ends."""
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import re
+import signal
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -141,3 +144,74 @@ def load_own(flag: str, name: str) -> Any:
     hint = near(attribute, dir(loaded))
     require(hasattr(loaded, attribute), f"{flag} {name}: {module} has no {attribute!r}{hint}")
     return getattr(loaded, attribute)
+
+
+# -- how a program ends ----------------------------------------------------------------------------
+
+
+def exit_code_of(action: Callable[[], object]) -> int:
+    """Do something; return the exit code, which is 2 if the user asked for what cannot be.
+
+    Every rank finds the same fault. The first of each machine prints it and ends, upon which
+    torchrun sends the others SIGTERM; they wait for that, so that nobody is cut off. An error of
+    the user's own code keeps its traceback, below the line of it that went wrong.
+    """
+    try:
+        action()
+        return 0
+    except UsageError as error:
+        message, code = f"error: {error}", 2
+    except KeyboardInterrupt:
+        message, code = "stopped before there was anything to save", 130
+    except Exception as error:
+        if place := place_of_user(error):
+            print(f"error in {place}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+        return code
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+    time.sleep(10)
+    return code
+
+
+def program(name: str, function: Callable[..., object]) -> Callable[[Sequence[str]], int]:
+    """Return the ``main`` of a program: from the words of its command line to its exit code."""
+    app = command(name, function)
+    return lambda args: exit_code_of(lambda: call(app, args))
+
+
+# Whether a signal asks a process to end, and the seconds that --max-time leaves it.
+Asked = Callable[[], tuple[bool, float]]
+
+
+@contextlib.contextmanager
+def listening(minutes: float) -> Iterator[Asked]:
+    """Listen to signals, and watch the clock.
+
+    Args:
+        minutes: After which the process is asked to end.
+    """
+    end = time.monotonic() + 60 * minutes
+    heard: list[int] = []
+
+    def hear(number: int, _: object) -> None:
+        if number == signal.SIGINT and heard:
+            raise KeyboardInterrupt  # someone at a terminal will not wait
+        heard.append(number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: (bool(heard), end - time.monotonic())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def die_with_parent(*_: object) -> None:
+    """Have Linux kill this process where its parent dies: torchrun, or the rank of a reader.
+
+    Nobody else would end a rank whose torchrun was killed, and it would go on writing.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
