@@ -48,27 +48,22 @@ def _gradient(number: int) -> Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(number))
 
 
-def _check(wrapper: str, hosts: int, local: int, shares: dict[str, float]) -> None:
+# A reduce-scatter is half of an all-reduce; weights are gathered in the backward pass, too.
+SHARES = {"DDP": {"fp16": 0.54, "int8": 0.28}, "FSDP2": {"fp16": 0.27, "bf16": 0.27}}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "hosts", "local"),
+    [("DDP", 2, 1), ("DDP", 2, 2), ("DDP", 2, 4), ("DDP", 3, 2), ("FSDP2", 2, 2), ("FSDP2", 2, 4)],
+)
+def test_what_leaves_a_host(wrapper, hosts, local):
     if reason := netns.missing():
         pytest.skip(reason)
-    options = {"wrapper": wrapper, "wires": list(shares)}
-    where = "tests.comm_hooks.test_bytes"
-    ranks = run_on_hosts(where, hosts, options, 280, local=local)
+    options = {"wrapper": wrapper, "wires": list(SHARES[wrapper])}
     ring = 2 * (hosts - 1) / hosts * 4 * ROWS * COLUMNS
-    for each in ranks:
-        for wire, share in shares.items():
+    for each in run_on_hosts("tests.comm_hooks.test_bytes", hosts, options, 280, local=local):
+        for wire, share in SHARES[wrapper].items():
             found = each[wire]
             assert found["sent"] <= share * ring, f"{found['sent'] / ring:.3f} of a ring's"
             assert found["error"] <= {"fp16": 4e-4, "bf16": 4e-3, "int8": 2e-2}[wire]
             assert ("two levels" in found["levels"]) == (local > 1)
-
-
-@pytest.mark.parametrize(("hosts", "local"), [(2, 1), (2, 2), (2, 4), (3, 2)])
-def test_what_leaves_a_host_under_ddp(hosts, local):
-    _check("DDP", hosts, local, {"fp16": 0.54, "int8": 0.28})
-
-
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 4)])
-def test_what_leaves_a_host_under_fsdp2(hosts, local):
-    # A reduce-scatter is half of an all-reduce; weights are gathered in the backward pass, too.
-    _check("FSDP2", hosts, local, {"fp16": 0.27, "bf16": 0.27})

@@ -22,6 +22,7 @@ from distamp.comm_hooks import WIRE_FORMATS, formats
 from tests.comm_hooks.training import (
     BOUNDS,
     WIDTHS,
+    Given,
     errors,
     full_gradients,
     gradients,
@@ -60,10 +61,8 @@ class _Branches(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("view", [False, True])
-def test_parameters_that_a_rank_does_not_use(view):
-    settings = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
-    assert max(errors(_Branches(), "fp16", 20, **settings)) <= BOUNDS["fp16"]
+def test_parameters_that_a_rank_does_not_use():
+    assert max(errors(_Branches(), "fp16", 20, find_unused_parameters=True)) <= BOUNDS["fp16"]
 
 
 @on_ranks(2)
@@ -174,25 +173,16 @@ def test_a_thousand_random_bucket_layouts(ranks, size, start):
         assert wrong == []
 
 
-# -- odd parameters, and torch's defaults ----------------------------------------------------------
+# -- small parameters ------------------------------------------------------------------------------
+
+SHAPES = [(72, 67), (64,)] * 6
 
 
-class _Uneven(nn.Module):
-    """Weights, and biases between them whose gradients are so much smaller; each is given."""
-
-    def __init__(self, ratio: float) -> None:
-        super().__init__()
-        shapes = [(72, 67), (64,)] * 6
-        self.both = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-        self.factors = [1.0, ratio] * 6
-
-    def given(self, rank: int) -> list[Tensor]:
-        draw = torch.Generator().manual_seed(100 + rank)
-        pairs = zip(self.both, self.factors, strict=True)
-        return [torch.randn(p.shape, generator=draw) * factor for p, factor in pairs]
-
-    def forward(self, given: list[Tensor]) -> Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.both, given, strict=True)]).sum()
+def _given(rank: int, ratio: float) -> list[Tensor]:
+    """Gradients of weights, and of biases between them, which are so much smaller."""
+    draw = torch.Generator().manual_seed(100 + rank)
+    pairs = zip(SHAPES, [1.0, ratio] * 6, strict=True)
+    return [torch.randn(shape, generator=draw) * factor for shape, factor in pairs]
 
 
 @on_ranks(4)
@@ -201,8 +191,7 @@ class _Uneven(nn.Module):
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, wire, bound, ranks_per_host):
     for power in (1, 4, 7):
-        net = _Uneven(10.0**-power)
-        everyone = [net.given(each) for each in range(4)]
+        net, everyone = Given(*SHAPES), [_given(each, 10.0**-power) for each in range(4)]
         model: Any = DistributedDataParallel(net) if wrapper == "DDP" else fully_shard(net)
         comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
         model(everyone[dist.get_rank()]).backward()

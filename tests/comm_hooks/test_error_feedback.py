@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from tests.comm_hooks.training import agreed, inputs, mlp, relative, wrapped
+from tests.comm_hooks.training import Given, agreed, inputs, mlp, relative, wrapped
 from tests.on_ranks import on_ranks
 
 WIDTHS = (19, 60, 41, 3)
@@ -58,21 +58,18 @@ def test_the_loss_scale_does_not_matter():
 @pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
 def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, every):
     """``b`` is right in float64, though every so many steps ``a``, in the same bucket, skips."""
-    parts = nn.ParameterList(torch.zeros(numel) for _ in range(2))
-    net: Any = nn.Module()
-    net.parts = parts
-    net.forward = lambda x, factor: (parts[0] * x).sum() * factor + (parts[1] * x).sum()
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(Given(numel, numel))
     state = comm_hooks.register(model, "int8")
     scaler = DistGradScaler("cpu", init_scale=2.0**10, backoff_factor=0.5)
     scaler.attach(state)
-    a, b = (torch.optim.SGD([p], lr=1.0) for p in parts)
+    a, b = (torch.optim.SGD([p], lr=1.0) for p in model.module.parts)
     true = torch.zeros(numel, dtype=torch.float64)
     for step in range(12):
         model.zero_grad()
         bad = every > 0 and step % every == every - 1
         x = inputs(step, numel, rows=1)[0]
-        scaler.scale(model(x, math.inf if bad and dist.get_rank() == 0 else 1.0)).backward()
+        factor = math.inf if bad and dist.get_rank() == 0 else 1.0
+        scaler.scale(model([x * factor, x])).backward()
         scaler.step(a)
         scaler.step(b)
         assert (scaler.stepped(a), scaler.stepped(b)) == (not bad, True)
@@ -82,7 +79,7 @@ def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, every):
         everyone = x.double()
         dist.all_reduce(everyone)
         true -= everyone / size
-    assert relative(parts[1].detach(), true) < 0.05
+    assert relative(model.module.parts[1].detach(), true) < 0.05
 
 
 @on_ranks(4)
@@ -189,32 +186,20 @@ def test_what_is_no_state_is_refused_and_one_without_names_is_not_saved():
         nameless.state_dict()
 
 
-class _Sometimes(nn.Module):
-    """Two layers, of which the second is used in every other step alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(3000) for _ in range(2))
-
-    def forward(self, given: Tensor, both: bool) -> Tensor:
-        every = [p @ g for p, g in zip(self.parts, given, strict=True)]
-        return every[0] + every[1] if both else every[0]
-
-
 @on_ranks(2)
 def test_what_rounding_took_of_a_parameter_waits_while_it_is_not_used():
     """The error of the sum of all means of each layer, where the second is used in half of them."""
-    model: Any = DistributedDataParallel(_Sometimes(), find_unused_parameters=True)
+    model: Any = DistributedDataParallel(Given(3000, 3000), find_unused_parameters=True)
     comm_hooks.register(model, "int8")
     totals, exact = torch.zeros(2, 3000), torch.zeros(2, 3000)
     everyone = torch.randn(2, 2, 3000, generator=torch.Generator().manual_seed(0))
     for step in range(32):
-        both = step % 2 == 0
+        used = 2 - step % 2
         model.zero_grad()
-        model(everyone[dist.get_rank()], both).backward()
-        for place, parameter in enumerate([*model.module.parts][: 1 + both]):
+        model(everyone[dist.get_rank(), :used]).backward()
+        for place, parameter in enumerate([*model.module.parts][:used]):
             totals[place] += parameter.grad
             exact[place] += everyone[:, place].mean(0)
-    used, sometimes = map(relative, totals, exact)
+    always, sometimes = map(relative, totals, exact)
     # Twice as few steps make twice the relative error; lost feedback sixty times.
-    assert sometimes < 4 * used
+    assert sometimes < 4 * always

@@ -3,29 +3,22 @@
 import re
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-)
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.shaped import run_on_hosts
 from distamp import comm_hooks
 from distamp.comm_hooks import auto
 from distamp.comm_hooks.auto import choose, timed_choice
 from distamp.comm_hooks.stats import Choice
 from distamp.errors import LockstepError
-from tests import netns
 from tests.comm_hooks.training import (
     BOUNDS,
     WIDTHS,
@@ -41,68 +34,63 @@ from tests.on_ranks import on_ranks
 from tests.ranks import logged, mesh, subgroup
 
 
+def _registered(wrapper: str) -> tuple[Any, dict[str, Any]]:
+    model, options = spread(wrapper)
+    comm_hooks.register(model, **options)
+    return model, options
+
+
+def _with_a_users_hook() -> tuple[Any, dict[str, Any]]:
+    model, options = spread("HSDP")
+    model.set_all_reduce_hook(lambda shard: None)
+    return model, options
+
+
+def _hybrid() -> tuple[Any, dict[str, Any]]:
+    over = mesh((1, dist.get_world_size()), ("replicate", "shard"))
+    return spread("FSDP1", sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=over)
+
+
+HALF, BF16 = torch.float16, torch.bfloat16
+# What is said of a model and of the arguments beside it.
+MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "unknown wire format 'fp12'": lambda: (spread("DDP")[0], {"wire": "fp12"}),
+    "cannot give OrderedDict a communication hook": lambda: (mlp(*WIDTHS).state_dict(), {}),
+    "cannot give Sequential a communication hook": lambda: (mlp(*WIDTHS), {}),
+    "replicas and gather are for a model that fully_shard was applied to": lambda: (
+        spread("DDP")[0],
+        {"replicas": dist.group.WORLD},
+    ),
+    "takes 2.01 bytes an element, and gradients are reduced in torch.float16": lambda: (
+        DistributedDataParallel(mlp(*WIDTHS).half()),
+        {},
+    ),
+    "can only be called once": lambda: _registered("DDP"),
+    "gradients are reduced in torch.float16, which takes 2": lambda: spread(
+        "FSDP1", mixed_precision=MixedPrecision(param_dtype=HALF)
+    ),
+    "needs error feedback": lambda: (spread("FSDP1")[0], {"wire": "int8"}),
+    "not supported for hybrid strategies": _hybrid,
+    "has a custom collective (WireReduceScatter) already": lambda: _registered("FSDP2"),
+    "reduced in torch.bfloat16, which takes 2: choose 'bf16'": lambda: spread(
+        "FSDP2", mp_policy=MixedPrecisionPolicy(param_dtype=BF16)
+    ),
+    "not DeviceMesh; of a DeviceMesh give mesh.get_group()": lambda: (
+        spread("FSDP2")[0],
+        {"replicas": mesh((4,), ("all",))},
+    ),
+    "two-dimensional mesh": lambda: (spread("HSDP")[0], {"replicas": dist.group.WORLD}),
+    "FSDPSequential has an all-reduce hook already": _with_a_users_hook,
+}
+
+
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("case", "named"),
-    [
-        ("DDP, format", "unknown wire format 'fp12'"),
-        ("DDP, state", "cannot give OrderedDict a communication hook"),
-        ("DDP, no wrapper", "cannot give Sequential a communication hook"),
-        ("DDP, replicas", "replicas and gather are for a model that fully_shard was applied to"),
-        ("DDP, half", "takes 2.01 bytes an element, and gradients are reduced in torch.float16"),
-        ("DDP, twice", "can only be called once"),
-        ("DDP, torch's hook", "can only be called once"),
-        ("DDP, C++", "can only be called once"),
-        ("FSDP1, twice", "communication hook is already registered"),
-        ("FSDP1, fp16", "gradients are reduced in torch.float16, which takes 2"),
-        ("FSDP1, int8", "needs error feedback"),
-        ("FSDP1, hybrid", "not supported for hybrid strategies"),
-        ("FSDP1, inner", "can only be called on a root instance"),
-        ("FSDP2, twice", "has a custom collective (WireReduceScatter) already"),
-        ("FSDP2, bf16", "reduced in torch.bfloat16, which takes 2: choose 'bf16'"),
-        ("FSDP2, mesh", "not DeviceMesh; of a DeviceMesh give mesh.get_group()"),
-        ("HSDP, replicas", "two-dimensional mesh"),
-        ("HSDP, a user's hook", "FSDPSequential has an all-reduce hook already"),
-    ],
-)
-def test_what_does_not_fit_is_refused(case, named):
-    """A wrapper, and what is wrong with it."""
-    wrapper, _, what = case.partition(", ")
-    settings: dict[str, Any] = {}
-    if what == "bf16":
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    elif what == "fp16":
-        settings["mixed_precision"] = MixedPrecision(param_dtype=torch.float16)
-    elif what == "hybrid":
-        settings["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
-        settings["device_mesh"] = mesh((1, dist.get_world_size()), ("replicate", "shard"))
-    model, options = spread(wrapper, **settings)
-    wire = {"format": "fp12", "int8": "int8"}.get(what, "fp16")
-    if what == "state":
-        model = model.state_dict()
-    elif what == "half":
-        model = DistributedDataParallel(mlp(*WIDTHS).half())
-    elif what == "no wrapper":
-        model = mlp(*WIDTHS)
-    elif what == "inner":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-        model(inputs(0, WIDTHS[0]))
-        model = model.module
-    elif what == "replicas":
-        options = {"replicas": dist.group.WORLD}
-    elif what == "mesh":
-        options = {"replicas": mesh((4,), ("all",))}
-    elif what == "a user's hook":
-        model.set_all_reduce_hook(lambda shard: None)
-    elif what == "torch's hook":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif what == "C++":
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    elif what == "twice":
-        comm_hooks.register(model)
-    refused = (TypeError, ValueError, RuntimeError, AssertionError)
-    with pytest.raises(refused, match=re.escape(named)):
-        comm_hooks.register(model, wire, **options)
+@pytest.mark.parametrize("said", MISFITS)
+def test_what_does_not_fit_is_refused(said):
+    model, options = MISFITS[said]()
+    refused = (TypeError, ValueError, RuntimeError, AssertionError)  # the last is FSDP1's own
+    with pytest.raises(refused, match=re.escape(said)):
+        comm_hooks.register(model, **options)
 
 
 @on_ranks(2)
@@ -263,26 +251,3 @@ def test_one_rank_measures_nothing():
     model = DistributedDataParallel(mlp(*WIDTHS))
     said = str(comm_hooks.register(model, "auto").stats())
     assert said == "chose fp32 (no hook): there is one rank"
-
-
-# -- between hosts ---------------------------------------------------------------------------------
-
-
-def rank() -> dict[str, Any]:
-    """Choose on this host's rank, and train a step."""
-    model = DistributedDataParallel(nn.Linear(500, 500))
-    state = comm_hooks.register(model, "auto")
-    model(torch.ones(2, 500)).sum().backward()
-    stats = state.stats()
-    return {"line": str(stats.choice), "sent": list(stats.bytes_sent)}
-
-
-@pytest.mark.netns
-@pytest.mark.xdist_group("netns")
-def test_a_slow_link_is_sent_fewer_bytes():
-    if reason := netns.missing():
-        pytest.skip(reason)
-    first, second = run_on_hosts("tests.comm_hooks.test_registration", 2, {}, 240, rate="20mbit")
-    assert first == second
-    assert first["sent"] in (["fp16"], ["int8"])
-    assert "the link is the bottleneck" in first["line"]

@@ -21,6 +21,7 @@ from tests.ranks import mesh
 __all__ = [
     "BOUNDS",
     "WIDTHS",
+    "Given",
     "agreed",
     "errors",
     "full_gradients",
@@ -45,6 +46,17 @@ def mlp(*widths: int, seed: int = 0) -> nn.Module:
     for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are what forward is given, one for each that is used."""
+
+    def __init__(self, *shapes: int | tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, given: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.parts, given, strict=False)]).sum()
 
 
 def wrapped(

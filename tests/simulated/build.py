@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FOR_TORCH", "Unavailable", "library", "why_not"]
+__all__ = ["FOR_TORCH", "Unavailable", "library"]
 
 FOR_TORCH = "2.13"
 SOURCES = Path(__file__).parent / "csrc"
@@ -73,15 +73,6 @@ def _tools() -> Tools:
 
 def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def why_not() -> str | None:
-    """The reason why it cannot be built here, or None."""
-    try:
-        _tools()
-    except Unavailable as error:
-        return str(error)
-    return None
 
 
 def library() -> Path:

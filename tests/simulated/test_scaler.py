@@ -37,61 +37,24 @@ def test_a_sample_of_cells_is_as_on_the_cpu(sim2, ranks2, layout):
 # -- jobs ------------------------------------------------------------------------------------------
 
 
-class Job:
-    """A model, its optimizer and a scaler, with masters where the model is of float16."""
-
-    def __init__(self, device: str, model: nn.Module, optimizer: Any, **settings: Any) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.masters = None
-        if next(model.parameters()).dtype is torch.float16:
-            self.masters = MasterParameters(optimizer)
-            settings["fp16_grads"] = "master"
-        kind = torch.device(device).type
-        self.scaler = DistGradScaler(kind, init_scale=64.0, growth_interval=2, **settings)
-
-    def train(self, steps: range = range(6), clip: bool = False) -> None:
-        """Every third step overflows."""
-        first = next(self.model.parameters())
-        for step in steps:
-            self.optimizer.zero_grad()
-            x = torch.full((2, first.shape[1]), 1.0 + step).to(first.device, first.dtype)
-            loss = self.model(x).float().square().mean() * (INF if step % 3 == 1 else 1.0)
-            self.scaler.scale(loss).backward()
-            if clip:
-                self.scaler.clip_grad_norm_(self.optimizer, 0.5)
-            self.scaler.step(self.optimizer)
-            assert self.scaler.stepped(self.optimizer) is (step % 3 != 1)
-            self.scaler.update()
-
-    def left(self) -> Any:
-        counts = self.scaler.step_counts(self.optimizer)
-        values = [p.detach().cpu() for p in self.model.parameters()]
-        return values, self.scaler.get_scale(), (counts.taken, counts.skipped)
-
-
-def _made(device: str, **how: Any) -> Job:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
-    return Job(device, model, torch.optim.AdamW(model.parameters(), lr=0.1, **how))
-
-
-def moved(device: str, how: str) -> Any:
-    """Three steps on one device and three on another, the optimizer's state with them."""
-    job = _made(device, **{how: True})
-    job.train(range(3))
-    job.model.to("sim:2" if device == "sim" else device)
-    job.optimizer.load_state_dict(job.optimizer.state_dict())
-    job.train(range(3, 6), clip=True)
-    return job.left()
-
-
 def masters_in_data_parallel(device: str) -> Any:
-    """A float16 model whose replicas lie on two devices."""
+    """A float16 model whose replicas lie on two devices; every third step overflows."""
     net = half_mlp().to(device)
-    job = Job(device, net, torch.optim.AdamW(net.parameters(), lr=0.01, fused=True))
-    if device == "sim":
-        job.model = nn.DataParallel(net, [0, 1])
-    job.train()
-    return job.left()
+    model = nn.DataParallel(net, [0, 1]) if device == "sim" else net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    MasterParameters(optimizer)
+    scaler = DistGradScaler(device, init_scale=64.0, growth_interval=2, fp16_grads="master")
+    width = next(net.parameters()).shape[1]
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.full((2, width), 1.0 + step).to(device, torch.float16)
+        loss = model(x).float().square().mean() * (INF if step % 3 == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    counts = scaler.step_counts(optimizer)
+    assert (counts.taken, counts.skipped) == (4, 2)
+    return [p.detach().cpu() for p in net.parameters()], scaler.get_scale()
 
 
 class _Tape(TorchDispatchMode):
@@ -118,16 +81,18 @@ class _Tape(TorchDispatchMode):
 
 def recorded(device: str, what: str) -> Any:
     """Forward and backward recorded and replayed, by themselves or with a fused step and update."""
-    job, tape = _made(device, fused=True), _Tape()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler, tape = DistGradScaler(device, init_scale=64.0, growth_interval=2), _Tape()
     x, factor = torch.ones(2, 4, device=device), torch.ones((), device=device)
     scales = []
 
     def step() -> None:
-        job.scaler.step(job.optimizer)
-        job.scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
 
     def run() -> None:
-        job.scaler.scale(job.model(x).square().mean() * factor).backward()
+        scaler.scale(model(x).square().mean() * factor).backward()
         if what == "step":
             step()
 
@@ -143,13 +108,12 @@ def recorded(device: str, what: str) -> Any:
                 run()
         if what == "backward":
             step()
-        job.optimizer.zero_grad(set_to_none=False)
-        scales.append(job.scaler.get_scale())
-    return [p.detach().cpu() for p in job.model.parameters()], scales
+        optimizer.zero_grad(set_to_none=False)
+        scales.append(scaler.get_scale())
+    return [p.detach().cpu() for p in model.parameters()], scales
 
 
 JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
-    moved: [("fused",), ("foreach",)],
     momentum_after_skips: [()],
     masters_in_data_parallel: [()],
     recorded: [("backward",), ("step",)],
