@@ -146,6 +146,8 @@ class MasterParameters(GradientSource):
         self._adopt()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        # Of what has no master yet, torch would round the state to half precision.
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.zero_grad = self._reaching_the_model(optimizer)  # type: ignore[method-assign]
         optimizer.__getstate__ = self.__getstate__  # type: ignore[method-assign]
         set_source(optimizer, self)
@@ -183,6 +185,7 @@ class MasterParameters(GradientSource):
     @torch.no_grad()
     def _made(self, parameter: Tensor, optimizer: torch.optim.Optimizer) -> _Pair:
         _refuse_flat(parameter)
+        _refuse_rounded(type(optimizer).__name__, parameter, optimizer.state.get(parameter, {}))
         if any(pair.parameter is parameter for pair in self._pairs.values()):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has a master in this optimizer "
@@ -299,6 +302,9 @@ class MasterParameters(GradientSource):
             if gradient is not None and master.grad is not None:
                 master.grad = gradient + master.grad
         self._join()
+
+    def _before_load(self, *_: Any) -> None:
+        self._adopt()
 
     def _after_step(self, *_: Any) -> None:
         self.write_back()
@@ -467,13 +473,18 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
             "over the wrapped model's parameters, then MasterParameters(optimizer)"
         )
     for parameter, state in optimizer.state.items():
-        rounded = [key for key, value in state.items() if _was_used(value)]
-        if rounded:
-            raise SettingError(
-                f"{name} has its state ({', '.join(rounded)}) in {parameter.dtype}, where small "
-                "second moments are zero: its load_state_dict rounds to the dtype of the "
-                "parameters. Make the masters first (initialize, or MasterParameters), then load"
-            )
+        _refuse_rounded(name, parameter, state)
+
+
+def _refuse_rounded(name: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    rounded = [key for key, value in state.items() if _was_used(value)]
+    if rounded:
+        raise SettingError(
+            f"{name} has its state ({', '.join(rounded)}) in {parameter.dtype}, where small "
+            "second moments are zero: its load_state_dict rounds to the dtype of the "
+            "parameters. Make the masters first (initialize, or MasterParameters), of all that is "
+            "to be trained (requires_grad), then load"
+        )
 
 
 def refuse_share(optimizer: torch.optim.Optimizer) -> None:

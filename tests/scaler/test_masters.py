@@ -9,6 +9,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -388,6 +389,26 @@ def test_a_sharded_run_goes_on_to_the_bit_by_torchs_distributed_checkpoint(tmp_p
     dcp.load(state, checkpoint_id=tmp_path)
     resumed.load(state, ("optimizer", "masters", "model")).train(2, 3)
     assert equal(resumed.values(), whole.train(0, 1, 2, 3).values())
+
+
+@pytest.mark.parametrize("thawed_first", [True, False])
+def test_the_state_of_a_parameter_that_thawed_is_loaded_in_float32_or_refused(thawed_first):
+    """Its optimizer's load_state_dict rounds it, as long as there is no master."""
+    (_, saved, _), (_, resumed, _) = one_master(), one_master()
+    thawed, other = half(0.0, 0.0), half(0.0, 0.0, requires_grad=False)
+    for optimizer, parameter in ((saved, thawed), (resumed, other)):
+        optimizer.add_param_group({"params": [parameter], "momentum": 0.999})
+    for _ in range(2):
+        (thawed.float() * torch.tensor([1.0, 3.0])).sum().backward()
+        saved.step()
+    other.requires_grad_(thawed_first)
+    resumed.load_state_dict(saved.state_dict())
+    other.requires_grad_(True)
+    if thawed_first:
+        buffers = [optimizer.state_dict()["state"][1] for optimizer in (saved, resumed)]
+        assert torch.equal(*[each["momentum_buffer"] for each in buffers])
+    with nullcontext() if thawed_first else pytest.raises(SettingError, match="to be trained"):
+        resumed.step()
 
 
 def test_a_part_of_a_checkpoint_alone_is_taken_over():
