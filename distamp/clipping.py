@@ -197,7 +197,7 @@ def local_sums(
     Raises:
         SettingError: A parameter is declared both.
     """
-    powers = _powers(shares, norm_type, device, size, replicated, sharded)
+    powers, _ = _powers(shares, norm_type, device, size, replicated, sharded)
     kinds = (_PART, _REPLICA, _UNSURE)
     return torch.stack([combined(powers.get(kind, []), norm_type, device) for kind in kinds])
 
@@ -208,16 +208,17 @@ def local_square(
     size: int = 1,
     replicated: Declared | None = None,
     sharded: Declared | None = None,
-) -> Tensor:
-    """Return what this rank adds to the square of the norm: 0-d float64, to be summed over ranks.
+) -> tuple[Tensor, int]:
+    """Return what this rank adds to the square of the norm, and of how many gradients that is.
 
-    One number, so it cannot tell that what it counts as replicas differs between ranks, or that
-    what it counts as parts is held by several; `local_sums` can.
+    The first is 0-d float64, to be summed over ranks. One number, so it cannot tell that what it
+    counts as replicas differs between ranks, or that what it counts as parts is held by several;
+    `local_sums` can.
     """
-    powers = _powers(shares, 2.0, device, size, replicated, sharded)
+    powers, count = _powers(shares, 2.0, device, size, replicated, sharded)
     if size > 1 and _REPLICA in powers:
         powers[_REPLICA] = [power / size for power in powers[_REPLICA]]
-    return combined(list(itertools.chain(*powers.values())), 2.0, device)
+    return combined(list(itertools.chain(*powers.values())), 2.0, device), count
 
 
 def _powers(
@@ -227,8 +228,8 @@ def _powers(
     size: int,
     replicated: Declared | None,
     sharded: Declared | None,
-) -> dict[int, list[Tensor]]:
-    """Return for each kind what adds up to its power of the norm: 0-d float64."""
+) -> tuple[dict[int, list[Tensor]], int]:
+    """Return for each kind what adds up to its power of the norm, 0-d float64; and of how many."""
     alike: dict[tuple[int, float], list[Tensor]] = {}
     placed: dict[Any, float] = {}
     for share in shares:
@@ -247,7 +248,7 @@ def _powers(
         if math.isinf(norm_type):
             weight = float(weight > 0)
         powers.setdefault(kind, []).append(power if weight == 1.0 else power * weight)
-    return powers
+    return powers, sum(map(len, alike.values()))
 
 
 def _are_plain(share: Share, gradients: list[Tensor]) -> bool:

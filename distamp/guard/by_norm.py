@@ -54,11 +54,15 @@ class ByNorm(NamedTuple):
         return self.skip_above.float() if isinstance(self.skip_above, Tensor) else None
 
     @property
+    def declared(self) -> list[bool]:
+        """Which of the two declarations were given."""
+        return [self.replicated is not None, self.sharded is not None]
+
+    @property
     def text(self) -> str:
         """What ranks compare, but for a limit on a device."""
         limit = "late" if isinstance(self.skip_above, Tensor) else self.skip_above
-        declared = [self.replicated is not None, self.sharded is not None]
-        return f", max_norm={self.max_norm}, skip_above={limit}, declared={declared}"
+        return f", max_norm={self.max_norm}, skip_above={limit}, declared={self.declared}"
 
     def verdict(self, total: Tensor) -> Verdict:
         """Return what follows from the square of the norm: 0-d float64, the same on all ranks."""

@@ -105,7 +105,10 @@ class Ranks:
         # unscale_, of this optimizer and no other, or a scale set to what it was set to before.
         # One left out shows at the next message.
         self.steps = 0
-        # Whether a norm has found replicas alike over this group; then none compares them.
+        # The most gradients of which a norm over this group has found replicas alike, and how these
+        # were declared. A rank that has more, or other declarations, asks all to compare again.
+        self.compared: tuple[int, object] = (0, None)
+        # Whether no rank asks: then none compares.
         self.clips_agree = False
         # Whether the ranks have told each other that one of them scales its loss.
         self._scales = False
@@ -169,6 +172,7 @@ class Ranks:
         if group is None or group.process_group is not process_group:
             self.restart()
             self._scales = self.clips_agree = False
+            self.compared = (0, None)
             self._arriving.clear()
             self._places.clear()
             self._next_place = 0
@@ -303,19 +307,21 @@ class Ranks:
         call: Call,
         square: Tensor,
         limit: Tensor | None,
+        asks: bool,
         error: Exception | None,
     ) -> Tensor:
         """Return the sum of what each rank adds to the square of a norm, in one message.
 
         Two float64: the sum decides flag and clip, and the digest whether ranks do the same. On a
-        device the limit of the norm is a third, and the host reads at the next call whether ranks
-        are alike; where they are not, the sum is NaN.
+        device the limit of the norm and whether a rank asks are two more, and the host reads at the
+        next call whether ranks are alike; where they are not, the sum is NaN.
 
         Args:
             group: From `group`.
             call: What this rank does.
             square: 0-d float64, on the device of the loss scale.
             limit: What the norm must not lie above, where the host does not know it.
+            asks: Whether replicas are to be compared, on all ranks.
             error: What went wrong on this rank while it measured.
 
         Raises:
@@ -327,11 +333,13 @@ class Ranks:
         digest = self._digest(call, 0, scales)
         expected = float(digest * group.size)
         counted = self.iteration, self.steps
-        words = torch.zeros(2 if group.on_host else 3, dtype=torch.float64, device=group.device)
+        words = torch.zeros(2 if group.on_host else 4, dtype=torch.float64, device=group.device)
         words[0].copy_(square, non_blocking=not group.on_host)
-        words[1].fill_(digest + (error is not None))
+        words[1].fill_(digest + (error is not None or (asks and group.on_host)))
         if limit is not None:
             words[2].copy_(limit, non_blocking=True)
+        if not group.on_host:
+            words[3].fill_(asks)
         reach(group, _reduce, group.process_group, words)
         if self._scales and not group.on_host:
             alike = words[1].eq(expected)
@@ -342,11 +350,13 @@ class Ranks:
                 if not values[0] or error is not None:
                     above = "" if limit is None else f", skip_above={limit.item()}"
                     self._compare(group, call, counted, error, above)
+                self.clips_agree = self.clips_agree and not values[1]
 
-            self.later(alike.double().view(1), read)
+            self.later(torch.stack((alike.double(), words[3])), read)
             return host.moved(torch.where(alike, words[0], math.nan), square.device)
         if words[1].item() != expected or error is not None or not scales:
             self._compare(group, call, counted, error)
+            self.clips_agree = False  # a rank asks, or they meet for the first time
         self._scales = True
         return host.moved(words[0], square.device)
 

@@ -345,7 +345,7 @@ class Steps(Joins):
         error: Exception | None = None,
     ) -> Verdict:
         """Look at gradients by their norm, one of all that is given; all ranks agree on it."""
-        own, device, square = self._guard, divisor.device, None
+        own, device, square, count = self._guard, divisor.device, None, 0
         group = self._group(device)
         before = [
             flag
@@ -355,9 +355,9 @@ class Steps(Joins):
         ]
 
         def look() -> None:
-            nonlocal by, square
+            nonlocal by, square, count
             by = by.checked(read_limit=group is not None and group.on_host)
-            square = self._square(divisor, ones, by, 1 if group is None else group.size)
+            square, count = self._square(divisor, ones, by, 1 if group is None else group.size)
 
         error = self._before_message(group, ones, look, error)
         if square is None:  # on a device an error is raised at the next call; the norm is NaN
@@ -370,9 +370,13 @@ class Steps(Joins):
         if group is not None:
             call = self._call("step by norm", divisor, ones, by.text)
             try:
-                total = own.ranks.agree_on_norm(group, call, total, by.late_limit, error)
+                known, declared = own.ranks.compared
+                asks = count > known or declared != by.declared
+                total = own.ranks.agree_on_norm(group, call, total, by.late_limit, asks, error)
                 if not own.ranks.clips_agree:  # one sum does not show that replicas differ
                     self._see_replicas(group, device, ones, by, error)
+                    if own.ranks.clips_agree:
+                        own.ranks.compared = max(count, known), by.declared
             except Exception:
                 _close(ones, device)
                 raise
@@ -418,8 +422,10 @@ class Steps(Joins):
             raise GradientError(why)
         own.ranks.clips_agree = all(map(math.isfinite, itertools.chain(*rows)))
 
-    def _square(self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm, size: int) -> Tensor:
-        """Unscale what no kernel does; return what this rank adds to the square of the norm."""
+    def _square(
+        self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm, size: int
+    ) -> tuple[Tensor, int]:
+        """Unscale what no kernel does; return what `clipping.local_square` does of all."""
         device = divisor.device
         scaled, unscaled = list[clipping.Share](), list[clipping.Share]()
         set_flags = list[Tensor]()
@@ -436,18 +442,19 @@ class Steps(Joins):
             shares = scaled if one.only_check and self._divides else unscaled
             shares.append(clipping.share_of(one.source))
 
-        def square_of(shares: Sequence[clipping.Share]) -> Tensor:
+        def square_of(shares: Sequence[clipping.Share]) -> tuple[Tensor, int]:
             return clipping.local_square(shares, device, size, by.replicated, by.sharded)
 
-        square = square_of(unscaled) if unscaled or not scaled else None
+        square, count = square_of(scaled or unscaled)
         if scaled:
-            found = square_of(scaled) / divisor.double().square()
-            square = found if square is None else square + found
-        assert square is not None
+            square = square / divisor.double().square()
+        if scaled and unscaled:
+            more = square_of(unscaled)
+            square, count = square + more[0], count + more[1]
         if set_flags:  # an override may have set one
             flag = as_tensor(merged(set_flags, device), device)
             square = torch.where(flag > 0, math.nan, square)
-        return square
+        return square, count
 
     # -- step --------------------------------------------------------------------------------------
 

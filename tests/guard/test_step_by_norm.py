@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler, StepGuard
-from distamp.errors import NonFiniteGradients, SettingError, StageError
+from distamp.errors import GradientError, NonFiniteGradients, SettingError, StageError
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, NAN, backward, error_of, sgd, torch_scaler
 
@@ -176,3 +176,24 @@ def test_sparse_gradients_are_clipped_before_the_step():
     guard.step(optimizer, max_norm=1.0)
     assert guard.grad_norm(optimizer).item() == pytest.approx(math.sqrt(72.0))
     assert (before - table.weight.detach()).norm().item() == pytest.approx(1.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", ["frozen", "declared"])
+def test_replicas_are_compared_again_where_more_take_part_or_are_declared_otherwise(first):
+    """As parameters that thaw under DDP, which does not average what was frozen at first."""
+    alike, apart = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    guard, optimizer = StepGuard(), torch.optim.SGD([alike, apart], lr=0.1)
+    for step in range(3):
+        alike.grad = torch.ones(2)
+        apart.grad = torch.full((2,), 1.0 + dist.get_rank())
+        if first == "declared" and step < 2:
+            guard.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: p is apart)
+            guard.step(optimizer)
+        elif step < 2:
+            apart.grad = None
+            guard.step(optimizer, max_norm=1.0)
+        else:
+            with pytest.raises(GradientError, match="differ between ranks"):
+                guard.step(optimizer, max_norm=1.0)
+        guard.update()

@@ -156,6 +156,23 @@ def test_one_rank_may_ask_for_the_counts_of_fused_steps(sim2):
     assert sim2.run(_one_rank_asks, schedule="late") == ["LossScaleCollapse"] * 2
 
 
+def _thaws() -> list[str]:
+    """What steps by a norm raise, where from the second on more takes part, which differs."""
+    weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(2)]
+    optimizer, guard, raised = torch.optim.SGD(weights, lr=1.0, fused=True), StepGuard(), []
+    for step in range(4):
+        weights[0].grad = torch.ones(1, device="sim")
+        weights[1].grad = torch.full((1,), 1.0 + dist.get_rank(), device="sim") if step else None
+        error = error_of(guard.step, optimizer, max_norm=1.0)
+        guard.update()
+        raised.append(error[0] if error else "")
+    return raised
+
+
+def test_replicas_that_part_after_a_norm_are_seen_by_the_next_one(sim2):
+    assert sim2.run(_thaws) == [["", "", "GradientError", "GradientError"]] * 2
+
+
 # -- jobs of two ranks -----------------------------------------------------------------------------
 
 
