@@ -395,7 +395,7 @@ def test_a_sharded_run_goes_on_to_the_bit_by_torchs_distributed_checkpoint(tmp_p
 def test_the_state_of_a_parameter_that_thawed_is_loaded_in_float32_or_refused(thawed_first):
     """Its optimizer's load_state_dict rounds it, as long as there is no master."""
     (_, saved, _), (_, resumed, _) = one_master(), one_master()
-    thawed, other = half(0.0, 0.0), half(0.0, 0.0, requires_grad=False)
+    thawed, other = (leaf(0.0, 0.0, dtype=F16).requires_grad_(on) for on in (True, False))
     for optimizer, parameter in ((saved, thawed), (resumed, other)):
         optimizer.add_param_group({"params": [parameter], "momentum": 0.999})
     for _ in range(2):
