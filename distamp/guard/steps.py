@@ -345,8 +345,8 @@ class Steps(Joins):
         error: Exception | None = None,
     ) -> Verdict:
         """Look at gradients by their norm, one of all that is given; all ranks agree on it."""
-        own, device, square, count = self._guard, divisor.device, None, 0
-        group = self._group(device)
+        own, device, count = self._guard, divisor.device, 0
+        square, group = None, self._group(device)
         before = [
             flag
             for one in ones
@@ -374,8 +374,7 @@ class Steps(Joins):
                 asks = count > known or declared != by.declared
                 total = own.ranks.agree_on_norm(group, call, total, by.late_limit, asks, error)
                 if not own.ranks.clips_agree:  # one sum does not show that replicas differ
-                    self._see_replicas(group, device, ones, by, error)
-                    if own.ranks.clips_agree:
+                    if self._see_replicas(group, device, ones, by, error):
                         own.ranks.compared = max(count, known), by.declared
             except Exception:
                 _close(ones, device)
@@ -403,12 +402,14 @@ class Steps(Joins):
         ones: Sequence[Resolved],
         by: ByNorm,
         error: Exception | None,
-    ) -> None:
+    ) -> bool:
+        """Compare replicas, on all ranks; return whether that showed that they are alike."""
         sums = torch.full((3,), math.nan, dtype=torch.float64, device=device)
         if error is None:
             shares = [clipping.share_of(one.source) for one in ones]
             sums = clipping.local_sums(shares, 2.0, device, group.size, by.replicated, by.sharded)
         self._compare_replicas(gather_sums(group, sums), 2.0)
+        return self._guard.ranks.clips_agree
 
     def _compare_replicas(self, sums: Tensor, norm_type: float) -> None:
         """Refuse what contradicts the declarations, until ranks have agreed on a finite norm."""
