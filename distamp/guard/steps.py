@@ -373,9 +373,9 @@ class Steps(Joins):
                 known, declared = own.ranks.compared
                 asks = count > known or declared != by.declared
                 total = own.ranks.agree_on_norm(group, call, total, by.late_limit, asks, error)
-                if not own.ranks.clips_agree:  # one sum does not show that replicas differ
-                    if self._see_replicas(group, device, ones, by, error):
-                        own.ranks.compared = max(count, known), by.declared
+                # One sum does not show that replicas differ.
+                if not own.ranks.clips_agree and self._see_replicas(group, device, ones, by, error):
+                    own.ranks.compared = max(count, known), by.declared
             except Exception:
                 _close(ones, device)
                 raise
