@@ -213,7 +213,8 @@ class Precision:
             "gather": (*either, "fp8")[: 3 if self.float8_all_gather else 2]
             if self.autocasts
             else compute,
-            "reduce": either if kept or pins else _SHORT[self.reduce],
+            # A policy may reduce in more, as FSDP's pages advise.
+            "reduce": either if self.casts_model else _SHORT[self.reduce],
             "activations": either if self.autocasts else compute,
             "masters": steps,
             "optimizer_state": steps,

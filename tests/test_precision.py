@@ -105,3 +105,9 @@ def test_what_o0_says_of_itself_may_be_said():
 def test_rows_that_cannot_be_made(level, changed, says):
     with pytest.raises(SettingError, match=says):
         LEVELS[level].replaced(**changed)
+
+
+def test_gradients_of_a_cast_model_may_be_reduced_in_more_and_those_of_a_region_not_in_less():
+    """fsdp2.md advises reduce_dtype=torch.float32."""
+    assert LEVELS["bf16-O2"].contract()["reduce"] == ("fp32", "bf16")
+    assert LEVELS["O1"].contract()["reduce"] == "fp32"

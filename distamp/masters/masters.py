@@ -532,10 +532,12 @@ def _read(state: Any, own: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
             f"that masters.state_dict() returns: {state!r:.80}"
         )
     for number in sorted(saved.keys() ^ own.keys(), key=str):
+        there = "let it require gradients, load, and freeze it then"
+        here = "freeze it before masters are made, load, and thaw it then"
         raise ValueError(
             f"the state has {len(saved)} masters and there are {len(own)} here; parameter {number} "
-            "of the optimizer has one on one side alone: load it into the same model and "
-            "optimizer, frozen in the same places"
+            f"of the optimizer has one on one side alone: {there if number in saved else here}, or "
+            "take the same model and optimizer"
         )
     for number, master in own.items():
         value = saved[number]
