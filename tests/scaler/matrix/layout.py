@@ -34,8 +34,6 @@ class Layout:
         widths: of ``head`` and ``tail``.
         shards: into how many shards the batch is split.
         group: what ``torch.distributed`` should be: ``"default"``, or ``"none"`` for no group.
-        clips: whether a total norm is defined: where plain tensors hold different parts of the
-            model on different ranks, nothing but the user can tell them from replicas.
         kinds: the names of the optimizers that train on it; None for all of `KINDS`.
         init_scale: what the cells begin with; lower where gradients are float16.
         fp16_grads: what the scaler is given.
@@ -51,7 +49,6 @@ class Layout:
     widths: ClassVar[tuple[int, int]] = (3, 2)
     shards: ClassVar[int] = 1
     group: ClassVar[str] = "none"
-    clips: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...] | None] = None
     init_scale: ClassVar[float] = 2.0**16
     fp16_grads: ClassVar[str] = "error"
@@ -80,8 +77,8 @@ class Layout:
         return net
 
     def shard_of(self, rank: int) -> int:
-        """Which shard of the batch a rank computes."""
-        return 0
+        """Which shard of the batch a rank computes: its neighbours may have the same."""
+        return rank * self.shards // WORLD
 
     def sharded(self, parameter: Tensor) -> bool:
         """Whether each rank holds another such tensor, and nothing but its user can say so."""
@@ -179,9 +176,6 @@ class World(Layout):
 
     group = "default"
     shards = WORLD
-
-    def shard_of(self, rank: int) -> int:
-        return rank
 
     def domain_of(self, rank: int) -> int:
         return 0

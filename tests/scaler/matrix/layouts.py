@@ -93,12 +93,10 @@ class HSDP(FSDP2):
         return mesh(self.shape, self.names)
 
 
-_PLAN = {
-    "first": ColwiseParallel,
-    "second": RowwiseParallel,
-    "head": ColwiseParallel,
-    "tail": RowwiseParallel,
-}
+def _parallel(net: nn.Module, over: Any, *names: str) -> nn.Module:
+    """Tensor parallel layers of these names: by columns and by rows in turn."""
+    plan = {name: (ColwiseParallel(), RowwiseParallel())[LAYERS.index(name) % 2] for name in names}
+    return parallelize_module(net, over, plan)
 
 
 class TP(World):
@@ -108,12 +106,7 @@ class TP(World):
     shards = 1
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        return parallelize_module(
-            net, mesh((WORLD,), ("tp",)), {name: style() for name, style in _PLAN.items()}
-        )
-
-    def shard_of(self, rank: int) -> int:
-        return 0
+        return _parallel(net, mesh((WORLD,), ("tp",)), *LAYERS)
 
 
 class FSDP2TP(World):
@@ -123,12 +116,8 @@ class FSDP2TP(World):
     shards = 2
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        both = mesh((2, WORLD // 2), ("dp", "tp"))
-        parallelize_module(net, both["tp"], {name: style() for name, style in _PLAN.items()})
-        return shard_layers(net, mesh=both["dp"])
-
-    def shard_of(self, rank: int) -> int:
-        return rank // (WORLD // 2)
+        both = self.process_group()
+        return shard_layers(_parallel(net, both["tp"], *LAYERS), mesh=both["dp"])
 
     def process_group(self) -> Any:
         return mesh((2, WORLD // 2), ("dp", "tp"))
@@ -138,8 +127,7 @@ class PlainAndDTensor(TP):
     """One optimizer holds DTensors (tensor parallel) and plain tensors (the same on every rank)."""
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        plan = {name: style() for name, style in _PLAN.items() if name in ("first", "second")}
-        return parallelize_module(net, mesh((WORLD,), ("tp",)), plan)
+        return _parallel(net, mesh((WORLD,), ("tp",)), "first", "second")
 
 
 class TwoMeshes(World):
@@ -161,8 +149,6 @@ class ZeRO(DDP):
 
 class OSS(World):
     """fairscale's OSS and ShardedDataParallel: gradients are reduced to the rank that owns them."""
-
-    clips = False
 
     def optimizer(self, kind: Kind, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         from fairscale.optim import oss
@@ -211,7 +197,6 @@ class DDPExperts(DDP):
         experts: how many there are; rank r holds a part of, or all of, number r modulo that.
     """
 
-    clips = False
     used: ClassVar[tuple[bool, ...]] = (True,) * 4
     experts: ClassVar[int] = WORLD
 
@@ -238,8 +223,7 @@ class DDPExperts(DDP):
 
     def parts(self) -> list[list[nn.Parameter]]:
         expert = list(self.net.expert.parameters())
-        mine = {id(p) for p in expert}
-        return [[p for p in self.net.parameters() if id(p) not in mine], expert]
+        return [[p for p in self.net.parameters() if not self.sharded(p)], expert]
 
     def part_names(self) -> list[list[str]]:
         shared = [name for name in self.initial if "@" not in name]
@@ -286,7 +270,6 @@ class MeshExperts(DDPExperts):
     Ranks 0 and 2 hold one expert between them, ranks 1 and 3 another.
     """
 
-    clips = True
     experts = 2
     reference_class = _MeanOverHolders
 
@@ -319,10 +302,6 @@ class Pipeline(World):
     """torch's GPipe schedule: each rank holds one layer and nothing of the others."""
 
     shards = 1
-    clips = False
-
-    def shard_of(self, rank: int) -> int:
-        return 0
 
     def sharded(self, parameter: Tensor) -> bool:
         return True
@@ -348,13 +327,9 @@ class Pipeline(World):
 
             # The schedule's own scaling would divide what earlier passes accumulated once more.
             schedule = ScheduleGPipe(self.stage, CHUNKS, loss_fn=loss, scale_grads=False)
-            x = batch(iteration, step, 0).to(here(), torch.float32)
-            if rank == 0:
-                schedule.step(x)
-            elif rank == WORLD - 1:
-                schedule.step(target=torch.zeros(BATCH, self.widths[1], device=here()))
-            else:
-                schedule.step()
+            given = [self.inputs(batch(iteration, step, 0))] if rank == 0 else []
+            target = torch.zeros(BATCH, self.widths[1], device=here())
+            schedule.step(*given, target=target if rank == WORLD - 1 else None)
         if rank != WORLD - 1 and type(scaler).__module__.startswith("torch."):
             # torch's scalers assert where scale() was never called; this rank sees no loss.
             scaler.scale(torch.zeros((), device=here()))

@@ -30,36 +30,23 @@ def _group(layout: Layout) -> dist.ProcessGroup | None:
     return given if isinstance(given, dist.ProcessGroup) else None
 
 
-def _distamp(program: Program, layout: Layout) -> Any:
-    return DistGradScaler(
-        device_type(),
-        init_scale=program.init_scale,
-        growth_interval=program.growth_interval,
-        process_group=layout.process_group(),
-        fp16_grads=layout.fp16_grads,
-    )
-
-
-def _torch(program: Program, layout: Layout) -> Any:
-    return torch.amp.GradScaler(
-        device_type(), init_scale=program.init_scale, growth_interval=program.growth_interval
-    )
-
-
-def _sharded(program: Program, layout: Layout) -> Any:
-    return ShardedGradScaler(
-        device_type(),
-        init_scale=program.init_scale,
-        growth_interval=program.growth_interval,
-        process_group=_group(layout) or dist.group.WORLD,
-    )
+def _made(cls: Any, program: Program, **more: Any) -> Any:
+    scale = {"init_scale": program.init_scale, "growth_interval": program.growth_interval}
+    return cls(device_type(), **scale, **more)
 
 
 SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
-    "distamp": _distamp,
+    "distamp": lambda program, layout: _made(
+        DistGradScaler,
+        program,
+        process_group=layout.process_group(),
+        fp16_grads=layout.fp16_grads,
+    ),
     "guard": lambda program, layout: StepGuard(layout.process_group()),
-    "torch": _torch,
-    "sharded": _sharded,
+    "torch": lambda program, layout: _made(torch.amp.GradScaler, program),
+    "sharded": lambda program, layout: _made(
+        ShardedGradScaler, program, process_group=_group(layout) or dist.group.WORLD
+    ),
     "none": lambda program, layout: torch.amp.GradScaler(device_type(), enabled=False),
 }
 
@@ -156,11 +143,8 @@ class Runner:
 
     def _astray(self, number: int) -> str | None:
         astray, last = self.program.astray, len(self.program.iterations) - 1
-        if astray is None or number != last or astray[1] != self.layout.rank:
-            return None
-        if not (self.real or self.guards):
-            return None
-        return astray[0]
+        goes = astray is not None and number == last and astray[1] == self.layout.rank
+        return astray[0] if goes and (self.real or self.guards) else None
 
     def _factors_of_faults(self, number: int, iteration: Iteration) -> list[float]:
         layout = self.layout
@@ -269,7 +253,7 @@ class Runner:
 
     def _local_parameters(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return [
-            (p.to_local() if hasattr(p, "to_local") else p).detach().clone()
+            local_values(p.detach()).clone()
             for group in optimizer.param_groups
             for p in group["params"]
         ]
