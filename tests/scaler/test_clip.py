@@ -1,7 +1,6 @@
 """clip_grad_norm_: the norm of the whole model, of which every rank may hold a part."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distamp import clip_grad_norm_
 from distamp.errors import SettingError, StageError
+from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 from tests.scaler.matrix.layouts import LAYOUTS
 from tests.scaler.matrix.reference import KINDS
@@ -106,23 +106,6 @@ def test_in_one_process_it_clips_as_torch_does_and_reads_numbers_as_torch_does(g
         torch.testing.assert_close(ours, _clipped("torch", given, *numbers))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_rows_of_a_sparse_gradient_that_come_twice_count_as_their_sum(dtype):
-    for norm_type, tokens in itertools.product(TYPES[:3], ([3, 1, 3, 3, 0], [0, 1, 2, 3, 4])):
-        ends = []
-        for sparse in (True, False):
-            torch.manual_seed(0)
-            table = nn.Embedding(8, 4, sparse=sparse, dtype=dtype)
-            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-            scaler = cpu_scaler(8.0, fp16_grads="inplace")
-            weights = torch.tensor([[1.0], [2.0], [-3.0], [2.5], [0.5]])
-            scaler.scale((table(torch.tensor(tokens)).float() * weights).sum()).backward()
-            norm = scaler.clip_grad_norm_(optimizer, 0.5, norm_type).item()
-            scaler.step(optimizer)
-            ends.append([norm, *table.weight.detach().flatten().tolist()])
-        assert ends[0] == pytest.approx(ends[1], rel=1e-3), (norm_type, tokens)
-
-
 def test_what_cannot_be_clipped_is_named():
     (parameter, optimizer), model = sgd(1.0, 2.0), nn.Sequential(nn.Linear(1, 1))
     scaler = cpu_scaler()
@@ -139,9 +122,6 @@ def test_what_cannot_be_clipped_is_named():
     model(torch.ones(1)).backward()
     with pytest.raises(StageError, match="Give clip_grad_norm_ the optimizer"):
         scaler.clip_grad_norm_(model.parameters(), 1.0)
-    for declared in ("sharded", "replicated"):  # nothing to a process alone
-        norm = scaler.clip_grad_norm_(optimizer, 1e6, **{declared: lambda _: True})
-        assert norm.item() == 5.0
 
 
 # -- what counts as a part, and what as a copy -----------------------------------------------------
@@ -186,32 +166,26 @@ PARTS: dict[str, Callable[[int], float | str]] = {
 }
 
 
-def _part(name: str) -> float | str:
-    return PARTS[name](dist.get_rank())
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", PARTS)
-def test_each_parameter_is_counted_once(ranks2, name):
-    for found in ranks2.run(_part, name):
-        if name == "parts, not declared":
-            assert "GradientError" in found
-            assert "sharded=" in found
-        else:
-            expected = math.inf if name == "not finite" else 5.0
-            assert found == pytest.approx(expected, rel=1e-4)
+def test_each_parameter_is_counted_once(name):
+    found = PARTS[name](dist.get_rank())
+    if name == "parts, not declared":
+        assert "GradientError" in str(found)
+        assert "sharded=" in str(found)
+    else:
+        assert found == pytest.approx(math.inf if name == "not finite" else 5.0, rel=1e-4)
 
 
-def _norm_of_replicas() -> float:
+@on_ranks(4)
+def test_a_replica_in_both_dimensions_of_a_mesh_counts_once():
     grid, twice = mesh((2, 2), ("a", "b")), [Replicate(), Replicate()]
     weight = nn.Parameter(DTensor.from_local(torch.zeros(3), grid, twice))
     weight.grad = DTensor.from_local(torch.full((3,), 4.0), grid, twice)
     scaler = cpu_scaler(4.0)
     scaler.scale(torch.ones(()))
-    return scaler.clip_grad_norm_(torch.optim.SGD([weight], lr=1.0), 1.0).item()
-
-
-def test_a_replica_in_both_dimensions_of_a_mesh_counts_once(ranks4):
-    assert ranks4.run(_norm_of_replicas) == [pytest.approx(math.sqrt(3))] * 4
+    norm = scaler.clip_grad_norm_(torch.optim.SGD([weight], lr=1.0), 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(3))
 
 
 def test_gradients_that_are_unscaled_already_are_clipped_with_those_that_are_not():
@@ -226,25 +200,18 @@ def test_gradients_that_are_unscaled_already_are_clipped_with_those_that_are_not
     assert torch.cat([first, second]).tolist() == pytest.approx([-0.5] * 4, abs=1e-5)
 
 
-def _in_a_row(*gradients: float) -> Any:
-    """Of each clip in a row: whether its norm is finite, and a gradient beside this one."""
-    scaler, (parameter, optimizer), told = cpu_scaler(), sgd(1.0, 1.0), []
-    for gradient in gradients:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_changes_nothing_and_once_agreed_on_compares_no_more():
+    """Of one rank the second replica overflows, and the third differs."""
+    scaler, (parameter, optimizer) = cpu_scaler(), sgd(1.0, 1.0)
+    for gradient in (3.0, INF, 4.0):
         optimizer.zero_grad()
         backward(scaler, parameter, [0.25, gradient if dist.get_rank() else 3.0])
-        norm = scaler.clip_grad_norm_(optimizer, 1e6).item()
+        norm = scaler.clip_grad_norm_(optimizer, 1e6)
         scaler.step(optimizer)
-        told.append((math.isfinite(norm), parameter.grad[0].item()))
+        assert (bool(norm.isfinite()), parameter.grad[0].item()) == (gradient != INF, 0.25)
         scaler.update()
-    return told, scaler.step_counts(optimizer).skipped
-
-
-def test_a_norm_that_is_not_finite_changes_nothing(ranks2):
-    assert ranks2.run(_in_a_row, INF) == [([(False, 0.25)], 1)] * 2
-
-
-def test_once_a_norm_was_agreed_on_replicas_are_compared_no_more(ranks2):
-    assert ranks2.run(_in_a_row, 3.0, 4.0) == [([(True, 0.25)] * 2, 0)] * 2
+    assert scaler.step_counts(optimizer).skipped == 1
 
 
 def _hybrid_shards() -> Any:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, StepGuard
-from tests.ranks import logged
+from tests.on_ranks import on_ranks
+from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, iteration, leaf, sgd
 
 Error = tuple[str, str] | None
@@ -32,7 +33,8 @@ class Job:
         self.odd = dist.get_rank() == 1
         (self.first, self.a), self.second = sgd(), leaf(1.0, 1.0)
         self.b = torch.optim.Adam([self.second], lr=0.5)
-        self.scaler = cpu_scaler()
+        self.stranger, self.scaler = leaf(1.0), cpu_scaler()
+        self.stranger.grad = torch.ones(1)
         iteration(self.scaler, self.a, self.first, 0.25)
 
     def backward(self) -> None:
@@ -155,25 +157,18 @@ def _one_holds_float16(job: Job) -> None:
     job.scaler.unscale_(job.a)
 
 
-def _stranger() -> nn.Parameter:
-    parameter = leaf(1.0)
-    parameter.grad = torch.ones(1)
-    return parameter
-
-
-def _one_declares_wrongly(job: Job) -> None:
-    job.scaler.clip_grad_norm_(job.a, 1.0, sharded=lambda _: {False: True}[job.odd])
-
-
 ERRORS: dict[str, Callable[[Job], Any]] = {
     "FP16 gradients": _one_holds_float16,
-    "KeyError": _one_declares_wrongly,
+    "KeyError": lambda job: job.scaler.clip_grad_norm_(
+        job.a, 1.0, sharded=lambda _: {False: True}[job.odd]
+    ),
     "not object": lambda job: job.scaler.step(object() if job.odd else job.a),
     "given twice": lambda job: job.scaler.step_all([job.a] * (1 + job.odd)),
     "losure": lambda job: job.scaler.step(job.a, *([lambda: 1.0] if job.odd else [])),
+    "Closure": lambda job: job.scaler.step(job.a, **({"closure": lambda: 1.0} if job.odd else {})),
     "max_norm must be >= 0": lambda job: job.scaler.clip_grad_norm_(job.a, 1.0 - 2.0 * job.odd),
     "no optimizer this scaler has": lambda job: job.scaler.clip_grad_norm_(
-        [_stranger() if job.odd else job.first], 1.0
+        [job.stranger if job.odd else job.first], 1.0
     ),
     "declared both": lambda job: job.scaler.clip_grad_norm_(
         job.a, 1.0, sharded=lambda _: job.odd, replicated=lambda _: True
@@ -181,50 +176,46 @@ ERRORS: dict[str, Callable[[Job], Any]] = {
 }
 
 
-def _one_raises(words: str) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("words", ERRORS)
+def test_an_error_where_a_message_is_due_is_raised_on_every_rank(words):
+    """Nothing is stepped, and all go on after ``update``."""
     job = Job()
     job.backward()
-    errors = [error_of(ERRORS[words], job)]
-    values = [job.first.item()]
+    name, text = error_of(ERRORS[words], job)
+    assert words in f"{name} {text}"
+    assert job.odd or "rank 1" in text
+    assert job.first.item() == 0.75
     if words == "FP16 gradients":  # which would be unscaled twice
-        errors.append(error_of(job.scaler.step, job.a))
+        assert error_of(job.scaler.step, job.a)[0] == "StageError"
     if words != "no optimizer this scaler has":  # no rank goes on after such a mistake
         job.scaler.update()
         job.a.param_groups[1:] = []
         leaves_out_nothing(job)
-        values.append(job.first.item())
-    return errors, values
-
-
-@pytest.mark.parametrize("words", ERRORS)
-def test_an_error_where_a_message_is_due_is_raised_on_every_rank(ranks2, words):
-    """Nothing is stepped, and all go on after ``update``."""
-    for rank, ((error, *again), values) in enumerate(ranks2.run(_one_raises, words)):
-        assert words in " ".join(error)
-        assert rank == 1 or "rank 1" in error[1], error
-        assert values == [0.75, 0.5][: len(values)]
-        assert [name for name, _ in again] == ["StageError"] * len(again)
+        assert job.first.item() == 0.5
 
 
 # -- ranks that may differ -------------------------------------------------------------------------
 
 
-def brings_an_optimizer_later(job: Job) -> None:
-    """Of another size on each rank."""
-    size = 3 if job.odd else 2
-    other = leaf(*[1.0] * size)
+@on_ranks(2)
+def test_ranks_may_bring_an_optimizer_later_of_another_size_on_each():
+    job = Job()
+    other = leaf(*[1.0] * (3 if job.odd else 2))
     optimizer = torch.optim.SGD([other], lr=1.0)
     for chosen in ([job.a], [job.a, optimizer], [optimizer], [job.a, optimizer]):
         job.backward()
         other.grad = None
-        backward(job.scaler, other, [0.25] * size)
+        backward(job.scaler, other, [0.25] * other.numel())
         job.scaler.step_all(chosen)
         job.scaler.update()
-    assert other.tolist() == [0.25] * size
+    assert (job.first.item(), set(other.tolist())) == (0.0, {0.25})
 
 
-def resumes_and_has_no_batch(job: Job) -> None:
+@on_ranks(2)
+def test_a_rank_may_have_no_batch_in_the_first_iteration_after_a_restart():
     """As fairseq2 (#1346): it unscales before it has scaled a loss."""
+    job = Job()
     state, job.scaler = job.scaler.state_dict(), cpu_scaler(4.0)
     job.scaler.load_state_dict(state)
     job.first.grad = None
@@ -233,49 +224,36 @@ def resumes_and_has_no_batch(job: Job) -> None:
     job.scaler.unscale_(job.a)
     job.scaler.step(job.a)
     job.scaler.update()
-    assert job.scaler.get_scale() == 1024.0
+    assert (job.first.item(), job.scaler.get_scale()) == (0.75 if job.odd else 0.5, 1024.0)
 
 
-def test_ranks_that_differ_in_what_they_hold_go_on(ranks2):
-    assert ranks2.run(_differ, brings_an_optimizer_later) == [(None, 0.0, [1.0, 1.0])] * 2
-    first, second = ranks2.run(_differ, resumes_and_has_no_batch)
-    assert (first[:2], second[:2]) == ((None, 0.5), (None, 0.75))
-
-
-def _forty_optimizers() -> list[float]:
+@on_ranks(4)
+def test_of_a_whole_set_each_is_stepped_by_its_own_flag():
     """Fused, of which the last overflows on two ranks: a sum of flags that torch's do not take."""
     trained, scaler = [sgd(fused=True) for _ in range(40)], cpu_scaler()
     for parameter, _ in trained:
         bad = parameter is trained[-1][0] and dist.get_rank() in (1, 2)
         backward(scaler, parameter, INF if bad else 0.25)
     scaler.step_all([optimizer for _, optimizer in trained])
-    return [parameter.item() for parameter, _ in trained]
-
-
-def test_of_a_whole_set_each_is_stepped_by_its_own_flag(ranks4):
-    assert ranks4.run(_forty_optimizers) == [[0.75] * 39 + [1.0]] * 4
+    assert [parameter.item() for parameter, _ in trained] == [0.75] * 39 + [1.0]
 
 
 # -- groups ----------------------------------------------------------------------------------------
 
 
-def _skipped_in(kind: str) -> Any:
-    """Overflow on rank 2 in scalers of ranks 0 and 2, 1 and 3: who skipped, named whom, logged."""
-    grid = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("part", "half", "one"))
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_a_scaler_of_some_ranks_agrees_over_these_and_names_them(kind):
+    """Overflow on rank 2 in scalers of ranks 0 and 2, 1 and 3."""
+    rank, grid = dist.get_rank(), mesh((2, 2, 1), ("part", "half", "one"))
     over = grid["part", "one"] if kind == "mesh" else grid["part"].get_group()
     (parameter, optimizer), scaler = sgd(), cpu_scaler(process_group=over)
     with logged("distamp.scaler") as lines:
-        iteration(scaler, optimizer, parameter, INF if dist.get_rank() == 2 else 0.25)
-    stepped = scaler.stepped(optimizer)
-    found = () if stepped else scaler.overflow_report().overflows
-    return stepped, [each.rank for each in found], ["on rank 2" in line for line in lines]
-
-
-@pytest.mark.parametrize("kind", ["group", "mesh"])
-def test_a_scaler_of_some_ranks_agrees_over_these_and_names_them(ranks4, kind):
-    first, second, third, fourth = ranks4.run(_skipped_in, kind)
-    assert (first, third) == ((False, [2], [True]), (False, [2], []))
-    assert second == fourth == (True, [], [])
+        iteration(scaler, optimizer, parameter, INF if rank == 2 else 0.25)
+    assert ["on rank 2" in line for line in lines] == [True] * (rank == 0)
+    assert scaler.stepped(optimizer) is (rank in (1, 3))
+    if rank in (0, 2):
+        assert [each.rank for each in scaler.overflow_report().overflows] == [2]
 
 
 def _outside() -> list[Error]:
@@ -290,19 +268,15 @@ def test_a_group_without_this_rank_is_refused_there(ranks2):
     assert all("does not contain" in error[1] for error in outside)
 
 
-def _unpickled() -> Any:
+@on_ranks(2)
+def test_a_pickle_asks_for_the_group_that_it_had():
     job = Job()
     job.scaler.process_group = dist.new_group([0, 1])
     job.scaler = pickle.loads(pickle.dumps(job.scaler))
-    refused = error_of(leaves_out_nothing, job)
+    assert error_of(leaves_out_nothing, job)[0] == "StageError"
     job.scaler.process_group = None
     leaves_out_nothing(job)
-    return refused, job.first.item()
-
-
-def test_a_pickle_asks_for_the_group_that_it_had(ranks2):
-    for refused, value in ranks2.run(_unpickled):
-        assert (refused[0], value) == ("StageError", 0.5)
+    assert job.first.item() == 0.5
 
 
 def _destroyed_and_made_anew(path: str) -> Any:
@@ -340,36 +314,30 @@ def test_groups_are_destroyed_and_made_anew_and_a_rank_is_replaced(new_ranks, tm
 # -- uneven inputs ---------------------------------------------------------------------------------
 
 
-def _uneven(by: str, batches: tuple[int, int], overflow_at: int | None) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("overflow_at", [None, 1])
+@pytest.mark.parametrize("batches", [(1, 3), (3, 1), (0, 2)])
+@pytest.mark.parametrize("by", ["scaler", "guard"])
+def test_join_of_model_and_scaler_trains_on_uneven_inputs(by, batches, overflow_at):
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     nn.init.ones_(model.module.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler: Any = cpu_scaler() if by == "scaler" else StepGuard()
-    norms = []
 
-    def step(factor: float) -> None:
+    def step(factor: float) -> float:
         optimizer.zero_grad()
         scaler.scale((model(torch.ones(1, 1)) * factor).sum()).backward()
-        norms.append(scaler.clip_grad_norm_(optimizer, 100.0).item())
+        norm = scaler.clip_grad_norm_(optimizer, 100.0).item()
         scaler.step(optimizer)
         scaler.update()
+        return norm
 
     with Join([model, scaler]):
         for number in range(batches[dist.get_rank()]):
             step(INF if number == overflow_at else 0.25)
-    step(0.25)
-    assert scaler.grad_norm(optimizer) == norms[-1]
-    return norms[-1], model.module.weight.item(), scaler.get_scale()
-
-
-@pytest.mark.parametrize("overflow_at", [None, 1])
-@pytest.mark.parametrize("batches", [(1, 3), (3, 1), (0, 2)])
-@pytest.mark.parametrize("by", ["scaler", "guard"])
-def test_join_of_model_and_scaler_trains_on_uneven_inputs(ranks2, by, batches, overflow_at):
-    first, second = ranks2.run(_uneven, by, batches, overflow_at)
-    assert first == second
+    assert step(0.25) == scaler.grad_norm(optimizer) == 0.25
     # DDP divides by the ranks that there were at first: a batch of one rank moves by half.
     moved = [0.25 if n < min(batches) else 0.125 for n in range(max(batches)) if n != overflow_at]
-    assert first[:2] == (0.25, 1.0 - sum(moved) - 0.25)
+    assert model.module.weight.item() == 1.0 - sum(moved) - 0.25
     if by == "scaler":
-        assert first[2] == (1024.0 if overflow_at is None else 512.0)
+        assert scaler.get_scale() == (1024.0 if overflow_at is None else 512.0)

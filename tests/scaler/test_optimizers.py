@@ -1,5 +1,6 @@
 """Optimizers that take the flag themselves, wrappers of frameworks, and steps that fail."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -223,10 +224,10 @@ def test_an_exception_inside_a_step_leaves_nothing_behind_and_may_be_retried(fus
 def test_what_is_no_optimizer_is_named():
     (parameter, optimizer), scaler = sgd(), cpu_scaler()
     backward(scaler, parameter, 0.25)
-    for wrong in ([optimizer], parameter, None):
-        for call in (scaler.unscale_, scaler.step):
-            with pytest.raises(TypeError, match=f"an optimizer, not {type(wrong).__name__}"):
-                call(wrong)
+    calls = (scaler.unscale_, scaler.step, scaler.add_optimizer)
+    for wrong, call in itertools.product(([optimizer], parameter, None), calls):
+        with pytest.raises(TypeError, match=f"an optimizer, not {type(wrong).__name__}"):
+            call(wrong)
     with pytest.raises(TypeError, match="at least one optimizer"):
         scaler.unscale_()
     optimizer.param_groups[0]["params"] = [1.0]

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distamp.errors import LossScaleCollapse
+from distamp.errors import LossScaleCollapse, StageError
 from distamp.scaler import MasterParameters
+from tests.on_ranks import on_ranks
 from tests.ranks import logged
-from tests.scaler.steps import INF, NAN, cpu_scaler, error_of, iteration, leaf, sgd
+from tests.scaler.steps import INF, NAN, cpu_scaler, iteration, leaf, sgd
 
 WEIGHT = torch.tensor([[INF, 2048.0], [-INF, NAN], [0.0, -4096.0]])
 
@@ -119,67 +120,53 @@ def test_the_log_of_a_skip_names_buffers_that_are_not_finite_once(caplog):
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def _reported(bad: list[int]) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("bad", [[1], [0, 1], []])
+def test_every_rank_gets_the_report_of_all_ranks_or_an_error_that_says_when_to_call(bad):
     scaler, model = cpu_scaler(), net()
     optimizer = by_its_parameters(model)
     step(scaler, model, optimizer, {"first.weight": WEIGHT} if dist.get_rank() in bad else {})
-    if error := error_of(scaler.overflow_report):
-        return error
-    return rows(scaler.overflow_report()), str(scaler.overflow_report())
+    if bad:
+        found = rows(scaler.overflow_report())
+        assert found == [("group 0, parameter 0", rank, 2, 1, 6, 4.0) for rank in bad]
+        return
+    with pytest.raises(StageError, match="no inf or NaN in any gradient of any rank") as error:
+        scaler.overflow_report()
+    assert "after a skipped step and before zero_grad()" in str(error.value)
 
 
-def test_every_rank_gets_the_report_of_all_ranks_or_an_error_that_says_when_to_call(ranks2):
-    for bad in ([1], [0, 1]):
-        first, second = ranks2.run(_reported, bad)
-        assert first == second
-        assert first[0] == [("group 0, parameter 0", rank, 2, 1, 6, 4.0) for rank in bad]
-    for name, said in ranks2.run(_reported, []):
-        assert name == "StageError"
-        assert "no inf or NaN in any gradient of any rank" in said
-        assert "after a skipped step and before zero_grad()" in said
-
-
-def _logged(unscale: bool) -> list[str]:
+@on_ranks(2)
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
+def test_a_skipped_step_is_explained_on_rank_0(unscale):
     parameter, scaler = leaf(1.0), cpu_scaler()
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     with logged("distamp.scaler") as lines:
         for gradient in (0.25, 0.25, INF if dist.get_rank() else 0.25, 0.25):
             iteration(scaler, optimizer, parameter, gradient, unscale=unscale)
-    return lines
-
-
-@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
-def test_a_skipped_step_is_explained_on_rank_0(ranks2, unscale):
-    (line,), second = ranks2.run(_logged, unscale)
-    assert second == []
-    assert [part for part in ("AdamW", "1024", "rank 1", "3") if part not in line] == []
+    assert len(lines) == (dist.get_rank() == 0)
+    for words in ("AdamW", "1024", "rank 1", "3"):
+        assert all(words in line for line in lines), words
 
 
 # -- LossScaleCollapse -----------------------------------------------------------------------------
 
 
-def _collapse() -> Any:
+@on_ranks(2)
+def test_the_skip_in_a_row_that_reaches_the_limit_raises_and_the_user_may_go_on():
     """Three skipped steps in a row, which rank 1 overflowed; and on after it."""
     (parameter, optimizer), scaler = sgd(), cpu_scaler(max_consecutive_skips=3)
     for bad in (INF, INF, 0.25, INF, INF):
         gradient = bad if dist.get_rank() == 1 else 0.25
         iteration(scaler, optimizer, parameter, gradient)
-    try:
+    with pytest.raises(LossScaleCollapse) as error:
         iteration(scaler, optimizer, parameter, NAN if dist.get_rank() == 1 else 0.25)
-    except LossScaleCollapse as error:
-        said = str(error), rows(scaler.overflow_report())
-    scaler.update(64.0)
-    iteration(scaler, optimizer, parameter, 0.25)
-    return *said, parameter.item(), scaler.step_counts(optimizer).skipped
-
-
-def test_the_skip_in_a_row_that_reaches_the_limit_raises_and_the_user_may_go_on(ranks2):
-    first, second = ranks2.run(_collapse)
-    assert first == second
-    assert first[1:] == ([("group 0, parameter 0", 1, 0, 1, 1, 0.0)], 0.5, 5)
     for words in (
         "3 steps in a row were skipped",
         "at loss scale 64",
-        "overflow_report() on every rank",
+        "overflow_report() on every",
     ):
-        assert words in first[0]
+        assert words in str(error.value)
+    assert rows(scaler.overflow_report()) == [("group 0, parameter 0", 1, 0, 1, 1, 0.0)]
+    scaler.update(64.0)
+    iteration(scaler, optimizer, parameter, 0.25)
+    assert (parameter.item(), scaler.step_counts(optimizer).skipped) == (0.5, 5)
