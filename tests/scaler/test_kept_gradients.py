@@ -7,17 +7,15 @@ so what a step subtracts is right to the bit or wrong.
 """
 
 import random
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
-from tests.ranks import mesh
+from tests.on_ranks import on_ranks
+from tests.scaler.masters import local, spread
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
 DRAWS, ALL_DRAWS = 60, 20_000
@@ -112,7 +110,7 @@ def test_many_random_loops_step_by_the_right_gradients() -> None:
 
 
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
-@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
+@pytest.mark.parametrize("how", ["step", "unscale", "unscale both", "clip"])
 def test_an_optimizer_stepped_after_anothers_update(how, masters):
     """Lightning's manual optimisation: both backward, then step and update of each in turn."""
     (p, a), q = sgd(), leaf(1.0, dtype=torch.float16 if masters else torch.float32)
@@ -121,12 +119,11 @@ def test_an_optimizer_stepped_after_anothers_update(how, masters):
     scaler = cpu_scaler(growth_interval=1, fp16_grads="master" if masters else "error")
     scaler.add_optimizer(b)
     for gradient in (0.25, INF):  # one moves the scale up, the other down
-        a.zero_grad()
         b.zero_grad()
-        backward(scaler, p, gradient)
         backward(scaler, q, 0.25)
-        scaler.step(a)
-        scaler.update()
+        if how == "unscale both":  # as Accelerate does where it clips
+            scaler.unscale_(b)
+        iteration(scaler, a, p, gradient)
         if how == "unscale":
             scaler.unscale_(b)
         elif how == "clip":
@@ -134,19 +131,6 @@ def test_an_optimizer_stepped_after_anothers_update(how, masters):
         scaler.step(b)
         scaler.update()
     assert q.item() == 0.5
-
-
-def test_all_are_unscaled_then_stepped_and_updated_one_by_one():
-    """As Accelerate does where it clips."""
-    trained = [sgd() for _ in range(3)]
-    scaler = cpu_scaler(64.0, growth_interval=1)
-    for parameter, _ in trained:
-        backward(scaler, parameter, 0.25)
-    scaler.unscale_(*(optimizer for _, optimizer in trained))
-    for parameter, optimizer in trained:
-        scaler.step(optimizer)
-        scaler.update()
-        assert parameter.item() == 0.75
 
 
 def test_what_an_optimizer_holds_that_the_scaler_never_saw_is_divided_by_todays_scale():
@@ -163,16 +147,15 @@ def test_what_an_optimizer_holds_that_the_scaler_never_saw_is_divided_by_todays_
 # -- wrappers --------------------------------------------------------------------------------------
 
 
-def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
+@on_ranks(2)
+@pytest.mark.parametrize("zeroed", ["in place", "kept"])
+@pytest.mark.parametrize("layout", ["bucket views", "FSDP2"])
+def test_a_step_is_left_out_under_a_wrapper(layout, zeroed):
     """The scale is set by hand in an iteration without a step, whose gradients may be kept."""
-    values = []
+    weights = []
     for scaler in (cpu_scaler(64.0), torch_scaler(64.0)):
         torch.manual_seed(0)
-        model: Any = nn.Linear(4, 4, bias=False)
-        if how == "FSDP2":
-            fully_shard(model, mesh=mesh((2,), ("shard",)))
-        else:
-            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = spread(nn.Linear(4, 4, bias=False), layout)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
         for number in range(3):
             if number != 2 or zeroed != "kept":
@@ -183,13 +166,5 @@ def _leaves_out_a_step(how: str, zeroed: str) -> list[Tensor]:
                 scaler.update()
             elif isinstance(scaler, DistGradScaler) or zeroed != "kept":
                 scaler.update(256.0)
-        weight: Any = model.state_dict().popitem()[1]
-        values.append(weight.full_tensor() if how == "FSDP2" else weight)
-    return values
-
-
-@pytest.mark.parametrize("zeroed", ["in place", "kept"])
-@pytest.mark.parametrize("how", ["DDP in bucket views", "FSDP2"])
-def test_a_step_is_left_out_under_a_wrapper(ranks2, how, zeroed):
-    for ours, theirs in ranks2.run(_leaves_out_a_step, how, zeroed):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        weights.append([local(p.detach()) for p in model.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

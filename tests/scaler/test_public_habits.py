@@ -5,7 +5,6 @@ own in the manner of the code it names. Trainers of public packages are run in `
 random calls in `test_oracle`.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from distamp import DistGradScaler
+from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, backward, iteration, leaf, sgd, torchs_keys
 
 Class = Any
@@ -27,19 +27,6 @@ def _made(cls: Class, **settings: Any) -> Any:
 
 
 # -- loops -----------------------------------------------------------------------------------------
-
-
-def evaluation_in_between(cls: Class) -> Any:
-    """Losses are scaled for logging alone, with and without a graph, and input gradients taken."""
-    scaler, (p, optimizer) = _made(cls, growth_interval=1), sgd()
-    for _ in range(3):
-        with torch.no_grad():
-            scaler.scale((p * 0.25).sum())
-        x = torch.ones(1, requires_grad=True)
-        torch.autograd.grad(scaler.scale((p.detach() * x).sum()), [x])
-        iteration(scaler, optimizer, p, 0.25, unscale=True)
-        scaler.scale((x * 3).sum()).backward()
-    return p.item(), x.grad.item(), scaler.get_scale()
 
 
 # Gradients that were handed out are the user's.
@@ -57,29 +44,6 @@ def discriminator_then_generator(cls: Class) -> Any:
     kept = d.grad
     scaler.update()
     return [d.grad.item(), kept.item(), d.item(), g.item()]
-
-
-def a_callback_in_the_optimizers_place(cls: Class) -> Any:
-    """As fastai's, which is told by ``step`` that the optimizer may be stepped."""
-    scaler, (p, optimizer) = _made(cls), sgd()
-
-    class Callback:
-        param_groups = optimizer.param_groups
-        steps = 0
-
-        def step(self) -> None:
-            self.steps += 1
-            optimizer.step()
-
-    callback = Callback()
-    for gradient in (0.25, INF, 0.25):
-        optimizer.zero_grad()
-        backward(scaler, p, gradient)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is no optimizer
-            scaler.step(callback)
-        scaler.update()
-    return p.item(), callback.steps, scaler.get_scale()
 
 
 def a_method_patched_on_the_instance(cls: Class) -> Any:
@@ -126,7 +90,7 @@ def records_that_are_read(cls: Class) -> Any:
         backward(scaler, p, gradient)
         record = scaler._per_optimizer_states[id(optimizer)]
         seen += [record["stage"], scaler._check_inf_per_device(optimizer), p.grad.item()]
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer=optimizer)
         found = scaler._found_inf_per_device(optimizer)
         seen += [record["stage"], found, found is record["found_inf_per_device"]]
         scaler.step(optimizer)
@@ -176,7 +140,8 @@ def test_goes_as_with_torchs_class(loop):
     assert loop(DistGradScaler) == loop(torch.amp.GradScaler)
 
 
-def _adds_flags_up() -> tuple[float, float]:
+@on_ranks(2)
+def test_flags_that_a_loop_adds_up_skip_once():
     """As FoundationVision/Infinity: of ranks that overflow the sum of flags is 2.0."""
     scaler, (parameter, optimizer) = _made(DistGradScaler), sgd(fused=True)
     for gradient in (0.25, INF, 0.25):
@@ -187,11 +152,7 @@ def _adds_flags_up() -> tuple[float, float]:
             dist.all_reduce(flag)
         scaler.step(optimizer)
         scaler.update()
-    return parameter.item(), scaler.get_scale()
-
-
-def test_flags_that_a_loop_adds_up_skip_once(ranks2):
-    assert ranks2.run(_adds_flags_up) == [(0.5, 512.0)] * 2
+    assert (parameter.item(), scaler.get_scale()) == (0.5, 512.0)
 
 
 # -- subclasses ------------------------------------------------------------------------------------
@@ -290,13 +251,17 @@ def test_a_subclass_trains_as_over_torchs_class(subclass, fused, unscale):
     assert ours == theirs
 
 
-def _subclass_on_ranks(number: int, overflow_on: int) -> Any:
-    scaler = _made(SUBCLASSES[number](DistGradScaler), growth_interval=2)
-    return _history(scaler, False, number % 2 == 0, dist.get_rank() == overflow_on)[-2]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("number", range(len(SUBCLASSES)))
-def test_ranks_agree_whatever_a_subclass_overrides_and_wherever_it_overflows(ranks2, number):
-    alone = _history(_made(SUBCLASSES[number](DistGradScaler), growth_interval=2), False, False)
-    for overflow_on in (0, 1):
-        assert ranks2.run(_subclass_on_ranks, number, overflow_on) == [alone[-2]] * 2, overflow_on
+def test_ranks_agree_whatever_a_subclass_overrides_and_wherever_it_overflows(number):
+    """On a scale that moved as with torch's class in one process, for which all overflow."""
+    ends = []
+    for cls, overflow_on in (
+        (torch.amp.GradScaler, None),
+        (DistGradScaler, 0),
+        (DistGradScaler, 1),
+    ):
+        scaler = _made(SUBCLASSES[number](cls), growth_interval=2)
+        overflows = overflow_on in (None, dist.get_rank())
+        ends.append(_history(scaler, False, number % 2 == 0, overflows)[-2])
+    assert ends == ends[:1] * 3
