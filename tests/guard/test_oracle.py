@@ -1,5 +1,6 @@
 """Random programs for a `StepGuard` beside plain torch, which skips by what all ranks hold."""
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from distamp import StepGuard
 from distamp.errors import LockstepError
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 
 KINDS: list[Callable[..., Any]] = [
     lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
@@ -85,23 +86,21 @@ def draw(seed: int, ranks: int) -> Program:
     return program
 
 
+def held(grads: Sequence[Sequence[Sequence[Tensor | None]]]) -> list[Tensor]:
+    """Return all of some ranks."""
+    return [t for rank in grads for tensors in rank for t in tensors if t is not None]
+
+
 def norm_of(program: Program, grads: Sequence[Sequence[Sequence[Tensor | None]]]) -> float:
     """Return the norm of what the ranks hold together, in float64."""
-    held = grads if program.sharded or not finite(grads) else grads[:1]
-    squares = [
-        tensor.double().square().sum().item()
-        for rank in held
-        for tensors in rank
-        for tensor in tensors
-        if tensor is not None
-    ]
-    return math.sqrt(total) if math.isfinite(total := sum(squares)) else math.nan
+    apart = program.sharded or not finite(grads)
+    total = sum(t.double().square().sum().item() for t in held(grads if apart else grads[:1]))
+    return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
 def finite(grads: Sequence[Sequence[Sequence[Tensor | None]]]) -> bool:
     """Return whether all of them are on every rank."""
-    flat = (t for rank in grads for tensors in rank for t in tensors if t is not None)
-    return all(bool(tensor.isfinite().all()) for tensor in flat)
+    return all(bool(tensor.isfinite().all()) for tensor in held(grads))
 
 
 def plans(program: Program, step: Step) -> Iterator[tuple[bool, bool, float]]:
@@ -139,11 +138,6 @@ def perform(guard: StepGuard, optimizers: list[Any], step: Step, sharded: Any) -
             guard.step_all([optimizer], **by_norm)
 
 
-def follow(seeds: Sequence[int]) -> list[str]:
-    """On one rank: run programs beside the reference; return what was wrong."""
-    return [f"{seed}: {why}" for seed in seeds if (why := compare(seed)) is not None]
-
-
 def trained(program: Program, seed: int) -> tuple[list[list[torch.nn.Parameter]], list[Any]]:
     """Return the parameters of each optimizer, and the optimizers."""
     torch.manual_seed(seed)
@@ -154,8 +148,8 @@ def trained(program: Program, seed: int) -> tuple[list[list[torch.nn.Parameter]]
     return parameters, [KINDS[k](p) for k, p in zip(program.kinds, parameters, strict=True)]
 
 
-def compare(seed: int) -> str | None:
-    """Return where a program went otherwise than the reference, if it did."""
+def compare(seed: int) -> None:
+    """Follow a program on this rank beside the reference."""
     rank, guard = dist.get_rank(), StepGuard()
     program = draw(seed, dist.get_world_size())
     (mine, own), (theirs, reference) = (trained(program, seed) for _ in range(2))
@@ -163,26 +157,20 @@ def compare(seed: int) -> str | None:
     sharded = (lambda parameter: True) if program.sharded else None
     expected = [[0, 0, 0] for _ in own]
     for number, step in enumerate(program.steps):
-        where = f"step {number} ({step.call})"
+        where = f"seed {seed}, step {number} ({step.call})"
         for parameters, grads in zip((*mine, *theirs), step.grads[rank] * 2, strict=True):
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = None if grad is None else grad.clone()
         before = [p.detach().clone() for each in mine for p in each]
         if step.odd and rank == 0:
             guard.update(1.0)  # an iteration ahead: every rank raises, and nothing steps
-        plan = [] if step.odd else list(plans(program, step))
-        raised = False
-        try:
+        with pytest.raises(LockstepError) if step.odd else contextlib.nullcontext():
             perform(guard, own, step, sharded)
-        except LockstepError:
-            raised = True
-        if raised is not step.odd:
-            return f"{where}: raised is {raised}"
-        after = [p.detach() for each in mine for p in each]
-        if not any(steps for steps, *_ in plan) and not all(map(torch.equal, before, after)):
-            return f"{where}: weights changed where nothing is stepped"
+        plan = [] if step.odd else list(plans(program, step))
+        if not any(steps for steps, *_ in plan):
+            assert all(map(torch.equal, before, (p for each in mine for p in each))), where
         if step.odd:
-            return None
+            return
         for index, (steps, spike, factor) in enumerate(plan):
             expected[index][0 if steps else 2 if spike else 1] += 1
             if steps:
@@ -191,23 +179,23 @@ def compare(seed: int) -> str | None:
                         parameter.grad.mul_(factor)
                 reference[index].step()
             counts = guard.step_counts(own[index])
-            if [counts.taken, counts.skipped, counts.spikes] != expected[index]:
-                return f"{where}: {counts}, not {expected[index]}"
-            if guard.stepped(own[index]) is not steps:
-                return f"{where}: stepped() is wrong"
+            assert [counts.taken, counts.skipped, counts.spikes] == expected[index], where
+            assert guard.stepped(own[index]) is steps, where
             for parameter, right in zip(mine[index], theirs[index], strict=True):
-                if not torch.allclose(parameter, right, *NEAR[program.dtype]):
-                    return f"{where}: {parameter}, not {right}"
+                assert torch.allclose(parameter, right, *NEAR[program.dtype]), where
         guard.update()
-    return None
 
 
-def test_programs_do_what_plain_torch_does(ranks2: RankPool) -> None:
-    assert ranks2.run(follow, range(80)) == [[], []]
+@on_ranks(2)
+def test_programs_do_what_plain_torch_does() -> None:
+    for seed in range(80):
+        compare(seed)
 
 
+@on_ranks("size")
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "count"), [(2, 5000), (4, 2000)])
-def test_thousands_of_programs(ranks: Callable[[int], RankPool], size: int, count: int) -> None:
-    for start in range(1000, 1000 + count, 500):
-        assert ranks(size).run(follow, range(start, start + 500), timeout=300) == [[]] * size
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("start", range(1000, 6000, 500))
+def test_thousands_of_programs(size: int, start: int) -> None:
+    for seed in range(start, start + 500 if size == 2 else start + 200):
+        compare(seed)

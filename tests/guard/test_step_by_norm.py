@@ -15,7 +15,7 @@ from torch import nn
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import GradientError, NonFiniteGradients, SettingError, StageError
 from tests.on_ranks import on_ranks
-from tests.scaler.steps import INF, NAN, backward, error_of, sgd, torch_scaler
+from tests.scaler.steps import INF, NAN, backward, error_of, iteration, sgd, torch_scaler
 
 KINDS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -68,11 +68,8 @@ def test_it_clips_and_steps_as_torch_does(by, kind, max_norm, dtype):
 @pytest.mark.parametrize("limit", [5.0, torch.tensor(5.0)], ids=["float", "tensor"])
 def test_a_spike_is_skipped_and_counted_apart_and_no_scale_backs_off(limit, by, fused):
     (parameter, optimizer), made = sgd(fused=fused), MAKE[by]()
-    for value in (1.0, 10.0, 10.0, 1.0):
-        optimizer.zero_grad()
-        made.scale((parameter * value).sum()).backward()
-        made.step(optimizer, skip_above=limit)
-        made.update()
+    for gradient in (1.0, 10.0, 10.0, 1.0):
+        iteration(made, optimizer, parameter, gradient, skip_above=limit)
     assert parameter.item() == -1.0
     assert made.get_scale() == (1024.0 if by == "scaler" else 1.0)
     if by != "disabled":
@@ -82,18 +79,12 @@ def test_a_spike_is_skipped_and_counted_apart_and_no_scale_backs_off(limit, by, 
 
 def test_spikes_are_not_counted_towards_the_limit_of_skips_and_an_inf_is_none():
     (parameter, optimizer), guard = sgd(), StepGuard(max_consecutive_skips=2)
-
-    def step(value: float) -> None:
-        parameter.grad = torch.full_like(parameter, value)
-        guard.step(optimizer, skip_above=1.0)
-        guard.update()
-
-    for value in (10.0, 10.0, 10.0, INF, 10.0):
-        step(value)
+    for gradient in (10.0, 10.0, 10.0, INF, 10.0):
+        iteration(guard, optimizer, parameter, gradient, skip_above=1.0)
     counts = guard.step_counts(optimizer)
     assert (counts.taken, counts.skipped, counts.spikes) == (0, 1, 4)
     with pytest.raises(NonFiniteGradients):
-        step(INF)
+        iteration(guard, optimizer, parameter, INF, skip_above=1.0)
 
 
 # What rank 1 gives where rank 0 gives other limits, and what every rank raises.
@@ -110,8 +101,8 @@ DIFFERING: list[tuple[list[dict[str, Any]], str, str]] = [
 def test_ranks_that_clip_by_another_norm_raise_on_every_rank():
     (parameter, optimizer), guard = sgd(), StepGuard()
     for given, expected, words in DIFFERING:
-        parameter.grad = torch.ones_like(parameter)
-        name, text = error_of(guard.step, optimizer, **given[dist.get_rank()])
+        given_here = given[dist.get_rank()]
+        name, text = error_of(iteration, guard, optimizer, parameter, 1.0, **given_here)
         assert (name, words in text) == (expected, True), text
         assert parameter.item() == 1.0
         guard.update()
@@ -126,9 +117,7 @@ def test_a_rank_that_was_replaced_compares_replicas_with_the_others():
             guard, state = (StepGuard(), guard.state_dict()) if dist.get_rank() else (guard, {})
             guard.load_state_dict(state)
             guard.process_group = dist.new_group()
-        parameter.grad = torch.ones_like(parameter)
-        guard.step(optimizer, max_norm=0.25)
-        guard.update()
+        iteration(guard, optimizer, parameter, 1.0, max_norm=0.25)
         assert parameter.item() == pytest.approx(0.75 - 0.25 * number, abs=1e-5)
 
 

@@ -11,7 +11,7 @@ from distamp import DistGradScaler, NonFiniteGradients, StepGuard
 from distamp.errors import LossScaleCollapse, SettingError, StageError
 from tests.on_ranks import on_ranks
 from tests.ranks import logged, mesh
-from tests.scaler.steps import INF, NAN, error_of, sgd
+from tests.scaler.steps import INF, NAN, error_of, iteration, sgd
 
 
 def test_it_is_no_scaler_and_answers_as_one():
@@ -47,8 +47,7 @@ def test_states_of_guards_and_scalers_are_told_apart():
             guard.load_state_dict(bad)
     for again in (copy.deepcopy(guard), pickle.loads(pickle.dumps(guard))):
         parameter, optimizer = sgd()
-        parameter.grad = torch.ones_like(parameter)
-        again.step(optimizer)
+        iteration(again, optimizer, parameter, 1.0)
         assert parameter.item() == 0.0
 
 
@@ -59,10 +58,9 @@ def test_the_limit_of_skips_raises_its_own_error_and_counts_anew_with_a_rank_tha
         if number == 2:
             guard = StepGuard(max_consecutive_skips=3) if dist.get_rank() else guard
             guard.process_group = dist.new_group()
-        parameter.grad = torch.full_like(parameter, INF if dist.get_rank() else 1.0)
-        error = error_of(guard.step, optimizer) or ("", "")
+        gradient = INF if dist.get_rank() else 1.0
+        error = error_of(iteration, guard, optimizer, parameter, gradient) or ("", "")
         assert error[0] == ("NonFiniteGradients" if number == 4 else ""), number
-        guard.update()
     assert "3 steps in a row were skipped. Which gradients" in error[1]
     assert issubclass(LossScaleCollapse, NonFiniteGradients)
 
@@ -77,9 +75,8 @@ def test_a_limit_of_skips_is_a_count():
 def test_a_skip_is_logged_by_the_first_rank_of_its_group():
     groups = mesh((2, 2), ("other", "one"))
     (parameter, optimizer), guard = sgd(), StepGuard(groups["one"])
-    parameter.grad = torch.full_like(parameter, NAN if dist.get_rank() == 3 else 1.0)
     with logged("distamp.guard") as lines:
-        guard.step(optimizer)
+        iteration(guard, optimizer, parameter, NAN if dist.get_rank() == 3 else 1.0)
     assert len(lines) == (dist.get_rank() == 2)
     for line in lines:
         assert "step 1 of SGD over 1 parameters" in line

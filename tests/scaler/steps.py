@@ -35,13 +35,14 @@ def iteration(
     gradient: float | Sequence[float],
     *,
     unscale: bool = False,
+    **step: Any,
 ) -> Any:
-    """One whole iteration with this gradient; returns what ``step`` returned."""
+    """One whole iteration with this gradient; returns what ``step`` returned, given the rest."""
     optimizer.zero_grad()
     backward(scaler, parameter, gradient)
     if unscale:
         scaler.unscale_(optimizer)
-    result = scaler.step(optimizer)
+    result = scaler.step(optimizer, **step)
     scaler.update()
     return result
 
