@@ -137,7 +137,6 @@ def test_the_dtype_that_comes_out(case):
         assert torch.equal(got, call()), "the input was not cast either"
 
 
-IMAGE, KERNEL = torch.randn(1, 2, 5, 5, generator=SEED), torch.randn(2, 1, 3, 3, generator=SEED)
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "l1_loss": lambda x, r: F.l1_loss(x, TARGET.to(x.dtype), reduction=r),
     "mse_loss": lambda x, r: F.mse_loss(x, TARGET.to(x.dtype), reduction=r),

@@ -180,7 +180,8 @@ def _fsdp2(model: Any, over: Any, half: torch.dtype | None, extra: str, **settin
 def wrapped(model: Any, layout: str, half: torch.dtype | None, extra: str) -> nn.Module:
     """Wrap a model as the docs say for its level: ``half`` is FSDP's own mixed precision."""
     if "TP" in layout:
-        over = mesh((WORLD,), ("tp",)) if layout == "TP" else mesh((2, 2), ("shard", "tp"))["tp"]
+        size = dist.get_world_size()
+        over = mesh((size,), ("tp",)) if layout == "TP" else mesh((2, 2), ("shard", "tp"))["tp"]
         plan = {"hidden": ColwiseParallel(), "middle": RowwiseParallel()}
         parallelize_module(model, over, plan)
     if layout == "DataParallel":

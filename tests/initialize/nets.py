@@ -3,7 +3,9 @@
 import inspect
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -45,6 +47,15 @@ def batches(count: int, size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
 
 def loss_of(logits: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), following)
+
+
+def llama(**settings: Any) -> Any:
+    """One layer of Llama, of sizes that take no time."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | heads | settings))
 
 
 def values(module: nn.Module) -> list[Tensor]:

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import Precision, cast_model, initialize, pin_precision
 from distamp.errors import DistampError, SettingError
-from tests.initialize.nets import batches, loss_of, net
+from tests.initialize.cells import EPS
+from tests.initialize.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
@@ -120,7 +121,6 @@ def test_copies_and_pickles_cast_as_the_original_does_and_twice_is_once():
 
 # -- what stays float32, by whose word; and pins by pattern ----------------------------------------
 
-EPS = {F16: 2.0**-10, BF16: 2.0**-7}
 BATCH = next(batches(1))
 PINS = {"no*": "fp32", "output": "fp32:keep"}
 
@@ -128,13 +128,6 @@ PINS = {"no*": "fp32", "output": "fp32:keep"}
 def in_fp32(model: nn.Module) -> set[str]:
     both = (*model.named_parameters(), *model.named_buffers())
     return {name for name, tensor in both if tensor.dtype is F32}
-
-
-def logits_of(model: nn.Module, level: str, precision: dict[str, str]) -> Tensor:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = initialize(model, optimizer, level, precision=precision)
-    with amp.autocast():
-        return amp.model(BATCH[0])
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "bf16-O2", "bf16-O3"])
@@ -145,7 +138,9 @@ def test_named_modules_stay_fp32_and_the_layers_around_compute_in_the_levels_dty
             lambda module, args, out, name=name: seen.update({name: out.dtype})
         )
     half = Precision.of(level).param
-    out = logits_of(model, level, {"n*rm": "fp32", "output": "fp32:keep"})
+    amp = initialize(model, None, level, precision={"n*rm": "fp32", "output": "fp32:keep"})
+    with amp.autocast():
+        out = amp.model(BATCH[0])
     assert in_fp32(model) == {"norm.weight", "norm.bias", "output.weight", "output.bias"}
     assert seen == {"embedding": half, "hidden": half, "norm": half, "output": F32}
     wanted = net(batchnorm=False)(BATCH[0])
@@ -201,14 +196,6 @@ def test_pins_are_part_of_what_a_model_was_cast_for():
 
 
 # -- what its owner declared -----------------------------------------------------------------------
-
-
-def llama(**settings: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | heads | settings))
 
 
 @pytest.mark.parametrize("level", ["O2", "bf16-O3"])

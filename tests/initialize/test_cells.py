@@ -1,9 +1,12 @@
 """Cells of level x layout x what crosses them: no third outcome beside right and refused."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.initialize.cells import CELLS, LAYOUTS, judge, level_of, reference
 from tests.initialize.compare_levels import Cell, outcomes, table
@@ -26,64 +29,48 @@ def test_every_cell_is_right_or_refused(ranks4: RankPool, layout):
     assert wrong([each for each in CELLS if each[1] == layout], ranks4) == []
 
 
-RIGHT = ("bf16", "DDP", "nothing")
+Change = Callable[[list[Tensor], dict[str, set[str]]], Any]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda found, ran: (found, ran), ""),
-        (lambda found, ran: ([p * 1.1 for p in found], ran), "off by"),
-        (lambda found, ran: ([p * float("nan") for p in found], ran), "ranks have parted"),
-        (lambda found, ran: (found, ran | {"hidden": {"float32"}}), "hidden computes in"),
-        (lambda found, ran: (found, ran | {"hidden": {"bfloat16", "float32"}}), "hidden computes"),
-        (lambda found, ran: (found, {}), "no product"),
-    ],
-)
-def test_what_is_not_right_is_seen(change, says):
-    both = reference(level_of("bf16"), "nothing")
-    made = change(both[len(both) // 2 :], {"hidden": {"bfloat16"}})
-    outcome = judge(*RIGHT, [("ran", made)] * 4)
+def _all(change: Change) -> Change:
+    """What every rank answers, where all changed the right parameters and dtypes alike."""
+    return lambda found, ran: [("ran", change(found, ran))] * 4
+
+
+FLOAT8 = {"bfloat16", "float8_e4m3fn"}
+# Of a level: what ranks answer, and what is said of it.
+ANSWERS: list[tuple[str, Change, str]] = [
+    ("bf16", _all(lambda found, ran: (found, ran)), ""),
+    ("bf16", _all(lambda found, ran: ([p * 1.1 for p in found], ran)), "off by"),
+    ("bf16", _all(lambda found, ran: ([p * torch.nan for p in found], ran)), "ranks have parted"),
+    ("bf16", _all(lambda found, ran: (found, {"hidden": {"float32"}})), "hidden computes in"),
+    ("bf16", _all(lambda found, ran: (found, {"hidden": {"bfloat16", "float32"}})), "hidden comp"),
+    ("bf16", _all(lambda found, ran: (found, {})), "no product"),
+    ("fp8", _all(lambda found, ran: (found, ran | {"first": FLOAT8})), ""),
+    ("fp8", _all(lambda found, ran: (found, ran | {"first": {"bfloat16"}})), "first computes in"),
+    (
+        "bf16",
+        lambda found, ran: (
+            [("ran", (found, ran))] * 3 + [("ran", ([*found[:-1], found[-1] + 1e-9], ran))]
+        ),
+        "ranks have parted",
+    ),
+    ("bf16", lambda *_: [("refused", "why")] * 3 + [("raised", "x")], "why"),
+    ("bf16", lambda *_: [("raised", "RuntimeError: x")] * 4, "RuntimeError"),
+]
+
+
+@pytest.mark.parametrize(("level", "answers", "says"), ANSWERS)
+def test_what_is_not_right_is_seen(level, answers, says):
+    both = reference(level_of(level), "nothing")
+    ran = {"output" if level == "fp8" else "hidden": {"bfloat16"}}
+    outcome = judge(level, "DDP", "nothing", answers(both[len(both) // 2 :], ran))
     assert (outcome.kind, says in outcome.said) == ("wrong" if says else "right", True)
-
-
-@pytest.mark.parametrize(
-    ("first", "says"),
-    [
-        ({"bfloat16", "float8_e4m3fn"}, ""),
-        ({"bfloat16"}, "first computes in"),
-        ({"float32", "float8_e4m3fn"}, "first computes in"),
-    ],
-)
-def test_a_layer_that_computes_without_float8_is_seen(first, says):
-    both = reference(level_of("fp8"), "nothing")
-    ran = {"first": first, "output": {"bfloat16"}}
-    outcome = judge("fp8", "DDP", "nothing", [("ran", (both[len(both) // 2 :], ran))] * 4)
-    assert (outcome.kind, says in outcome.said) == ("wrong" if says else "right", True)
-
-
-@pytest.mark.parametrize(
-    ("answers", "kind"),
-    [
-        ([("refused", "why")] * 4, "refused"),
-        ([("refused", "why")] * 3 + [("raised", "RuntimeError: x")], "wrong"),
-        ([("raised", "RuntimeError: x")] * 4, "wrong"),
-    ],
-)
-def test_an_error_that_is_not_ours_or_not_everybodys_is_a_third_outcome(answers, kind):
-    assert judge(*RIGHT, answers).kind == kind
-
-
-def test_ranks_that_differ_are_seen():
-    both = reference(level_of("bf16"), "nothing")
-    found = both[len(both) // 2 :]
-    other = [*found[:-1], found[-1] + 1e-9]
-    answers = [("ran", (each, {"hidden": {"bfloat16"}})) for each in (found, found, found, other)]
-    assert judge(*RIGHT, answers).said == "ranks have parted"
 
 
 def test_the_page_counts_each_kind():
     refused = judge("O0", "plain", "LoRA", [("refused", "SettingError: take bf16")] * 4)
+    assert refused.kind == "refused"
     page = table({("O0", "plain", "LoRA"): refused})
     assert "1 cells of" in page
     assert "0 right, 1 refused, 0 wrong" in page

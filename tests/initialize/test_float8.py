@@ -10,16 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import OpLists, Precision, cast_model, float8_layers, initialize, pin_precision
 from distamp.errors import SettingError
 from distamp.initialize import float8
+from tests.initialize import cells
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
@@ -122,19 +118,6 @@ def test_a_step_is_that_of_fp32_to_the_rounding_of_float8(level):
     assert amp.step()
 
 
-def test_checkpoints_are_those_of_bf16_and_either_loads_the_others():
-    model, plain = cast_model(Net(), "fp8"), Net()
-    saved = model.state_dict()
-    assert {n: (v.dtype, v.shape) for n, v in saved.items()} == {
-        n: (v.dtype, v.shape) for n, v in plain.state_dict().items()
-    }
-    for parameter in plain.parameters():
-        nn.init.constant_(parameter, 0.5)
-    plain.load_state_dict(saved)
-    cast_model(Net(), "fp8").load_state_dict(plain.state_dict())
-    assert torch.equal(plain.first.weight, model.first.weight)
-
-
 def test_emulation_is_said_once_and_a_model_on_another_device_is_refused(caplog, monkeypatch):
     float8._say_emulated.cache_clear()
     with caplog.at_level(logging.WARNING, "distamp.initialize"):
@@ -177,39 +160,29 @@ def test_what_does_not_fit_is_refused_with_the_way(monkeypatch):
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-LAYOUTS = ["DDP", "DDP int8", "FSDP2 policy", "FSDP2 float8 all-gather", "TP"]
-
-
-class Plain(nn.Sequential):
-    """Layers that every layout splits."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(nn.Embedding(32, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-
-
-def wrapped(layout: str) -> tuple[nn.Module, Precision]:
-    level = Precision.of("fp8").replaced(float8_all_gather="float8" in layout)
-    model: Any = cast_model(Plain(), level)
-    if layout.startswith("DDP"):
-        return DistributedDataParallel(model), level
-    if layout == "TP":
-        plan: Any = {"1": ColwiseParallel(), "3": RowwiseParallel()}
-        return parallelize_module(model, mesh((2,), ("tensor",)), plan), level
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "policy" in layout else None
-    settings: Any = {"mesh": mesh((2,), ("shard",)), "mp_policy": policy or MixedPrecisionPolicy()}
-    for part in (model[1], model[3]):
-        fully_shard(part, **settings)
-    return fully_shard(model, **settings), level
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_trains_skips_on_all_ranks_and_keeps_its_contract(layout):
-    model, level = wrapped(layout)
-    hook = "int8" if "int8" in layout else None
+@pytest.mark.parametrize(
+    ("layout", "policy", "all_gather", "hook"),
+    [
+        ("DDP", None, False, None),
+        ("DDP", None, False, "int8"),
+        ("FSDP2", MixedPrecisionPolicy(torch.bfloat16, torch.float32), False, None),
+        ("FSDP2", None, True, None),
+        ("TP", None, False, None),
+    ],
+)
+def test_a_layout_trains_skips_on_all_ranks_and_keeps_its_contract(
+    layout, policy, all_gather, hook
+):
+    level = Precision.of("fp8").replaced(float8_all_gather=all_gather)
+    model: Any = cast_model(cells.Net(), level)
+    if policy is None:
+        model = cells.wrapped(model, layout, None, "")
+    else:
+        for part in (*model.children(), model):
+            fully_shard(part, mesh=mesh((2,), ("shard",)), mp_policy=policy)
     amp = initialize(model, sgd(model), level, comm_hook=hook)
-    tokens = TOKENS if layout == "TP" else TOKENS.chunk(2)[dist.get_rank()]
+    x, target = (t if layout == "TP" else t.chunk(2)[dist.get_rank()] for t in cells.batch())
     taken: list[bool] = []
     losses: list[Tensor] = []
     weights: list[str] = []
@@ -219,7 +192,7 @@ def test_a_layout_trains_skips_on_all_ranks_and_keeps_its_contract(layout):
     def step() -> None:
         amp.zero_grad()
         with amp.autocast():
-            losses.append(loss_of(amp.model(tokens), tokens))
+            losses.append(cells.loss_of(amp.model(x).float(), target))
         bad = len(losses) == 2 and dist.get_rank() == 1
         amp.backward(losses[-1] * (torch.inf if bad else 1.0))
         amp.clip_grad_norm_(1.0, sharded=lambda p: getattr(p, "device_mesh", None))
@@ -230,19 +203,19 @@ def test_a_layout_trains_skips_on_all_ranks_and_keeps_its_contract(layout):
     breaches = amp.check(step)
     assert not breaches, str(breaches)
     assert taken == [True, False, True, True]
-    assert losses[-1] < 3.6
-    assert {"Float8" in kind for kind in weights} == {"float8" in layout}
+    assert losses[-1] < losses[0]
+    assert {"Float8" in kind for kind in weights} == {all_gather}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
-        Plain().load_state_dict(full)
-        assert {type(value) for value in full.values()} == {Tensor}
+        cells.Net().load_state_dict(full)
+        assert {(type(value), value.dtype) for value in full.values()} == {(Tensor, torch.float32)}
 
 
 @on_ranks(2)
 def test_a_model_that_is_wrapped_already_is_refused_with_the_order():
-    sharded: Any = fully_shard(Plain(), mesh=mesh((2,), ("shard",)))
+    sharded: Any = fully_shard(cells.Net(), mesh=mesh((2,), ("shard",)))
     for model, wrapper in (
-        (DistributedDataParallel(Plain()), "DistributedDataParallel"),
+        (DistributedDataParallel(cells.Net()), "DistributedDataParallel"),
         (sharded, "fully_shard"),
     ):
         assert f"order is cast_model(model, 'fp8'), {wrapper}" in refusal(model, "fp8")

@@ -12,14 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
 from distamp.errors import SettingError
-from tests.initialize.cells import Adapted
-from tests.initialize.nets import batches, loss_of, net
+from tests.initialize.cells import EPS, Adapted
+from tests.initialize.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 BATCH = next(batches(1))
-EPS = {F16: 2.0**-10, BF16: 2.0**-7}
 
 
 def adapted(base: torch.dtype) -> nn.Module:
@@ -114,12 +113,8 @@ IDS = torch.randint(0, 32, (STEPS, 4, 8), generator=torch.Generator().manual_see
 
 def llama_adapted(dora: bool, base: torch.dtype = BF16) -> Any:
     import peft
-    import transformers
 
-    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(BF16).to(base)
+    model = llama().to(BF16).to(base)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], use_dora=dora)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names that transformers has given new ones
