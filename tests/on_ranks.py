@@ -16,23 +16,32 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["on_ranks"]
+__all__ = ["on_devices", "on_ranks"]
 
 
-def on_ranks(size: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_devices(size: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test, as `on_ranks`: each rank has a simulated device."""
+    return on_ranks(size, "sim_ranks")
+
+
+def on_ranks(
+    size: int | str, pools: str = "ranks"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test.
 
     Args:
         size: How many ranks there are, or the parameter that says so.
+        pools: The fixture that has the ranks.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        def test(ranks: Any, **given: Any) -> None:
+        def test(**given: Any) -> None:
+            pool = given.pop(pools)
             world = given[size] if isinstance(size, str) else size
-            ranks(world).run(_here, body.__module__, body.__name__, given)
+            pool(world).run(_here, body.__module__, body.__name__, given)
 
         named = inspect.signature(body).parameters.values()
-        first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        first = inspect.Parameter(pools, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([first, *named])  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
         test.__dict__ |= body.__dict__ | {"on_rank": body}  # marks, too

@@ -3,11 +3,13 @@
 import concurrent.futures
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from distamp import OpLists, autocast, propagate
 from distamp.autocast import AutocastState
+from tests.on_ranks import on_devices
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 # A matrix product in full precision, and tanh in the lower one: the opposite of torch's lists.
@@ -19,7 +21,9 @@ def _dtypes(device: str) -> tuple[torch.dtype, torch.dtype]:
     return torch.mm(x, x).dtype, torch.tanh(x).dtype
 
 
-def _regions(device: str, other: str) -> Any:
+@on_devices(1)
+@pytest.mark.parametrize(("device", "other"), [("sim", "cpu"), ("cpu", "sim")])
+def test_op_lists_hold_on_their_device_and_leave_the_other_alone(device, other):
     with autocast(device, BF16):
         found = [_dtypes(device)]
         with autocast(device, BF16, ops=TURNED):
@@ -32,14 +36,9 @@ def _regions(device: str, other: str) -> Any:
         found.append(_dtypes(device))
     with state.apply():
         found.append(_dtypes(device))
-    return [*found, _dtypes(device)]
-
-
-def test_op_lists_hold_on_their_device_and_leave_the_other_alone(sim):
+    found.append(_dtypes(device))
     plain, turned, off = (BF16, FULL), (FULL, BF16), (FULL, FULL)
-    wanted = [plain, turned, off, turned, (HALF, FULL), off, plain, turned, off]
-    assert sim.one(_regions, "sim", "cpu") == wanted
-    assert sim.one(_regions, "cpu", "sim") == wanted
+    assert found == [plain, turned, off, turned, (HALF, FULL), off, plain, turned, off]
 
 
 def _trained(by_hand: bool) -> Any:

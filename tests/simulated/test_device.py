@@ -15,20 +15,18 @@ import pytest
 import torch
 from torch import nn
 
+from tests.on_ranks import on_devices
 from tests.ranks import RankError
 
 
-def _memory() -> Any:
+@on_devices(1)
+def test_there_are_several_devices_whose_memory_is_nan_and_runs_out():
     first, there = torch.ones(3, device="sim:0"), torch.ones(3, device="sim:3")
     moved = first.to("sim:3", non_blocking=True) + there
-    fresh = torch.empty(1000, device="sim").isnan().all().item()
+    assert (str(moved.device), moved.tolist()) == ("sim:3", [2.0, 2.0, 2.0])
+    assert torch.empty(1000, device="sim").isnan().all()
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2**31, device="sim")
-    return str(moved.device), moved.tolist(), fresh
-
-
-def test_there_are_several_devices_whose_memory_is_nan_and_runs_out(sim):
-    assert sim.one(_memory) == ("sim:3", [2.0, 2.0, 2.0], True)
 
 
 def _read_device_pointer() -> None:
@@ -55,7 +53,8 @@ def test_a_mistake_comes_out_where_it_would_on_a_device(sim, mistake):
         sim.run(mistake)
 
 
-def _syncs() -> dict[str, Any]:
+@on_devices(1)
+def test_syncs_are_told_by_kind_and_refused():
     from tests.simulated.device import counted, refuse
 
     x, pinned = torch.ones(4, device="sim"), torch.ones(4, pin_memory=True)
@@ -68,18 +67,12 @@ def _syncs() -> dict[str, Any]:
         "data_dependent": lambda: x[x > 0],
         "": lambda: pinned.copy_(x, non_blocking=True).to("sim", non_blocking=True),
     }
-    found = {}
     for name, call in calls.items():
-        with counted() as found[name]:
+        with counted() as found:
             call()
+        assert found == ({name: 1} if name else {})
     with refuse("d2h"), pytest.raises(RuntimeError, match="host sync refused: d2h"):
         x.cpu()
-    return found
-
-
-def test_syncs_are_told_by_kind_and_refused(sim):
-    found = sim.one(_syncs)
-    assert found == {kind: {kind: 1} if kind else {} for kind in found}
 
 
 def _op_by_op() -> Any:
