@@ -156,6 +156,11 @@ def unscale_alike(
     if device not in flags:
         flags[device] = found_inf if same else flag_of(False, device)
     scale = inv_scale if same else host.moved(inv_scale, device)
+    if gradients[0].is_complex():  # of which torch's kernel knows nothing
+        torch._foreach_mul_(gradients, scale)
+        largest = power_of(gradients, math.inf, device)
+        flags[device].masked_fill_(largest.isfinite().logical_not(), 1.0)
+        return
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flags[device], scale)
 
 

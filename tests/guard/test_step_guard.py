@@ -33,6 +33,19 @@ def test_it_is_no_scaler_and_answers_as_one():
     assert [name for name in names if not hasattr(guard, name)] == []
 
 
+@pytest.mark.parametrize("make", [StepGuard, lambda: DistGradScaler("cpu", init_scale=8.0)])
+def test_complex_gradients_are_looked_at_and_divided(make):
+    """torch's kernel, and so its scaler, knows none."""
+    guard, weight = make(), torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for factor, expected in ((INF, [1.0, 1.0]), (1.0, [0.5, -1.0])):
+        optimizer.zero_grad()
+        guard.scale((weight * torch.tensor([0.5j, factor])).abs().square().sum()).backward()
+        guard.step(optimizer)
+        guard.update()
+        assert weight.tolist() == expected
+
+
 def test_states_of_guards_and_scalers_are_told_apart():
     guard, scaler = StepGuard(), DistGradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.ones(()))
