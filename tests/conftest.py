@@ -49,11 +49,6 @@ def ranks4(ranks: Callable[[int], RankPool]) -> RankPool:
 
 
 @pytest.fixture
-def ranks8(ranks: Callable[[int], RankPool]) -> RankPool:
-    return ranks(8)
-
-
-@pytest.fixture
 def new_ranks() -> Iterator[Callable[..., RankPool]]:
     """``new_ranks(2)``: a pool of this test's own, for ranks that are killed."""
     pools: list[RankPool] = []

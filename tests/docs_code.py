@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PAGES", "Block", "blocks_of", "not_printed", "output_of", "ranks_of", "run_page"]
+__all__ = [
+    "PAGES",
+    "Block",
+    "as_torchrun_starts_it",
+    "blocks_of",
+    "not_printed",
+    "output_of",
+    "ranks_of",
+    "run_page",
+]
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -139,6 +149,17 @@ def run_page(path: str) -> list[str]:
     if dist.is_initialized():
         dist.barrier()
     return faults
+
+
+def as_torchrun_starts_it(port: int, run: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Run code that makes the process group itself, and end the group."""
+    # The store is the test's, as it is torchrun's agent's: no port is let go and taken again.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    try:
+        return run(*args, **given)
+    finally:
+        dist.destroy_process_group()
 
 
 def not_printed(shown: str, printed: str) -> list[str]:

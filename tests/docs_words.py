@@ -56,13 +56,11 @@ def main() -> None:
     chosen = parser.parse_args().page
     for page in chosen:
         print(*long_sentences(page), sep="\n")
-    rows = [(words(p), len(sentences(p)), len(long_sentences(p)), p) for p in chosen or pages()]
     print(" words  sentences  long")
-    for count, every, long, page in sorted(rows, key=lambda row: row[0]):
-        print(f"{count:6,}  {every:9,}  {long:4}  {page.resolve().relative_to(ROOT)}")
-    total, every, long = (sum(row[place] for row in rows) for place in range(3))
-    share = f"{long / max(every, 1):.1%} of sentences have over {LONGEST} words"
-    print(f"{total:6,}  {every:9,}  {long:4}  of all; {share}")
+    for page in sorted(chosen or pages(), key=words):
+        row = words(page), len(sentences(page)), len(long_sentences(page))
+        print(f"{row[0]:6,}  {row[1]:9,}  {row[2]:4}  {page.resolve().relative_to(ROOT)}")
+    print(f"{sum(map(words, chosen or pages())):6,} words of all")
 
 
 if __name__ == "__main__":

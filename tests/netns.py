@@ -154,14 +154,9 @@ class Host:
 
     def close(self) -> None:
         """End the host and every process on it."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        try:
-            self._keeper.wait(timeout=30)
-        finally:
-            for pipe in (self._keeper.stdout, self._keeper.stderr):
-                if pipe is not None:
-                    pipe.close()
+        with self._keeper as keeper:
+            assert keeper.stdin is not None
+            keeper.stdin.close()
 
 
 class Hosts:

@@ -9,17 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from distamp import clip_grad_norm_
 from distamp.scaler import MasterParameters
 from tests.ranks import mesh
+from tests.report.setups import Net, parallel
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, error_of, leaf
 
 
@@ -90,22 +84,8 @@ def _sequence_parallel() -> Any:
     Of the norm's gradient every rank has a summand, and of the embedding's shard the whole
     gradient, as torch leaves them.
     """
-    torch.manual_seed(0)
-    net, whole = (
-        nn.Sequential(
-            nn.Embedding(16, 6), nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)
-        )
-        for _ in range(2)
-    )
-    net.load_state_dict(whole.state_dict())
-    plan = {
-        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "1": SequenceParallel(),
-        "2": ColwiseParallel(input_layouts=Shard(1)),
-        "4": RowwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(net, mesh((2,), ("tp",)), plan)
-    x = torch.arange(8).view(2, 4)
+    net, whole = parallel(Net(attends=False), mesh((2,), ("tp",)), True), Net(attends=False)
+    x = torch.arange(16).view(2, 8)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), cpu_scaler()
     scaler.scale(net(x).square().sum()).backward()
     norms = [clip_grad_norm_(net.parameters(), 1e9).item() / 1024.0]
@@ -147,14 +127,3 @@ def test_what_one_rank_does_wrong_is_raised_on_all(ranks2, name):
         assert (first, words in said) == (second, True) == (expected, True)
     else:
         assert (second, "rank 1" in said) == ("SettingError", True)
-
-
-def _over_groups() -> list[float]:
-    rank = dist.get_rank()
-    alone, parameters = [dist.new_group([each]) for each in range(2)], with_gradients([3.0 + rank])
-    together = clip_grad_norm_(parameters, 1e3, sharded=lambda p: True)
-    return [clip_grad_norm_(parameters, 1e3, process_group=alone[rank]).item(), together.item()]
-
-
-def test_the_norm_is_over_the_group_that_is_given(ranks2):
-    assert ranks2.run(_over_groups) == [[3.0, 5.0], [4.0, 5.0]]

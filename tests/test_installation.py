@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import math
 import pickle
 import sys
 import types
@@ -62,6 +63,7 @@ def train(scaler: torch.amp.GradScaler, *gradients: float) -> float:
     for gradient in gradients:
         optimizer.zero_grad()
         scaler.scale(weight * gradient).backward()
+        scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
     return weight.item()
@@ -123,6 +125,14 @@ def test_a_scaler_that_a_trainer_makes_takes_the_settings(make):
         with pytest.raises(LossScaleCollapse):
             train(other, *[torch.inf] * 3)
         assert other.get_scale() == 0.5
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_scaler_that_is_made_disabled_guards_where_that_was_asked_for(guard):
+    """As karpathy's nanoGPT and many others make it in bf16."""
+    with installed(guard=guard):
+        left = train(torch.amp.GradScaler("cpu", enabled=False), 1.0, torch.nan)
+    assert math.isnan(left) is not guard, "without a guard as with torch's"
 
 
 def test_a_setting_that_cannot_be_is_refused_at_once():

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from tests import netns
 
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("netns")]
 
-ROOT = Path(__file__).parent.parent
 MEGABYTE = 1 << 20
 RECEIVE = """
 import socket, sys
@@ -69,27 +66,3 @@ def test_links_have_their_rate_in_both_directions_and_count_what_was_sent(hosts,
     # Whoever asks for an address first sends packets without TCP's headers; a link that drops a
     # packet carries it again.
     assert 0.999 * 4 * MEGABYTE <= payload <= 1.1 * 4 * MEGABYTE
-
-
-def test_a_killed_maker_leaves_nothing_behind(hosts):
-    code = f"""
-        import sys, time
-        sys.path.insert(0, {str(ROOT)!r})
-        from tests.netns import Hosts
-        with Hosts(2) as hosts:
-            hosts[0].popen(["sleep", "600"])
-            while not hosts[0].processes():
-                time.sleep(0.01)
-            print(*hosts[0].processes(), *(host.pid for host in hosts), flush=True)
-            time.sleep(600)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as maker:
-        assert maker.stdout is not None
-        processes = list(map(int, maker.stdout.readline().split()))
-        assert len(processes) == 3
-        maker.kill()
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{process}").exists() for process in processes):
-        assert time.monotonic() < end, "processes of a host outlive its maker"
-        time.sleep(0.01)

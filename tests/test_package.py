@@ -7,10 +7,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import distamp
-from tests.installed import check
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,17 +41,6 @@ def test_the_sdist_holds_what_its_tests_and_its_site_need(tmp_path: Path) -> Non
     needed += ["tests/ranks.py", "examples/first_run.py", "benchmarks/common.py", "constraints.txt"]
     assert [name for name in needed if name not in names] == []
     assert [name for name in names if name.startswith((".venv", "runs", "tests/__pycache__"))] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_what_is_built_is_installed_and_used_outside_of_the_tree(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "dist").mkdir()
-    (tmp_path / "away").mkdir()
-    printed = check(built(kind, tmp_path / "dist"), tmp_path / "away")
-    assert f"distamp {distamp.__version__} has all its public names" in printed
-    assert "skipped 7; loss scale 131072" in printed
-    assert "Success: no issues found" in printed, "mypy --strict of a user's program"
 
 
 def test_the_version_is_the_same_wherever_it_is_written() -> None:

@@ -23,13 +23,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
@@ -62,6 +55,12 @@ def _net() -> Net:
     return Net(attends=False)
 
 
+def _changed(change: Callable[[Net], Any], region: torch.dtype | None = None) -> Made:
+    model = _net()
+    change(model)
+    return trained(model, region=region)
+
+
 def _half() -> Made:
     """Loaded or cast in bf16, with nothing else."""
     return trained(_net().to(BF16))
@@ -76,7 +75,7 @@ def _fsdp1(**policy: torch.dtype) -> Made:
     return trained(FullyShardedDataParallel(_net(), mixed_precision=mixed, device_id=cpu))
 
 
-# -- three of the five of which people complained --------------------------------------------------
+# -- two of the five of which people complained ----------------------------------------------------
 
 
 def _reduce_dtype_is_not_tensor_parallels() -> Made:
@@ -84,14 +83,6 @@ def _reduce_dtype_is_not_tensor_parallels() -> Made:
     grid = mesh((2, 2), ("dp", "tp"))
     net = parallel(_net(), grid["tp"])
     return trained(sharded(net, grid["dp"], param_dtype=BF16, reduce_dtype=FP32))
-
-
-def _upcast_that_does_nothing() -> Made:
-    """A loop over parameters that casts copies, and leaves the model as it was loaded."""
-    model = _net().to(BF16)
-    for parameter in model.parameters():
-        parameter.data.to(FP32)
-    return trained(model)
 
 
 class CastNorm(nn.LayerNorm):
@@ -160,18 +151,6 @@ def _oss_broadcasts_fp16() -> Made:
     return trained(model, OSS(model.parameters(), torch.optim.SGD, broadcast_fp16=True, lr=1e-3))
 
 
-def _sequence_parallel_in_fp32() -> Made:
-    plan = {
-        "0": SequenceParallel(),
-        "1": ColwiseParallel(input_layouts=Shard(1)),
-        "2": RowwiseParallel(output_layouts=Replicate()),
-    }
-    block = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 4))
-    return trained(
-        parallelize_module(block, mesh((2,), ("tp",)), plan), inputs=torch.randn(2, 4, 16)
-    )
-
-
 # -- what computes ---------------------------------------------------------------------------------
 
 
@@ -224,36 +203,12 @@ def _behind_a_layer(module: nn.Module) -> Made:
     )
 
 
-def _a_block_leaves_the_region() -> Made:
-    model = _net()
-    model.blocks[1] = Disabled(model.blocks[1])
-    return trained(model, region=BF16)
-
-
 def _a_convolution() -> Made:
     model = nn.Sequential(Disabled(nn.Conv2d(3, 4, 3)), nn.Flatten(), nn.Linear(4 * 36, 4))
     return trained(model, region=BF16, inputs=torch.randn(2, 3, 8, 8))
 
 
-def _compiled_in_fp32() -> Made:
-    model = _net()
-    model.blocks[0] = torch.compile(model.blocks[0], backend="aot_eager")
-    return trained(model)
-
-
 # -- what is held ----------------------------------------------------------------------------------
-
-
-def _one_layer_in_bf16() -> Made:
-    model = _net()
-    model.head.to(BF16)
-    return trained(model, region=BF16)
-
-
-def _adapter_in_fp16() -> Made:
-    model = _net()
-    model.blocks[1].adapter = nn.Linear(16, 16).to(FP16)
-    return trained(model, region=BF16)
 
 
 class HalfStates(torch.optim.SGD):
@@ -305,7 +260,13 @@ PLANTS: tuple[Breach, ...] = (
         "bf16",
         lambda: _fsdp2(param_dtype=BF16, reduce_dtype=FP32),
     ),
-    Breach("an upcast that does nothing", 1, PARAMETERS, "bf16", _upcast_that_does_nothing),
+    Breach(
+        "an upcast that does nothing",
+        1,
+        PARAMETERS,
+        "bf16",
+        lambda: _changed(lambda net: [p.data.to(FP32) for p in net.to(BF16).parameters()]),
+    ),
     Breach(
         "weights of norms in bf16",
         1,
@@ -398,9 +359,22 @@ PLANTS: tuple[Breach, ...] = (
         lambda: trained(parallel(_net().to(BF16), mesh((2,), ("tp",)))),
         "blocks",
     ),
-    Breach("sequence parallel sends fp32", 2, SENDS_FP32, "fp32", _sequence_parallel_in_fp32),
     Breach(
-        "a block that leaves the region", 1, COMPUTE, "fp32", _a_block_leaves_the_region, "blocks.1"
+        "sequence parallel sends fp32",
+        2,
+        SENDS_FP32,
+        "fp32",
+        lambda: trained(parallel(_net(), mesh((2,), ("tp",)), sequence=True)),
+    ),
+    Breach(
+        "a block that leaves the region",
+        1,
+        COMPUTE,
+        "fp32",
+        lambda: _changed(
+            lambda net: net.blocks.register_module("1", Disabled(net.blocks[1])), BF16
+        ),
+        "blocks.1",
     ),
     Breach("the region is of another device", 1, COMPUTE, "fp32", lambda: trained(_net())),
     Breach(
@@ -423,9 +397,36 @@ PLANTS: tuple[Breach, ...] = (
         "fp32",
         lambda: trained(_net(), region=BF16 if dist.get_rank() == 0 else None),
     ),
-    Breach("a compiled block in fp32", 1, COMPUTE, "fp32", _compiled_in_fp32, "blocks.0"),
-    Breach("one layer loaded in bf16", 1, PARAMETERS, "bf16", _one_layer_in_bf16, "head"),
-    Breach("an adapter in fp16", 1, PARAMETERS, "fp16", _adapter_in_fp16, "adapter"),
+    Breach(
+        "a compiled block in fp32",
+        1,
+        COMPUTE,
+        "fp32",
+        lambda: _changed(
+            lambda net: net.blocks.register_module(
+                "0", torch.compile(net.blocks[0], backend="aot_eager")
+            )
+        ),
+        "blocks.0",
+    ),
+    Breach(
+        "one layer loaded in bf16",
+        1,
+        PARAMETERS,
+        "bf16",
+        lambda: _changed(lambda net: net.head.to(BF16), BF16),
+        "head",
+    ),
+    Breach(
+        "an adapter in fp16",
+        1,
+        PARAMETERS,
+        "fp16",
+        lambda: _changed(
+            lambda net: net.blocks[1].register_module("adapter", nn.Linear(16, 16).to(FP16)), BF16
+        ),
+        "adapter",
+    ),
     Breach("bf16 weights without masters", 1, {"masters": "fp32"}, "bf16", _half),
     Breach("an optimizer's own bf16 states", 1, STATE, "bf16", _an_optimizers_own_bf16),
     Breach("states of one group in bf16", 1, STATE, "bf16", _states_of_one_group, "head"),

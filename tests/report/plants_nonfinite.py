@@ -10,6 +10,7 @@ all), forward or backward, the ranks, and the micro-batch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -445,7 +446,8 @@ def _spoil(plant: Plant, model: nn.Module, here: bool) -> None:
 
 def build(plant: Plant) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Return the model as it trains on this rank, with its fault, and its step."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank()
     here = rank in (plant.planted or plant.ranks)
     torch.manual_seed(0)
     model = _model(plant.model).train()

@@ -18,7 +18,6 @@ import contextlib
 import datetime
 import io
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,15 +136,10 @@ def right(plant: Plant, answer: Answer, ops: set[str]) -> tuple[bool, ...]:
 
 def on_ranks(function: Callable[[int], Answer], pool: RankPool, place: int) -> Answer:
     try:
-        one, other = pool.run(quietly, function, place)
+        one, other = pool.run(function, place)
     except RankError as error:
         return Answer(said=str(error).strip().splitlines()[-1])
     return one if one == other else Answer(said=f"ranks differ: {one.said} / {other.said}")
-
-
-def quietly(function: Callable[[int], Any], place: int) -> Any:
-    warnings.simplefilter("ignore")
-    return function(place)
 
 
 TOOLS: dict[str, Callable[[RankPool, int], Answer]] = {

@@ -158,10 +158,6 @@ def test_mistakes_are_named(words, says):
         Contract(**words)
 
 
-def test_a_dtype_that_is_declared_twice_counts_once():
-    assert Contract(compute=("bf16", torch.bfloat16)) == Contract(compute="bfloat16")
-
-
 # Ranks and layouts.
 
 

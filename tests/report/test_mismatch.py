@@ -56,14 +56,6 @@ def test_the_numbers_are_those_of_float64_by_hand(clip_range):
     assert mismatch(*given, clip_range=clip_range) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_the_same_policy_has_no_mismatch_and_every_sample_counts():
-    sampler, _, mask = drawn([5, 3], seed=1)
-    found = mismatch(sampler, sampler, mask)
-    counts = {"mismatch/tokens": 8, "mismatch/sequences": 2}
-    every = {"mismatch/token_ess": pytest.approx(1), "mismatch/sequence_ess": pytest.approx(1)}
-    assert {name: value for name, value in found.items() if value} == counts | every
-
-
 def test_what_stands_beside_the_mask_does_not_count_and_gradients_stay_out():
     sampler, trainer, mask = drawn([4, 2], seed=2)
     wanted = mismatch(sampler, trainer, mask)

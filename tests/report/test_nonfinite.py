@@ -247,43 +247,28 @@ def test_backward_passes_of_a_device_are_watched_too(sim: RankPool) -> None:
 # -- ranks --------------------------------------------------------------------------------------
 
 
-def ddp(model: Net) -> nn.Module:
-    return DistributedDataParallel(model)
+LAYOUTS = ("ddp", "torchs_hook", "our_hook", "fsdp1", "fsdp2", "tensor_parallel")
 
 
-def torchs_hook(model: Net) -> nn.Module:
+def spread(model: Net, layout: str) -> nn.Module:
+    """The model over two ranks."""
+    if layout == "fsdp1":
+        policy, cpu = ModuleWrapPolicy({Block}), torch.device("cpu")
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu)
+    if layout in ("fsdp2", "tensor_parallel"):
+        return (sharded if layout == "fsdp2" else parallel)(model, mesh((2,), ("dp",)))
     wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if layout == "torchs_hook":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if layout == "our_hook":
+        distamp.comm_hooks.register(wrapped, "int8")
     return wrapped
 
 
-def our_hook(model: Net) -> nn.Module:
-    wrapped = DistributedDataParallel(model)
-    distamp.comm_hooks.register(wrapped, "int8")
-    return wrapped
-
-
-def fsdp1(model: Net) -> nn.Module:
-    policy = ModuleWrapPolicy({Block})
-    cpu = torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu)
-
-
-def fsdp2(model: Net) -> nn.Module:
-    return sharded(model, mesh((2,), ("dp",)))
-
-
-def tensor_parallel(model: Net) -> nn.Module:
-    return parallel(model, mesh((2,), ("tp",)))
-
-
-LAYOUTS = [ddp, torchs_hook, our_hook, fsdp1, fsdp2, tensor_parallel]
-
-
-def found_in(layout: Callable[[Net], nn.Module], how: str, fault: Any, scale: float = 1.0) -> Any:
+def found_in(layout: str, how: str, fault: Any, scale: float = 1.0) -> Any:
     warnings.filterwarnings("ignore")
-    model = layout(Net(fault, how))
-    inputs = inputs_of(dist.get_rank() if layout is not tensor_parallel else 1)
+    model = spread(Net(fault, how), layout)
+    inputs = inputs_of(dist.get_rank() if layout != "tensor_parallel" else 1)
     found = distamp.first_nonfinite(step_of(model, inputs, scale), model)
     assert all(each.grad is None for each in model.parameters())
     return found
@@ -314,14 +299,14 @@ def test_a_fault_of_one_rank_is_its_own_in_every_layout(layout, how, op, directi
 
 @on_ranks(2)
 def test_a_hook_that_overflows_is_named() -> None:
-    found = found_in(torchs_hook, "", None, 1e8)
+    found = found_in("torchs_hook", "", None, 1e8)
     assert (found.kernel, found.direction, found.ranks) == ("_to_copy", "backward", (0, 1))
     assert "default_hooks.py" not in found.line
 
 
 @on_ranks(2)
 def test_residuals_of_a_hook_stay_and_it_is_said_to_be_left_out() -> None:
-    model = our_hook(Net())
+    model = spread(Net(), "our_hook")
     state = model._comm_hooks[0][1]
     step = step_of(model, inputs_of())
     step()
@@ -344,7 +329,7 @@ def test_a_collective_is_blamed_only_if_no_rank_fed_it_an_inf(fed: bool) -> None
         dist.all_reduce(y)
         return x * y
 
-    found = found_in(ddp, "", add)
+    found = found_in("ddp", "", add)
     if fed:
         assert (found.kind, found.op, found.ranks) == ("op", "mul", (1,))
         assert found.carried_by == ("allreduce_ over default_pg",)
@@ -468,7 +453,7 @@ def test_keep_needs_something_that_replays() -> None:
 
 @on_ranks(2)
 def test_all_ranks_find_the_same_and_one_logs_it() -> None:
-    model = ddp(Net(log_on_rank_1))
+    model = spread(Net(log_on_rank_1), "ddp")
     guard = replaying(model)
     weights = [each.clone() for each in model.parameters()]
     with logged("distamp.report") as lines:

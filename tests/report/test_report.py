@@ -21,6 +21,8 @@ from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
 OUTSIDE = "(outside)"
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ON_A_GPU = (pytest.mark.gpu, NO_GPU)
 
 
 def train(model: nn.Module, shape: tuple[int, ...], region: Any) -> list[Tensor]:
@@ -28,7 +30,8 @@ def train(model: nn.Module, shape: tuple[int, ...], region: Any) -> list[Tensor]
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters())
     with region:
-        losses = [model(torch.randn(shape)).square().mean() for _ in range(2)]
+        given = (torch.randn(shape).to(next(model.parameters()).device) for _ in range(2))
+        losses = [model(each).square().mean() for each in given]
     sum(losses).backward()
     optimizer.step()
     return list(model.parameters())
@@ -41,33 +44,19 @@ def modules_of(report: PrecisionReport, phase: str = "forward") -> dict[str, str
 @pytest.mark.parametrize("cls", [torch.autocast, distamp.autocast], ids=["torch", "distamp"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_totals_equal_an_independent_count_and_numbers_do_not_change(name, dtype, cls):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_totals_equal_an_independent_count_and_numbers_do_not_change(device, name, dtype, cls):
+    """On a GPU backward runs in a thread of autograd's own."""
     make, shape = MODELS[name]
-    model = make()
-    plain = train(copy.deepcopy(model), shape, cls("cpu", dtype=dtype))
+    model = make().to(device)
+    plain = train(copy.deepcopy(model), shape, cls(device, dtype=dtype))
     with Independent() as count, precision_report(model) as outer, precision_report(model) as inner:
-        reported = train(model, shape, cls("cpu", dtype=dtype))
+        reported = train(model, shape, cls(device, dtype=dtype))
         assert inner.totals.calls > 0
     assert count.agrees(inner)
     assert inner.rows == outer.rows
     assert count.casts > 4
     assert all(map(torch.equal, reported, plain))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", MODELS)
-def test_totals_equal_an_independent_count_on_a_gpu(name):
-    """Backward runs in a thread of autograd's own there."""
-    make, shape = MODELS[name]
-    model = make().cuda()
-    with Independent() as count, precision_report(model) as report:
-        with distamp.autocast("cuda", FP16):
-            out = model(torch.randn(shape, device="cuda"))
-        out.float().sum().backward()
-    assert count.agrees(report)
-    backward = {row.module for row in report.rows if row.phase == "backward"}
-    assert backward >= {row.module for row in report.rows if row.op == "addmm"}
 
 
 def test_a_users_cast_is_told_from_autocasts():

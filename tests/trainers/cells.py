@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -32,9 +32,7 @@ from tests.trainers.common import (
     FAULT,
     data,
     digest,
-    fresh_accelerate,
     model,
-    plant_inf,
     quiet,
     rank,
     with_adapters,
@@ -47,7 +45,7 @@ STEPS = 6
 SCALE = {"fp16": {"init_scale": 2.0**7}}
 PRECISIONS = ("fp16", "bf16", "fp32")
 LAYOUTS = ("DDP", "FSDP2", "LoRA on FSDP2")
-ROWS = data(2 * 2 * STEPS).tensors
+NAN = float("nan")
 
 
 class Cell(NamedTuple):
@@ -64,17 +62,9 @@ class Cell(NamedTuple):
     norms: list[float]
 
 
-def plant(net: nn.Module, step: int) -> None:
-    plant_inf([p for p in net.parameters() if p.requires_grad], step, value=float("nan"))
-
-
-def made(layout: str) -> nn.Module:
-    """Two linear layers, with adapters of peft over them where the layout asks for that."""
-    return with_adapters(model(), "0", "2") if layout.startswith("LoRA") else model()
-
-
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+def made(layout: str, net: Any, *adapted: str) -> Any:
+    """The model, with adapters of peft over some modules where the layout asks for that."""
+    return with_adapters(net, *adapted) if layout.startswith("LoRA") else net
 
 
 def shard(net: nn.Module, mesh: Any) -> nn.Module:
@@ -83,217 +73,109 @@ def shard(net: nn.Module, mesh: Any) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
-def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.float() - targets * 0.1).square().mean()
+def smallest(layout: str) -> int | None:
+    """From how many parameters on a module is sharded by itself: peft's have no forward."""
+    return {"DDP": None, "FSDP2": 10}.get(layout, 10**9)
+
+
+def waited(skipped: list[bool], schedule: list[Any]) -> list[bool]:
+    """In which steps a trainer says that it skipped, and leaves the schedule where it was."""
+    stayed = [before == now for before, now in itertools.pairwise([None, *schedule])]
+    return [each and same for each, same in zip(skipped, stayed, strict=True)]
 
 
 # -- trainers --------------------------------------------------------------------------------------
 
 
-def in_lightning(precision: str, layout: str) -> Cell:
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ModelParallelStrategy
+def lightnings(package: Any, precision: str) -> Any:
+    """The plugin of Lightning or Fabric for a precision."""
+    name = {"fp16": "16-mixed", "bf16": "bf16-mixed"}.get(precision)
+    settings = SCALE.get(precision, {})
+    return package.MixedPrecision(name, "cpu", **settings) if name else package.Precision()
 
-    from distamp.integrations.lightning import MixedPrecision, Precision, SkippedSteps
+
+def in_lightning(precision: str, layout: str) -> Cell:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.utils.data import DataLoader
+
+    from distamp.integrations import lightning
+    from tests.trainers.in_lightning import Net, trainer_with
 
     cell = Cell([], [], [])
 
-    class Module(pl.LightningModule):
+    class Module(Net):
         def __init__(self) -> None:
-            super().__init__()
-            self.net, self.before, self.backwards = made(layout), 0, 0
+            super().__init__({"value": NAN})
+            self.net, self.before = made(layout, self.net, "0", "2"), 0
 
         def configure_model(self) -> None:
             if layout != "DDP" and not isinstance(next(self.net.parameters()), DTensor):
                 shard(self.net, self.device_mesh["data_parallel"])
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return loss_of(self.net(batch[0]), batch[1])
-
-        def on_after_backward(self) -> None:
-            plant(self.net, self.backwards)
-            self.backwards += 1
 
         def on_train_batch_end(self, *_: object) -> None:
             cell.weights.append(digest(self.net))
             cell.skipped.append(self.trainer.global_step == self.before)
             self.before = self.trainer.global_step
 
-        def configure_optimizers(self) -> Any:
-            return adamw(self)
-
-    name = {"fp16": "16-mixed", "bf16": "bf16-mixed"}.get(precision)
-    settings = SCALE.get(precision, {})
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = trainer_with(
         devices=2,
         strategy="ddp" if layout == "DDP" else ModelParallelStrategy(2, 1),
-        plugins=Precision() if name is None else MixedPrecision(name, "cpu", **settings),
-        callbacks=[SkippedSteps()],
+        plugins=lightnings(lightning, precision),
+        callbacks=[lightning.SkippedSteps()],
         gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=1,
     )
-    rows = torch.utils.data.TensorDataset(*ROWS)
-    trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=2))
+    trainer.fit(Module(), DataLoader(data(), batch_size=2))
     return cell
 
 
 def in_fabric(precision: str, layout: str) -> Cell:
-    from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
-    from distamp.integrations.fabric import MixedPrecision, Precision
+    from distamp.integrations import fabric
+    from tests.trainers.test_fabric import BY_NORM, train
 
-    name = {"fp16": "16-mixed", "bf16": "bf16-mixed"}.get(precision)
-    settings = SCALE.get(precision, {})
-    plugin = Precision() if name is None else MixedPrecision(name, "cpu", **settings)
-    sharded = ModelParallelStrategy(lambda net, mesh: shard(net, mesh["data_parallel"]), 2, 1)
-    strategy = "ddp" if layout == "DDP" else sharded
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=plugin)
-    fabric.launch()
-    net = fabric.setup_module(made(layout))
-    optimizer = adamw(net)
-    stepper = fabric.setup_optimizers(optimizer)
-    cell = Cell([], [], [])
-    for step, (inputs, targets) in enumerate(my_batches()):
-        stepper.zero_grad()
-        fabric.backward(loss_of(net(inputs), targets))
-        plant(net, step)
-        norm = fabric.clip_gradients(net, stepper, max_norm=0.5, error_if_nonfinite=False)
-        stepper.step()
-        cell.norms.append(float(norm))
-        cell.weights.append(digest(net))
-        cell.skipped.append(not plugin.scaler.stepped(optimizer))
-    return cell
-
-
-def my_batches() -> list[tuple[Tensor, Tensor]]:
-    inputs, targets = (each[2 * rank() :].split(2)[::2] for each in ROWS)
-    return list(zip(inputs, targets, strict=True))
-
-
-def smallest(layout: str) -> int:
-    """From how many parameters on a module is sharded by itself: peft's have no forward."""
-    return 10**9 if layout.startswith("LoRA") else 10
-
-
-def sharding_of_accelerate(layout: str) -> Any:
-    """Let Accelerate begin anew; return what makes it shard, where it is to."""
-    from tests.trainers.test_accelerate import fsdp_plugin
-
-    fresh_accelerate()
-    return None if layout == "DDP" else fsdp_plugin(2, smallest(layout))
+    plugin = lightnings(fabric, precision)
+    strategy = None
+    if layout != "DDP":
+        strategy = ModelParallelStrategy(lambda net, mesh: shard(net, mesh["data_parallel"]), 2, 1)
+    run = train(made(layout, model(), "0", "2"), plugin, strategy, value=NAN, clip=BY_NORM)
+    return Cell(run.weights, run.skipped, list(map(float, run.norms)))
 
 
 def in_accelerate(precision: str, layout: str) -> Cell:
-    plugin = sharding_of_accelerate(layout)
-    from accelerate import Accelerator
+    from tests.trainers.test_accelerate import train
 
-    from distamp.integrations.accelerate import prepare
-
-    word = "no" if precision == "fp32" else precision
-    accelerator = Accelerator(cpu=True, mixed_precision=word, fsdp_plugin=plugin)
-    prepare(accelerator, **SCALE.get(precision, {}))
-    net = made(layout)
-    optimizer = adamw(net)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
-    net, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
-    cell, moved = Cell([], [], []), 0
-    for step, (inputs, targets) in enumerate(my_batches()):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(net(inputs), targets))
-        plant(net, step)
-        norm = accelerator.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        schedule.step()
-        cell.norms.append(float(norm))
-        cell.weights.append(digest(net))
-        stayed = schedule.scheduler.last_epoch == moved
-        moved = schedule.scheduler.last_epoch
-        cell.skipped.append(accelerator.optimizer_step_was_skipped and stayed)
-    return cell
+    run = train(
+        net=made(layout, model(), "0", "2"),
+        precision="no" if precision == "fp32" else precision,
+        fsdp=None if layout == "DDP" else 2,
+        smallest=smallest(layout) or 0,
+        value=NAN,
+        clip=0.5,
+    )
+    return Cell(run.steps, waited(run.skipped, run.rates), run.norms)
 
 
-def in_transformers(precision: str, layout: str, package: str = "transformers") -> Cell:
-    sharding_of_accelerate(layout)
-    import transformers
+def in_transformers(precision: str, layout: str, by_trl: bool = False) -> Cell:
+    from tests.trainers.test_transformers import net, train
 
-    from distamp.integrations.transformers import DistTrainerMixin
-    from tests.trainers import test_transformers as hugging_face
-
-    cell = Cell([], [], [])
-    kind: Any = transformers.Trainer
-    arguments: Any = transformers.TrainingArguments
-    rows: Any = [
-        {"input_ids": ids, "labels": ids}
-        for ids in hugging_face.tokenizer()(hugging_face.texts(48))["input_ids"]
-    ]
-    more: dict[str, Any] = {}
-    if package == "trl":
-        import trl
-        from datasets import Dataset
-
-        kind, arguments = trl.SFTTrainer, trl.SFTConfig
-        rows = Dataset.from_dict({"text": hugging_face.texts(48)})
-        more["processing_class"] = hugging_face.tokenizer()
-
-    class Trainer(DistTrainerMixin, kind):
-        steps, moved = 0, 0
-
-        def training_step(self, net: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = super().training_step(net, *args, **kwargs)
-            plant(net, self.steps)
-            self.steps += 1
-            return loss
-
-        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-            super().log(logs, *args, **kwargs)
-            if "loss" in logs:
-                taken = self.lr_scheduler.last_epoch
-                cell.skipped.append(
-                    taken == self.moved and self.accelerator.optimizer_step_was_skipped
-                )
-                self.moved = taken
-                cell.norms.append(float(logs["grad_norm"]))
-                cell.weights.append(digest(self.model))
-
-    net = hugging_face.net()
-    if layout.startswith("LoRA"):
-        net = with_adapters(net, "q_proj", "v_proj")
     with tempfile.TemporaryDirectory() as folder:
-        sharding = {}
-        if layout != "DDP":
-            config = {"version": 2, "cpu_ram_efficient_loading": False}
-            config["min_num_params"] = smallest(layout)
-            sharding = {"fsdp": True, "fsdp_config": config}
-        args = arguments(
+        run = train(
             folder,
+            value=NAN,
+            mixin={"scaler_settings": SCALE.get(precision)},
+            model=made(layout, net(), "q_proj", "v_proj"),
+            by_trl=by_trl,
+            smallest=smallest(layout),
             fp16=precision == "fp16",
             bf16=precision == "bf16",
-            use_cpu=True,
-            max_steps=STEPS,
             max_grad_norm=0.5,
-            learning_rate=0.01,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            **sharding,
         )
-        more["scaler_settings"] = SCALE.get(precision)
-        Trainer(model=net, args=args, train_dataset=rows, **more).train()
-    return cell
+    return Cell(run.steps, waited(run.skipped, run.schedule), list(map(float, run.norms)))
 
 
 def in_trl(precision: str, layout: str) -> Cell:
-    return in_transformers(precision, layout, "trl")
+    return in_transformers(precision, layout, by_trl=True)
 
 
 #: For each trainer its package and what runs it in a rank.

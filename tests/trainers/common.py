@@ -22,6 +22,8 @@ from tests.ranks import RankPool
 
 __all__ = [
     "FAULT",
+    "adamw",
+    "batches",
     "data",
     "digest",
     "faulty",
@@ -112,6 +114,18 @@ def data(samples: int = 32) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(samples, 8, generator=generator)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def batches(samples: int = 32) -> list[tuple[Tensor, Tensor]]:
+    """The batches of two that are this rank's, of two ranks'."""
+    inputs, targets = (each[2 * rank() :].split(2)[::2] for each in data(samples).tensors)
+    return list(zip(inputs, targets, strict=True))
+
+
+def adamw(net: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    """Of what is trained."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.01, **settings)
 
 
 def plant_inf(

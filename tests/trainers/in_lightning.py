@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from distamp.integrations.lightning import CommHook, FSDPPrecision, MixedPrecision, SkippedSteps
 from tests.trainers.common import FAULT, data, digest, model, plant_inf, quiet
 
-__all__ = ["Theirs", "Watch", "fit"]
+__all__ = ["Net", "Theirs", "Watch", "fit", "trainer_with"]
 
 SCALE = 2.0**10
 
@@ -37,11 +37,11 @@ class Net(pl.LightningModule):
             return None
         loss = (self.net(batch[0]).float() - batch[1]).square().mean()
         self.run.losses.append(loss.item())
-        poisoned = batch_idx == self.options.get("inf_at") and self.global_rank == 1
-        return loss * float("inf") if poisoned else loss
+        return loss
 
     def on_after_backward(self) -> None:
-        plant_inf(self.parameters(), self.backwards, self.options.get("fault", FAULT))
+        fault, value = self.options.get("fault", FAULT), self.options.get("value", float("inf"))
+        plant_inf(self.parameters(), self.backwards, fault, value)
         self.backwards += 1
 
     def on_train_batch_end(self, *_: object) -> None:
@@ -109,6 +109,15 @@ def strategy_of(kind: type[Net], devices: int) -> Any:
     return "ddp"
 
 
+def trainer_with(**options: Any) -> pl.Trainer:
+    """A Trainer on the CPU, of six batches, that writes nothing."""
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    silent |= {"enable_model_summary": False, "log_every_n_steps": 1}
+    return pl.Trainer(
+        accelerator="cpu", **silent, **{"max_epochs": 1, "limit_train_batches": 6} | options
+    )
+
+
 def fit(
     ours: bool = True,
     devices: int = 2,
@@ -131,24 +140,18 @@ def fit(
         plugin = MixedPrecision("16-mixed", "cpu", init_scale=init_scale)
     hooks = [CommHook(wire)] if wire else []
     net = kind(options)
-    runner = pl.Trainer(
-        accelerator="cpu",
+    runner = trainer_with(
         devices=devices,
         strategy=strategy_of(kind, devices),
         plugins=plugin,
         callbacks=[*callbacks, *hooks, *([SkippedSteps()] if ours else [])],
-        logger=False,
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, "limit_train_batches": 6} | (trainer or {}),
+        **(trainer or {}),
     )
     runner.fit(net, DataLoader(data(), batch_size=2), ckpt_path=checkpoint, weights_only=False)
     if save is not None:
         runner.save_checkpoint(save)
     run = net.run
-    run.net, run.weights, run.scale = net.net, digest(net), plugin.scaler.get_scale()
+    run.weights, run.scale = digest(net), plugin.scaler.get_scale()
     run.logged = {name: float(value) for name, value in runner.progress_bar_metrics.items()}
     run.hook = [str(hook.state.stats()) for hook in hooks]
     return run

@@ -15,6 +15,7 @@ QUICK = {
     ("Lightning", "fp32", "DDP"),
     ("Fabric", "bf16", "LoRA on FSDP2"),
     ("Accelerate", "bf16", "FSDP2"),
+    ("Accelerate", "fp16", "FSDP2"),
     ("Accelerate", "fp32", "LoRA on FSDP2"),
     ("Trainer", "bf16", "DDP"),
     ("Trainer", "bf16", "LoRA on FSDP2"),

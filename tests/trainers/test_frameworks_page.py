@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import distamp
+from tests.docs_code import as_torchrun_starts_it
 from tests.trainers import common, titan
 from tests.trainers.common import FAULT, data, digest, faulty, needs, quiet, rank
 
@@ -82,21 +83,10 @@ def given_accelerate() -> dict[str, Any]:
 
 
 def given_lightning() -> dict[str, Any]:
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = faulty(common.model())
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return half_loss(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+    from tests.trainers.in_lightning import Net
 
     loader = torch.utils.data.DataLoader(small(2 * 2 * STEPS), batch_size=2)
-    return {"module": Module(), "batches": loader}
+    return {"module": Net({}), "batches": loader}
 
 
 def given_transformers() -> dict[str, Any]:
@@ -178,19 +168,6 @@ def run(name: str, changes: Sequence[tuple[str, str]] = ()) -> tuple[float, floa
     return digest(net), scaler.get_scale() / first, type(scaler).__module__
 
 
-def run_alone(
-    name: str, port: int, changes: Sequence[tuple[str, str]] = ()
-) -> tuple[float, float, str]:
-    """As `run`, where the code makes the process group."""
-    # The store is the test's, as it is torchrun's agent's: no port is let go and taken again.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    try:
-        return run(name, changes)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_every_piece_of_code_is_run():
     assert set(snippets()) == set(GIVEN)
     assert PAGE.read_text().count("```python") == len(GIVEN)
@@ -205,7 +182,8 @@ def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name):
     needs(GIVEN[name][0])
     if name == "torchtitan":  # makes its own process group
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        one, other = new_ranks(2, timeout=550).run(run_alone, name, store.port, group="none")
+        own = (as_torchrun_starts_it, store.port, run, name)
+        one, other = new_ranks(2, timeout=550).run(*own, group="none")
     else:
         one, other = ranks2.run(run, name)
     assert one == other
@@ -225,8 +203,8 @@ IN_BF16 = [
 def test_torchtitans_trainer_skips_in_bf16_by_a_guard(new_ranks):
     needs("torchtitan")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = ("torchtitan", store.port, IN_BF16)
-    one, other = new_ranks(2, timeout=550).run(run_alone, *arguments, group="none")
+    own = (as_torchrun_starts_it, store.port, run, "torchtitan", IN_BF16)
+    one, other = new_ranks(2, timeout=550).run(*own, group="none")
     assert one == other
     assert math.isfinite(one[0])
     assert one[2].startswith("distamp.guard")

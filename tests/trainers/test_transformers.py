@@ -8,13 +8,31 @@ import pytest
 import torch
 
 from tests.trainers.common import FAULT, digest, fresh_accelerate, needs, plant_inf, quiet, together
+from tests.trainers.test_accelerate import fsdp_plugin
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 needs("accelerate", "transformers")
 
 SCALE = 2.0**10
-STEPS = 5
+STEPS = 6
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h"]
+
+
+ARGUMENTS = {
+    "use_cpu": True,
+    "bf16": False,
+    "fp16": True,
+    "max_steps": STEPS,
+    "learning_rate": 0.01,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "gradient_checkpointing": False,
+    "lr_scheduler_type": "linear",
+    "dataloader_pin_memory": False,
+}
 
 
 def net() -> Any:
@@ -49,27 +67,55 @@ def train(
     folder: str,
     ours: bool = True,
     fault: int | None = FAULT,
+    value: float = float("inf"),
     mixin: dict[str, Any] | None = None,
     resume: bool = False,
+    model: Any = None,
+    by_trl: bool = False,
+    smallest: int | None = None,
     **arguments: Any,
 ) -> Any:
-    """A run of STEPS steps; rank 1 overflows in one of them."""
+    """A run of STEPS steps; rank 1 overflows in one. FSDP2 shards what has ``smallest`` weights."""
     quiet()
-    from transformers import Trainer, TrainingArguments
+    fresh_accelerate()
+    if smallest is not None:
+        fsdp_plugin(2)  # as on an accelerator
+        config = {"version": 2, "cpu_ram_efficient_loading": False, "min_num_params": smallest}
+        arguments |= {"fsdp": True, "fsdp_config": config}
+    import transformers
 
     from distamp.integrations.transformers import DistTrainerMixin
 
-    fresh_accelerate()
+    kind: Any = transformers.Trainer
+    arguments_of: Any = transformers.TrainingArguments
+    rows: Any = [{"input_ids": ids, "labels": ids} for ids in tokenizer()(texts(48))["input_ids"]]
+    given: dict[str, Any] = {}
+    if by_trl:
+        import trl
+        from datasets import Dataset
 
-    class Faulty(Trainer):
+        kind, arguments_of, given = trl.SFTTrainer, trl.SFTConfig, {"processing_class": tokenizer()}
+        rows = Dataset.from_dict({"text": texts(48)})
+    run = SimpleNamespace(steps=[], skipped=[], norms=[], rates=[], schedule=[])
+
+    class Faulty(kind):
         steps = 0
 
         def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(model, *args, **kwargs)
             if self.accelerator.sync_gradients:
-                plant_inf(model.parameters(), self.steps, fault)
+                plant_inf(model.parameters(), self.steps, fault, value)
             self.steps += 1
             return loss
+
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            super().log(logs, *args, **kwargs)
+            if "loss" in logs:
+                run.rates.append(logs["learning_rate"])
+                run.schedule.append(self.lr_scheduler.last_epoch)
+                run.norms.append(logs.get("grad_norm"))
+                run.skipped.append(self.accelerator.optimizer_step_was_skipped)
+                run.steps.append(digest(self.model))
 
     class Ours(DistTrainerMixin, Faulty):
         pass
@@ -80,47 +126,17 @@ def train(
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
             self.accelerator.native_amp = True
 
-    defaults = {
-        "output_dir": folder,
-        "use_cpu": True,
-        "bf16": False,
-        "fp16": not arguments.get("bf16"),
-        "max_steps": STEPS,
-        "learning_rate": 0.01,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "lr_scheduler_type": "linear",
-        "dataloader_pin_memory": False,
-    }
-    args = TrainingArguments(**(defaults | arguments))
-    settings = {"scaler_settings": {"init_scale": SCALE}} if mixin is None else mixin
-    rows = [{"input_ids": ids, "labels": ids} for ids in tokenizer()(texts(48))["input_ids"]]
+    args = arguments_of(folder, **(ARGUMENTS | arguments))
+    given |= ({"scaler_settings": {"init_scale": SCALE}} | (mixin or {})) if ours else {}
     trainer = (Ours if ours else Theirs)(
-        model=net(), args=args, train_dataset=rows, **(settings if ours else {})
+        model=model or net(), args=args, train_dataset=rows, **given
     )
     trainer.train(resume_from_checkpoint=resume or None)
     logs = [each for each in trainer.state.log_history if "loss" in each]
-    scaler = trainer.accelerator.scaler
-    return SimpleNamespace(
-        weights=digest(trainer.model),
-        scale=None if scaler is None else scaler.get_scale(),
-        rates=[each["learning_rate"] for each in logs],
-        told=[logs[-1].get(name) for name in ("loss_scale", "skipped_steps")],
-        global_step=trainer.state.global_step,
-    )
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_ranks_skip_together_with_any_optimizer_and_schedules_wait(ranks2, tmp_path, optim):
-    runs = ranks2.run(train, str(tmp_path), optim=optim)
-    assert together(runs)
-    assert runs[0].told == [runs[0].scale, 1] == [SCALE / 2, 1]
-    taken = [n - (n > FAULT) for n in range(STEPS)]
-    assert runs[0].rates == pytest.approx([0.01 * (1 - n / STEPS) for n in taken])
+    run.told = [logs[-1].get(name) for name in ("loss_scale", "skipped_steps")]
+    run.weights, run.global_step = digest(trainer.model), trainer.state.global_step
+    run.scale = trainer.accelerator.scaler and trainer.accelerator.scaler.get_scale()
+    return run
 
 
 @pytest.mark.parametrize(
@@ -144,13 +160,17 @@ def test_the_run_is_the_trainers_to_the_bit_until_one_rank_overflows(ranks2, tmp
         assert not together(ranks2.run(train, str(tmp_path), ours=False))
 
 
-def test_a_hook_compresses_the_gradients(ranks2, tmp_path):
-    mixin = {"comm_hook": "fp16", "scaler_settings": {"init_scale": SCALE}}
-    hooked = ranks2.run(train, str(tmp_path), fault=None, mixin=mixin)
-    plain = ranks2.run(train, str(tmp_path), fault=None)
-    assert together(hooked)
-    assert hooked[0].weights != plain[0].weights, "rounded on the way"
-    assert hooked[0].weights == pytest.approx(plain[0].weights, rel=1e-3)
+def test_ranks_skip_together_under_a_hook_too_and_rates_and_logs_know_it(ranks2, tmp_path):
+    mixin = {"comm_hook": "fp16"}
+    (hooked, other), (plain, _) = (
+        ranks2.run(train, str(tmp_path), **given) for given in ({"mixin": mixin}, {})
+    )
+    assert together([hooked, other])
+    assert hooked.told == [hooked.scale, 1] == [SCALE / 2, 1]
+    taken = [n - (n > FAULT) for n in range(STEPS)]
+    assert hooked.rates == pytest.approx([0.01 * (1 - n / STEPS) for n in taken])
+    assert hooked.weights != plain.weights, "rounded on the way"
+    assert hooked.weights == pytest.approx(plain.weights, rel=1e-3)
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, False), (False, True), (True, True)])
@@ -166,12 +186,3 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(
     resumed, _ = ranks2.run(train, folder, ours=then, fault=None, resume=True, max_grad_norm=0.0)
     assert resumed.global_step == STEPS
     assert resumed.weights == whole.weights
-
-
-def at_bf16(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"'bf16'.*init_scale"):
-        train(folder, bf16=True, mixin={"scaler_settings": {"init_scale": 2.0}})
-
-
-def test_at_bf16_there_is_no_loss_scale_to_set(ranks2, tmp_path):
-    ranks2.run(at_bf16, str(tmp_path))
