@@ -74,7 +74,7 @@ def _is_rank_0():
 
 def test_a_body_that_fails_on_a_rank_is_told_with_its_local_names(ranks):
     with pytest.raises(RankError, match=r"rank 1 raised:(.|\n)*assert value == 0(.|\n)*value = 1"):
-        _is_rank_0(ranks)
+        _is_rank_0(ranks=ranks)
 
 
 def _collectives() -> list[list[tuple[str, int]]]:
