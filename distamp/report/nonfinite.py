@@ -11,6 +11,8 @@ from distamp.report.rows import OUTSIDE
 
 __all__ = ["NonFinite", "TensorRange"]
 
+_HELD = ("parameter", "buffer", "input")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
@@ -50,7 +52,8 @@ class NonFinite:
     """Where the first non-finite number of a step was born; ``print`` gives a sentence and a table.
 
     Attributes:
-        kind: ``"op"``; ``"parameter"``, ``"buffer"`` or ``"input"``, which held it before the step;
+        kind: ``"op"``; ``"parameter"`` or ``"buffer"``, which held it before the step; ``"input"``,
+            as ``"parameter"``, of a tensor of the step, or of what code outside of torch made;
             ``"collective"``, to which no rank gave one; ``"unseen"``: the step as it ran was not
             finite, and its replay is.
         op: The function that was called, such as ``"linear"``; in backward, the one whose backward
@@ -65,7 +68,7 @@ class NonFinite:
         line: ``file:line: code``, the innermost outside of torch; of the forward pass where a
             backward kernel is C++.
         inputs: What the kernel was given; for a collective, by rank.
-        output: What it gave.
+        output: What it gave; of what held it, that.
         reached: What it spoilt: ``"loss"``, and names of parameters whose gradients it is in.
         carried_by: The collectives by which it came to other ranks.
         notes: What the replay could not show, and whether a second one gave the same numbers.
@@ -95,8 +98,10 @@ class NonFinite:
         ranks = ("rank " if len(self.ranks) == 1 else "ranks ") + ", ".join(map(str, self.ranks))
         when = f"{ranks}, {self.direction} pass, micro-batch {self.micro_batch}"
         made = "NaN" if self.output and self.output.is_nan else "inf"
-        if self.kind in ("parameter", "buffer", "input"):
-            held = f"{self.kind} {self.parameter}".strip()
+        if self.kind == "input":
+            return f"An input held {made} that no operation had made, and {where} read it: {when}."
+        if self.kind in _HELD:
+            held = f"{self.kind} {self.parameter}"
             return f"The {held} held {made} before the step, and {where} read it: {when}."
         largest = max((max(abs(it.low), abs(it.high)) for it in self.inputs), default=0.0)
         cause = f"of finite inputs up to {largest:.3g}"
@@ -109,7 +114,8 @@ class NonFinite:
     def __str__(self) -> str:
         rows = [("line", self.line), ("parameter", self.parameter)]
         rows += [("input", str(each)) for each in self.inputs]
-        rows += [("output", str(self.output or "")), ("reached", _some(self.reached))]
+        rows += [("output", str(self.output or ""))] if self.kind not in _HELD else []
+        rows += [("reached", _some(self.reached))]
         rows += [("carried by", each) for each in self.carried_by]
         rows += [("note", each) for each in self.notes]
         return "\n".join([self.sentence(), *(f"  {k:10} {v}" for k, v in rows if v)])

@@ -150,6 +150,8 @@ def test_the_input_of_one_micro_batch_is_named() -> None:
     inputs[1, 2, 3] = INF
     found = search(model, inputs)
     assert (found.kind, found.op, found.module, found.micro_batch) == ("input", "linear", "inp", 1)
+    assert "no operation had made" in found.sentence()
+    assert "  output " not in str(found)  # which would be the input again
 
 
 @pytest.mark.parametrize("name", ["blocks.2.down.weight", "bn.running_mean", "blocks.0.norm.bias"])
