@@ -19,9 +19,10 @@ from distamp.comm_hooks.stats import Choice
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 from distamp.errors import LockstepError
 
-__all__ = ["register"]
+__all__ = ["hook_of", "register"]
 
 _log = logging.getLogger("distamp.comm_hooks")
+_MARK = "_distamp_comm_hook"  # an attribute of the wrapper
 
 
 def register(
@@ -112,7 +113,13 @@ def register(
     if chosen.encodes or gathers is not None:
         connect(state, wrapped, tables)
     wrapped.attach(state, gathers, tables)
+    setattr(torch_compat.not_compiled(model), _MARK, state)
     return state
+
+
+def hook_of(model: nn.Module) -> CommHookState | None:
+    """Return the state of the hook that `register` gave this very model; None without one."""
+    return getattr(torch_compat.not_compiled(model), _MARK, None)
 
 
 def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> tuple[Wrapped, bool]:

@@ -16,6 +16,7 @@ from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
 from distamp.guard import GUARDS, StepGuard
 from distamp.initialize.flat_state import FlatState
+from distamp.initialize.kept import matched
 from distamp.initialize.wrappers import SHARDED_DDP, OnePassEach, name_of, pause_sync
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -344,9 +345,12 @@ class Amp:
         # Only what is trained must have the level's dtype.
         frozen = {p.dtype for m in self.models for p in m.parameters() if not p.requires_grad}
         words["parameters"] = (words["parameters"], *frozen)
+        words["norms"] = (*words["norms"], *frozen)
         if self.comm_hooks:
             words["reduce"] = [hook.wire.name for hook in self.comm_hooks]
-        return Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)
+        found = Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)
+        found.unseen += matched(self.models, self.precision, self.scaler.process_group)[1]
+        return found
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from distamp.errors import SettingError
@@ -117,21 +118,24 @@ def _cast_all(model: nn.Module, precision: Precision) -> None:
 def check_frozen(model: nn.Module, precision: Precision) -> None:
     """Refuse a level that cannot compute with the frozen parameters as they are.
 
-    Only what is trained must have the level's dtype. A region casts the rest op by op; without one
-    they are in the level's dtype, or float32, which is cast to it.
+    Only what is trained must have the level's dtype. A region casts the rest op by op, but not
+    batch norms, whose statistics are written. Without one they are in the level's dtype, or
+    float32, which is cast to it.
 
     Raises:
-        SettingError: Frozen parameters are in half precision at O0, or in another one than the
-            level's, where a cast would lose range or precision.
+        SettingError: They are in half precision at O0, or in another one than the level computes
+            in, where a cast would lose range or precision.
     """
-    dtypes = {p.dtype for p in model.parameters() if not p.requires_grad}
-    others = dtypes & O2_OF.keys() - {precision.param}
-    if others and not precision.autocasts:
+    kind, ways = (nn.Module, "bf16 or O1, or ") if not precision.autocasts else (_BatchNorm, "")
+    modules = (module for module in model.modules() if isinstance(module, kind))
+    held = (p for module in modules for p in module.parameters(recurse=False))
+    others = {p.dtype for p in held if not p.requires_grad} & O2_OF.keys() - {precision.compute}
+    if others:
         dtype = others.pop()
         raise SettingError(
             f"{precision.level} computes in {precision.compute} and the model has frozen "
-            f"parameters in {dtype}; take bf16 or O1, or {O2_OF[dtype]}, or cast them yourself: "
-            "parameter.data.to(...)"
+            f"{'batch norms' if precision.autocasts else 'parameters'} in {dtype}; take {ways}"
+            f"{O2_OF[dtype]}, or cast them yourself: module.to(...)"
         )
 
 

@@ -136,7 +136,7 @@ def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
     fp32 = {module for module, pin in pins.items() if pin.startswith("fp32")}
     fp32 |= {m for m in model.modules() if (p := pin_of(m)) and p.dtype is torch.float32}
     units = casting_units(model)
-    for module in fp32 & units.keys():
+    for module in filter(fp32.__contains__, units):
         inside = {units[each] for each in module.modules()} - {None}
         if wrapping.name == FSDP2:
             inside -= {units[module]}

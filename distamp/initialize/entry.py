@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import DataParallel, OpLists, autocast
-from distamp.comm_hooks import register
+from distamp.comm_hooks.registration import hook_of, register
 from distamp.errors import SettingError
 from distamp.guard import StepGuard
 from distamp.initialize.amp import Amp
@@ -132,17 +132,35 @@ def initialize(
     )
     scaler.add_optimizer(*stepped)
     dtype = level.compute if level.autocasts else None
-    region = autocast(device, dtype, level.autocasts, cache_enabled, ops=ops)
+    lists = _with_norms(ops) if device == "cpu" and any(map(_has_half_norms, models)) else ops
+    region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
     # Before masters are made, as it may refuse.
     hooks = tuple(
-        register(each, comm_hook, replicas=replicas) for each in models if comm_hook is not None
+        hook_of(each) if comm_hook is None else register(each, comm_hook, replicas=replicas)
+        for each in models
     )
     _change(models, wrappings, stepped, level, pins)
-    for state in hooks if scaler.is_enabled() else ():
+    made = tuple(state for state in hooks if state is not None)
+    for state in made if scaler.is_enabled() else ():
         scaler.attach(state)
     # A hook averages copies of shards, of which their mesh says nothing.
     sharded = None if replicas is None else lambda p: getattr(p, "device_mesh", None)
-    return Amp(models, stepped, level, scaler, region, hooks, sharded)
+    return Amp(models, stepped, level, scaler, region, made, sharded)
+
+
+def _has_half_norms(model: nn.Module) -> bool:
+    norms = (m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm))
+    return any(p.dtype.itemsize == 2 for norm in norms for p in norm.parameters(recurse=False))
+
+
+def _with_norms(ops: OpLists | None) -> OpLists:
+    """Return lists that have norms in fp32, as torch's for CUDA and not those for the CPU.
+
+    torch's kernels there take weights in half precision, as a frozen base has them, with inputs of
+    the very dtype alone.
+    """
+    norms = OpLists(fp32={"layer_norm", "group_norm"})
+    return norms if ops is None else norms | ops
 
 
 def _change(

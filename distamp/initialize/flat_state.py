@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +18,8 @@ from distamp.sources import GradientSource, source_of
 
 __all__ = ["FlatState"]
 
-_ANYWHERE = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_log = logging.getLogger("distamp.initialize")
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 _PLAIN = (None, "DistributedDataParallel", "DataParallel", "fully_shard")
 
 
@@ -46,11 +49,10 @@ class FlatState:
                     f"{name} has no tensor of a parameter's own name and place to save: take "
                     "fully_shard, or torch.distributed.checkpoint.state_dict.get_state_dict"
                 )
-            shared = dict(inner.named_parameters(remove_duplicate=False)).keys()
-            saved = inner.state_dict(keep_vars=True)
-            tensors = dict(inner.named_parameters())
-            tensors |= {name: saved[name] for name in saved.keys() - shared}
-            self.tensors |= {f"{prefix}.{_plain(name)}": each for name, each in tensors.items()}
+            saved = inner.state_dict(keep_vars=True).keys()
+            buffers = ((name, each) for name, each in inner.named_buffers() if name in saved)
+            for name, tensor in (*inner.named_parameters(), *buffers):
+                self.tensors[f"{prefix}.{_WRAPPERS.sub('', name)}"] = tensor
         self._names = {id(each): name for name, each in self.tensors.items()}
 
     def rows(
@@ -87,22 +89,25 @@ class FlatState:
     @torch.no_grad()
     def set(self, state: Mapping[str, Any]) -> None:
         """Take over what was read into a result of `get`; see `Amp.load_flat_state_dict`."""
+        left = []
         with contextlib.ExitStack() as stack:
             for masters in filter(None, map(masters_of, self._optimizers)):
                 masters.write_back()  # what was loaded into whole ones, in place
                 stack.enter_context(masters.materialized())
             for name, stepped, _, _, values in self.rows():
-                prefix = f"optimizer.{name.partition('.')[2]}."
-                with contextlib.suppress(KeyError):  # no state was saved, or of another optimizer
-                    values |= {key: state[f"{prefix}{key}"] for key in values}
                 if stepped is not self.tensors[name]:
                     stepped.copy_(state[name])
-
-
-def _plain(name: str) -> str:
-    for part in _ANYWHERE:
-        name = name.replace(part, "")
-    return name
+                keys = {key: f"optimizer.{name.partition('.')[2]}.{key}" for key in values}
+                if values and state.keys() >= {*keys.values()}:
+                    values |= {key: state[flat] for key, flat in keys.items()}
+                else:  # none was saved, or of another optimizer
+                    left.append(name)
+        if left:
+            _log.warning(
+                "the state has no optimizer state of %d weights, first %s, and theirs stays as it "
+                "is; give flat_state_dict() what the checkpoint has, by saved=",
+                *(len(left), left[0]),
+            )
 
 
 def _empty(saved: Any, stepped: Tensor, device: torch.device) -> Any:

@@ -33,7 +33,7 @@ Pins = Mapping[nn.Module, str]
 
 def matched(
     models: Sequence[nn.Module], precision: Precision, process_group: GroupLike
-) -> tuple[Pins, list[str]]:
+) -> tuple[Pins, tuple[str, ...]]:
     """Return the modules that a level's patterns name; the models themselves are not asked.
 
     Names are those without wrappers. Collective over the group where there are patterns: a rank may
@@ -44,7 +44,7 @@ def matched(
         LockstepError: Ranks have other patterns.
     """
     if not precision.pins:
-        return {}, []
+        return {}, ()
     # Of a wrapper and the module in it, which share a name, the module comes last.
     named = {name: m for model in models for m, name in module_names(model).items() if name}
     found = {pattern: fnmatch.filter(named, pattern) for pattern, _ in precision.pins}
@@ -73,7 +73,8 @@ def matched(
                 f"the pattern {pattern!r} of precision= matches nothing on ranks {without}"
             )
             _log.info(lines[-1])
-    return {named[name]: pin for pattern, pin in precision.pins for name in found[pattern]}, lines
+    pins = {named[name]: pin for pattern, pin in precision.pins for name in found[pattern]}
+    return pins, tuple(lines)
 
 
 def pin_all(model: nn.Module, pins: Pins, dtype: torch.dtype) -> None:

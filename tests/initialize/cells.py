@@ -91,6 +91,7 @@ class Net(nn.Module):
         self.first = nn.Linear(16, 16)
         self.hidden, self.middle = nn.Linear(16, 32), nn.Linear(32, 16)
         self.norm, self.output = nn.LayerNorm(16), nn.Linear(16, 8)
+        self.scale: nn.Parameter | None = None
 
     def _inside(self, x: Tensor) -> Any:
         return self.middle(torch.tanh(self.hidden(x)))
@@ -101,6 +102,7 @@ class Net(nn.Module):
             x = self._inside(x)
         else:
             x = torchs.checkpoint(self._inside, x, use_reentrant=self.reentrant)
+        x = x if self.scale is None else x * self.scale
         return self.output(self.norm(x))
 
 
@@ -112,13 +114,17 @@ def level_of(name: str) -> Precision:
 
 
 def net(level: Precision, extra: str) -> Net:
-    """Return the net before anything is done to it; under LoRA its base is half."""
+    """Return the net before anything is done to it; under LoRA its base is half.
+
+    One of the adapters is a scale, which hands fp32 to a half norm.
+    """
     torch.manual_seed(0)
     reentrant = {"checkpoint": False, "reentrant checkpoint": True}.get(extra)
     model = Net(reentrant)
     if extra == "LoRA":
         model.requires_grad_(False).to(torch.bfloat16 if level.level == "O0" else level.compute)
         model.output = Adapted(model.output)  # type: ignore[assignment]
+        model.scale = nn.Parameter(torch.ones(16))
     return model
 
 

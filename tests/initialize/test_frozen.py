@@ -60,6 +60,26 @@ def test_half_base_that_is_frozen_breaks_no_contract():
     assert "parameters" in str(amp.check(step))
 
 
+@pytest.mark.parametrize("kind", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
+@pytest.mark.parametrize("base", [F16, BF16])
+@pytest.mark.parametrize("level", ["O1", "bf16"])
+def test_a_frozen_half_norm_takes_whatever_a_region_gives_it(kind, base, level):
+    """As in a region on CUDA; torch's kernels for the CPU want weights of the input's dtype."""
+    model = nn.Sequential(nn.Linear(8, 8), kind().to(base).requires_grad_(False))
+    amp, x = initialize(model, torch.optim.SGD(trained(model), lr=0.1), level), torch.randn(4, 8)
+    with amp.autocast():
+        for given in (x, x.half(), x.bfloat16()):
+            assert torch.equal(amp.model[1](given), copy.deepcopy(model[1]).float()(given.float()))
+    assert not amp.check(lambda: step(amp, x))
+
+
+def step(amp: Any, x: Tensor) -> None:
+    with amp.autocast():
+        loss = amp.model(x).float().square().sum()
+    amp.backward(loss)
+    assert amp.step()
+
+
 def quantized(base: torch.dtype) -> nn.Module:
     """The adapted net with its frozen linear layers in int8, which give out ``base``."""
     quantization = pytest.importorskip("torchao.quantization")

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DataParallel, cast_model, initialize
+from distamp.comm_hooks import register
 from distamp.errors import StageError
 from distamp.initialize import Amp
 from tests.collectives import count_collectives
@@ -152,6 +153,16 @@ def test_copies_of_shards_count_once_in_the_norm(alone):
     norms, taken, parameters = train(initialize(model, adam(model), "O1", **settings), "FSDP2")
     assert (norms, taken) == (pytest.approx(alone["O1"][0], rel=0.01), alone["O1"][1])
     torch.testing.assert_close(parameters, alone["O1"][2], rtol=0, atol=0.01)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2"])
+def test_a_hook_that_was_registered_by_hand_is_attached(layout):
+    model = wrapped(net(batchnorm=False), layout, None, "")
+    hook = register(model, "fp16")
+    amp = initialize(model, adam(model), "bf16")
+    assert amp.comm_hooks == (hook,)
+    amp.scaler.detach(hook)  # raises where it was not attached
 
 
 @on_ranks(2)

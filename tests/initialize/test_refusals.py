@@ -65,6 +65,7 @@ ALONE: dict[str, tuple[Callable[[], str], str]] = {
     "a half base at O0": (lambda: refused(adapted(HALF), "O0"), "take bf16 or O1, or O2"),
     "a bfloat16 base at O2": (lambda: refused(adapted(torch.bfloat16), "O2"), "or bf16-O2"),
     "a float16 base at bf16-O3": (lambda: refused(adapted(HALF), "bf16-O3"), "or O2"),
+    "another half's batch norm": (lambda: refused(adapted(torch.bfloat16), "O1"), "batch norms in"),
     "half at O0": (lambda: refused(net().half(), "O0"), "model.half"),
     "half at O1": (lambda: refused(net().half(), "O1"), "model.half"),
     "bfloat16 at bf16": (lambda: refused(net().bfloat16(), "bf16"), "leave out model."),

@@ -175,6 +175,18 @@ def test_any_level_has_what_another_stepped(tmp_path, before, after):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_flat_state_without_what_an_optimizer_keeps_is_told(tmp_path, caplog):
+    saved, fresh = made("O2"), made("O2", seed=1)
+    train(saved, 0, 1)
+    fresh.load_flat_state_dict(saved.flat_state_dict())
+    assert "no optimizer state of 7 weights, first model.embedding.weight" in caplog.text
+    caplog.clear()
+    save(saved, tmp_path)
+    load(fresh, tmp_path)
+    assert "no optimizer state" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_split_masters_go_on_to_the_bit_and_whole_ones_load_them(tmp_path):
     saved, resumed, whole = made(SPLIT), made(SPLIT, seed=1), made("bf16-O2", seed=1)
     train(saved, 0, 2)
