@@ -81,14 +81,6 @@ def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(example, t
     assert module.train(resumed, skip=module.STEPS) == whole
 
 
-def test_a_report_names_what_half_precision_computed(example, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["precision_report.py", "--json", str(out)])
-    example("precision_report").main()
-    assert "linear (addmm)" in capsys.readouterr().out
-    assert out.stat().st_size > 1000
-
-
 # -- over ranks ------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ What loads must leave an object that works.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from distamp import DistampError, DistGradScaler, comm_hooks, initialize
 from distamp.scaler import HysteresisSchedule
+from tests.scaler.steps import iteration, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CLEAR = (DistampError, ValueError, TypeError)
@@ -52,20 +54,9 @@ class Subject:
 
 
 def scaler(**settings: Any) -> Subject:
-    made, weight = DistGradScaler("cpu", **settings), nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], 0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        made.scale(weight.sum()).backward()
-        made.step(optimizer)
-        made.update()
-
-    return Subject(made.load_state_dict, [made.state_dict], step)
-
-
-def schedule() -> Subject:
-    return scaler(schedule=HysteresisSchedule(hysteresis=2))
+    made, (weight, optimizer) = DistGradScaler("cpu", **settings), sgd(1.0, lr=0.1)
+    works = functools.partial(iteration, made, optimizer, weight, 1.0)
+    return Subject(made.load_state_dict, [made.state_dict], works)
 
 
 def amp() -> Subject:
@@ -92,7 +83,11 @@ def hook() -> Subject:
     )
 
 
-SUBJECTS = {each.__name__: each for each in (scaler, schedule, amp)}
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "scaler": scaler,
+    "schedule": lambda: scaler(schedule=HysteresisSchedule(hysteresis=2)),
+    "amp": amp,
+}
 
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -159,6 +154,6 @@ def test_a_value_of_the_wrong_kind_is_refused_or_works(name: str) -> None:
     subject.works()
 
 
-def test_a_damaged_state_of_a_hook_is_refused_or_works(new_ranks: Any) -> None:
-    ((_, faults),) = new_ranks(1).run(damage, hook)
+def test_a_damaged_state_of_a_hook_is_refused_or_works(ranks1: Any) -> None:
+    ((_, faults),) = ranks1.run(damage, hook)
     assert faults == []

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import sharded_grad_scaler
 
 import distamp
 from distamp import DistGradScaler
 from distamp.errors import LossScaleCollapse, SettingError, StageError
 from tests.on_ranks import on_ranks
+from tests.scaler.steps import iteration, sgd
 
 PLACES = [
     ("torch", "GradScaler"),
@@ -58,14 +58,9 @@ def installed(**settings: object) -> Iterator[distamp.installation.Installation]
 
 def train(scaler: torch.amp.GradScaler, *gradients: float) -> float:
     """A weight of 1 after a step of 0.25 for each gradient."""
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([weight], lr=0.25)
+    weight, optimizer = sgd(1.0, lr=0.25)
     for gradient in gradients:
-        optimizer.zero_grad()
-        scaler.scale(weight * gradient).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        iteration(scaler, optimizer, weight, gradient, unscale=True)
     return weight.item()
 
 

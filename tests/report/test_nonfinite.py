@@ -135,14 +135,11 @@ def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
     assert str(Path(__file__).parent) in found.line
 
 
-def test_a_finite_step_with_a_mask_of_inf_has_none() -> None:
-    model = Net()
-    assert search(model) is None
-
-
-def test_what_reaches_neither_loss_nor_gradient_does_not_count() -> None:
-    model = Net(lambda x: x + torch.nan_to_num(x.log(), 0.0, 0.0, 0.0).detach())
-    assert search(model) is None
+@pytest.mark.parametrize(
+    "change", [None, lambda x: x + torch.nan_to_num(x.log(), 0.0, 0.0, 0.0).detach()]
+)
+def test_a_mask_of_inf_and_what_reaches_neither_loss_nor_gradient_do_not_count(change: Any) -> None:
+    assert search(Net(change)) is None
 
 
 def test_the_input_of_one_micro_batch_is_named() -> None:
@@ -224,11 +221,6 @@ def test_the_answer_is_a_sentence_and_a_table() -> None:
     assert first.endswith(": rank 0, forward pass, micro-batch 0.")
     assert [row.split()[0] for row in table] == ["line", "input", "output", "reached"]
     assert found.to_dict()["sentence"] == first
-
-
-def test_what_it_does_not_take_is_refused() -> None:
-    with pytest.raises(TypeError, match="first_nonfinite takes a function that runs forward"):
-        distamp.first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
 
 
 def on_a_device() -> list[Any]:
@@ -446,7 +438,9 @@ def test_a_batch_that_changed_in_place_is_said() -> None:
     assert guard.replay.found.notes == ("a batch was changed in place since the step was kept",)
 
 
-def test_keep_needs_something_that_replays() -> None:
+def test_what_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(TypeError, match="first_nonfinite takes a function that runs forward"):
+        distamp.first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
     with pytest.raises(StageError, match=r"set \.replay = distamp\.StepReplay\(model\) first"):
         distamp.StepGuard().keep(lambda: None)
     with pytest.raises(TypeError, match=r"replay is a .* or None, not Linear"):
