@@ -230,8 +230,13 @@ class Config(
         """
         if not self.precision.endswith(".toml"):
             return Precision.of(_LEVELS.get(self.precision, self.precision))
-        with refusing(f"--precision {self.precision}", OSError, ValueError, KeyError):
+        with refusing(f"--precision {self.precision}", OSError, ValueError):
             given = tomllib.loads(Path(self.precision).read_text(encoding="utf-8"))
+            if given.keys() | {"modules"} != {"level", "modules"}:
+                raise ValueError(
+                    f"it has {', '.join(given) or 'nothing'}; it is a level and, where patterns "
+                    "are to have a precision of their own, a table [modules]"
+                )
             level = _LEVELS.get(given["level"], given["level"])
             return Precision.of(level, precision=given.get("modules", {}))
 

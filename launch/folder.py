@@ -97,7 +97,8 @@ def begin(run: Path, after: int | None) -> IO[str]:
     Raises:
         UsageError: Another process holds it.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    with refusing(f"--run-dir {run}", OSError):
+        run.mkdir(parents=True, exist_ok=True)
     lock = (run / "lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

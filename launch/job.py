@@ -62,6 +62,16 @@ class Job:
         return self.config.batch // (self.layout.data_world * self.config.accumulate)
 
 
+def cast(model: nn.Module, config: Config) -> nn.Module:
+    """Cast a model as the level says.
+
+    Raises:
+        UsageError: A pattern of the level's file matches no module.
+    """
+    with refusing(f"--precision {config.precision}", ValueError):
+        return cast_model(model, config.level)
+
+
 def make_model(config: Config, data: Data, layout: Layout, device: torch.device) -> nn.Module:
     """Build the model, cast and sharded, with its weights.
 
@@ -72,7 +82,7 @@ def make_model(config: Config, data: Data, layout: Layout, device: torch.device)
     if not is_empty:
         model.to(device)
     if not layout.is_cut or not config.level.master_weights:
-        cast_model(model, config.level)
+        cast(model, config)
     prepare_blocks(model, config)
     parallelize(model, config, layout, device)
     if is_empty:

@@ -127,6 +127,8 @@ class Metrics:
         step, config = record["step"], self._job.config
         parts = [f"step {step:>{len(str(config.steps))}}/{config.steps}"]
         parts += [form.format(record[key]) for key, form in _SHOWN.items() if key in record]
+        if self._targets == 1:
+            parts = [each.replace("tokens/s", "examples/s") for each in parts]
         if "loss" in record:
             tokens = (config.steps - step) * config.batch * self._targets
             seconds = min(seconds, tokens / max(0.1, record["tokens_per_second"]))

@@ -25,7 +25,7 @@ from launch.config import Config, parse
 from launch.data import Batch, batches, load_data, order
 from launch.evaluate import evaluate
 from launch.folder import checkpoint_of
-from launch.job import Job, make_job
+from launch.job import Job, cast, make_job
 from launch.metrics import Metrics
 from launch.model import build, loss_of
 from launch.optim import Rates, make_optimizers
@@ -65,7 +65,7 @@ def run(config: Config, asked_to_end: Asked) -> None:
     """
     data, device, checkpoint = load_data(config), pick_device(config), start_from(config)
     if config.check:
-        make_optimizers(build(config, data), config)
+        make_optimizers(cast(build(config, data), config), config)
         print(f"these flags can run, on {config.smallest_world()} ranks or more of their kind")
         return
     with process_group(config):

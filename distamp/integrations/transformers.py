@@ -35,6 +35,18 @@ class DistTrainerMixin:
         ValueError: The format or the model does not fit the hook.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        makers = [
+            each for each in cls.__mro__ if "create_accelerator_and_postprocess" in vars(each)
+        ]
+        trainers = [each for each in makers if not issubclass(each, DistTrainerMixin)]
+        if trainers and cls.__mro__.index(trainers[0]) < cls.__mro__.index(DistTrainerMixin):
+            raise TypeError(
+                f"{cls.__name__} has DistTrainerMixin after {trainers[0].__name__}, whose methods "
+                f"hide it: write class {cls.__name__}(DistTrainerMixin, {trainers[0].__name__})"
+            )
+
     def __init__(
         self,
         *args: Any,

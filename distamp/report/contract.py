@@ -438,7 +438,7 @@ _FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
         "pin these modules: pin_precision(module, 'fp32'); or leave autocast around them",
     ),
     (
-        lambda it: it.key == "norms",
+        lambda it: it.key == "norms" and _half(it),
         "keep these norms in float32: pin_precision(norm, 'fp32'), and under FSDP2 a fully_shard "
         "of their own without param_dtype",
     ),
@@ -475,7 +475,7 @@ _FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
         "O2 or bf16-O2, or float32 shards with FSDP's param_dtype",
     ),
     (
-        lambda it: it.key == "optimizer_state",
+        lambda it: it.key == "optimizer_state" and _half(it),
         "an optimizer makes its state in the dtype of what it steps: give it float32 masters, or "
         "load the state in float32",
     ),

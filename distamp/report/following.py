@@ -424,9 +424,10 @@ def inside_compiled_ones(model: nn.Module) -> set[nn.Module]:
 def module_names(model: nn.Module) -> dict[nn.Module, str]:
     """Every module of the model once, with the name it has without wrappers around it."""
     names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
+    known = dict(model.named_modules())
+    for name, module in known.items():
         head, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(head)
+        parent = known[head]
         above = names.get(parent, "")
         # DataParallel and its like add nothing of their own.
         alone = list(parent.children()) == [module] and not [*parent.parameters(recurse=False)]

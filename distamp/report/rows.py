@@ -180,12 +180,13 @@ class PrecisionReport(Written):
         """Say which ops of a module ran in which precision, why, and what would change it.
 
         Args:
-            module: Its name, without those of wrappers; what is inside it is explained too.
+            module: Its name, without those of wrappers; what is inside it is explained too. The
+                model's own is ``""``, or ``"(model)"`` as the table has it.
 
         Raises:
             ValueError: Nothing of that name ran.
         """
-        inside = f"{module}." if module else ""
+        inside = "" if module in ("", "(model)") else f"{module}."
         groups: dict[tuple[str, str], list[OpRow]] = {}
         for row in self.rows:
             if row.phase == "forward" and row.module != OUTSIDE:
@@ -197,7 +198,7 @@ class PrecisionReport(Written):
                 for line in _explained(function.strip("_"), rows, how):
                     lines[f"{name or '(model)'} ({how or rows[0].kind}): {line}"] = None
         if not lines:
-            known = sorted({name for name, _ in groups})
+            known = sorted({name or "(model)" for name, _ in groups})
             near = difflib.get_close_matches(module, known, 3, 0.3) or known[:3]
             raise ValueError(f"nothing ran in a module {module!r}; there are {', '.join(near)}")
         return "\n".join(lines)

@@ -340,7 +340,14 @@ def test_precision_of_a_file_pins_modules_and_goes_along_with_the_run(text, tmp_
     again = jobs.train(tmp_path / "run", ("--resume", tmp_path / "run", "--steps", 3))
     assert again[-1]["step"] == 3
     given = [*map(str, ("--data", text, *TINY)), "--run-dir", str(tmp_path / "no"), "--precision"]
-    for content in ('level = "bf17"', "level =", "", '[modules]\n"head" = "fp32"'):
+    bad = [
+        'level = "bf17"',
+        "level =",
+        "",
+        '[modules]\n"head" = "fp32"',
+        'level = "bf16"\n[module]',
+    ]
+    for content in (*bad, 'level = "bf16"\n[modules]\n"haed" = "fp32"'):
         (tmp_path / "bad.toml").write_text(content)
         assert "bad.toml" in refused(capsys, *given, tmp_path / "bad.toml")
 

@@ -279,12 +279,14 @@ def test_explain_says_why_each_op_ran_as_it_did_and_what_would_change_it():
     for name, sentence in wanted.items():
         assert sentence in report.explain(name)
         assert sentence in report.explain("")
+    assert report.explain("(model)") == report.explain("")
     with pytest.raises(ValueError, match="nothing ran in a module '7'"):
         report.explain("7")
 
 
-def test_scripted_modules_are_refused_by_name():
-    model = nn.Sequential(nn.ReLU(), torch.jit.trace(nn.Linear(2, 2), torch.ones(2)))
+@pytest.mark.parametrize("inside", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+def test_scripted_modules_are_refused_by_name(inside):
+    model = nn.Sequential(nn.ReLU(), torch.jit.trace(inside, torch.ones(2)))
     with pytest.raises(TypeError, match="module '1' is scripted or traced"):
         precision_report(model).__enter__()
 

@@ -186,3 +186,13 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(
     resumed, _ = ranks2.run(train, folder, ours=then, fault=None, resume=True, max_grad_norm=0.0)
     assert resumed.global_step == STEPS
     assert resumed.weights == whole.weights
+
+
+def test_bases_in_the_other_order_are_refused():
+    """The Trainer's own methods would hide the mixin's, without a word."""
+    from transformers import Trainer
+
+    from distamp.integrations.transformers import DistTrainerMixin
+
+    with pytest.raises(TypeError, match=r"write class Mine\(DistTrainerMixin, Trainer\)"):
+        type("Mine", (Trainer, DistTrainerMixin), {})
