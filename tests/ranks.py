@@ -412,14 +412,10 @@ def serve(
             request = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
-        try:
-            answer = pickle.dumps(_answer(me, request))
-        except BaseException:
-            answer = pickle.dumps(_Failure(traceback.format_exc()))
-        connection.send_bytes(answer)
+        connection.send_bytes(_answer(me, request))
 
 
-def _answer(me: _Rank, request: bytes) -> _Success | _Failure:
+def _answer(me: _Rank, request: bytes) -> bytes:
     try:
         group, function, args, kwargs = pickle.loads(request)
         me.join(group)
@@ -429,10 +425,10 @@ def _answer(me: _Rank, request: bytes) -> _Success | _Failure:
             strict_warnings()
             value = function(*args, **kwargs)
         me.tidy()
-        return _Success(value, me.dirty())
+        return pickle.dumps(_Success(value, me.dirty()))
     except BaseException as error:
         skip = str(error) if type(error).__name__ == "Skipped" else None
-        return _Failure(traceback.format_exc(), skip)
+        return pickle.dumps(_Failure(traceback.format_exc(), skip))
 
 
 def strict_warnings() -> None:
@@ -465,6 +461,13 @@ def _die_with_parent() -> None:
 _kept: dict[Any, Any] = {}
 
 
+def _once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What was made under this key, once in the life of the default group."""
+    if key not in _kept:
+        _kept[key] = make()
+    return _kept[key]
+
+
 @contextlib.contextmanager
 def logged(name: str) -> Iterator[list[str]]:
     """What a logger says at INFO meanwhile, on a rank, where there is no ``caplog``."""
@@ -487,14 +490,9 @@ def mesh(shape: Sequence[int], names: Sequence[str], device: str | None = None) 
     """
     device = device or device_type()
     key = ("mesh", tuple(shape), tuple(names), device)
-    if key not in _kept:
-        _kept[key] = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
-    return _kept[key]
+    return _once(key, lambda: init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names)))
 
 
 def subgroup(ranks: Sequence[int]) -> Any:
     """``dist.new_group(ranks)``, made once in the life of the default group; all ranks call it."""
-    key = ("group", tuple(ranks))
-    if key not in _kept:
-        _kept[key] = dist.new_group(list(ranks))
-    return _kept[key]
+    return _once(("group", *ranks), lambda: dist.new_group(list(ranks)))

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 
 from distamp import clip_grad_norm_
-from distamp.errors import SettingError, StageError
+from distamp.errors import GradientError, SettingError, StageError
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 from tests.scaler.matrix.layouts import LAYOUTS
 from tests.scaler.matrix.reference import KINDS
-from tests.scaler.steps import INF, backward, cpu_scaler, error_of, leaf, sgd
+from tests.scaler.steps import INF, backward, cpu_scaler, leaf, sgd
 
 TYPES = (2.0, 1.0, math.inf, 3.0)
 IN_GROUPS = sorted(name for name, layout in LAYOUTS.items() if layout.group == "default")
@@ -214,7 +214,8 @@ def test_a_norm_that_is_not_finite_changes_nothing_and_once_agreed_on_compares_n
     assert scaler.step_counts(optimizer).skipped == 1
 
 
-def _hybrid_shards() -> Any:
+@on_ranks(4)
+def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_once():
     """FSDP1's HYBRID_SHARD on two groups of two; the gradient of all 40 elements is 0.5."""
     grid = mesh((2, 2), ("replicate", "shard"))
     model = FullyShardedDataParallel(
@@ -224,21 +225,17 @@ def _hybrid_shards() -> Any:
         device_id=torch.device("cpu"),
     )
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), cpu_scaler()
-    x = torch.full((1, 8), 0.5)
-    scaler.scale(model(x).sum()).backward()
-    refused = error_of(scaler.clip_grad_norm_, optimizer, 1.0)
+    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
+    with pytest.raises(GradientError, match="sharded="):
+        scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.update()
     optimizer.zero_grad()
-    scaler.scale(model(x).sum()).backward()
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: grid["shard"]).item()
-    left = [p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None]
-    return refused, norm, sum(left)
-
-
-def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_once(ranks4):
-    results = ranks4.run(_hybrid_shards)
-    for (name, text), norm, _ in results:
-        assert (name, "sharded=" in text) == ("GradientError", True)
-        assert norm == pytest.approx(math.sqrt(10.0), rel=1e-6)
-    # Each group of two holds the model once, clipped to 1.
-    assert sum(left for *_, left in results) == pytest.approx(2.0, rel=1e-5)
+    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: grid["shard"])
+    assert norm.item() == pytest.approx(math.sqrt(10.0), rel=1e-6)
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    left = torch.cat([torch.zeros(1), *grads]).square().sum()
+    dist.all_reduce(left)
+    assert left.item() == pytest.approx(2.0, rel=1e-5), (
+        "each two ranks hold the model, clipped to 1"
+    )

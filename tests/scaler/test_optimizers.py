@@ -146,18 +146,10 @@ class Accelerated(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-class Bare:
-    """Only ``.optimizer`` and what a loop calls."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.step = optimizer, optimizer.step
-
-
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "Lightning": Lightning,
     "Accelerate": Accelerated,
-    "bare": Bare,
-    "twice": lambda optimizer: Lightning(Bare(optimizer)),
+    "twice": lambda optimizer: Lightning(Accelerated(optimizer)),
 }
 
 

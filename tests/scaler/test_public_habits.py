@@ -99,16 +99,6 @@ def records_that_are_read(cls: Class) -> Any:
     return seen
 
 
-def records_that_a_framework_writes(cls: Class) -> Any:
-    scaler, (p, optimizer) = _made(cls), sgd()
-    backward(scaler, p, 0.25)
-    written = {"found_inf_per_device": {CPU: torch.ones(())}, "stage": OptState.UNSCALED}
-    scaler._per_optimizer_states[id(optimizer)].update(written)
-    scaler.step(optimizer)
-    scaler.update()
-    return p.item(), scaler.get_scale()
-
-
 def inner_settings(cls: Class) -> Any:
     names = ("init_scale", "init_growth_tracker", "growth_factor", "backoff_factor")
     names += ("growth_interval", "enabled", "device", "scale", "growth_tracker")

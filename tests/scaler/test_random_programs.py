@@ -139,22 +139,21 @@ def test_invariant_holds_in_ten_thousand_random_programs(ranks, part, form):
 def main() -> None:
     draws, seed = map(int, sys.argv[1:3])
     form = sys.argv[3] if len(sys.argv) > 3 else FORMS[0]
-    seen = [0, 0]
+    broke: list[bool] = []
     start = time.monotonic()
     with RankPool(WORLD) as pool:
         judge = Judge(pool, form)
 
         def tell(program: Program) -> None:
             wrong = judge.judge(_fitted(program, form))[0]
-            seen[0] += 1
-            seen[1] += bool(wrong)
+            broke.append(bool(wrong))
             if wrong:
                 print(program, *wrong, sep="\n    ", flush=True)
 
         _draw(tell, draws, seed)
     print(
-        f"{datetime.date.today()}, torch {torch.__version__}: {seen[0]} programs drawn from seed "
-        f"{seed}, {seen[1]} broke the invariant; {time.monotonic() - start:.0f} s"
+        f"{datetime.date.today()}, torch {torch.__version__}: {len(broke)} programs drawn from "
+        f"seed {seed}, {sum(broke)} broke the invariant; {time.monotonic() - start:.0f} s"
     )
 
 

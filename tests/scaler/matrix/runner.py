@@ -73,6 +73,10 @@ class Runner:
             parts = [[p for part in parts for p in part]]
         self.optimizers = [self.layout.optimizer(kind, part) for part in parts]
         self.layout.attach(self.optimizers)
+        # Where a second optimizer raises an error of its own, the first has stepped.
+        self.stepped: set[int] = set()
+        for i, optimizer in enumerate(self.optimizers):
+            optimizer.register_step_post_hook(lambda *_, i=i: self.stepped.add(i))
         self.reference: Reference = self.layout.reference(kind, program.optimizers)
         self.rule = ScaleRule(program.init_scale, growth_interval=program.growth_interval)
         if not self.real:
@@ -118,15 +122,15 @@ class Runner:
         last = self._factors[-1] if enlarged else 1.0
         self.reference.backward(number, iteration.micro, last)
         before = [self._local_parameters(o) for o in self.optimizers]
-        stepped: list[int] = []
+        self.stepped.clear()
         try:
-            self._call_scaler(iteration, outcome, stepped)
+            self._call_scaler(iteration, outcome)
         except Exception as error:
             outcome.error = (type(error).__name__, str(error))
             outcome.unchanged_by_error = all(
                 _same(before[i], self._local_parameters(optimizer))
                 for i, optimizer in enumerate(self.optimizers)
-                if i not in stepped
+                if i not in self.stepped
             )
             return outcome
         outcome.moved = [
@@ -181,28 +185,19 @@ class Runner:
         members = [r for r in range(WORLD) if self.layout.domain_of(r) == domain]
         return mine[members].amax(0).bool().tolist()
 
-    def _call_scaler(self, iteration: Iteration, outcome: Outcome, stepped: list[int]) -> None:
+    def _call_scaler(self, iteration: Iteration, outcome: Outcome) -> None:
         scaler = self.scaler
         order = list(range(len(self.optimizers)))
         if iteration.reverse:
             order.reverse()
         if iteration.order == "grouped" and hasattr(scaler, "step_all"):
+            optimizers = [self.optimizers[i] for i in order]
             if iteration.micro % 2 == 0:
-                scaler.unscale_(*[self.optimizers[i] for i in order])
-            # Where the second optimizer raises an error of its own, the first has stepped.
-            done = [
-                self.optimizers[i].register_step_post_hook(lambda *_, i=i: stepped.append(i))
-                for i in order
-            ]
-            try:
-                scaler.step_all([self.optimizers[i] for i in order])
-            finally:
-                for handle in done:
-                    handle.remove()
+                scaler.unscale_(*optimizers)
+            scaler.step_all(optimizers)
         else:
             for i in order:
                 self._step_one(i, iteration, outcome)
-                stepped.append(i)
         if iteration.then == "new scale" and self.real:
             scaler.update(self.rule.by_hand())
         else:
