@@ -135,17 +135,13 @@ class Amp:
         """
         return self._region
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate without reducing over ranks in what runs inside, forward and backward.
 
         As ``no_sync()`` of DDP and FSDP1 and ``set_requires_gradient_sync(False)`` of FSDP2, for
         every model at once; nothing happens where there is no such wrapper.
         """
-        with contextlib.ExitStack() as stack:
-            for model in self.models:
-                stack.enter_context(pause_sync(model))
-            yield
+        return pause_sync(self.models)
 
     @contextlib.contextmanager
     def scale_loss(
@@ -339,7 +335,7 @@ class Amp:
         """
         words = self.precision.contract(*self.models)
         # What FSDP has gathered for a forward pass without a backward pass may still be there.
-        given = [p.dtype for each in self.optimizers for p in source_of(each).parameters()]
+        given = {p.dtype for each in self.optimizers for p in source_of(each).parameters()}
         if given and self.precision.param not in given:
             words["parameters"] = "fp32"
         # Only what is trained must have the level's dtype.

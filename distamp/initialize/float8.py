@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -92,16 +91,15 @@ def convert(model: nn.Module, precision: Precision) -> None:
         ) from error
     layers = float8_layers(model)
     if "" in layers or "" not in layers.values():
+        reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in layers.items())
         raise SettingError(
             f"{precision.level} finds no layer inside the model that can compute in float8 "
-            f"({_summary(layers) or 'it has no torch.nn.Linear'}); take bf16"
+            f"({reasons or 'it has no torch.nn.Linear'}); take bf16"
         )
     device = next(model.parameters()).device
     if device.type == "meta":
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     emulate = not _has_kernels(device, precision)
-    if emulate:
-        _say_emulated(device.type)
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(str(precision.float8)),
         emulate=emulate,
@@ -113,11 +111,9 @@ def convert(model: nn.Module, precision: Precision) -> None:
     )
     for module in filter(computes_in_float8, model.modules()):
         module.register_forward_pre_hook(_in_region)
-    _log.info("%d of %d linear layers compute in float8", len(wanted), len(layers))
-
-
-def _summary(layers: dict[str, str]) -> str:
-    return "; ".join(f"{name or 'the model itself'}: {why}" for name, why in layers.items())
+    how = f", emulated: this {device.type} has no kernels; right, and slow" if emulate else ""
+    level = logging.WARNING if emulate else logging.INFO
+    _log.log(level, "%d of %d linear layers compute in float8%s", len(wanted), len(layers), how)
 
 
 def _has_kernels(device: torch.device, precision: Precision) -> bool:
@@ -141,11 +137,6 @@ def check_kernels(models: Iterable[nn.Module], device: torch.device, precision: 
             f"on {device.type}, where that is otherwise; move the model to its device first, then "
             "cast_model"
         )
-
-
-@functools.cache
-def _say_emulated(device_type: str) -> None:
-    _log.warning("no float8 kernels on this %s: float8 is emulated, right and slow", device_type)
 
 
 def _in_region(module: nn.Module, args: tuple[Any, ...]) -> Any:

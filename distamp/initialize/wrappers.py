@@ -108,21 +108,21 @@ def casting_units(
 
 
 @contextlib.contextmanager
-def pause_sync(model: nn.Module) -> Iterator[None]:
-    """Leave gradients unreduced in what runs inside, forward and backward, whatever the wrapper."""
-    model = _uncompiled(model)
-    if hasattr(model, "no_sync"):  # DDP, FSDP1, ShardedDataParallel
-        with model.no_sync():  # type: ignore[operator]
-            yield
-        return
-    sharded: list[Any] = [part for part in model.modules() if name_of(part) == FSDP2]
-    for part in sharded:
-        part.set_requires_gradient_sync(False, recurse=False)
-    try:
+def pause_sync(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave gradients unreduced in what runs inside, forward and backward, whatever the wrappers.
+
+    Args:
+        models: Wrapped or not.
+    """
+    with contextlib.ExitStack() as stack:
+        for model in map(_uncompiled, models):
+            if hasattr(model, "no_sync"):  # DDP, FSDP1, ShardedDataParallel
+                stack.enter_context(model.no_sync())  # type: ignore[operator]
+            sharded: list[Any] = [part for part in model.modules() if name_of(part) == FSDP2]
+            for part in sharded:
+                part.set_requires_gradient_sync(False, recurse=False)
+                stack.callback(part.set_requires_gradient_sync, True, recurse=False)
         yield
-    finally:
-        for part in sharded:
-            part.set_requires_gradient_sync(True, recurse=False)
 
 
 class OnePassEach:

@@ -118,11 +118,9 @@ def test_a_step_is_that_of_fp32_to_the_rounding_of_float8(level):
     assert amp.step()
 
 
-def test_emulation_is_said_once_and_a_model_on_another_device_is_refused(caplog, monkeypatch):
-    float8._say_emulated.cache_clear()
+def test_emulation_is_said_and_a_model_on_another_device_is_refused(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "distamp.initialize"):
         model = cast_model(Net(), "fp8")
-        cast_model(Net(), "fp8")
     assert ["emulated" in record.message for record in caplog.records] == [True]
     monkeypatch.setattr(float8, "_has_kernels", lambda *_: True)
     with pytest.raises(SettingError, match="move the model to its device first"):
