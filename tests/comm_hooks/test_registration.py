@@ -181,7 +181,9 @@ def _beside_ddp(model: Any) -> tuple[Tensor, float]:
     return mine, relative(mine, gradients(plain))
 
 
-def _chosen(wrapper: str) -> dict[str, Any]:
+@on_ranks(4)
+@pytest.mark.parametrize("wrapper", ["DDP", "HSDP", "replicas"])
+def test_all_ranks_choose_alike_and_the_first_says_so(wrapper):
     model, options = spread(wrapper)
     before = torch.random.get_rng_state()
     with logged("distamp.comm_hooks") as records:
@@ -195,20 +197,13 @@ def _chosen(wrapper: str) -> dict[str, Any]:
     assert (stats.exchanges > 0) == stats.choice.compressed
     assert agreed(mine)
     assert error <= {"fp32": 1e-6, "torch bf16": 1e-2, **BOUNDS}[stats.choice.wire] * 2
-    return {"choice": stats.choice, "said": records, "line": str(stats)}
-
-
-@pytest.mark.parametrize("wrapper", ["DDP", "HSDP", "replicas"])
-def test_all_ranks_choose_alike_and_the_first_says_so(ranks4, wrapper):
-    answers = ranks4.run(_chosen, wrapper)
-    choice = answers[0]["choice"]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, stats.choice)
+    assert everyone == [stats.choice] * dist.get_world_size()
     torchs = ["torch bf16"] if wrapper == "DDP" else []
-    assert list(choice.seconds) == ["fp32", "fp16", *torchs, "int8"]
-    assert answers[0]["said"] == [str(choice)]
-    for rank, answer in enumerate(answers):
-        assert answer["choice"] == choice
-        assert answer["line"].startswith(str(choice))
-        assert rank == 0 or not answer["said"]
+    assert list(stats.choice.seconds) == ["fp32", "fp16", *torchs, "int8"]
+    assert str(stats).startswith(str(stats.choice))
+    assert records == ([] if dist.get_rank() else [str(stats.choice)])
 
 
 @on_ranks(4)

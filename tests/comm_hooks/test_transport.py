@@ -116,11 +116,12 @@ class _Backend:
         self.ends += 1
 
 
-def _of_nccl() -> tuple[Any, ...]:
-    """The communicators of a stage of two of three ranks, while the third makes none."""
+@on_ranks(3)
+def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock():
+    """Of a stage of two of three ranks, while the third makes none."""
     group, rank = subgroup([0, 2]), dist.get_rank()
     if rank == 1:
-        return ()
+        return
     mocked = {"ProcessGroupNCCL": _Backend}
     with (
         mock.patch.multiple(dist, create=True, **mocked),
@@ -132,13 +133,7 @@ def _of_nccl() -> tuple[Any, ...]:
         made = transport.DeviceTransport("name", group, levels, torch.device("meta"))
         backends = list(made._backends.values())
         made.close()
-    priorities = {call.kwargs["priority"] for call in stream.call_args_list}
-    return _Backend.made, priorities, [each.ends for each in backends]
-
-
-def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock(ranks):
-    first, other, last = ranks(3).run(_of_nccl)
-    assert other == ()
+    assert {call.kwargs["priority"] for call in stream.call_args_list} == {-1}
     # The stage's ranks alone, no split of the default group; none for a level of one rank.
-    assert first == ([(0, 2, True)] * 2, {-1}, [1, 1])
-    assert last == ([(1, 2, True)] * 2, {-1}, [1, 1])
+    assert _Backend.made == [(rank // 2, 2, True)] * 2
+    assert [each.ends for each in backends] == [1, 1]
