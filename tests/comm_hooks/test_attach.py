@@ -21,17 +21,6 @@ from tests.ranks import subgroup
 WIDTHS = (17, 40, 30, 3)
 
 
-def _spoilt(model: nn.Module, place: int, value: float) -> Any:
-    """Spoils one gradient of this rank before the ranks exchange it; returns what ends that."""
-
-    def spoil(gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        gradient.view(-1)[0] = value
-        return gradient
-
-    return list(model.parameters())[place].register_hook(spoil)
-
-
 def _train(layout: str, wire: str, attach: bool, fault: tuple[float, int, int]) -> Any:
     """What each step did, and the parameters; in the third, one gradient of one rank is spoilt."""
     group, rank = None, dist.get_rank()
@@ -45,10 +34,15 @@ def _train(layout: str, wire: str, attach: bool, fault: tuple[float, int, int]) 
     parameters = list(model.parameters())
     halves = [parameters[:3], parameters[3:]] if layout == "two optimizers" else [parameters]
     optimizers = [torch.optim.Adam(half, 1e-3, fused=layout == "fused") for half in halves]
-    did = []
+    did, step = [], 0
+    value, spoilt, place = fault
+
+    def spoil(gradient: Tensor) -> Tensor:
+        first = torch.tensor([0] if (step, rank) == (2, spoilt) else [], dtype=torch.int64)
+        return gradient.flatten().index_fill(0, first, value).view_as(gradient)
+
+    parameters[place].register_hook(spoil)
     for step in range(5):
-        value, spoilt, place = fault
-        hook = _spoilt(model, place, value) if (step, rank) == (2, spoilt) else None
         for optimizer in optimizers:
             optimizer.zero_grad()
         for last in [False, True] if layout == "accumulate" else [True]:
@@ -60,8 +54,6 @@ def _train(layout: str, wire: str, attach: bool, fault: tuple[float, int, int]) 
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        if hook is not None:
-            hook.remove()
         did.append((*(scaler.stepped(o) for o in optimizers), scaler.get_scale()))
     return did, torch.cat([p.detach().flatten() for p in parameters])
 
