@@ -10,8 +10,7 @@ import torch.distributed as dist
 from distamp import DistGradScaler, NonFiniteGradients, StepGuard
 from distamp.errors import LossScaleCollapse, SettingError, StageError
 from tests.on_ranks import on_ranks
-from tests.ranks import logged, mesh
-from tests.scaler.steps import INF, NAN, error_of, iteration, sgd
+from tests.scaler.steps import INF, error_of, iteration, sgd
 
 
 def test_it_is_no_scaler_and_answers_as_one():
@@ -82,16 +81,3 @@ def test_a_limit_of_skips_is_a_count():
     for bad in (0, True, 1.5):
         with pytest.raises(SettingError, match="max_consecutive_skips must be an integer"):
             StepGuard(max_consecutive_skips=bad)
-
-
-@on_ranks(4)
-def test_a_skip_is_logged_by_the_first_rank_of_its_group():
-    groups = mesh((2, 2), ("other", "one"))
-    (parameter, optimizer), guard = sgd(), StepGuard(groups["one"])
-    with logged("distamp.guard") as lines:
-        iteration(guard, optimizer, parameter, NAN if dist.get_rank() == 3 else 1.0)
-    assert len(lines) == (dist.get_rank() == 2)
-    for line in lines:
-        assert "step 1 of SGD over 1 parameters" in line
-        assert "on rank 3" in line
-        assert "loss scale" not in line

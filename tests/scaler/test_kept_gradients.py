@@ -7,10 +7,11 @@ so what a step subtracts is right to the bit or wrong.
 """
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
@@ -19,7 +20,11 @@ from tests.scaler.masters import local, spread
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
 DRAWS, ALL_DRAWS = 60, 20_000
-ZEROED = ["to None", "in place", "by hand", "data"]
+ZEROED: dict[str, Callable[[torch.optim.Optimizer, list[Tensor]], object]] = {
+    "to None": lambda optimizer, grads: optimizer.zero_grad(),
+    "in place": lambda optimizer, grads: optimizer.zero_grad(set_to_none=False),
+    "data": lambda optimizer, grads: torch._foreach_zero_([grad.data for grad in grads]),
+}
 MADE = ["scaled", "set", "added"]
 
 
@@ -33,13 +38,8 @@ class Trained:
 
     def zero(self, how: str) -> None:
         self.sums, self.used = [0.0, 0.0], False
-        if how in ("to None", "in place"):
-            self.optimizer.zero_grad(set_to_none=how == "to None")
-        for p in self.parameters:
-            if how == "by hand" and p.grad is not None:
-                p.grad = torch.zeros_like(p)
-            elif how == "data" and p.grad is not None:
-                p.grad.data.zero_()
+        if grads := [p.grad for p in self.parameters if p.grad is not None]:
+            ZEROED[how](self.optimizer, grads)
 
     def make(self, scaler: DistGradScaler, how: str, value: float, places: list[int]) -> None:
         """Add ``value``, times the scale, to the gradients at these places, or set them to it."""
@@ -77,7 +77,7 @@ def _run(seed: int) -> None:
         chosen = [each for each in trained if chance.random() < 0.8]
         for each in chosen:
             if each.used or chance.random() < 0.4:
-                each.zero(chance.choice(ZEROED))
+                each.zero(chance.choice([*ZEROED]))
             for _ in range(chance.choice([1, 1, 2])):
                 places = chance.choice([[0, 1], [0, 1], [0], [1]])
                 # None cancels another, and two are hardly ever the same scaled.

@@ -242,18 +242,25 @@ def test_of_a_whole_set_each_is_stepped_by_its_own_flag():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["group", "mesh"])
-def test_a_scaler_of_some_ranks_agrees_over_these_and_names_them(kind):
-    """Overflow on rank 2 in scalers of ranks 0 and 2, 1 and 3."""
+@pytest.mark.parametrize(
+    ("by", "kind"), [("scaler", "group"), ("scaler", "mesh"), ("guard", "group")]
+)
+def test_ranks_agree_over_a_group_and_its_first_one_names_who_overflowed(by, kind):
+    """Overflow on rank 2, in the group of ranks 0 and 2; and none in that of ranks 1 and 3."""
     rank, grid = dist.get_rank(), mesh((2, 2, 1), ("part", "half", "one"))
     over = grid["part", "one"] if kind == "mesh" else grid["part"].get_group()
     (parameter, optimizer), scaler = sgd(), cpu_scaler(process_group=over)
-    with logged("distamp.scaler") as lines:
-        iteration(scaler, optimizer, parameter, INF if rank == 2 else 0.25)
-    assert ["on rank 2" in line for line in lines] == [True] * (rank == 0)
-    assert scaler.stepped(optimizer) is (rank in (1, 3))
+    made: Any = scaler if by == "scaler" else StepGuard(over)
+    with logged(f"distamp.{by}") as lines:
+        iteration(made, optimizer, parameter, INF if rank == 2 else 0.25)
+    assert len(lines) == (rank == 0)
+    for line in lines:
+        assert "step 1 of SGD over 1 parameters" in line
+        assert "on rank 2" in line
+        assert ("loss scale" in line) is (by == "scaler")
+    assert made.stepped(optimizer) is (rank in (1, 3))
     if rank in (0, 2):
-        assert [each.rank for each in scaler.overflow_report().overflows] == [2]
+        assert [each.rank for each in made.overflow_report().overflows] == [2]
 
 
 def _outside() -> list[Error]:

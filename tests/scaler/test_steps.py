@@ -34,7 +34,11 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
+# The types of norm that a call clips by.
+CLIPS = {"clip_grad_norm_": (2.0, 1.0, INF), "max_norm": (2.0,)}
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_", *CLIPS])
 @pytest.mark.parametrize("values", ROWS)
 def test_sparse_gradients_are_as_dense_ones(values, call):
     """Of rows that come twice the sum counts, in float16 too: 40000 + 40000 > 65504."""
@@ -48,12 +52,13 @@ def test_sparse_gradients_are_as_dense_ones(values, call):
         finite, gradient = bool(dense.isfinite().all()), dense.float() / 1024.0
         if call == "unscale_":
             scaler.unscale_(optimizer)
-        for norm_type in (2.0, 1.0, INF) if call == "clip_grad_norm_" else ():
-            norm = scaler.clip_grad_norm_(optimizer, 0.25, norm_type)
+        for norm_type in CLIPS.get(call, ()):
             exact = torch.linalg.vector_norm(gradient, norm_type)
-            assert not finite or norm.item() == pytest.approx(exact.item(), rel=1e-3)
             gradient *= (0.25 / (exact + 1e-6)).clamp(max=1.0)
-        scaler.step(optimizer)
+            if call == "clip_grad_norm_":
+                norm = scaler.clip_grad_norm_(optimizer, 0.25, norm_type)
+                assert not finite or norm.item() == pytest.approx(exact.item(), rel=1e-3)
+        scaler.step(optimizer, **({"max_norm": 0.25} if call == "max_norm" else {}))
         assert scaler.stepped(optimizer) == finite, (dtype, indices)
         expected = 1.0 - gradient if finite else torch.ones(3, 2)
         torch.testing.assert_close(table.detach().float(), expected, rtol=1e-3, atol=0)
