@@ -16,6 +16,8 @@ from launch.program import UsageError, refusing, require
 
 # Of the word that says which torchrun a run belongs to, in the store of its agent.
 _KEY = "launch/run"
+# What a run writes now and then, beside what each run writes.
+_REPORTS = ("nonfinite.jsonl", "precision.txt")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -119,8 +121,9 @@ def begin(run: Path, after: int | None) -> IO[str]:
     for path in run.glob("checkpoints/step-" + "[0-9]" * 8):
         if after is None or int(path.name.removeprefix("step-")) > after:
             remove(path)
-    for events in run.glob("tensorboard/events.*") if after is None else ():
-        events.unlink()
+    if after is None:
+        for path in (*run.glob("tensorboard/events.*"), *map(run.joinpath, _REPORTS)):
+            path.unlink(missing_ok=True)
     return lock
 
 

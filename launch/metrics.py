@@ -68,10 +68,12 @@ class Metrics:
         about = {"data": data.name, "classes": data.classes, "text": data.text is not None}
         write_whole(run / "data.json", json.dumps(about) + "\n")
         write_whole(run / "config.json", config.model_dump_json(indent=1) + "\n")
-        if config.tokenizer is not None:
-            (run / "tokenizer.json").write_bytes(config.tokenizer.read_bytes())
-        if config.precision.endswith(".toml"):
-            (run / "precision.toml").write_bytes(Path(config.precision).read_bytes())
+        rules = config.precision if config.precision.endswith(".toml") else None
+        for name, given in (("tokenizer.json", config.tokenizer), ("precision.toml", rules)):
+            if given is not None:
+                (run / name).write_bytes(Path(given).read_bytes())
+            elif not config.goes_on:
+                (run / name).unlink(missing_ok=True)
         # What came after the checkpoint comes again.
         kept = [row for row in read_records(run) if row["step"] <= step] if config.goes_on else []
         write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))

@@ -111,7 +111,7 @@ class _Kernel:
             cast = 1 if any(self._differs(each, to) for each in statistics) else len(args)
             args = (*(self._cast(arg, to) for arg in args[:cast]), *args[cast:])
             kwargs = {name: self._cast(arg, to) for name, arg in kwargs.items()}
-        elif plain:
+        elif plain and category in (None, Category.UNLISTED):
             # Composite ops come down to others, which have lists of their own.
             return self._overload.redispatch(keys & self._below, *args, **kwargs)
         # As torch's kernels call: ops inside run in the dtypes that they are given.

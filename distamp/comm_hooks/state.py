@@ -222,7 +222,7 @@ class CommHookState(ErrorFeedback):
         # Blocks begin where parameters do, where one unit would not do for two of them.
         plan = exchange.plan(kind, self.wire, numels if fed else [sum(numels)], dtype.itemsize)
         if plan is None:
-            return "too few elements to be fewer bytes in blocks"
+            return "too few elements, or too narrow ones, to be fewer bytes in blocks"
         if not fed:
             return exchange, plan, ()
         where = f"{exchange.levels}, {kind}"

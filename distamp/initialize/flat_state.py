@@ -89,19 +89,23 @@ class FlatState:
     @torch.no_grad()
     def set(self, state: Mapping[str, Any]) -> None:
         """Take over what was read into a result of `get`; see `Amp.load_flat_state_dict`."""
-        left = []
+        left, known = [], self.tensors.keys() & state.keys()
         with contextlib.ExitStack() as stack:
             for masters in filter(None, map(masters_of, self._optimizers)):
                 masters.write_back()  # what was loaded into whole ones, in place
                 stack.enter_context(masters.materialized())
+            for name in known:  # a no-op where the state still is what get() returned
+                self.tensors[name].copy_(state[name])
             for name, stepped, _, _, values in self.rows():
-                if stepped is not self.tensors[name]:
+                if name in known and stepped is not self.tensors[name]:
                     stepped.copy_(state[name])
                 keys = {key: f"optimizer.{name.partition('.')[2]}.{key}" for key in values}
                 if values and state.keys() >= {*keys.values()}:
                     values |= {key: state[flat] for key, flat in keys.items()}
                 else:  # none was saved, or of another optimizer
                     left.append(name)
+        if missing := sorted(self.tensors.keys() - known):
+            _log.warning("the state has no %s and %d more", missing[0], len(missing) - 1)
         if left:
             _log.warning(
                 "the state has no optimizer state of %d weights, first %s, and theirs stays as it "

@@ -91,7 +91,7 @@ _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
         # Fused attention keeps its softmax in float32 inside.
         lambda row: row.op in _SOFTMAX and _half(row) and "attention" not in row.function,
         "softmax in {dtype} keeps 3 digits or less of each probability",
-        'call it on .float(), or list it: OpLists(fp32={"softmax", "log_softmax"})',
+        'call it on .float(), or list it: OpLists(fp32={"softmax", "log_softmax", "logsumexp"})',
     ),
     (
         "half-norm",

@@ -122,6 +122,11 @@ RESULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], torch.dtype]] = {
     "out": (lambda: torch.tanh(HALF, out=torch.empty_like(HALF)), {"fp32": {"tanh"}}, BF16),
     "dtype": (lambda: F.softmax(HALF, -1, dtype=FP64), {"fp32": {"softmax"}}, FP64),
     "dtype by position": (lambda: torch.softmax(X, -1, FP64), {"fp32": {"softmax"}}, FP64),
+    "dtype over its kernel's": (
+        lambda: F.softmax(X, -1, dtype=FP32),
+        {"lower_precision": {"softmax"}},
+        FP32,
+    ),
     "dtype, lower": (lambda: X.sum(dtype=FP64), {"lower_precision": {"sum"}}, FP64),
     "dtype of the input": (lambda: HALF.sum(0, dtype=BF16), {"fp32": {"sum"}}, BF16),
 }

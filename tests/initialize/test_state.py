@@ -186,6 +186,22 @@ def test_a_flat_state_without_what_an_optimizer_keeps_is_told(tmp_path, caplog):
     assert "no optimizer state" not in caplog.text
 
 
+@pytest.mark.parametrize("level", ["bf16", "O2", SPLIT])
+def test_weights_of_another_dict_are_copied_and_those_that_it_lacks_told(level, caplog):
+    """As of one that torch.load returned."""
+    saved, fresh = made(level), made(level, seed=1)
+    train(saved, 0, 1)
+    state = {name: each.clone() for name, each in saved.flat_state_dict().items()}
+    lost = state.pop("model.hidden.bias")
+    fresh.load_flat_state_dict(state)
+    assert "the state has no model.hidden.bias and 0 more" in caplog.text
+    found = fresh.flat_state_dict()
+    for name, each in state.items():
+        if name.startswith("model."):
+            assert each.equal(found[name]), name
+    assert not lost.equal(found["model.hidden.bias"])
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_split_masters_go_on_to_the_bit_and_whole_ones_load_them(tmp_path):
     saved, resumed, whole = made(SPLIT), made(SPLIT, seed=1), made("bf16-O2", seed=1)

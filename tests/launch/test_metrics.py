@@ -95,8 +95,12 @@ def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 2, "--save-every", 1)
     jobs.train(tmp_path, args)
     assert len(checkpoints_of(tmp_path)) == 2
+    others = [tmp_path / name for name in ("nonfinite.jsonl", "precision.toml", "tokenizer.json")]
+    for path in others:
+        path.write_text("the old run's")
     jobs.train(tmp_path, (*args, "--steps", 1, "--overwrite"))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert [path.exists() for path in others] == [False] * 3
 
 
 @pytest.fixture
