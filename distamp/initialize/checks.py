@@ -15,7 +15,7 @@ from distamp.initialize.casting import O2_OF, cast_as, check_cast_before, check_
 from distamp.initialize.float8 import check_kernels
 from distamp.initialize.kept import Pins
 from distamp.initialize.wrappers import FSDP1, FSDP2, Wrapping, casting_units, compute_device
-from distamp.masters import refuse_share
+from distamp.masters import masters_of, refuse_share
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.report.following import module_names
@@ -184,6 +184,11 @@ def _check_optimizers(
     left_out = any(p.requires_grad and id(p) not in stepped for p in trained)
     for number, optimizer in enumerate(optimizers):
         kind, parameters = type(optimizer).__name__, parameters_of(optimizer)
+        if masters_of(optimizer) is not None:
+            raise SettingError(
+                f"optimizer {number} ({kind}) has master parameters already, as of an initialize "
+                "before: go on with what that returned, or make model and optimizer anew"
+            )
         strange = sum(id(p) not in known for p in parameters)
         # One beside the model is welcome, a learnable temperature for example; but not one in the
         # place of a parameter that no optimizer steps.

@@ -255,7 +255,10 @@ class Observer(Follower):
         """Whether a message that is sent by hand is of gradients: by its storage, or its size."""
         if storage_of(sent) in map(storage_of, gradients):
             return True
-        sizes = {sum(each.numel() for each in gradients), *(each.numel() for each in gradients)}
+        # What is wider than gradients, as the norm of a step is, is none of them.
+        sent_as = sent.dtype.itemsize
+        numels = [each.numel() for each in gradients if each.dtype.itemsize >= sent_as]
+        sizes = {sum(numels), *numels}
         return namespace == "c10d" and part == "reduce" and sent.dim() > 0 and sent.numel() in sizes
 
     def _inside(self, block: str) -> bool:

@@ -49,6 +49,14 @@ def adapted(base: torch.dtype) -> nn.Module:
     return model
 
 
+def twice() -> str:
+    """A notebook's cell that is run again."""
+    model = net()
+    optimizer = sgd(model)
+    initialize(model, optimizer, "O2")
+    return refused(model, "O2", optimizer)
+
+
 ALONE: dict[str, tuple[Callable[[], str], str]] = {
     "unknown level": (lambda: refused(net(), "O4"), "must be one of"),
     "batch norms at O1": (
@@ -69,6 +77,7 @@ ALONE: dict[str, tuple[Callable[[], str], str]] = {
     "half at O0": (lambda: refused(net().half(), "O0"), "model.half"),
     "half at O1": (lambda: refused(net().half(), "O1"), "model.half"),
     "bfloat16 at bf16": (lambda: refused(net().bfloat16(), "bf16"), "leave out model."),
+    "initialize twice": (twice, "go on with what that returned"),
     "another's optimizer": (lambda: refused(net(), "O1", sgd(net())), "do not belong"),
     "cast for O2": (lambda: refused(cast_model(net(), "O2"), "O3"), "give both the same"),
     "a hook alone": (lambda: refused(net(), "O1", comm_hook="fp16"), "needs a wrapper"),

@@ -230,3 +230,18 @@ def test_patterns_have_to_match_on_one_rank_alone():
     assert (breach.where, breach.ranks) == (("stage1",), (1,))
     with pytest.raises(SettingError, match="'stage2' matches no module"):
         Contract(modules={"stage2": "fp32"}).check(lambda: None, model)
+
+
+@on_ranks(2)
+def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
+    """As the bias of a classifier of two classes has."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    amp = distamp.initialize(model, torch.optim.AdamW(model.parameters()), "bf16")
+
+    def step() -> None:
+        with amp.autocast():
+            loss = amp.model(torch.ones(3, 4)).float().square().mean()
+        amp.backward(loss)
+        amp.step(max_norm=1.0)
+
+    assert not amp.check(step)
