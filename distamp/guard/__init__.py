@@ -1,6 +1,6 @@
 """Steps taken together: which ranks agree, by one message, and how a step is taken or skipped."""
 
 from distamp.guard.optimizer_state import StepCounts
-from distamp.guard.step_guard import GUARDS, StepGuard
+from distamp.guard.step_guard import GUARD_SETTINGS, GUARDS, StepGuard
 
-__all__ = ["GUARDS", "StepCounts", "StepGuard"]
+__all__ = ["GUARDS", "GUARD_SETTINGS", "StepCounts", "StepGuard"]

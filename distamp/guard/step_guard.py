@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from distamp.guard.steps import Steps, checked_limit, outside_the_graph
 from distamp.optimizers import parameters_of, unwrapped
 from distamp.sources import source_of
 
-__all__ = ["GUARDS", "StepGuard"]
+__all__ = ["GUARDS", "GUARD_SETTINGS", "StepGuard"]
 
 #: The key of a guard's state.
 GUARDS = "distamp_guard"
@@ -265,3 +266,7 @@ def _device_of(given: Any) -> torch.device:
             if isinstance(parameter, Tensor):
                 return parameter.device
     return torch.device("cpu")
+
+
+#: What a guard can be given, which a scaler takes too.
+GUARD_SETTINGS = tuple(inspect.signature(StepGuard).parameters)

@@ -132,7 +132,7 @@ def initialize(
     )
     scaler.add_optimizer(*stepped)
     dtype = level.compute if level.autocasts else None
-    lists = _with_norms(ops) if device == "cpu" and any(map(_has_half_norms, models)) else ops
+    lists = _lists_of(models, device, ops)
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
     # Before masters are made, as it may refuse.
     hooks = tuple(
@@ -148,19 +148,18 @@ def initialize(
     return Amp(models, stepped, level, scaler, region, made, sharded)
 
 
-def _has_half_norms(model: nn.Module) -> bool:
-    norms = (m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm))
-    return any(p.dtype.itemsize == 2 for norm in norms for p in norm.parameters(recurse=False))
+def _lists_of(models: Sequence[nn.Module], device: str, ops: OpLists | None) -> OpLists | None:
+    """Return the lists of a region; with norms in fp32, as for CUDA, where a CPU's kernels need it.
 
-
-def _with_norms(ops: OpLists | None) -> OpLists:
-    """Return lists that have norms in fp32, as torch's for CUDA and not those for the CPU.
-
-    torch's kernels there take weights in half precision, as a frozen base has them, with inputs of
-    the very dtype alone.
+    They take weights in half precision, as a frozen base has them, with inputs of that dtype alone.
     """
-    norms = OpLists(fp32={"layer_norm", "group_norm"})
-    return norms if ops is None else norms | ops
+    norms = (
+        m for each in models for m in each.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)
+    )
+    half = any(p.dtype.itemsize == 2 for norm in norms for p in norm.parameters(recurse=False))
+    if device != "cpu" or not half:
+        return ops
+    return OpLists(fp32={"layer_norm", "group_norm"}) | (ops or OpLists())
 
 
 def _change(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ import torch
 
 from distamp.autocast import autocast
 from distamp.errors import SettingError, StageError
-from distamp.guard import StepGuard
+from distamp.guard import GUARD_SETTINGS, StepGuard
 from distamp.scaler import DistGradScaler
 
 __all__ = [
@@ -33,8 +32,6 @@ __all__ = [
 
 #: What takes the steps of a trainer on all ranks or on none.
 Stepper: TypeAlias = DistGradScaler | StepGuard
-
-_OF_A_GUARD = {*inspect.signature(StepGuard).parameters}
 
 
 def lightning_package(name: str) -> Any:
@@ -110,11 +107,11 @@ def stepper_for(
     if scales:
         return checked_scaler(given, device, settings)
     unused = ["scaler"] if given is not None else []
-    unused += sorted(set(settings) - _OF_A_GUARD)
+    unused += sorted(set(settings) - {*GUARD_SETTINGS})
     if unused:
         raise SettingError(
             f"precision {precision!r} does not scale losses, so {', '.join(unused)} cannot be set; "
-            f"leave them out, or train in fp16 ({', '.join(sorted(_OF_A_GUARD))} can be set)"
+            f"leave them out, or train in fp16 ({', '.join(sorted(GUARD_SETTINGS))} can be set)"
         )
     return StepGuard(**settings)
 
