@@ -114,7 +114,7 @@ def _check_policies(
             f"{name} computes in {', '.join(map(str, dtypes))} and keeps float32 parameters by its "
             f"own mixed precision, and {level} computes in {precision.compute} with parameters in "
             f"{precision.param} and gradients reduced in {precision.reduce}; leave that setting "
-            f"out, or take {O2_OF[next(iter(dtypes))]}"
+            f"out, or take {'O2' if torch.float16 in dtypes else 'bf16-O2'}"
         )
     units = casting_units(model)
     norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}

@@ -23,7 +23,7 @@ from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
 CPU = torch.device("cpu")
-HALF = torch.float16
+HALF, FULL = torch.float16, torch.float32
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -215,12 +215,16 @@ ON_RANKS: dict[str, tuple[Callable[[], str], str]] = {
     "masters in FSDP1": (lambda: refused(flat(half()), "O2"), FSDP1),
     "FSDP2 before the cast": (
         lambda: refused(fully_shard(plain(), mesh=shard()), "O2"),  # type: ignore[arg-type]
-        FSDP2 + ", or call cast_model() before it",
+        "it was given none: pass fully_shard " + FSDP2 + ", or call cast_model() before it",
     ),
     "a part in FSDP2 before the cast": (lambda: refused(partly(plain()), "O2"), FSDP2),
     "masters in ZeRO": (zero, OTHERS),
     "masters in OSS": (oss, OTHERS),
     "a policy at O1": (lambda: refused(casting(plain()), "O1"), "or take O2"),
+    "a policy of float32": (
+        lambda: refused(flat(plain(), FULL), "O1"),
+        "computes in torch.float32",
+    ),
     "a policy at O3": (lambda: refused(casting(plain()), "O3"), "keeps float32 parameters"),
     "policy and cast": (lambda: refused(casting(half()), "O2"), "nothing would be stepped"),
     "batch norm in a policy": (lambda: refused(casting(net()), "O2"), "'norm' to torch.float16"),
