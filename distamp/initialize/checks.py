@@ -14,7 +14,14 @@ from distamp.errors import SettingError
 from distamp.initialize.casting import O2_OF, cast_as, check_cast_before, check_frozen
 from distamp.initialize.float8 import check_kernels
 from distamp.initialize.kept import Pins
-from distamp.initialize.wrappers import FSDP1, FSDP2, Wrapping, casting_units, compute_device
+from distamp.initialize.wrappers import (
+    FSDP1,
+    FSDP2,
+    Wrapping,
+    casting_units,
+    compute_device,
+    units_of,
+)
 from distamp.masters import masters_of, refuse_share
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -90,6 +97,8 @@ def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision, pin
             "frozen, as the base under adapters, may be in any dtype: requires_grad_(False)"
         )
     _check_pins(model, wrapping, pins)
+    if wrapping.name == FSDP2:
+        _check_units(model)
 
 
 def _check_policies(
@@ -125,6 +134,23 @@ def _check_policies(
             f"({len(cast)} in all), and {level} keeps batch norms in float32; wrap each batch norm "
             "by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
         )
+
+
+def _check_units(model: nn.Module) -> None:
+    """Refuse a unit that trains parameters of several dtypes, as the first forward pass would."""
+    held: dict[nn.Module | None, dict[torch.dtype, nn.Module]] = {}
+    for module, unit in units_of(model).items():
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        held.setdefault(unit, {}).update((p.dtype, module) for p in trained)
+    held.pop(None, None)
+    for dtypes in held.values():
+        if len(dtypes) > 1:
+            kept = dtypes.get(torch.float32, next(iter(dtypes.values())))
+            raise SettingError(
+                f"a unit of fully_shard trains parameters in {' and '.join(map(str, dtypes))}, and "
+                f"takes one dtype; call fully_shard first on what stays as it is, such as "
+                f"{module_names(model)[kept]!r}"
+            )
 
 
 def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:

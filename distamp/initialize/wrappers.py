@@ -27,6 +27,7 @@ __all__ = [
     "name_of",
     "pause_sync",
     "recognise",
+    "units_of",
 ]
 
 DDP, SHARDED_DDP = "DistributedDataParallel", "fairscale's ShardedDataParallel"
@@ -90,21 +91,28 @@ def compute_device(model: nn.Module) -> torch.device | None:
     return None if first is None else first.device
 
 
-def casting_units(
+def units_of(
     module: nn.Module, around: nn.Module | None = None
 ) -> dict[nn.Module, nn.Module | None]:
-    """Return every module with the unit of FSDP whose mixed precision casts its weights, if any.
+    """Return every module with the unit of FSDP that has its weights, if any.
 
     Args:
         module: Where to begin.
         around: The unit that it is in.
     """
-    if name_of(module) in (FSDP1, FSDP2):
-        around = None if _policy(module)[0] in (None, torch.float32) else module
+    around = module if name_of(module) in (FSDP1, FSDP2) else around
     found = {module: around}
     for child in module.children():
-        found |= casting_units(child, around)
+        found |= units_of(child, around)
     return found
+
+
+def casting_units(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
+    """Return every module with the unit of FSDP whose mixed precision casts its weights, if any."""
+    return {
+        module: None if unit is None or _policy(unit)[0] in (None, torch.float32) else unit
+        for module, unit in units_of(model).items()
+    }
 
 
 @contextlib.contextmanager

@@ -213,6 +213,10 @@ ON_RANKS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "the optimizer before fully_shard": (early_optimizer, "make the optimizer after it"),
     "masters in FSDP1": (lambda: refused(flat(half()), "O2"), FSDP1),
+    "one unit of two dtypes": (
+        lambda: refused(fully_shard(cast_model(net(), "O2"), mesh=shard()), "O2"),  # type: ignore[arg-type]
+        "call fully_shard first on what stays as it is, such as 'norm'",
+    ),
     "FSDP2 before the cast": (
         lambda: refused(fully_shard(plain(), mesh=shard()), "O2"),  # type: ignore[arg-type]
         "it was given none: pass fully_shard " + FSDP2 + ", or call cast_model() before it",
