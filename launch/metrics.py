@@ -230,7 +230,7 @@ def read_records(run: Path) -> list[Record]:
     Raises:
         UsageError: There is none, or it cannot be read.
     """
-    with refusing(f"{run}: no run there, by its metrics.jsonl", OSError, ValueError):
+    with refusing(f"{run}: no run there", OSError, ValueError):
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line) for line in lines]
 

@@ -52,6 +52,9 @@ PRELOAD = [
     "torch.nn.parallel",
     "torch.testing",
     "tests.ranks",
+    # Most of what the launcher imports; it is no part of the library, and may lack its extra.
+    "launch.checkpoint",
+    "launch.metrics",
 ]
 # A call that takes longer has hung: nothing here is within an order of magnitude of it.
 TIMEOUT_S = 60.0

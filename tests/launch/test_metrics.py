@@ -22,6 +22,9 @@ from launch.train import run
 from tests.launch import jobs
 from tests.launch.jobs import FP16, TINY
 
+# Runs and ranks that its tests share.
+pytestmark = pytest.mark.xdist_group("launch metrics")
+
 
 class Told(NamedTuple):
     """What a run printed where there is no terminal, and its folder."""

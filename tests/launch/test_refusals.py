@@ -24,6 +24,9 @@ from launch.train import main
 from tests.launch import jobs
 from tests.launch.jobs import TINY
 
+# Runs and ranks that its tests share.
+pytestmark = pytest.mark.xdist_group("launch refusals")
+
 # What no value of a flag may be.
 BAD = {
     "layers heads width block batch accumulate tp growth_interval": "0 -1 two 1.5",

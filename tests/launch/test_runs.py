@@ -28,6 +28,9 @@ from launch.train import main
 from tests.launch import jobs
 from tests.launch.jobs import FP16, TINY, losses
 
+# Runs and ranks that its tests share.
+pytestmark = pytest.mark.xdist_group("launch runs")
+
 # -- data ------------------------------------------------------------------------------------------
 
 
@@ -157,7 +160,7 @@ def test_model_of_a_folder_has_its_weights_and_else_new_ones(text, tmp_path):
     "flags", ["--optimizer muon --schedule wsd --accumulate 4", "--optimizer torch.optim:NAdam"]
 )
 def test_copies_train_as_one_process_with_the_whole_batch(ranks2, text, tmp_path, flags):
-    args = ("--data", text, *TINY, "--steps", 4, *flags.split())
+    args = ("--data", text, *TINY, "--steps", 4, "--keep", 0, *flags.split())
     alone = losses(jobs.train(tmp_path / "alone", (*args, "--accumulate", 1)))
     assert alone[-1] < alone[0]
     rows = ranks2.run(jobs.train, tmp_path / "two", args)[0]
