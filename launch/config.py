@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from distamp import Precision
 from distamp.precision import LEVELS
@@ -48,9 +56,6 @@ ModelName = Annotated[str, _one_of(["gpt"], r"\w.*:.+", "hf:NAME or module:funct
 LevelName = Annotated[str, _one_of([*_LEVELS, *LEVELS], r".*\.toml", "FILE.toml")]
 OptimizerName = Annotated[str, _one_of(["adamw", "sgd", "muon"], ".+:.+", "or module:Class")]
 Pair = Annotated[str, _one_of([], ".+=.*", "name=value")]
-Count = Annotated[int, Field(gt=0)]
-CountOrNone = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FiniteOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -77,9 +82,9 @@ class _Model(BaseModel, frozen=True):
     model_args: Annotated[tuple[Pair, ...], Parameter(consume_multiple=True)] = option(
         (), "name=value ...: of the config of hf:, or of module:function"
     )
-    layers: Count = option(2, "transformer blocks (gpt)", "n_layer num_layers depth")
-    heads: Count = option(4, "attention heads (gpt)", "n_head num_heads")
-    width: Count = option(96, "channels (gpt)", "n_embd hidden_size dim d_model")
+    layers: PositiveInt = option(2, "transformer blocks (gpt)", "n_layer num_layers depth")
+    heads: PositiveInt = option(4, "attention heads (gpt)", "n_head num_heads")
+    width: PositiveInt = option(96, "channels (gpt)", "n_embd hidden_size dim d_model")
     dropout: Decay = option(0.0, "part of the channels dropped while training (gpt)")
 
 
@@ -94,16 +99,16 @@ class _Data(BaseModel, frozen=True):
         None, "a tokenizer.json; without one, bytes are tokens"
     )
     token_dtype: Literal["uint16", "uint32"] = option("uint16", "of a .bin")
-    block: Count = option(
+    block: PositiveInt = option(
         64, "tokens of context", "block_size context seq_len sequence_length max_length"
     )
-    batch: Count = option(
+    batch: PositiveInt = option(
         32, "examples in a step, over all ranks and microbatches", "batch_size bs"
     )
-    accumulate: Count = option(
+    accumulate: PositiveInt = option(
         1, "microbatches in a step", "gradient_accumulation_steps grad_accum accum"
     )
-    workers: CountOrNone = option(
+    workers: NonNegativeInt = option(
         0, "processes that read ahead on each rank", "num_workers dataloader_workers"
     )
 
@@ -112,11 +117,11 @@ class _Data(BaseModel, frozen=True):
 class _Ranks(BaseModel, frozen=True):
     """The ranks."""
 
-    replicate: CountOrNone = option(0, "copies of the model; 0: what --shard and --tp leave")
+    replicate: NonNegativeInt = option(0, "copies of the model; 0: what --shard and --tp leave")
     shard: Annotated[int, Field(ge=-1)] = option(
         1, "ranks that share a copy's weights (FSDP2; with copies, HSDP); -1: all", "strategy fsdp"
     )
-    tp: Count = option(1, "ranks that share each matrix", "tensor_parallel")
+    tp: PositiveInt = option(1, "ranks that share each matrix", "tensor_parallel")
     hook: Literal["none", "fp16", "bf16", "int8", "auto"] = option(
         "none",
         "send gradients in fewer bytes; auto: what is fastest here",
@@ -140,7 +145,7 @@ class _Precision(BaseModel, frozen=True):
     )
     check_precision: bool = option(True, "compare what the first step ran in with the level")
     init_scale: Finite = option(65536.0, "loss scale at the start (fp16, O2)")
-    growth_interval: Count = option(2000, "clean steps until the loss scale doubles")
+    growth_interval: PositiveInt = option(2000, "clean steps until the loss scale doubles")
     compile: bool = option(False, "compile each block")
     checkpoint_blocks: Literal["none", "all", "selective"] = option(
         "none",
@@ -162,7 +167,7 @@ class _Optimizer(BaseModel, frozen=True):
         "after warm-up; wsd falls in the last fifth",
         "scheduler lr_scheduler lr_schedule",
     )
-    warmup: CountOrNone = option(50, "taken steps until the peak", "warmup_steps warmup_iters")
+    warmup: NonNegativeInt = option(50, "taken steps until the peak", "warmup_steps warmup_iters")
     final_lr: Annotated[float, Field(ge=0, le=1)] = option(
         0.1, "where the schedule ends, as a part of the peak", "min_lr"
     )
@@ -190,7 +195,7 @@ class _Optimizer(BaseModel, frozen=True):
 class _Run(BaseModel, frozen=True):
     """The run."""
 
-    steps: Count = option(
+    steps: PositiveInt = option(
         400,
         "steps of the whole run, skipped ones included",
         "epochs num_epochs max_steps max_iters iterations iters",
@@ -198,11 +203,13 @@ class _Run(BaseModel, frozen=True):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = option(
         0, "fixes weights, the order of the data, and dropout"
     )
-    log_every: Count = option(1, "steps between two records", "log_interval logging_steps")
-    eval_every: Count = option(50, "steps between two evaluations", "eval_interval eval_steps")
-    eval_examples: Count = option(256, "held-out examples of an evaluation", "eval_iters")
-    save_every: Count = option(100, "steps between two checkpoints", "save_steps")
-    keep: CountOrNone = option(2, "newest checkpoints that stay; 0: write none")
+    log_every: PositiveInt = option(1, "steps between two records", "log_interval logging_steps")
+    eval_every: PositiveInt = option(
+        50, "steps between two evaluations", "eval_interval eval_steps"
+    )
+    eval_examples: PositiveInt = option(256, "held-out examples of an evaluation", "eval_iters")
+    save_every: PositiveInt = option(100, "steps between two checkpoints", "save_steps")
+    keep: NonNegativeInt = option(2, "newest checkpoints that stay; 0: write none")
     async_save: bool = option(False, "write checkpoints while training goes on")
     run_dir: Path = option(
         Path("runs/latest"), "where results go", "output_dir out_dir out logdir save_dir"
@@ -210,7 +217,7 @@ class _Run(BaseModel, frozen=True):
     overwrite: bool = option(False, "start again in a folder that has a run")
     resume: Path | None = option(None, "a run, or a checkpoint of it, to go on with, and its flags")
     auto_resume: bool = option(False, "go on with --run-dir if it has a checkpoint, else start")
-    max_time: Positive = option(math.inf, "minutes after which to save and end")
+    max_time: PositiveFloat = option(math.inf, "minutes after which to save and end")
     tensorboard: bool = option(False, "write the records for TensorBoard too", "wandb")
     peak_tflops: FiniteOrNone = option(0.0, "of a device, for MFU: A100 312, H100 989; 0: none")
     check: bool = option(False, "say whether these flags can run, and end", "dry_run")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if not __package__:  # run as a script: the folder above holds the packages, this one does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -117,21 +117,21 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
         scale = amp.scaler.get_scale() if tasks else 1.0
         microbatches = [next(source) for _ in range(config.accumulate)]
         if config.check_precision and progress.step == 1:
-            outcome = checked_step(job, metrics, microbatches)
+            loss, taken = checked_step(job, metrics, microbatches)
         else:
-            outcome = train_step(job, metrics, microbatches)
-        rates.count(outcome.taken)
-        job.average.count(outcome.taken)
+            loss, taken = train_step(job, metrics, microbatches)
+        rates.count(taken)
+        job.average.count(taken)
         amp.zero_grad()
 
         if tasks:
             # One message has the loss, and how many ranks are to end.
             has_signal, seconds = asked_to_end()
-            loss_sum, signalled, late = layout.sum(outcome.loss, has_signal, seconds <= 0)
+            loss_sum, signalled, late = layout.sum(loss, has_signal, seconds <= 0)
             progress.skipped = progress.step - int(rates.taken)
             record = {"step": progress.step, "loss": loss_sum / layout.data_world}
-            record |= {"gradient_norm": float(outcome.norm), "learning_rate": float(rate)}
-            record |= {"taken": bool(outcome.taken), "skipped": progress.skipped}
+            record |= {"gradient_norm": float(amp.scaler.grad_norm()), "learning_rate": float(rate)}
+            record |= {"taken": bool(taken), "skipped": progress.skipped}
             if config.level.scales:
                 record["loss_scale"] = scale
             metrics.note(record, seconds)
@@ -156,20 +156,6 @@ def read_ahead(job: Job) -> Iterator[Batch]:
     return batches(examples, chosen, job.device, config.workers)
 
 
-class Outcome(NamedTuple):
-    """What a step came to, on the device.
-
-    Attributes:
-        loss: Of this rank's examples.
-        norm: Of all gradients, before they were clipped.
-        taken: Whether the step was.
-    """
-
-    loss: Tensor
-    norm: Tensor
-    taken: Tensor
-
-
 def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
     """Do the forward and backward passes of a step; return the loss."""
     total = torch.zeros((), device=job.device)
@@ -183,8 +169,12 @@ def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
     return total
 
 
-def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> Outcome:
-    """Do one step: forward and backward passes, clip, and the optimizers."""
+def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    """Do one step: forward and backward passes, clip, and the optimizers.
+
+    Returns:
+        The loss of this rank's examples, and whether the step was taken; both on the device.
+    """
     config, guard = job.config, job.amp.scaler
     replay: Any = guard.replay
     if replay is not None:
@@ -199,12 +189,14 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> Out
         raise UsageError(f"step {job.progress.step}: {error}; a smaller --lr may help") from None
     if replay is not None and replay.found is not None:
         metrics.blame(replay.found)
-    return Outcome(loss, guard.grad_norm(), taken)
+    return loss, taken
 
 
-def checked_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> Outcome:
+def checked_step(
+    job: Job, metrics: Metrics, microbatches: Sequence[Batch]
+) -> tuple[Tensor, Tensor]:
     """Do one step, and compare the precisions that ran with what the level promises."""
-    outcomes: list[Outcome] = []
+    outcomes: list[tuple[Tensor, Tensor]] = []
     breaches = job.amp.check(lambda: outcomes.append(train_step(job, metrics, microbatches)))
     path = job.config.run_dir / "precision.txt"
     job.layout.on_first(lambda: path.write_text(f"{breaches}\n", "utf-8"))
