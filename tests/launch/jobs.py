@@ -61,22 +61,25 @@ def refusal(*args: object) -> str:
 
 
 @contextlib.contextmanager
-def here() -> Iterator[None]:
-    """Be a rank of torchrun's, without a word; nothing is drawn, which takes most of a tiny run."""
-    with contextlib.ExitStack() as stack:
-        if dist.is_initialized():
-            rank = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-            stack.enter_context(mock.patch.dict(os.environ, rank))
-            stack.enter_context(mock.patch("launch.train.process_group", joined))
-        stack.enter_context(mock.patch("launch.metrics.draw"))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        yield
+def here() -> Iterator[io.StringIO]:
+    """Be a rank of torchrun's, whose words are kept; nothing is drawn, which takes longest."""
+    rank = {}
+    if dist.is_initialized():
+        rank = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with (
+        mock.patch("launch.train.process_group", joined),
+        mock.patch("launch.metrics.draw"),
+        mock.patch.dict(os.environ, rank),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        yield printed
 
 
 @contextlib.contextmanager
 def joined(config: object) -> Iterator[None]:
     """The pool's group, in place of one of the run's own."""
-    dist.barrier()  # as making a group does: each rank has looked at the run's folder
+    if dist.is_initialized():
+        dist.barrier()  # as making a group does: each rank has looked at the run's folder
     yield
 
 

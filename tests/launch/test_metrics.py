@@ -1,13 +1,12 @@
 """What a run shows: lines in a log file, the last lines, utilisation, and pictures."""
 
-import contextlib
-import io
+import itertools
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -26,30 +25,26 @@ from tests.launch.jobs import FP16, TINY
 pytestmark = pytest.mark.xdist_group("launch metrics")
 
 
-class Told(NamedTuple):
-    """What a run printed where there is no terminal, and its folder."""
-
-    lines: list[str]
-    folder: Path
-
-
-def told(folder: Path, *args: object) -> Told:
-    out = io.StringIO()
-    with mock.patch("launch.metrics.draw"), contextlib.redirect_stdout(out):
-        run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, math.inf))
-    return Told(out.getvalue().splitlines(), folder)
+def told(folder: Path, *args: object, seconds: Iterable[float] = itertools.repeat(math.inf)) -> str:
+    """What a run prints where there is no terminal; its clock leaves it so many seconds."""
+    left = iter(seconds)
+    with jobs.here() as printed:
+        run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, next(left)))
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
-def kept(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """Of a run of many skipped steps, with a checkpoint."""
-    return told(tmp_path_factory.mktemp("kept"), "--data", text, *TINY, *FP16, *KEPT)
+def kept(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of many skipped steps, with a checkpoint, and what it printed."""
+    folder = tmp_path_factory.mktemp("kept")
+    return folder, told(folder, "--data", text, *TINY, *FP16, *KEPT)
 
 
 @pytest.fixture(scope="module")
-def bare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """Of a run without a checkpoint, on a device whose peak is known."""
-    return told(tmp_path_factory.mktemp("bare"), "--data", text, *TINY, *BARE)
+def bare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run without a checkpoint, on a device whose peak is known, and what it printed."""
+    folder = tmp_path_factory.mktemp("bare")
+    return folder, told(folder, "--data", text, *TINY, *BARE)
 
 
 KEPT = ("--steps", 12, "--overwrite", "--no-check-precision")
@@ -57,16 +52,17 @@ BARE = ("--steps", 2, "--keep", 0, "--peak-tflops", 1e-3)
 
 
 def test_log_file_says_which_flags_it_was_given(kept, text):
-    begun = kept.lines[0]
+    begun = kept[1].splitlines()[0]
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d ", begun)
     given = map(str, ("--data", text, *TINY, *FP16, *KEPT))
     assert parse(begun.split(": ", 1)[1].split()) == parse([*given])
 
 
 def test_log_file_has_a_line_for_each_record(kept):
-    assert sum("checkpoint written" in line for line in kept.lines) == 1
-    lines = [line for line in kept.lines if "tokens/s" in line]
-    rows = [row for row in jobs.records(kept.folder) if "loss" in row]
+    folder, printed = kept
+    assert printed.count("checkpoint written") == 1
+    lines = [line for line in printed.splitlines() if "tokens/s" in line]
+    rows = [row for row in jobs.records(folder) if "loss" in row]
     assert len(lines) == len(rows) == 12
     for line, row in zip(lines, rows, strict=True):
         assert line.startswith(f"step {row['step']:>2}/12  loss {row['loss']:.4f}  ")
@@ -78,20 +74,18 @@ def test_log_file_has_a_line_for_each_record(kept):
 
 def test_time_left_is_no_longer_than_max_time(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 100_000, "--keep", 0)
-    config = parse([*map(str, args), "--run-dir", str(tmp_path)])
-    out, seconds = io.StringIO(), iter((90.0, 3.0, 0.0))
-    with mock.patch("launch.metrics.draw"), contextlib.redirect_stdout(out):
-        run(config, lambda: (False, next(seconds)))
-    assert re.findall(r"tokens/s  (.*) left", out.getvalue()) == ["0:01:30", "0:00:03", "0:00:00"]
+    printed = told(tmp_path, *args, seconds=(90.0, 3.0, 0.0))
+    assert re.findall(r"tokens/s  (.*) left", printed) == ["0:01:30", "0:00:03", "0:00:00"]
 
 
 def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(kept, bare):
-    assert f"launch.sample {kept.folder}" in kept.lines[-1]
-    skipped = [str(r["step"]) for r in jobs.records(kept.folder) if not r.get("taken", True)]
+    folder, printed = kept
+    assert f"launch.sample {folder}" in printed.splitlines()[-1]
+    skipped = [str(r["step"]) for r in jobs.records(folder) if not r.get("taken", True)]
     shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
-    assert f"{len(skipped)} skipped on every rank: {shown}" in "\n".join(kept.lines)
-    assert "without a checkpoint (--keep 0)" in bare.lines[-1]
-    assert "launch.sample" not in "".join(bare.lines)
+    assert f"{len(skipped)} skipped on every rank: {shown}" in printed
+    assert "without a checkpoint (--keep 0)" in bare[1].splitlines()[-1]
+    assert "launch.sample" not in bare[1]
 
 
 def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):
@@ -122,7 +116,7 @@ def test_operations_of_an_example_are_those_counted_by_hand(tiny):
 
 def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, bare):
     token = flops_per_example(tiny) / 16
-    for row in (row for row in read_records(bare.folder) if "loss" in row):
+    for row in (row for row in read_records(bare[0]) if "loss" in row):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * token / 1e9, abs=1e-4)
 
 
@@ -141,7 +135,7 @@ def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_pa
         taken = step not in (1, 7)
         rows.append({"step": step, "loss": 3.0, "loss_scale": 65536.0 / step, "taken": taken})
     made = figure(tmp_path, "run", rows)
-    made.savefig(io.BytesIO())  # lays it out
+    made.draw_without_rendering()  # lays it out
     losses, scales = made.axes
     for axes in (losses, scales):
         legend = {text.get_text() for text in axes.get_legend().get_texts()}
