@@ -19,7 +19,7 @@ from launch.folder import checkpoint_of, checkpoints_of, remove
 from launch.job import Job, make_job
 from launch.model import unwrapped
 from launch.parallel import Layout, pick_device
-from launch.program import refusing
+from launch.program import UsageError, refusing
 
 # What torch raises where a file is not there, not whole, or of another model.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError)
@@ -61,13 +61,17 @@ class Checkpoints:
         state |= {"about": json.dumps(about), f"rank.{self._job.layout.rank}": self._own()}
         folder = config.run_dir / "checkpoints" / f"step-{progress.step:08d}"
         writer = dcp.FileSystemWriter(folder)
-        with _refused(f"cannot write {folder}"):
-            if config.async_save:
-                group = self._group
-                self._future = dcp.async_save(state, storage_writer=writer, process_group=group)
-            else:
-                dcp.save(state, storage_writer=writer)
-                self._prune()
+        try:
+            with _refused(f"cannot write {folder}"):
+                if config.async_save:
+                    group = self._group
+                    self._future = dcp.async_save(state, storage_writer=writer, process_group=group)
+                else:
+                    dcp.save(state, storage_writer=writer)
+                    self._prune()
+        except UsageError:
+            remove(folder)  # half of it would go on filling the disk
+            raise
 
     def wait(self) -> None:
         """Wait for the one that is being written.

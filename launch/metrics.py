@@ -190,7 +190,10 @@ class Metrics:
             self._board.close()
         if self._is_first:
             with self._lock, self._file:
-                draw([self._job.config.run_dir], self._job.config.run_dir / "curves.png")
+                try:
+                    draw([self._job.config.run_dir], self._job.config.run_dir / "curves.png")
+                except OSError as error:  # why the run ended is to be read
+                    self.say(f"Warning: no curves.png: {error}")
 
 
 def _given(name: str, value: Any) -> str:

@@ -304,7 +304,8 @@ def _explained(function: str, rows: Sequence[OpRow], how: str) -> Iterator[str]:
     casts = [row for row in rows if row.casts]
     by_region = [row for row in casts if row.cause == "autocast"]
     for row in rows:
-        if row.view or row.cause or not row.outputs or row.inputs == ():
+        of_numbers = "float" in "".join(row.outputs[:1])  # integers are on no list
+        if row.view or row.cause or row.inputs == () or not of_numbers:
             continue
         dtype, taken = short(row.outputs[0]), " and ".join(map(short, row.inputs))
         if how.startswith("pinned"):

@@ -93,6 +93,7 @@ def dtypes(op: Any, sample: Any, region: Any) -> Any:
 NOT_CHANGED = {"cauchy", "exponential", "geometric", "log_normal", "normal", "uniform", "rand_like"}
 NOT_CHANGED |= {"nn.functional.interpolate", "nn.functional.normalize", "__rdiv__"}
 NOT_CHANGED |= {"nn.functional.batch_norm", "nn.functional.instance_norm"}
+NOT_CHANGED |= {"native_batch_norm"}  # Its statistics, so what it saves of them stays.
 NOT_CHANGED |= {"_native_batch_norm_legit"}  # Lists change its overload without statistics alone.
 
 

@@ -1,5 +1,6 @@
 """What cannot be done ends in one sentence and exit code 2; and what people try first."""
 
+import errno
 import itertools
 import os
 import re
@@ -8,9 +9,11 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 from rich.console import Console
 from torch import nn
@@ -183,6 +186,24 @@ def test_a_loss_that_is_not_finite_ends_a_run_before_its_checkpoint(text, tmp_pa
     args = ("--data", text, *TINY, "--lr", "1e30", "--warmup", "0", "--steps", "5")
     assert "--lr" in refused(capsys, *args, "--run-dir", tmp_path)
     assert not checkpoints_of(tmp_path)
+
+
+def test_on_a_full_disk_the_reason_is_the_last_word_and_no_half_checkpoint_stays(
+    text, tmp_path, capsys, monkeypatch
+):
+    reason = OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*_: Any, storage_writer: Any = None) -> None:
+        if storage_writer is None:
+            raise reason
+        Path(storage_writer.path).mkdir(parents=True)
+        raise dcp.CheckpointException("save", {0: (reason, None)})  # type: ignore[dict-item]
+
+    monkeypatch.setattr("torch.distributed.checkpoint.save", full)
+    monkeypatch.setattr("launch.metrics.draw", full)
+    args = ("--data", text, *TINY, "--steps", 2, "--save-every", 1, "--run-dir", tmp_path)
+    assert "No space left" in refused(capsys, *args)
+    assert [*(tmp_path / "checkpoints").iterdir()] == []
 
 
 def test_ranks_leave_a_folder_alone_to_which_another_process_writes(ranks2, text, tmp_path):
