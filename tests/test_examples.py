@@ -2,10 +2,9 @@
 
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,27 +14,22 @@ from distamp import initialize
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import an example as its neighbours do."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
+def example(name: str) -> Any:
+    """An example, imported as its neighbours import it."""
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        return importlib.import_module(name)
 
 
 def on_this_rank(name: str, function: str, *arguments: object) -> Any:
     """Call a function of an example, on a rank of the pool."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return getattr(importlib.import_module(name), function)(*arguments)
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    return getattr(example(name), function)(*arguments)
 
 
 @pytest.mark.parametrize(
     "name",
     ["first_run", "gate_lr_and_ema", "load_apex_checkpoint", "one_call"],
 )
-def test_an_example_runs_and_prints_a_loss_that_fell(example, capsys, monkeypatch, name):
+def test_an_example_runs_and_prints_a_loss_that_fell(capsys, monkeypatch, name):
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     example(name).main()
     lines = [line for line in capsys.readouterr().out.splitlines() if "->" in line]
@@ -45,7 +39,7 @@ def test_an_example_runs_and_prints_a_loss_that_fell(example, capsys, monkeypatc
         assert float(after) < float(before)
 
 
-def test_schedule_and_average_follow_the_steps_that_were_taken(example):
+def test_schedule_and_average_follow_the_steps_that_were_taken():
     module = example("gate_lr_and_ema")
     host, device = module.train(False), module.train(True)
     for result in (host, device):
@@ -60,7 +54,7 @@ def test_schedule_and_average_follow_the_steps_that_were_taken(example):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_every_level_of_the_one_call_learns_what_fp32_learns(example):
+def test_every_level_of_the_one_call_learns_what_fp32_learns():
     module = example("one_call")
     full = module.train("O0")
     for level, rel in (("O1", 1e-2), ("O2", 1e-2), ("bf16", 2e-2)):
@@ -68,7 +62,7 @@ def test_every_level_of_the_one_call_learns_what_fp32_learns(example):
         assert module.train(level, 4) == pytest.approx(full, rel=rel)
 
 
-def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(example, tmp_path):
+def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(tmp_path):
     module = example("load_apex_checkpoint")
     path = tmp_path / "apex.pt"
     module.write_as_apex_did(path)
@@ -85,7 +79,7 @@ def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(example, t
 
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
-def test_the_one_call_over_ranks_learns_what_one_process_does(ranks2, example, layout):
+def test_the_one_call_over_ranks_learns_what_one_process_does(ranks2, layout):
     found = ranks2.run(on_this_rank, "one_call", "train", "O2", 2, layout)
     mean = [sum(each) / len(each) for each in zip(*found, strict=True)]
     assert mean == pytest.approx(example("one_call").train("O2"), rel=5e-3)
@@ -112,7 +106,7 @@ def test_ranks_that_share_the_optimizer_skip_together_and_have_the_same_weights(
 def grpo_at_each_precision(
     layout: str, drawn_by: str, updates: int, prompts: int
 ) -> dict[str, Any]:
-    module: Any = importlib.import_module("grpo")
+    module = example("grpo")
     module.PROMPTS = prompts
     start = module.taught(10).state_dict()
     return {
@@ -123,9 +117,9 @@ def grpo_at_each_precision(
 @pytest.mark.parametrize("layout", ["FSDP2", "DDP"])
 def test_grpo_shows_how_far_the_sampler_is_from_the_trainer(ranks2, layout):
     pytest.importorskip("transformers")
-    grpo = (on_this_rank, __name__, grpo_at_each_precision.__name__, layout)
     drawn_by = "copy" if layout == "FSDP2" else "policy"
-    one, other = ranks2.run(*grpo, drawn_by, 1, 2, timeout=240)  # to import takes long
+    grpo = (grpo_at_each_precision, layout, drawn_by)
+    one, other = ranks2.run(*grpo, 1, 2, timeout=240)  # to import takes long
     assert one == other
     fp32, bf16, fp16 = (rows[0]["mismatch/token_abs_mean"] for rows in one.values())
     if drawn_by == "copy":
@@ -143,11 +137,11 @@ def test_replicas_on_two_devices_compute_in_the_callers_dtype(sim, dtype):
     assert losses == pytest.approx(alone, rel=1e-2)
 
 
-def test_one_overflow_parts_torchs_ranks_and_none_of_ours(ranks2, example):
+def test_one_overflow_parts_torchs_ranks_and_none_of_ours(ranks2):
+    at = example("one_overflow").OVERFLOW
     tracks = ranks2.run(on_this_rank, "one_overflow", "train_with_each")
     torchs = [track["torch.amp.GradScaler"] for track in tracks]
     ours = [track["distamp.DistGradScaler"] for track in tracks]
-    at = example("one_overflow").OVERFLOW
     stepped = [track.weight[at] != track.weight[at - 1] for track in torchs]
     assert stepped == [False, True], "rank 0 skipped, and rank 1 did not"
     assert ours[0] == ours[1]

@@ -11,12 +11,7 @@ from torch import nn
 
 import distamp
 from distamp.__main__ import main
-from distamp.report import preflight
 from tests.autocast.counting import Calls
-
-
-def fine():
-    return nn.Linear(8, 8), torch.zeros(4, 8)
 
 
 def with_loss():
@@ -83,13 +78,6 @@ def run(capsys, *arguments):
     code = main(["preflight", *arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
-
-
-def test_what_preflight_finds_is_printed(capsys):
-    code, out, err = run(capsys, "tests.test_main:fine")
-    assert (code, err) == (0, "")
-    model, inputs = fine()
-    assert out == f"{preflight(model, inputs)}\n"
 
 
 def test_options_are_followed_and_an_error_is_exit_code_1(capsys, tmp_path):

@@ -1,7 +1,6 @@
 """The script of docs/howto/moving.md, which was Apex's: it learns at each level, and goes on."""
 
 import os
-import re
 import types
 import warnings
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.docs_code import as_torchrun_starts_it
+from tests.docs_code import as_torchrun_starts_it, blocks_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "moving.md"
 EPOCHS = 3
@@ -21,7 +20,7 @@ LEVELS = ["O0", "O1", "O2"]
 
 def script() -> str:
     """For a machine without a GPU."""
-    (code,) = re.findall(r"<!-- run: after -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = (block.code for block in blocks_of(PAGE) if block.how == "run: after")
     code = code.replace("        torch.cuda.set_device(args.local_rank)\n", "")
     return code.replace(".cuda()", "").replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
 
