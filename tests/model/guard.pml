@@ -13,6 +13,7 @@
  *   -DGROUPS                with new groups, in which rank 0 was replaced
  *   -DLIMIT=2               max_consecutive_skips
  *   -DASKS                  any rank alone may ask for its counts before any call
+ *   -DGROWS                 in any norm any rank may have more gradients, and ask for a comparison
  *   -DPROGRAMS              for drawing programs, no calls that stages refuse
  *   -DFAULT_...             a planted fault; each breaks an assertion, or makes ranks wait for ever
  */
@@ -47,6 +48,7 @@ typedef Own {
     bit arriving;           /* a reply that the host has not read, */
     bit reply_differs;
     bit reply_error;
+    bit reply_asks;
     byte outcome[2];        /* and outcomes */
     byte in_a_row[2];
     mtype stage[2];
@@ -60,6 +62,8 @@ short alike[RANKS];
 bit error[RANKS];
 byte words[RANKS];
 bit sent_error[RANKS];
+bit asks[RANKS];
+bit any_asks;
 byte counts;
 byte total;
 bit any_error;
@@ -78,6 +82,7 @@ bit different;
 
 #define IS(o, what) (own[me].stage[o] == what)
 #define HAS_ERROR(i) (error[i])
+#define HAS_MORE(i) (asks[i])
 #define IS_ALIKE(i) (alike[i] == alike[0])
 #define SAME_STEPS_TAKEN(i) (taken[i] == taken[0])
 
@@ -93,6 +98,7 @@ inline arrived(collective) {
     :: collective == ALL_REDUCE || collective == ALL_REDUCE_NORM ->
         any_error = ANY(HAS_ERROR);
         all_alike = ALL(IS_ALIKE);
+        any_asks = ANY(HAS_MORE);
         messages++;
         if
         :: all_alike && !any_error ->
@@ -112,7 +118,7 @@ inline arrived(collective) {
             i++
         :: else -> break
         od;
-        CLEAR(alike); CLEAR(error); CLEAR(words)
+        CLEAR(alike); CLEAR(error); CLEAR(words); CLEAR(asks)
     /* Counted anew: steps that differ since the last message are not seen over a new group. */
     :: collective == NEW_GROUP && different -> CLEAR(taken)
     :: else
@@ -161,7 +167,8 @@ inline settle() {
         if
         :: own[me].reply_differs || own[me].reply_error -> compare()
         :: else
-        fi
+        fi;
+        own[me].clips_agree = own[me].clips_agree && !own[me].reply_asks
     :: else
     fi;
     if
@@ -198,12 +205,22 @@ inline exchange(collective, name) {
         d_step {
             own[me].arriving = 1;
             own[me].reply_differs = !all_alike || any_error;
-            own[me].reply_error = sent_error[me]
+            own[me].reply_error = sent_error[me];
+#ifdef FAULT_WHO_ASKS_COMPARES_ALONE
+            own[me].reply_asks = asked
+#else
+            own[me].reply_asks = any_asks
+#endif
         }
     :: else ->
         if
         :: !all_alike || any_error -> compare()
+#ifdef FAULT_WHO_ASKS_COMPARES_ALONE
+        :: else -> own[me].clips_agree = own[me].clips_agree && !asked
+#else
+        :: all_alike && !any_error && any_asks -> compare(); own[me].clips_agree = 0
         :: else
+#endif
         fi
     fi;
     own[me].scales = 1
@@ -417,7 +434,7 @@ inline differ() {
 
 proctype Rank(byte me) {
     byte about, closing, noted, norm, value, i, left;
-    bit before;
+    bit before, asked;
 #ifdef FAULT_OWN_NORM
     byte mine;
 #endif
@@ -430,7 +447,7 @@ proctype Rank(byte me) {
     atomic {
     skip;
 next:
-        closing = 0; noted = 0; norm = 0; before = 0; call = 0; about = 0; value = 0; left = 0; where = 0;
+        closing = 0; noted = 0; norm = 0; before = 0; call = 0; about = 0; value = 0; left = 0; where = 0; asked = 0;
         if
         :: position[me] == CALLS -> goto ended
         :: else
@@ -494,6 +511,13 @@ next:
         look(3);
 #if !defined(FAULT_FOUND_BEFORE_IS_NOT_SENT) && !defined(FAULT_FOUND_BEFORE_IS_FORGOTTEN)
         words[me] = (before && !error[me] -> 2 : words[me]);
+#endif
+#ifdef GROWS
+        if
+        :: asked = 1
+        :: skip
+        fi;
+        asks[me] = asked;
 #endif
         agree_on_norm();
         if :: about & 1 -> apply(PLAIN, norm == 1) :: else fi;
