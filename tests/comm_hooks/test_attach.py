@@ -83,7 +83,7 @@ def test_the_same_steps_are_skipped(layout, wire):
 
 
 def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
-    """Parameters after uneven inputs, of which one step may skip, and a plain step.
+    """Parameters after two epochs of uneven inputs, of which a step may skip, and a plain step.
 
     Without a hook it is torch's DDP, and ranks that have no more inputs have a loss of zero.
     """
@@ -104,10 +104,11 @@ def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
             scaler.step(sgd)
         scaler.update()
 
-    with Join([model, scaler], enable=wire is not None):
-        for number in range(mine if wire else max(counts)):
-            step(number, number == bad, float(number < mine))
-    step(1000, False)
+    for first in (0, 10):
+        with Join([model, scaler], enable=wire is not None):
+            for number in range(mine if wire else max(counts)):
+                step(first + number, number == bad, float(number < mine))
+        step(1000 + first, False)
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -115,7 +116,7 @@ def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
 @pytest.mark.parametrize("bad", [None, 3], ids=["", "overflow"])
 @pytest.mark.parametrize(("wire", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
 @pytest.mark.parametrize(("size", "counts"), [(2, (0, 4)), (4, (3, 0, 5, 1))])
-def test_uneven_inputs_and_a_plain_step_after_them(size, counts, wire, bound, bad):
+def test_epochs_of_uneven_inputs_and_plain_steps_after_them(size, counts, wire, bound, bad):
     start = nn.utils.parameters_to_vector(mlp(*WIDTHS).parameters()).detach()
     mine, true = _uneven(wire, counts, bad), _uneven(None, counts, bad)
     assert relative(mine - start, true - start) < bound
