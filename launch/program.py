@@ -20,7 +20,7 @@ import cyclopts
 import pydantic
 
 # Folders of ours and of installed packages; a file in any other is the user's.
-_OURS = [Path(__file__).parents[1] / name for name in ("launch", "distamp")]
+_OURS = [str(Path(__file__).parents[1] / name) for name in ("launch", "distamp")]
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _NOT_THEIRS = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (*_OURS, *_INSTALLED))
 
