@@ -132,7 +132,7 @@ def initialize(
     )
     scaler.add_optimizer(*stepped)
     dtype = level.compute if level.autocasts else None
-    lists = _lists_of(models, device, ops)
+    lists = _lists_of(models, ops) if device == "cpu" and level.autocasts else ops
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
     # Before masters are made, as it may refuse.
     hooks = tuple(
@@ -148,8 +148,8 @@ def initialize(
     return Amp(models, stepped, level, scaler, region, made, sharded)
 
 
-def _lists_of(models: Sequence[nn.Module], device: str, ops: OpLists | None) -> OpLists | None:
-    """Return the lists of a region; with norms in fp32, as for CUDA, where a CPU's kernels need it.
+def _lists_of(models: Sequence[nn.Module], ops: OpLists | None) -> OpLists | None:
+    """Return the lists of a CPU's region; with norms in fp32, as for CUDA, where kernels need it.
 
     They take weights in half precision, as a frozen base has them, with inputs of that dtype alone.
     """
@@ -157,9 +157,7 @@ def _lists_of(models: Sequence[nn.Module], device: str, ops: OpLists | None) -> 
         m for each in models for m in each.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)
     )
     half = any(p.dtype.itemsize == 2 for norm in norms for p in norm.parameters(recurse=False))
-    if device != "cpu" or not half:
-        return ops
-    return OpLists(fp32={"layer_norm", "group_norm"}) | (ops or OpLists())
+    return OpLists(fp32={"layer_norm", "group_norm"}) | (ops or OpLists()) if half else ops
 
 
 def _change(

@@ -73,6 +73,12 @@ def test_a_frozen_half_norm_takes_whatever_a_region_gives_it(kind, base, level):
     assert not amp.check(lambda: step(amp, x))
 
 
+def test_half_norms_of_a_cast_model_bring_no_lists_which_compiled_code_could_not_follow():
+    model = cast_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), "O3")
+    amp = initialize(model, torch.optim.SGD(trained(model), lr=0.1), "O3")
+    assert amp.autocast().ops is None
+
+
 def step(amp: Any, x: Tensor) -> None:
     with amp.autocast():
         loss = amp.model(x).float().square().sum()
