@@ -69,10 +69,10 @@ class _Pair:
         not counted. So before the first step, and always of a DTensor, values are compared, unless
         the master was written to.
         """
-        value, weight, remainder = self.row
         now, unsure = self.written(), self.fresh or is_dtensor(self.parameter)
         if now[:2] == self.seen[:2] and (not unsure or now[2:] != self.seen[2:]):
             return
+        value, weight, remainder = self.row
         if remainder is None:
             same = value.to(weight.dtype) == weight
             torch.where(same, value, weight, out=value)
@@ -86,8 +86,11 @@ class _Pair:
 
     def written(self) -> tuple[int, ...]:
         """Return how often parameter and master were written to, whole and this rank's parts."""
-        both = (self.parameter, self.master)
-        return tuple(_version(each) for whole in both for each in (whole, local_of(whole)))
+        parameter, master = self.parameter, self.master
+        if not is_dtensor(parameter):  # asked of each in every step
+            return _version(parameter), 0, _version(master), 0
+        both = (parameter, local_of(parameter), master, local_of(master))
+        return tuple(map(_version, both))
 
 
 class MasterParameters(GradientSource):
