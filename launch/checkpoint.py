@@ -68,10 +68,12 @@ class Checkpoints:
                     self._future = dcp.async_save(state, storage_writer=writer, process_group=group)
                 else:
                     dcp.save(state, storage_writer=writer)
-                    self._prune()
         except UsageError:
             remove(folder)  # half of it would go on filling the disk
             raise
+        if not config.async_save:
+            with _refused(f"cannot remove what is older than {folder}"):
+                self._prune()
 
     def wait(self) -> None:
         """Wait for the one that is being written.

@@ -206,6 +206,21 @@ def test_on_a_full_disk_the_reason_is_the_last_word_and_no_half_checkpoint_stays
     assert [*(tmp_path / "checkpoints").iterdir()] == []
 
 
+def test_a_new_checkpoint_stays_where_an_old_one_cannot_be_removed(
+    text, tmp_path, capsys, monkeypatch
+):
+    save, old = dcp.save, tmp_path / "checkpoints" / "step-00000000"
+
+    def and_leave_one(*given: Any, **named: Any) -> None:
+        save(*given, **named)
+        (old / ".metadata").mkdir(parents=True)  # no file, so it is not unlinked
+
+    monkeypatch.setattr("torch.distributed.checkpoint.save", and_leave_one)
+    args = ("--data", text, *TINY, "--steps", 1, "--keep", 1, "--run-dir", tmp_path)
+    assert "cannot remove" in refused(capsys, *args)
+    assert (old.parent / "step-00000001") in checkpoints_of(tmp_path)
+
+
 def test_ranks_leave_a_folder_alone_to_which_another_process_writes(ranks2, text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 2, "--run-dir", tmp_path, "--overwrite")
     with begin(tmp_path, None):
