@@ -867,7 +867,7 @@ class Steps(Joins):
             size = 1 if group is None else group.size
             sums = clipping.local_sums(chosen.shares, norm_type, device, size, replicated, sharded)
 
-        declared = [replicated is not None, sharded is not None]
+        declared = ByNorm(None, None, replicated, sharded).declared
         differ = self._look(
             "clip_grad_norm_",
             divisor,
