@@ -37,7 +37,7 @@ def count(scaler: str) -> dict[str, list[str]]:
     with RankPool(WORLD) as pool:
         judge = Judge(pool, scaler, timeout=20.0)
         for each in CELLS:
-            wrong = judge.judge(cell(*each))[0]
+            wrong = judge.judge(cell(*each))
             found[each[0]].append(wrong[0].splitlines()[0][:90] if wrong else "")
             if wrong and scaler == "distamp":
                 print(each, *wrong, sep="\n  ", file=sys.stderr)

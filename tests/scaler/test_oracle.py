@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -18,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from distamp import DistGradScaler
 from distamp.errors import DistampError
+from tests.scaler.matrix.drawn import hold
 from tests.scaler.steps import torchs_keys
 
-DRAWS = 200
-ALL_DRAWS = 20_000
 MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**127
 
 OPTIMIZERS = {
@@ -232,32 +230,15 @@ def _run(settings: dict[str, Any], kinds: tuple[str, str], program: list[Any]) -
             assert _equal(a, b), (call, a, b)
 
 
-def _check(draws: int, seed: int | None) -> None:
-    @hypothesis.settings(
-        max_examples=draws,
-        deadline=None,
-        database=None,
-        derandomize=seed is None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        print_blob=False,
-    )
-    @hypothesis.given(
-        SETTINGS,
-        st.tuples(st.sampled_from(list(OPTIMIZERS)), st.sampled_from(list(OPTIMIZERS))),
-        PROGRAM,
-    )
-    def same(settings: dict[str, Any], kinds: tuple[str, str], program: list[Any]) -> None:
-        _run(settings, kinds, program)
-
-    (same if seed is None else hypothesis.seed(seed)(same))()
+KIND = st.sampled_from(list(OPTIMIZERS))
 
 
 def test_random_calls_do_what_torch_does():
-    _check(DRAWS, None)
+    hold(_run, 200, None, SETTINGS, st.tuples(KIND, KIND), PROGRAM)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))
 def test_many_random_calls_do_what_torch_does(part):
-    _check(ALL_DRAWS // 8, part)
+    hold(_run, 2500, part, SETTINGS, st.tuples(KIND, KIND), PROGRAM)

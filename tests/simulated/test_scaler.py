@@ -1,13 +1,14 @@
 """The scaler and masters on simulated devices of one process, beside the CPU.
 
 Each job is run on the CPU and, under every schedule, on the device. A sample of the scaler's cells
-is compared to the bit; ``python -m tests.simulated.long_run`` runs all of them.
+is compared to the bit; all of them in ``make test-all``.
 """
 
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,45 @@ from distamp import DistGradScaler, StepGuard, host
 from distamp.scaler import MasterParameters
 from tests.place import here
 from tests.scaler.masters import half_mlp
+from tests.scaler.matrix.drawn import hold, programs
 from tests.scaler.steps import INF
 from tests.scaler.test_optimizers import momentum_after_skips
 from tests.simulated.pools import under_schedules
-from tests.simulated.scaler_cells import EXCEPTIONS, FOUR_RANKS, LAYOUTS, Pair, program_of, sample
+from tests.simulated.scaler_cells import FOUR_RANKS, LAYOUTS, Pair, chains_of, kinds_of, sample_of
 
 
-@pytest.mark.parametrize(
-    "layout", [each for each in LAYOUTS if each not in (*EXCEPTIONS, *FOUR_RANKS)]
-)
-def test_a_sample_of_cells_is_as_on_the_cpu(sim2, ranks2, layout):
-    program = program_of(sample(layout, 1), 2)
-    schedule = [("late", 0), ("random", 7)][list(LAYOUTS).index(layout) % 2]
-    wrong = Pair(ranks2, sim2).wrong(program, *schedule)
+def _pair(sim_ranks, ranks, layout):
+    size = 4 if layout in FOUR_RANKS else 2
+    return Pair(ranks(size), sim_ranks(size))
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each not in FOUR_RANKS])
+def test_a_sample_of_cells_is_as_on_the_cpu(sim_ranks, ranks, layout):
+    wrong = _pair(sim_ranks, ranks, layout).wrong(sample_of(layout))
     assert not wrong, "\n\n".join(wrong)  # pytest shortens a list to a line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("layout", "kind"), [(la, kind) for la in LAYOUTS for kind in kinds_of(la)]
+)
+def test_every_cell_is_as_on_the_cpu(sim_ranks, ranks, layout, kind):
+    pair = _pair(sim_ranks, ranks, layout)
+    found = {program: pair.wrong(program) for program in chains_of(layout, kind)}
+    assert {program: wrong for program, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_are_as_on_the_cpu(sim2, ranks2, seed):
+    pair = Pair(ranks2, sim2)
+
+    def is_right(program):
+        assert pair.wrong(program) == [], program
+
+    hold(is_right, 50, seed, programs(), phases=[hypothesis.Phase.generate])
 
 
 # -- jobs ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from tests.scaler.matrix.layouts import ALL_LAYOUTS
 from tests.scaler.matrix.programs import Fault, Iteration, Program
 from tests.scaler.matrix.reference import KINDS
 
-__all__ = ["FAULTS", "ORDERS", "cell", "cells", "chain", "sample"]
+__all__ = ["FAULTS", "ORDERS", "cell", "cells", "chain", "chains", "sample"]
 
 # How a step is made: (order of calls, microbatches, optimizers).
 ORDERS: dict[str, tuple[str, int, int]] = {
@@ -60,11 +60,14 @@ def cells(
             yield each
 
 
-def sample(layout: str, count: int) -> list[tuple[str, str, str, str]]:
-    """The same ``count`` cells of one layout at every call, with one of its optimizers.
+def chains(layout: str, kind: str) -> list[Program]:
+    """Every cell of a layout with an optimizer: those of one order on one model, to spare time."""
+    each = {order: [f for *_, f in cells([layout], [kind], [order])] for order in ORDERS}
+    return [chain(layout, kind, order, faults) for order, faults in each.items()]
 
-    A cell without a fault is the first step of every other.
-    """
-    chance = random.Random(layout)
+
+def sample(layout: str, seed: str = "") -> Program:
+    """The same cell of a layout at every call; one without a fault is the first step of any."""
+    chance = random.Random(f"{seed}{layout}")
     kind = chance.choice(ALL_LAYOUTS[layout].kinds or tuple(KINDS))
-    return chance.sample([each for each in cells([layout], [kind]) if each[3] != "none"], count)
+    return cell(*chance.choice([each for each in cells([layout], [kind]) if each[3] != "none"]))

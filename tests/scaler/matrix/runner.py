@@ -5,7 +5,7 @@ import functools
 import pickle
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -51,12 +51,12 @@ SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
 }
 
 
-def run_on_rank(programs: Sequence[Program], scaler: str) -> list[list[Outcome]]:
-    """Run each program here; every rank of the pool does the same."""
+def run_on_rank(program: Program, scaler: str) -> list[Outcome]:
+    """Run a program here; every rank of the pool does the same."""
     if scaler not in ("distamp", "guard"):
         # Warnings are errors in ranks; for a peer a warning is no fault.
         warnings.simplefilter("ignore")
-    return [Runner(program, scaler).run() for program in programs]
+    return Runner(program, scaler).run()
 
 
 class Runner:
