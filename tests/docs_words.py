@@ -1,10 +1,9 @@
-"""How long the docs are: ``python -m tests.docs_words [PAGE ...]``.
+"""How long the docs are: ``python -m tests.docs_words``.
 
 Words are those of ``wc -w``, code and tables included, of every page but docs/results, which
 are dated outputs. Sentences are those of running text: no code, no tables, no headings.
 """
 
-import argparse
 import re
 from pathlib import Path
 
@@ -49,19 +48,9 @@ def long_sentences(page: Path) -> list[str]:
     return [each for each in sentences(page) if len(each.split()) > LONGEST]
 
 
-def main() -> None:
-    """Print words and long sentences, page by page, and of all."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("page", nargs="*", type=Path, help="show the long sentences of these")
-    chosen = parser.parse_args().page
-    for page in chosen:
-        print(*long_sentences(page), sep="\n")
-    print(" words  sentences  long")
-    for page in sorted(chosen or pages(), key=words):
-        row = words(page), len(sentences(page)), len(long_sentences(page))
-        print(f"{row[0]:6,}  {row[1]:9,}  {row[2]:4}  {page.resolve().relative_to(ROOT)}")
-    print(f"{sum(map(words, chosen or pages())):6,} words of all")
-
-
 if __name__ == "__main__":
-    main()
+    print(" words  sentences  long")
+    for page in sorted(pages(), key=words):
+        row = f"{words(page):6,}  {len(sentences(page)):9,}  {len(long_sentences(page)):4}"
+        print(f"{row}  {page.relative_to(ROOT)}")
+    print(f"{sum(map(words, pages())):6,} words of all")

@@ -19,10 +19,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -82,12 +81,9 @@ class Traffic:
     @classmethod
     def sent(cls, process: int | str = "self") -> Traffic:
         """Return what left the shaped interface of the host that a process runs on."""
-        for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
-            name, _, columns = line.partition(":")
-            if name.strip() == INTERFACE:
-                counts = columns.split()
-                return cls(int(counts[8]), int(counts[9]))
-        raise ValueError(f"process {process} is on no shaped host: it has no {INTERFACE}")
+        lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
+        (counts,) = (line.split() for line in lines if line.lstrip().startswith(INTERFACE))
+        return cls(int(counts[9]), int(counts[10]))
 
 
 class Host:
@@ -110,8 +106,6 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        assert self._keeper.stdout is not None
-        assert self._keeper.stderr is not None
         if self._keeper.stdout.readline() != b"ready\n":
             raise OSError(f"host {name}: {self._keeper.stderr.read().decode().strip()}")
         keeper = self._keeper.pid
@@ -125,28 +119,13 @@ class Host:
     def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on this host; options as for ``subprocess.Popen``.
 
-        Signals do not pass through the returned process: send them to one of `processes`.
+        Signals do not pass through the returned process.
         """
-        if "cwd" in options:
-            command = ["env", f"--chdir={options.pop('cwd')}", *command]
         return subprocess.Popen(self.enter(command), **options)
 
     def run(self, command: Sequence[str | Path]) -> str:
         """Run a command to its end and return its output; raise if it fails."""
         return _run(self.enter(command))
-
-    def processes(self) -> list[int]:
-        """Return the process ids on this host, as the machine knows them.
-
-        The one that keeps the host is not among them.
-        """
-        mine = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
-        found = set()
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and os.stat(entry / "ns/pid").st_ino == mine:
-                    found.add(int(entry.name))
-        return sorted(found - {self.pid})
 
     def sent(self) -> Traffic:
         """Return what left this host's interface since it came up."""
@@ -155,15 +134,14 @@ class Host:
     def close(self) -> None:
         """End the host and every process on it."""
         with self._keeper as keeper:
-            assert keeper.stdin is not None
             keeper.stdin.close()
 
 
-class Hosts:
-    """Hosts on one switch, each behind a link of one rate in both directions.
+class Hosts(list[Host]):
+    """A list of hosts on one switch, each behind a link of one rate in both directions.
 
     Args:
-        count: Hosts, at most 250.
+        size: Hosts, at most 250.
         rate: Of each link and direction as ``tc`` writes it (``100mbit``, ``1gbit``), or None for
             links that are not shaped.
         congestion: TCP's congestion control by name, where that is to be the same on all machines:
@@ -175,13 +153,12 @@ class Hosts:
 
     def __init__(
         self,
-        count: int,
+        size: int,
         rate: str | None = None,
         *,
         congestion: str | None = None,
     ) -> None:
-        self.count, self.rate, self.congestion = count, rate, congestion
-        self._hosts: list[Host] = []
+        self.size, self.rate, self.congestion = size, rate, congestion
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -190,7 +167,7 @@ class Hosts:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
             names = folder / "hosts"
-            known = [(f"host{i}", f"10.77.0.{i + 1}") for i in range(self.count)]
+            known = [(f"host{i}", f"10.77.0.{i + 1}") for i in range(self.size)]
             rows = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in known)]
             names.write_text("\n".join(rows) + "\n")
             switch = stack.enter_context(contextlib.closing(Host("switch", "", None)))
@@ -199,23 +176,14 @@ class Hosts:
             for name, address in known:
                 host = stack.enter_context(contextlib.closing(Host(name, address, names)))
                 self._plug(switch, host)
-                self._hosts.append(host)
+                self.append(host)
             self._switch = switch
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hosts.clear()
+        self.clear()
         self._stack.close()
-
-    def __getitem__(self, index: int) -> Host:
-        return self._hosts[index]
-
-    def __len__(self) -> int:
-        return len(self._hosts)
-
-    def __iter__(self) -> Iterator[Host]:
-        return iter(self._hosts)
 
     def cut(self, index: int) -> None:
         """Cut the link of a host in both directions; neither end notices, as of a pulled cable."""
@@ -227,9 +195,7 @@ class Hosts:
 
     def switch_off(self, index: int) -> None:
         """End every process of a host at once; its network stays, for those started later."""
-        for process in self[index].processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        self[index].run(["sh", "-c", "kill -KILL -1"])
 
     def _port(self, index: int, *how: str) -> None:
         self._switch.run(["ip", "link", "set", f"to-{self[index].name}", *how])

@@ -68,14 +68,10 @@ ROOMS: dict[str, set[str]] = {
     "doctor": {"", *FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize"},
     "__main__": {*FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize", "doctor"},
 }
-# Behind extras: only inside functions.
+# Behind extras: imported where they are used, which a test of imports sees.
 OPTIONAL = {"matplotlib", "fairscale", "numpy", "torchao", "triton"}
 # What a module of `integrations` is for, and imports at once.
 TRAINERS_OF = {"integrations": {"accelerate", "lightning", "transformers"}}
-# Imported themselves in a function, where the extra is there.
-BEHIND_AN_EXTRA = {
-    "distamp.comm_hooks.kernels": "triton",
-}
 
 
 def _module_name(path: Path) -> str:
@@ -100,10 +96,6 @@ def _targets(node: ast.AST) -> list[str]:
     ]
 
 
-def _inside(nodes: list[ast.AST]) -> set[ast.AST]:
-    return {each for node in nodes for each in ast.walk(node)}
-
-
 def _room(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
@@ -112,24 +104,14 @@ def _room(module: str) -> str:
 def _wrong_imports(module: str, tree: ast.AST) -> list[str]:
     """What this module imports and should not, one line each."""
     room, wrong = _room(module), []
-    nodes = list(ast.walk(tree))
-    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-    later = _inside([node for node in nodes if isinstance(node, functions)])
-    conditions = [node for node in nodes if isinstance(node, ast.If)]
-    for_types = [node for node in conditions if ast.unparse(node.test) == "TYPE_CHECKING"]
-    for node in {*nodes} - _inside(for_types):
-        for name in _targets(node):
-            top, target = name.split(".")[0], _room(name)
-            where = f"{module} imports {name}"
-            if top == "distamp":
-                target = target if target in ROOMS else ""  # a name of distamp/__init__.py
-                if target not in {room, *ROOMS[room]}:
-                    wrong.append(f"{where}: {room or 'distamp'} may import {sorted(ROOMS[room])}")
-            elif top in OPTIONAL:
-                if node not in later and BEHIND_AN_EXTRA.get(module) != top:
-                    wrong.append(f"{where} at import time: an extra is imported where it is used")
-            elif top not in {"torch", *sys.stdlib_module_names, *TRAINERS_OF.get(room, set())}:
-                wrong.append(f"{where}: the core needs torch and the standard library alone")
+    elsewhere = {"torch", *sys.stdlib_module_names, *OPTIONAL, *TRAINERS_OF.get(room, set())}
+    for name in (name for node in ast.walk(tree) for name in _targets(node)):
+        top, target = name.split(".")[0], _room(name)
+        target = target if target in ROOMS else ""  # a name of distamp/__init__.py
+        if top == "distamp" and target not in {room, *ROOMS[room]}:
+            wrong.append(f"{module} imports {name}: it may import {sorted(ROOMS[room])}")
+        elif top not in {"distamp", *elsewhere}:
+            wrong.append(f"{module} imports {name}: the core needs torch alone")
     return wrong
 
 
@@ -165,18 +147,13 @@ def _private_reads(tree: ast.AST) -> list[str]:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute) or not re.match(r"_(?!_)", node.attr):
-            continue
-        base: ast.AST = node.value
-        while isinstance(base, ast.Attribute):
-            base = base.value
-        direct = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
-        parent = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
-        if not direct and not parent and not (isinstance(base, ast.Name) and base.id in modules):
-            found.append(f"{ast.unparse(node)} in line {node.lineno}")
-    return found
+    own = re.compile(rf"self|cls|super\(\)|({'|'.join(map(re.escape, modules))})(\.\w+)*")
+    return [
+        f"{ast.unparse(node)} in line {node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr)
+        if not own.fullmatch(ast.unparse(node.value))
+    ]
 
 
 def test_nobody_reads_private_attributes_of_anothers_objects():

@@ -116,7 +116,17 @@ with cls("cpu"):
 HEAVY = {"torch._dynamo", "torch._inductor", "sympy", "lightning", "transformers", "tokenizers"}
 HEAVY |= {"rich", "matplotlib", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"}
 HEAVY |= {"triton", "datasets", "accelerate"}
+EXTRAS = "{'matplotlib', 'fairscale', 'torchao', 'triton', 'lightning', 'accelerate'}"
+# All modules but those that are for an extra alone.
+EVERY_MODULE = f"""
+import importlib, pkgutil, distamp
+for each in pkgutil.walk_packages(distamp.__path__, "distamp."):
+    if not each.name.startswith(("distamp.integrations.", "distamp.comm_hooks.kernels")):
+        importlib.import_module(each.name)
+assert not {EXTRAS} & (set(sys.modules) - before)
+"""
 PROGRAMS = [
+    EVERY_MODULE,
     *(f"{spelling}\n{IS_THE_CLASS}" for spelling in SPELLINGS),
     # What only an extra installs, and what takes long.
     f"import distamp; assert not {HEAVY} & (set(sys.modules) - before)",

@@ -1,15 +1,16 @@
-"""Compile every Triton kernel of every wire format to PTX, which needs no GPU.
+"""Compile every Triton kernel of some wire formats to PTX, which needs no GPU.
 
-    python -m tests.comm_hooks.compiled_kernels 80 90 [--formats fp16 int8]
+    python -m tests.comm_hooks.compiled_kernels 90 fp16 int8
 
-For each compute capability, kernel and format a line, which ends with how many multiplications are
+For a compute capability, each kernel and each format a line, which ends with how many products are
 fused with an addition, and so rounded once instead of twice, and with how many loads and stores
 take 16 bytes at once, where runs are aligned; what cannot be compiled raises. To be run in a
 process of its own, in which Triton does not interpret.
 """
 
-import argparse
 import inspect
+import itertools
+import sys
 from typing import Any
 
 import triton
@@ -66,19 +67,10 @@ def ptx(kernel: Any, wire: WireFormat, capability: int) -> str:
     return str(compiled.asm["ptx"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("capabilities", type=int, nargs="+")
-    parser.add_argument("--formats", nargs="+", default=list(WIRE_FORMATS))
-    given = parser.parse_args()
-    for capability in given.capabilities:
-        for kernel in KERNELS:
-            for name in given.formats:
-                lines = ptx(kernel, WIRE_FORMATS[name], capability).splitlines()
-                fused = sum("fma.rn.f32" in line for line in lines)
-                wide = sum("global.v4" in line for line in lines)
-                print(capability, kernel.fn.__name__, name, fused, wide, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    capability, *names = sys.argv[1:]
+    for kernel, name in itertools.product(KERNELS, names):
+        lines = ptx(kernel, WIRE_FORMATS[name], int(capability)).splitlines()
+        fused = sum("fma.rn.f32" in line for line in lines)
+        wide = sum("global.v4" in line for line in lines)
+        print(kernel.fn.__name__, name, fused, wide)

@@ -64,6 +64,6 @@ def test_what_leaves_a_host(wrapper, hosts, local):
     for each in run_on_hosts("tests.comm_hooks.test_bytes", hosts, options, 280, local=local):
         for wire, share in SHARES[wrapper].items():
             found = each[wire]
-            assert found["sent"] <= share * ring, f"{found['sent'] / ring:.3f} of a ring's"
+            assert 0.85 * share < found["sent"] / ring <= share
             assert found["error"] <= {"fp16": 4e-4, "bf16": 4e-3, "int8": 2e-2}[wire]
             assert ("two levels" in found["levels"]) == (local > 1)

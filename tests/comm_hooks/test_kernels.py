@@ -1,8 +1,11 @@
-"""Triton's kernels against the reference, to the bit, by Triton's interpreter on the CPU."""
+"""Triton's kernels against the reference, to the bit, by Triton's interpreter; and compiled."""
 
 import itertools
 import math
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -164,3 +167,33 @@ def test_what_rounding_takes(scale):
         for how, feedback in zip((formats, kernels), sums, strict=True):
             how.sum_encode(wire, mine, given, empty(wire, 1, numel)[0], feedback)
         assert same(sums[0].residual, sums[1].residual)
+
+
+# -- compiled for GPUs, which needs none ----------------------------------------------------------
+
+ALL = [*WIRE_FORMATS]
+KERNELS = ["encode_kernel", "decode_kernel", "sum_kernel", "sum_encode_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "formats"),
+    [
+        (90, ["fp16", "int8"]),
+        pytest.param(90, ALL, marks=pytest.mark.slow),
+        pytest.param(80, ALL, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compile_for_a_gpu_round_every_product_and_take_16_bytes_at_once(
+    capability, formats
+):
+    command = [sys.executable, "-m", "tests.comm_hooks.compiled_kernels", str(capability)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([*command, *formats], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    made = [(kernel, name) for kernel, name, _, _ in lines]
+    assert made == [*itertools.product(KERNELS, formats)]
+    # A product that is fused with a sum is not rounded as torch's is.
+    assert {fused for _, _, fused, _ in lines} == {"0"}
+    # Gradients alone are 8 loads or 4 stores of a thread.
+    assert min(int(wide) for _, _, _, wide in lines) >= 4

@@ -8,12 +8,13 @@ Each kill hits one rank, or torchrun, whose ranks must then end by themselves.
 import argparse
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 from launch.folder import checkpoints_of
 from tests.launch import jobs
@@ -32,30 +33,21 @@ def start(folder: Path, args: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*command, *args, "--run-dir", str(folder)], env=environment, **quiet)
 
 
-def processes_of(folder: Path) -> list[int]:
+def processes_of(folder: Path) -> list[psutil.Process]:
     """Every process that works on a run: torchrun and its ranks."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile
-            continue
-        if str(folder).encode() in words:
-            found.append(int(path.parent.name))
-    return found
+    every = psutil.process_iter(["cmdline"])
+    return [each for each in every if str(folder) in (each.info["cmdline"] or [])]
 
 
 def kill(job: subprocess.Popen[bytes], folder: Path, chance: random.Random) -> str:
     """Kill torchrun or one of its ranks; return which, and whether anyone was left behind."""
-    ranks = [each for each in processes_of(folder) if each != job.pid]
+    ranks = [each for each in processes_of(folder) if each.pid != job.pid]
     what = chance.choice(["torchrun", "a rank"]) if ranks else "torchrun"
-    os.kill(job.pid if what == "torchrun" else chance.choice(ranks), signal.SIGKILL)
+    (job if what == "torchrun" else chance.choice(ranks)).kill()
     job.wait()
-    end = time.monotonic() + 20
-    while (left := processes_of(folder)) and time.monotonic() < end:
-        time.sleep(0.05)
+    _, left = psutil.wait_procs(ranks, timeout=20)
     for each in left:
-        os.kill(each, signal.SIGKILL)
+        each.kill()
     return f"{what}, and {len(left)} were LEFT BEHIND" if left else what
 
 

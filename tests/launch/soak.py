@@ -1,6 +1,6 @@
 """Train on four ranks with everything on, and watch what each rank holds.
 
-python -m tests.launch.soak [--minutes 60] [--samples FOLDER] > docs/results/soak.md
+python -m tests.launch.soak [--minutes 60] > docs/results/soak.md
 
 The first half is level bf16, the second fp8 (emulated on a CPU). Every 40 steps each rank writes a
 checkpoint, trains, throws model, optimizer, guard and hook away, makes them anew from it and trains
@@ -10,8 +10,6 @@ if something grew or a step went otherwise than planned.
 """
 
 import argparse
-import contextlib
-import ctypes
 import hashlib
 import io
 import itertools
@@ -26,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -54,10 +53,6 @@ LIMITS = {
     "temporary files": 0.03,
 }
 BLOCKS, STUDENT = 10, 2.306  # of a half's samples; for 95 % and 8 degrees of freedom
-FIELDS_OF_MALLINFO2 = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
 PAGE = f"""
 Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_above=)`, an int8 hook in
 two levels (two hosts of two ranks), an average of the weights and asynchronous checkpoints. Every
@@ -131,12 +126,7 @@ class Job:
         self.hook.load_state_dict(hook)
         torch.set_rng_state(random)
 
-    def train(self) -> None:
-        """Take some steps."""
-        for _ in range(STEPS):
-            self._one_step()
-
-    def _one_step(self) -> None:
+    def take_step(self) -> None:
         self.step += 1
         rank, parameters = dist.get_rank(), list(self.amp.model.parameters())
         chosen = self.step // 10 % RANKS == rank
@@ -183,38 +173,25 @@ class Job:
         return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
-def given_out() -> int:
-    """Return the bytes that glibc's malloc gave out and did not get back, in all of its arenas."""
-
-    class Info(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_size_t) for name in FIELDS_OF_MALLINFO2]
-
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = Info
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
-
-
 def held() -> dict[str, float]:
     """What this process holds now, and files that it left."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    files = []
-    for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # what lists them is closed by now
-            files.append(os.readlink(file))
-    own = f"_{os.getpid()}_"
+    process, heap, own = psutil.Process(), psutil.heap_info(), f"_{os.getpid()}_"
     shared = [name for name in os.listdir("/dev/shm") if own in name]
-    shared += [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line
-    ]
-    left = sum(len(names) for _, _, names in os.walk(tempfile.gettempdir()))
-    counts = (int(status["Threads"]), len(files), sum("socket" in file for file in files))
-    memory = int(status["VmRSS"].split()[0]) / 1024, given_out() / 2**20
-    python = sys.getallocatedblocks()
-    return dict(zip(LIMITS, (*memory, python, *counts, len(shared), left), strict=True))
+    shared += [each.path for each in process.memory_maps(grouped=False) if "/dev/shm" in each.path]
+    counts = (
+        process.memory_info().rss / 2**20,
+        (heap.heap_used + heap.mmap_used) / 2**20,
+        sys.getallocatedblocks(),
+        process.num_threads(),
+        process.num_fds(),
+        len(process.net_connections("all")),
+        len(shared),
+        sum(len(names) for _, _, names in os.walk(tempfile.gettempdir())),
+    )
+    return dict(zip(LIMITS, counts, strict=True))
 
 
-def train(rank: int, port: int, folder: Path, samples: Path, minutes: float) -> None:
+def train(rank: int, port: int, folder: Path, minutes: float) -> None:
     """Be one rank; what it held after each stretch of steps is a line of a file."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -234,10 +211,11 @@ def train(rank: int, port: int, folder: Path, samples: Path, minutes: float) -> 
                 written.result()
                 job.hook.close()
                 job = Job(level, path)
-            job.train()
+            for _ in range(STEPS):
+                job.take_step()
             ends.append(job.digest())
             row = {"level": level, "hours": (time.monotonic() - begun) / 3600, "step": job.step}
-            with (samples / f"{rank}.jsonl").open("a") as file:
+            with (folder / f"{rank}.jsonl").open("a") as file:
                 print(json.dumps(row | job.counts() | held()), file=file)
         assert ends[0] == ends[1], f"step {job.step}: after the checkpoint it went otherwise"
         everyone: list[Any] = [None] * RANKS
@@ -266,33 +244,24 @@ def slope(rows: list[dict[str, float]], what: str) -> tuple[float, float]:
     return by, STUDENT * math.sqrt(error / BLOCKS / statistics.pvariance(hours))
 
 
-def run(samples: Path, minutes: float) -> None:
-    """Train; each rank writes its samples into a file of a new folder."""
-    samples.mkdir()
+def run(minutes: float) -> list[list[dict[str, Any]]]:
+    """Train; return the samples of each rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tmp").mkdir()
         os.environ.update(TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1")
         # As torchrun's: in a process of its own, for a store keeps all that groups ever met by.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        mp.spawn(train, (store.port, folder, samples, minutes), RANKS)
+        mp.spawn(train, (store.port, folder, minutes), RANKS)
+        files = [folder / f"{rank}.jsonl" for rank in range(RANKS)]
+        return [[*map(json.loads, file.read_text().splitlines())] for file in files]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--samples", type=Path, help="a folder; if it is there, judge it")
-    given = parser.parse_args()
-    minutes = given.minutes
-    with tempfile.TemporaryDirectory() as folder:
-        samples = given.samples or Path(folder) / "samples"
-        if not samples.exists():
-            run(samples, minutes)
-        ranks = [
-            [json.loads(line) for line in (samples / f"{rank}.jsonl").read_text().splitlines()]
-            for rank in range(RANKS)
-        ]
-
+    minutes = parser.parse_args().minutes
+    ranks = run(minutes)
     print("# An hour of everything\n" if minutes == 60 else "# Some minutes of everything\n")
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {os.cpu_count()} cores, gloo,")
     print(f"`python -m tests.launch.soak --minutes {minutes:g}`.\n{PAGE}")
@@ -310,10 +279,8 @@ def main() -> int:
             wrong |= not flat
             words = "flat" if flat else "**grows**" if grows else "**not known**"
             interval = f"{by:+,.2f} [{by - spread:+,.2f}, {by + spread:+,.2f}]"
-            line = (
-                f"{level} | {rank} | {what} | {median:,.0f} | {interval} | {limit:,.1f} | {words}"
-            )
-            print(f"| {line} |")
+            cells = (level, rank, what, f"{median:,.0f}", interval, f"{limit:,.1f}", words)
+            print(f"| {' | '.join(map(str, cells))} |")
     rows = ranks[0]
     print(f"\n{rows[-1]['step']:,} steps, each taken twice, and {len(rows) - 1} resumes.")
     skips, spikes = (sum(row[what] for row in rows) for what in ("skips", "spikes"))

@@ -61,7 +61,8 @@ def test_two_hosts_write_the_records_of_one(hosts, one_host, text, tmp_path):
     before = hosts.sent()
     flags = ["--data", text, "--run-dir", tmp_path / "run", *RUN]
     command = [*documented(), *map(str, flags)]
-    started = [host.popen(command, cwd=tmp_path, env=ENVIRONMENT) for host in hosts]
+    there = ["env", f"--chdir={tmp_path}", *command]
+    started = [host.popen(there, env=ENVIRONMENT) for host in hosts]
     assert [process.wait(timeout=500) for process in started] == [0, 0]
     assert jobs.records(tmp_path / "run") == one_host
     assert all((now - then).payload > 1e5 for now, then in zip(hosts.sent(), before, strict=True))
@@ -144,7 +145,7 @@ def test_the_others_go_on_without_a_host_that_is_lost_and_with_it_again(hosts, t
         steps = [row["step"] for row in jobs.records(run) if "loss" in row]
         assert steps == list(range(1, len(steps) + 1))
     finally:
-        for index in range(len(hosts)):
+        for index, _ in enumerate(hosts):
             hosts.switch_off(index)
         for each in started:
             each.wait(timeout=60)
