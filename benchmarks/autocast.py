@@ -1,15 +1,13 @@
 """What regions, listed ops and reports cost.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.autocast [regions] [ops] [report] [--rounds 40]
+    OMP_NUM_THREADS=1 python -m benchmarks.autocast [--rounds 40]
 
-Of ``regions`` and ``report`` all sides of a comparison run in turn; printed are medians and their
-quartiles, of ``regions`` in the thread's own processor time. ``ops`` calls each op on tensors that
-nobody has to cast, with and without a region, before a region has listed it and after; printed is
-the least of many short runs.
+First each op is called on tensors that nobody has to cast, with and without a region, before a
+region has listed it and after; printed is the least of many short runs. Of regions, and of a step
+under a report, all sides of a comparison run in turn; printed are medians and their quartiles, of
+regions in the thread's own processor time.
 """
 
-import argparse
-import statistics
 import time
 import timeit
 from collections.abc import Callable
@@ -19,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
-from benchmarks.common import environment, interleave, markdown, ratio
+from benchmarks.common import command, interleave, median, ratio, table
 from distamp import AutocastState, OpLists, autocast, precision_report
 from launch.config import Config
 from launch.model import GPT
@@ -56,7 +54,28 @@ OPS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def regions(rounds: int) -> str:
+def ops(rounds: int) -> None:
+    """Time ops before and after some region has listed them; what it has listed stays so."""
+    off, on = autocast("cpu", enabled=False), autocast("cpu")
+    before = [_least([off, on], call, rounds) for call in OPS.values()]
+    everywhere = [autocast("cpu", ops=OpLists(fp32=OPS)), on, off]
+    after = [_least(everywhere, call, rounds) for call in OPS.values()]
+    rows = ([name, *first, *then] for name, first, then in zip(OPS, before, after, strict=True))
+    table(["op, us", "off", "on", "in fp32 by list", "on, once listed", "off, once listed"], rows)
+
+
+def _least(regions: list[autocast], call: Callable[[], object], rounds: int) -> list[str]:
+    """Microseconds of a call in each region."""
+
+    def inside(region: autocast) -> float:
+        with region:
+            return timeit.timeit(call, number=60) / 60 * 1e6
+
+    runs = [[inside(region) for region in regions] for _ in range(5 * rounds)]
+    return [f"{min(times):.2f}" for times in zip(*runs, strict=True)]
+
+
+def regions(rounds: int) -> None:
     """Compare entering and leaving."""
     names: dict[str, Any] = {**globals(), "mine": autocast("cpu", dtype=LOW)}
     names["theirs"] = torch.autocast("cpu", dtype=LOW)
@@ -70,85 +89,40 @@ def regions(rounds: int) -> str:
         ours, peers = (timeit.Timer(each, globals=names) for each in statements)
         sides = {"ours": lambda: ours.timeit(2000), "peer's": lambda: peers.timeit(2000)}  # noqa: B023
         times = interleave(sides, rounds, clock=time.thread_time)
-        middle = [f"{statistics.median(each) / 2000 * 1e6:.2f}" for each in times.values()]
-        rows.append([name, *middle, ratio(*times.values())])
-    return markdown(["", "ours, us", "peer's, us", "ratio [quartiles]"], rows)
+        micros = [median(each, 1e6 / 2000) for each in times.values()]
+        rows.append([name, *micros, ratio(*times.values())])
+    table(["", "ours, us", "peer's, us", "ratio [quartiles]"], rows)
 
 
-def ops(rounds: int) -> str:
-    """Time ops before and after some region has listed them."""
-    off, on = autocast("cpu", enabled=False), autocast("cpu")
-    before = [_least([off, on], call, rounds) for call in OPS.values()]
-    everywhere = [autocast("cpu", ops=OpLists(fp32=OPS)), on, off]
-    after = [_least(everywhere, call, rounds) for call in OPS.values()]
-    rows = [
-        [name, *(f"{each:.2f}" for each in (*first, *then))]
-        for name, first, then in zip(OPS, before, after, strict=True)
-    ]
-    header = ["op, us", "off", "on", "in fp32 by list", "on, once listed", "off, once listed"]
-    return markdown(header, rows)
-
-
-def _least(regions: list[autocast], call: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of a call in each region."""
-
-    def inside(region: autocast) -> float:
-        with region:
-            return timeit.timeit(call, number=60) / 60 * 1e6
-
-    runs = [[inside(region) for region in regions] for _ in range(5 * rounds)]
-    return [min(times) for times in zip(*runs, strict=True)]
-
-
-class _Nothing(TorchDispatchMode):
-    """Sees every kernel and lets it pass: the least that a report can cost."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def report(rounds: int) -> str:
+def report(rounds: int) -> None:
     """Compare a step under a report, whose kernels hardly count, with one under a bare mode."""
     model = GPT(Config(layers=4, heads=4, width=32, block=16), 256)
     tokens = torch.randint(256, (1, 16))
 
     def step(context: AbstractContextManager[Any]) -> Any:
         with context as found, autocast("cpu", dtype=LOW):
-            loss = model(tokens).float().square().mean()
-            loss.backward()
+            model(tokens).float().square().mean().backward()
         return found
 
     kernels = step(precision_report(model)).totals.calls
     steps: dict[str, Callable[[], object]] = {
         "the report": lambda: step(precision_report(model)),
-        "a dispatch mode that does nothing": lambda: step(_Nothing()),
+        "a dispatch mode that does nothing": lambda: step(BaseTorchDispatchMode()),
         "no mode": lambda: step(nullcontext()),
     }
     times = interleave(steps, rounds)
-    mine = times["the report"]
-    rows = [
-        [name, f"{statistics.median(each) / kernels * 1e6:.1f}", ratio(mine, each)]
+    rows = (
+        [name, median(each, 1e6 / kernels), ratio(times["the report"], each)]
         for name, each in times.items()
-    ]
-    return markdown(["a step under", "us for each kernel", "the report beside it"], rows)
+    )
+    table(["a step under", "us for each kernel", "the report beside it"], rows)
 
 
-# Ops first: what a region has listed stays so.
-PARTS: dict[str, Callable[[int], str]] = {p.__name__: p for p in (ops, regions, report)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=40)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    print(environment())
-    for name in given.parts or PARTS:
-        print(f"\n{PARTS[name](given.rounds)}", flush=True)
+def main(*, rounds: int = 40) -> None:
+    """Compare ops, regions and a report with torch's and with none."""
+    for part in (ops, regions, report):
+        part(rounds)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

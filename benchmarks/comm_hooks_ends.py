@@ -6,9 +6,7 @@ Each time two pairs of ranks: of one the ranks destroy their group first, of the
 A process that aborts ends with SIGABRT, -6.
 """
 
-import argparse
-import subprocess
-import sys
+import multiprocessing
 from collections import Counter
 
 import torch
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.common import command
 from distamp import comm_hooks
 
 
@@ -32,29 +31,21 @@ def rank(number: int, port: int, destroy: bool) -> None:
         dist.destroy_process_group()
 
 
-def main() -> None:
+def main(*, times: int = 50) -> None:
     """Print how many processes ended with which code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=50)
-    parser.add_argument("--rank", type=int, nargs=3)
-    given = parser.parse_args()
-    if given.rank:
-        rank(given.rank[0], given.rank[1], bool(given.rank[2]))
-        return
-    codes: Counter[int] = Counter()
-    for turn in range(2 * given.times):
-        command = [sys.executable, "-m", __spec__.name, "--rank"]
+    processes = multiprocessing.get_context("spawn")
+    codes: Counter[int | None] = Counter()
+    for destroy in [False, True] * times:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = str(store.port)
-        pair = [
-            subprocess.Popen([*command, str(each), port, str(turn % 2)], stderr=subprocess.PIPE)
-            for each in range(2)
-        ]
+        given = [(number, store.port, destroy) for number in range(2)]
+        pair = [processes.Process(target=rank, args=each) for each in given]
         for each in pair:
-            each.communicate()
-            codes[each.returncode] += 1
-    print(f"{sum(codes.values())} processes ended: {dict(codes)}")
+            each.start()
+        for each in pair:
+            each.join()
+            codes[each.exitcode] += 1
+    print(f"{codes.total()} processes ended: {dict(codes)}")
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

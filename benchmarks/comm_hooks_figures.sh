@@ -9,19 +9,17 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/figures.sh"
 
-part link_4 benchmarks.shaped_link --rounds 3 \
-    --only compute fp32 "torch fp16" fp16 bf16 int8 auto
-part link_2x2 benchmarks.shaped_link --hosts 2 --local 2 --rounds 3 \
-    --only compute fp32 "torch fp16" fp16 int8
-part link_8 benchmarks.shaped_link --hosts 8 --rounds 3 --only fp32 "torch fp16" fp16
-part link_2 benchmarks.shaped_link --hosts 2 --rounds 3 --only fp32 "torch fp16" fp16
-part link_1gbit benchmarks.shaped_link --rate 1gbit --rounds 7 \
-    --only compute fp32 "torch fp16" fp16 bf16 int8 auto
-part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --local 2 --rounds 3
-part link_fsdp2_2x1 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --rounds 3
+part link_4 benchmarks.shaped_link --congestion bbr --rounds 3 --only compute "torch fp16" fp16
+part link_2x2 benchmarks.shaped_link --congestion bbr --hosts 2 --local 2 --rounds 3 \
+    --only compute "torch fp16" fp16 int8
+part link_1gbit benchmarks.shaped_link --congestion bbr --rate 1gbit --rounds 5 \
+    --only compute "torch fp16" fp16
+part link_fsdp2_2x1 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --rate 1gbit --rounds 2
+part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --local 2 --rate 1gbit --rounds 2
+part host benchmarks.comm_hooks_host
 part lanes benchmarks.comm_hooks_lanes
 part scaler benchmarks.comm_hooks_scaler
 part ends benchmarks.comm_hooks_ends --times 50
-part loopback benchmarks.comm_hooks_step --rounds 11 --wires fp16 bf16 int8 auto
+part loopback benchmarks.comm_hooks_step --rounds 10 --wires fp16
 part wire_error benchmarks.wire_error
 part wire_cost benchmarks.wire_cost --rounds 20

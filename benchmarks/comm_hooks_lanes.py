@@ -8,14 +8,15 @@ hosts; kernels of two streams run beside each other. Once each lane and level ha
 its own, as it is; once lanes share one of a level; and once there is one lane.
 """
 
-import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks.common import command
 from distamp.comm_hooks import WIRE_FORMATS
 from distamp.comm_hooks import exchange as exchanges
 from distamp.comm_hooks import transport as transports
@@ -24,6 +25,62 @@ from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.stats import HookStats
 
 META, BUCKETS = torch.device("meta"), 40
+# Of fp32 values; and, in bytes in a microsecond and microseconds, what a card can do.
+NUMEL = 25 << 18
+INNER, MEMORY, LAUNCH = 300e3, 2000e3, 5.0
+
+
+class Nothing:
+    """A stream, communicator, work, future or kernel that takes no time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return self._nothing
+
+    def _nothing(self, *_: Any, **__: Any) -> "Nothing":
+        return self
+
+    def __enter__(self) -> "Nothing":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@contextlib.contextmanager
+def imagined(
+    hosts: int,
+    ranks: int,
+    wire: str,
+    *,
+    communicator: Any = Nothing,
+    stream: Any = Nothing,
+    kernels: Any = None,
+    lanes: int = transports.LANES,
+) -> Iterator[Callable[[], object]]:
+    """Yield what averages a bucket of 25 MiB between hosts of so many ranks, on no device."""
+    places = [[host * ranks + each for each in range(ranks)] for host in range(hosts)]
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: hosts * ranks)
+    with (
+        mock.patch.object(transports, "LANES", lanes),
+        mock.patch.object(transports, "Future", Nothing),
+        mock.patch.object(transports.torch_compat, "new_communicator", communicator),
+        mock.patch.object(exchanges, "formats", kernels or Nothing()),
+        mock.patch.object(torch, "Stream", stream),
+        mock.patch.object(torch.accelerator, "current_stream", Nothing),
+        mock.patch.object(torch.Tensor, "record_stream", Nothing),
+    ):
+        table = Hosts("name", places, "two levels")
+        exchange = exchanges.Exchange(table, group, META, HookStats())
+        values, form = torch.empty(NUMEL, device=META), WIRE_FORMATS[wire]
+        fed = torch.empty(3, device=META)
+        feedback = [Feedback(fed, fed)] * 2 if form.needs_error_feedback else []
+
+        def average() -> None:
+            plan = exchange.plan("buckets", form, [NUMEL], 4)
+            exchange.average(values, form, plan, hosts * ranks, feedback)  # type: ignore[arg-type]
+
+        yield average
 
 
 class Clock:
@@ -36,22 +93,23 @@ class Clock:
 class Device:
     """Streams whose clocks kernels and collectives advance; one link between hosts."""
 
-    def __init__(self, link: float, inner: float, memory: float, launch: float) -> None:
-        self.link, self.inner, self.memory, self.launch = link, inner, memory, launch
+    def __init__(self, link: float) -> None:
+        self.link = link
         self.current = self.network = Clock()
         self.streams: list[Stream] = []
 
     def kernel(self, nbytes: float) -> None:
         """Run on the current stream."""
-        self.current.free += self.launch + nbytes / self.memory
+        self.current.free += LAUNCH + nbytes / MEMORY
 
-    def collective(self, queue: Clock, nbytes: float, between_hosts: bool) -> None:
+    def collective(self, queue: Clock, nbytes: float, between_hosts: bool) -> Nothing:
         """Run when its communicator, and the link, are free; the current stream waits for it."""
         clocks = [self.current, queue, *([self.network] if between_hosts else [])]
         start = max(clock.free for clock in clocks)
-        took = self.launch + nbytes / (self.link if between_hosts else self.inner)
+        took = LAUNCH + nbytes / (self.link if between_hosts else INNER)
         for clock in clocks:
             clock.free = start + took
+        return Nothing()
 
 
 class Stream(Clock):
@@ -78,10 +136,6 @@ class Communicator(Clock):
         super().__init__()
         self._device, self._outer = device, outer
 
-    def _send(self, nbytes: float) -> Any:
-        self._device.collective(self, nbytes, self._outer)
-        return mock.MagicMock()
-
     def alltoall_base(self, received: Any, sent: Any, *_: Any) -> Any:
         """Each rank's rows but its own."""
         return self._send(sent.nbytes * (len(sent) - 1) / len(sent))
@@ -96,82 +150,55 @@ class Communicator(Clock):
     def _allgather_base(self, rows: Any, own: Any) -> Any:
         return self._send(own.nbytes * (len(rows) - 1))
 
+    def _send(self, nbytes: float) -> Any:
+        return self._device.collective(self, nbytes, self._outer)
 
-def microseconds(given: argparse.Namespace, lanes: int, name_of: Callable[[str], str]) -> float:
+
+def microseconds(
+    hosts: int, ranks: int, gbit: float, lanes: int, name_of: Callable[[str], str]
+) -> float:
     """Return the time of a bucket, of many; communicators of one name are one."""
-    nic = given.gbit * 125.0 / given.ranks
-    device = Device(nic, given.inner_gbs * 1e3, given.memory_gbs * 1e3, given.launch_us)
+    device = Device(gbit * 125.0 / ranks)
     made: dict[str, Communicator] = {}
 
     def communicator(name: str, *_: Any) -> Communicator:
         return made.setdefault(name_of(name), Communicator(device, "/outer/" in name))
 
-    def runs(passes: float) -> Callable[..., None]:
-        return lambda *_: device.kernel(passes)
+    def runs(nbytes: float) -> Callable[..., None]:
+        return lambda *_: device.kernel(nbytes)
 
-    numel, wire = int(given.bucket_mb * (1 << 18)), WIRE_FORMATS[given.wire]
-    share = 4 * numel / given.ranks
+    share = 4 * NUMEL / ranks
     kernels = SimpleNamespace(
-        encode=runs(share * (given.ranks + 0.25)),
-        sum_encode=runs(share),
-        decode=runs(4 * numel * 1.25),
+        encode=runs(share * (ranks + 0.25)), sum_encode=runs(share), decode=runs(4 * NUMEL * 1.25)
     )
-    places = [
-        [host * given.ranks + each for each in range(given.ranks)] for host in range(given.hosts)
-    ]
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: given.hosts * given.ranks)
-    with (
-        mock.patch.object(transports, "LANES", lanes),
-        mock.patch.object(transports, "Future", mock.MagicMock()),
-        mock.patch.object(transports.torch_compat, "new_communicator", communicator),
-        mock.patch.object(exchanges, "formats", kernels),
-        mock.patch.object(torch, "Stream", side_effect=lambda *_, **__: Stream(device)),
-        mock.patch.object(torch.accelerator, "current_stream"),
-        mock.patch.object(torch.Tensor, "record_stream"),
-    ):
-        table = Hosts("name", places, "two levels")
-        exchange = exchanges.Exchange(table, group, META, HookStats())
-        plan = exchange.plan("buckets", wire, [numel], 4)
-        assert plan is not None
-        values, fed = torch.empty(numel, device=META), torch.empty(1, device=META)
-        feedback = [Feedback(fed, fed)] * 2 if wire.needs_error_feedback else []
+    how: Any = {"communicator": communicator, "kernels": kernels, "lanes": lanes}
+    how["stream"] = lambda *_, **__: Stream(device)
+    with imagined(hosts, ranks, "int8", **how) as average:
         for _ in range(BUCKETS):
-            exchange.average(values, wire, plan, given.hosts * given.ranks, feedback)
+            average()
     return max(stream.free for stream in device.streams) / BUCKETS
 
 
-def ways(given: argparse.Namespace) -> dict[str, float]:
-    """Return a bucket's microseconds by what lanes there are."""
-    return {
-        "two lanes, communicators of their own": microseconds(given, 2, lambda name: name),
+def main(*, hosts: int = 16, ranks: int = 8, gbit: float = 400.0) -> None:
+    """Print a line for each way.
+
+    Args:
+        hosts: How many.
+        ranks: Of each host.
+        gbit: Of all cards of a host.
+    """
+    cluster = hosts, ranks, gbit
+    found = {
+        "two lanes, communicators of their own": microseconds(*cluster, 2, str),
         "two lanes, one communicator a level": microseconds(
-            given, 2, lambda name: name.rpartition("/")[0]
+            *cluster, 2, lambda name: name.rpartition("/")[0]
         ),
-        "one lane": microseconds(given, 1, lambda name: name),
+        "one lane": microseconds(*cluster, 1, str),
     }
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return what a cluster is described by."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--wire", choices=[*WIRE_FORMATS], default="int8")
-    parser.add_argument("--hosts", type=int, default=16)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--gbit", type=float, default=400.0, help="of all cards of a host")
-    parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--inner-gbs", type=float, default=300.0)
-    parser.add_argument("--memory-gbs", type=float, default=2000.0)
-    parser.add_argument("--launch-us", type=float, default=5.0)
-    return parser
-
-
-def main() -> None:
-    """Print a line for each way."""
-    found = ways(arguments().parse_args())
     own = next(iter(found.values()))
     for name, each in found.items():
         print(f"{name:<40}{each:7.0f} us a bucket   {each / own:.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -5,21 +5,20 @@
 Two ranks. Scalers with and without a hook step and update in turn, on gradients that stay.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from benchmarks.common import environment, interleave, ratio
+from benchmarks.common import Timings, command, interleave, ratio
 from distamp import DistGradScaler, comm_hooks
 from tests.ranks import RankPool
 
 NUMEL = 700
 
 
-def time_steps(parameters: int, buckets: int, rounds: int) -> dict[str, list[float]]:
+def time_steps(parameters: int, buckets: int, rounds: int) -> Timings:
     """Time `step` and `update` of both, on this rank of the default group."""
     steps: dict[str, Callable[[], object]] = {}
     for name in ("without", "with"):
@@ -38,21 +37,13 @@ def time_steps(parameters: int, buckets: int, rounds: int) -> dict[str, list[flo
     return interleave(steps, rounds, warmup=3, clock=time.process_time)
 
 
-def main() -> None:
+def main(*, parameters: int = 580, buckets: int = 145, rounds: int = 100) -> None:
     """Print the ratio of each rank."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=int, default=580)
-    parser.add_argument("--buckets", type=int, default=145)
-    parser.add_argument("--rounds", type=int, default=100)
-    given = parser.parse_args()
-    print(environment())
-    with RankPool(2) as pool:
-        answers = pool.run(time_steps, given.parameters, given.buckets, given.rounds, timeout=600)
-    for rank, times in enumerate(answers):
-        print(
-            f"rank {rank}: step with a hook is {ratio(times['with'], times['without'])} of without"
-        )
+    with RankPool(2, timeout=600) as pool:
+        for rank, times in enumerate(pool.run(time_steps, parameters, buckets, rounds)):
+            found = ratio(times["with"], times["without"])
+            print(f"rank {rank}: step with a hook is {found} of without")
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

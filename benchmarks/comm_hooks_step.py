@@ -1,14 +1,12 @@
 """A DDP training step of 25 million parameters: each hook beside torch's and beside none.
 
     OMP_NUM_THREADS=1 python -m benchmarks.comm_hooks_step [--ranks 2 4] [--rounds 15]
-    torchrun --nproc-per-node N -m benchmarks.comm_hooks_step --device cuda
+    python -m benchmarks.comm_hooks_step --device cuda --ranks N
 
-Every contender has its own copy of the model under DDP; steps are taken in turn on all ranks.
+Every contender has its own copy of the model under DDP; steps are taken in turn on all ranks. On
+a device each rank has one of its own.
 """
 
-import argparse
-import os
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,27 +16,35 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import Timings, environment, interleave, markdown, ratio, slowest
+from benchmarks.common import Timings, command, interleave, median, ratio, slowest, table
 from distamp import comm_hooks
 from tests.ranks import RankPool
 
-NONE, TORCH = "no hook (fp32)", "torch's fp16_compress_hook"
-WIDTH, LAYERS = 1776, 8
-WARMUP = 2
+FP32, TORCH = "fp32", "torch fp16"
+WIDTH, LAYERS, WARMUP = 1776, 8, 2
+
+
+def register(model: DistributedDataParallel, name: str, **settings: Any) -> Any:
+    """Register torch's hook, or distamp's for a wire format; return the state of the latter."""
+    if name == TORCH:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name in comm_hooks.WIRE_FORMATS:
+        return comm_hooks.register(model, name, **settings)
+    return None
 
 
 def time_steps(
-    contenders: Sequence[str],
+    wires: Sequence[str],
     rounds: int,
     width: int = WIDTH,
     layers: int = LAYERS,
     ranks_per_host: int | None = None,
     device: str = "cpu",
-) -> tuple[Timings, dict[str, float], list[str]]:
-    """Time steps of all contenders in turn, on every rank of the default group.
+) -> tuple[Timings, dict[str, float]]:
+    """Time steps without a hook, with torch's and with ours in turn, on every rank.
 
     Args:
-        contenders: `NONE`, `TORCH`, wire formats or ``"auto"``.
+        wires: Formats of ours.
         rounds: Timed steps of each.
         width: Of the linear layers that the model is made of.
         layers: Their number.
@@ -46,28 +52,24 @@ def time_steps(
         device: Where this rank computes.
 
     Returns:
-        Seconds and bytes of one step, on this rank, and what ``"auto"`` chose.
+        Seconds and bytes of one step, on this rank: those of a ring, or what a hook counted.
     """
+    if device != "cpu":
+        torch.accelerator.set_device_index(dist.get_rank())
     steps: dict[str, Callable[[], None]] = {}
     states: dict[str, Any] = {}
-    for name in contenders:
+    for name in (FP32, TORCH, *wires):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
-        wrapped = DistributedDataParallel(model)
-        if name == TORCH:
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif name != NONE:
-            states[name] = comm_hooks.register(wrapped, name, ranks_per_host=ranks_per_host)
-        steps[name] = _step(wrapped, torch.randn(1, width, device=device))
+        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
+        model = DistributedDataParallel(net)
+        states[name] = register(model, name, ranks_per_host=ranks_per_host)
+        steps[name] = _step(model, torch.randn(1, width, device=device))
     timings = interleave(steps, rounds, warmup=WARMUP, before=dist.barrier)
-    # By a ring all-reduce, unless a hook has counted.
     size, numel = dist.get_world_size(), (width + 1) * width * layers
-    ring = 2 * (size - 1) / size * numel * 4
-    sent = {name: ring / 2 if name == TORCH else ring for name in contenders}
-    for name, state in states.items():
-        if state.stats().exchanges:
-            sent[name] = state.stats().total_bytes / (rounds + WARMUP)
-    return timings, sent, [str(states["auto"].stats().choice)] if "auto" in states else []
+    ring = 2 * (size - 1) / size * numel
+    sent = {FP32: 4 * ring, TORCH: 2 * ring}
+    sent |= {name: states[name].stats().total_bytes / (rounds + WARMUP) for name in wires}
+    return timings, sent
 
 
 def _step(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
@@ -78,56 +80,41 @@ def _step(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def _report(ranks: Sequence[Any]) -> None:
-    """Print the table of one number of ranks."""
-    times = slowest([timings for timings, *_ in ranks])
-    _, sent, choices = ranks[0]
-    rows = [
-        [
-            name,
-            f"{statistics.median(mine) * 1e3:.0f}",
-            ratio(mine, times[TORCH]),
-            ratio(mine, times[NONE]),
-            f"{sent[name] / 1e6:.1f}",
-            f"{sent[name] / sent[NONE]:.3f}" if len(ranks) > 1 else "nothing is sent",
-        ]
-        for name, mine in times.items()
-    ]
-    head = ["", "ms", "beside torch's", "beside none", "MB a rank", "of fp32's bytes"]
-    print(f"\n{len(ranks)} ranks\n", markdown(head, rows), *choices, sep="\n", flush=True)
+def main(
+    *,
+    ranks: Sequence[int] = (2, 4),
+    rounds: int = 15,
+    width: int = WIDTH,
+    wires: Sequence[str] = ("fp16", "bf16", "int8"),
+    device: str = "cpu",
+) -> None:
+    """Compare a training step with each hook with torch's hook and with none.
 
-
-def _on_devices(*given: Any) -> list[Any] | None:
-    """Time steps on the ranks that torchrun has started, each on an accelerator of its own."""
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, time_steps(*given))
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    return None if rank else everyone
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--wires", nargs="+", default=["fp16", "bf16", "int8", "auto"])
-    parser.add_argument("--device", default="cpu", help="cuda: a rank on each GPU, by torchrun")
-    given = parser.parse_args()
-    steps = ([NONE, TORCH, *given.wires], given.rounds, given.width, given.layers, None)
-    if given.device != "cpu":
-        if (everyone := _on_devices(*steps, given.device)) is not None:
-            print(environment())
-            _report(everyone)
-        return
-    print(environment())
-    for size in given.ranks:
-        with RankPool(size, timeout=1800) as pool:
-            _report(pool.run(time_steps, *steps))
+    Args:
+        ranks: How many; one number or several.
+        rounds: Timed steps of each.
+        width: Of each layer.
+        wires: Formats of distamp's hooks.
+        device: cpu, or cuda, with a rank on each GPU.
+    """
+    for size in ranks:
+        backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+        with RankPool(size, timeout=1800, backend=backend) as pool:
+            found = pool.run(time_steps, wires, rounds, width, LAYERS, None, device)
+        times, sent = slowest([each for each, _ in found]), found[0][1]
+        rows = (
+            [
+                name,
+                median(mine),
+                ratio(mine, times[TORCH]),
+                ratio(mine, times[FP32]),
+                f"{sent[name] / 1e6:.1f}",
+            ]
+            for name, mine in times.items()
+        )
+        header = ["", "ms", "beside torch's", "beside none", "MB a rank"]
+        table(header, rows, f"{size} ranks")
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

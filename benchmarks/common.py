@@ -1,18 +1,36 @@
-"""Interleaved timing of several contenders in one run: ratios to a peer, with their spread."""
+"""What every script here does: options, contenders timed in turn, ratios to a peer, tables."""
 
+import functools
+import itertools
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import cyclopts
 import torch
 
-__all__ = ["environment", "interleave", "markdown", "ratio", "slowest"]
+__all__ = ["command", "environment", "interleave", "lines", "median", "ratio", "slowest", "table"]
 
 # Seconds by contender, one for each round.
 Timings = dict[str, list[float]]
+
+
+def command(main: Callable[..., object]) -> None:
+    """Print the environment and call a script's function, whose arguments are the options."""
+
+    @functools.wraps(main)
+    def run(*args: Any, **kwargs: Any) -> None:
+        print(environment(), flush=True)
+        main(*args, **kwargs)
+
+    several = cyclopts.Parameter(consume_multiple=True, negative="")
+    app = cyclopts.App(default_parameter=several, version_flags=[])
+    app.default(run)
+    app()
 
 
 def interleave(
@@ -66,10 +84,22 @@ def slowest(ranks: list[Timings]) -> Timings:
     }
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def median(times: Sequence[float], factor: float = 1e3) -> str:
+    """Return the median of seconds in three digits: in milliseconds, or in others by a factor."""
+    return f"{float(f'{factor * statistics.median(times):.3g}'):g}"
+
+
+def lines(header: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    head = [*header]
+    for cells in itertools.chain([head, ["---"] * len(head)], rows):
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]], title: str = "") -> None:
+    """Print a Markdown table, each row as soon as it is there."""
+    for line in itertools.chain([f"\n{title}\n" if title else ""], lines(header, rows)):
+        print(line, flush=True)
 
 
 def environment() -> str:

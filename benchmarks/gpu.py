@@ -1,12 +1,11 @@
 """What only a GPU can show, part by part; benchmarks/gpu.sh runs them all, each in its own process.
 
-    python -m benchmarks.gpu training | syncs | graphs | data_parallel | nccl
+    python -m benchmarks.gpu training | syncs | graphs | nccl
 
 On the simulated accelerator under CUDA's name figures mean nothing; the script leaves out the parts
 that it cannot run.
 """
 
-import argparse
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -17,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import environment, interleave, markdown, ratio
-from distamp import DataParallel, DistGradScaler, autocast, comm_hooks
+from benchmarks.common import command, interleave, ratio, table
+from distamp import DistGradScaler, autocast, comm_hooks
 from launch.config import Config
 from launch.model import GPT
 
@@ -39,8 +38,7 @@ class Training:
         size = 64 if simulated() else 1024
         config = Config(layers=2 if simulated() else 12, heads=size // 64, width=size, block=size)
         torch.manual_seed(0)
-        model = GPT(config, 256)
-        self.model = model.apply(model.init_weights).cuda()
+        self.model: nn.Module = GPT(config, 256).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
         self.scaler = scaler or DistGradScaler("cuda", enabled=dtype == torch.float16)
         self.tokens = torch.randint(256, (2 if simulated() else 8, size), device="cuda")
@@ -51,8 +49,7 @@ class Training:
         with autocast("cuda", dtype=self.dtype, enabled=self.dtype is not None):
             logits = self.model(self.tokens)
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), self.tokens.flatten())
-        scaled: Tensor = self.scaler.scale(loss)
-        return scaled
+        return self.scaler.scale(loss)  # type: ignore[no-any-return]
 
     def step(self) -> None:
         """Take a whole step."""
@@ -68,10 +65,10 @@ def training() -> None:
     times = interleave({name: run.step for name, run in runs.items()}, 2 if simulated() else 30)
     memory = {name: "not known here" if simulated() else _memory(run) for name, run in runs.items()}
     rows = [
-        [name, f"{1e3 * min(times[name]):.1f}", str(ratio(times["fp32"], each)), memory[name]]
+        [name, f"{1e3 * min(times[name]):.1f}", ratio(times["fp32"], each), memory[name]]
         for name, each in times.items()
     ]
-    print(markdown(["", "least ms a step", "times as fast as fp32", "activations, MiB"], rows))
+    table(["", "least ms a step", "times as fast as fp32", "activations, MiB"], rows)
 
 
 def _memory(run: Training) -> str:
@@ -93,7 +90,7 @@ def syncs() -> None:
             run.step()
             strict = fused and kind is DistGradScaler
             rows.append([kind.__name__, "fused" if fused else "plain", _waits(run, strict)])
-    print(markdown(["scaler", "AdamW", "waits in a step"], rows))
+    table(["scaler", "AdamW", "waits in a step"], rows)
 
 
 def _waits(run: Training, strict: bool) -> str:
@@ -136,17 +133,6 @@ def graphs() -> None:
     print("five replayed steps equal five without a graph, within 1e-3")
 
 
-def data_parallel() -> None:
-    """Compare DataParallel of two replicas on one device in a bf16 region with one replica."""
-    run = Training(torch.bfloat16)
-    with autocast("cuda", dtype=torch.bfloat16):
-        both = DataParallel(run.model, device_ids=[0, 0])(run.tokens)
-        one = run.model(run.tokens)
-    assert both.dtype == one.dtype, (both.dtype, one.dtype)
-    torch.testing.assert_close(both, one, rtol=2e-2, atol=2e-2)
-    print("two replicas on one device give", both.dtype, "and the values of one")
-
-
 def nccl() -> None:
     """Train over NCCL with one rank, with each hook and without."""
     with tempfile.TemporaryDirectory() as folder:
@@ -158,27 +144,22 @@ def nccl() -> None:
             state = comm_hooks.register(wrapped, wire) if wire else None
             if state is not None:
                 run.scaler.attach(state)
-            run.model = wrapped  # type: ignore[assignment]
+            run.model = wrapped
             for _ in range(5):
                 run.step()
             loss = float(run.loss().detach()) / run.scaler.get_scale()
             rows.append([wire or "no hook", f"{loss:.4f}"])
-        print(markdown(["hook", "loss after five steps"], rows))
+        table(["hook", "loss after five steps"], rows)
         dist.destroy_process_group()
 
 
-PARTS: dict[str, Callable[[], None]] = {
-    part.__name__: part for part in (training, syncs, graphs, data_parallel, nccl)
-}
+PARTS = {part.__name__: part for part in (training, syncs, graphs, nccl)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=PARTS)
-    part = parser.parse_args().part
-    print(environment(), flush=True)
+def main(part: str, /) -> None:
+    """Run a part: training, syncs, graphs or nccl."""
     PARTS[part]()
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -23,7 +23,7 @@
 #                                                           (set_sync_debug_mode("error")); in a plain
 #                                                           one as many as GradScaler or fewer
 #   graphs                    CUDA graphs                   replayed steps equal those without
-#   data_parallel             two replicas on one device    the dtype and values of one
+#   data_parallel             two replicas on one device    the caller's dtype, and a loss that falls
 #   nccl                      NCCL with one rank            every hook's loss as without one
 #   comm_hooks                cost of each hook             one rank for each GPU; with one GPU it
 #                                                           says what a hook costs where nothing is
@@ -109,18 +109,16 @@ for name in training syncs; do
     part "$name" 60 "$python" -m benchmarks.gpu "$name"
 done
 skip graphs "graph capture" || part graphs 60 "$python" -m benchmarks.gpu graphs
-part data_parallel 60 "$python" -m benchmarks.gpu data_parallel
+part data_parallel 60 "$python" examples/data_parallel.py cuda:0 cuda:0
 part nccl 60 "$python" -m benchmarks.gpu nccl
-part comm_hooks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node \
-    "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
-    -m benchmarks.comm_hooks_step --device cuda "${thin[@]}"
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+part comm_hooks 60 "$python" -m benchmarks.comm_hooks_step --device cuda --ranks "$gpus" "${thin[@]}"
 part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 "${small[@]}"
 part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused \
     "${small[@]}"
 part masters 60 "$python" -m benchmarks.masters --device cuda "${few[@]}"
 part wire_cost 60 "$python" -m benchmarks.wire_cost --device cuda "${tiny[@]}"
 if [[ $plan == hour ]]; then
-    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
     train=(launch/train.py --steps 200 --overwrite --seed 1)
     for precision in fp32 bf16 fp16; do
         part "loss_$precision" 300 "$python" "${train[@]}" --precision "$precision" \

@@ -11,12 +11,11 @@ Results go to levels.json and levels.md in docs/results, and to docs/images/leve
 the first of them has, with as many steps, is not run again: remove it to train all of them anew.
 """
 
-import argparse
-import contextlib
+import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
 
-from benchmarks.common import environment, markdown
+from benchmarks.common import command, environment, lines
 from distamp import cast_model, initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
@@ -76,12 +76,10 @@ def gpt(batch: int = 8) -> Task:
     config = Config(layers=2, heads=4, width=64, block=32, batch=batch)
     data = load_data(config)
 
-    def stacked(examples: Any, places: Iterable[int]) -> tuple[Tensor, Tensor]:
-        inputs, targets = zip(*(examples[place] for place in places), strict=True)
-        return torch.stack(inputs), torch.stack(targets)
-
     def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
-        return stacked(data.train, next(order(len(data.train), seed, step * batch, batch)))
+        places = next(order(len(data.train), seed, step * batch, batch))
+        inputs, targets = default_collate([data.train[place] for place in places])
+        return inputs, targets
 
     def model() -> nn.Module:
         made = GPT(config, data.classes)
@@ -94,8 +92,9 @@ def gpt(batch: int = 8) -> Task:
         eps = 1e-4 if level == "O3" else 1e-8
         return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), eps=eps)
 
-    held_out = range(0, len(data.held_out), len(data.held_out) // 64)[:64]
-    return Task(model, adamw, take, stacked(data.held_out, held_out))
+    places = range(0, len(data.held_out), len(data.held_out) // 64)[:64]
+    inputs, targets = default_collate([data.held_out[place] for place in places])
+    return Task(model, adamw, take, (inputs, targets))
 
 
 def conv_net(batch: int = 32) -> Task:
@@ -157,66 +156,55 @@ def train(name: str, level: str, seed: int, steps: int) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda taken: min(1.0, (taken + 1) / 20, (steps - taken) / (steps / 2))
     )
-    skipped, memory = 0, {}
+    skipped = 0
     for step in range(steps):
         inputs, targets = (each.chunk(ranks)[rank] for each in task.batch(seed, step))
         amp.zero_grad()
-        measured = step == steps // 2
-        saved = _Saved(amp.model)
-        with saved if measured else contextlib.nullcontext():
-            loss = loss_of(amp, inputs, targets)
-        amp.backward(loss)
-        held = _gradient_bytes(amp) if measured else 0
+        amp.backward(loss_of(amp, inputs, targets))
         amp.clip_grad_norm_(1.0)
-        if measured:
-            memory = _memory(amp, max(held, _gradient_bytes(amp)), saved.bytes)
         if amp.step():
             schedule.step()
         else:
             skipped += 1
     amp.model.eval()
     with torch.no_grad():
-        loss = loss_of(amp, *task.validation)
+        loss = loss_of(amp, *task.validation).item()
+    memory = memory_of(amp, inputs, targets)
     known = {"task": name, "level": level, "seed": seed}
-    return {**known, "loss": loss.item(), "skipped": skipped, "memory": memory}
+    return {**known, "loss": loss, "skipped": skipped, "memory": memory}
 
 
-class _Saved(saved_tensors_hooks):
-    """Counts what autograd keeps inside, each storage once and parameters not at all."""
+def memory_of(amp: Amp, inputs: Tensor, targets: Tensor) -> dict[str, int]:
+    """Return bytes at one more step; casts of weights that autocast makes are activations."""
+    (optimizer,) = amp.optimizers
+    weights = [*amp.model.parameters()]
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    saved: dict[int, Tensor] = {}  # by storage; alive, so that none's place is used again
 
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._held: list[Tensor] = []  # alive, so that no storage's place is used again
-        self.bytes = 0
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
-            self._held.append(tensor.detach())
-            self.bytes += storage.nbytes()
+    def save(tensor: Tensor) -> Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
         return tensor
 
+    def gradients() -> int:
+        return sum(p.grad.nbytes for p in {*weights, *stepped} if p.grad is not None)
 
-def _memory(amp: Amp, gradients: int, activations: int) -> dict[str, int]:
-    """Return bytes at one step; casts of weights that autocast makes are activations."""
-    (optimizer,) = amp.optimizers
+    amp.model.train()
+    amp.zero_grad()
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = loss_of(amp, inputs, targets)
+    for weight in weights:
+        saved.pop(weight.untyped_storage().data_ptr(), None)
+    amp.backward(loss)
+    held = gradients()
+    amp.clip_grad_norm_(1.0)
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return {
-        "weights": sum(t.nbytes for t in (*amp.model.parameters(), *amp.model.buffers())),
+        "weights": sum(t.nbytes for t in (*weights, *amp.model.buffers())),
         "masters": sum(masters.nbytes for masters in amp.masters),
-        "gradients": gradients,
+        "gradients": max(held, gradients()),
         "optimizer": sum(t.nbytes for t in state),
-        "activations": activations,
+        "activations": sum(t.untyped_storage().nbytes() for t in saved.values()),
     }
-
-
-def _gradient_bytes(amp: Amp) -> int:
-    (optimizer,) = amp.optimizers
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    everyone = {id(p): p for p in (*amp.model.parameters(), *stepped)}.values()
-    return sum(p.grad.nbytes for p in everyone if p.grad is not None)
 
 
 def _of(runs: list[dict[str, Any]], task: str, level: str) -> tuple[list[dict[str, Any]], Any]:
@@ -228,6 +216,10 @@ def _of(runs: list[dict[str, Any]], task: str, level: str) -> tuple[list[dict[st
 
     mine, base = of(level), of(TWO_RANKS if level in HOOKS else "O0")
     return mine, [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(mine, base, strict=False)]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(lines(header, rows))
 
 
 def render(results: dict[str, Any]) -> str:
@@ -255,10 +247,10 @@ def render(results: dict[str, Any]) -> str:
         f"small a change. A hook is beside `{TWO_RANKS}`, O0 under DistributedDataParallel. "
         "Nats per byte and per digit, mean and standard deviation over seeds; "
         f"{results['steps']} steps each. {results['environment']}. Written by "
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.levels`.\n\n{markdown(header, losses)}\n\n"
+        f"`OMP_NUM_THREADS=1 python -m benchmarks.levels`.\n\n{_table(header, losses)}\n\n"
         "![Validation loss of each level beside O0](../images/levels.png)\n\n"
         "KiB at one step, each tensor counted once.\n\n"
-        f"{markdown(['Model', 'Level', *kinds], memory)}\n"
+        f"{_table(['Model', 'Level', *kinds], memory)}\n"
     )
 
 
@@ -279,32 +271,30 @@ def plot(runs: list[dict[str, Any]]) -> None:
     figure.savefig(IMAGE, dpi=110, metadata={"Software": ""})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=300)
-    given = parser.parse_args()
+def main(*, seeds: Sequence[int] = (0, 1, 2), steps: int = 300) -> None:
+    """Train both models at every level, and write the page and the picture.
+
+    Args:
+        seeds: Of each run; one or several.
+        steps: Of each run.
+    """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"steps": 0}
-    if results["steps"] != given.steps:
-        results = {"environment": environment(), "steps": given.steps, "runs": []}
+    if results["steps"] != steps:
+        results = {"environment": environment(), "steps": steps, "runs": []}
     runs = results["runs"]
-    had = {(run["task"], run["level"], run["seed"]) for run in runs}
-    asked = [(task, level, seed) for task in TASKS for seed in given.seeds for level in LEVELS]
-    asked = [each for each in asked if each[:2] not in LEFT_OUT]
+    had = {(run["task"], run["seed"], run["level"]) for run in runs}
     with RankPool(2, timeout=600) as pool:
-        for each in asked:
-            if each not in had:
-                steps = given.steps
-                on_ranks = each[1] in HOOKS
-                runs.append(pool.run(train, *each, steps)[0] if on_ranks else train(*each, steps))
-                print(*each, f"loss {runs[-1]['loss']:.4f}", flush=True)
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        for task, seed, level in itertools.product(TASKS, seeds, LEVELS):
+            if (task, seed, level) in had or (task, level) in LEFT_OUT:
+                continue
+            given = task, level, seed, steps
+            runs.append(pool.run(train, *given)[0] if level in HOOKS else train(*given))
+            print(task, level, seed, f"loss {runs[-1]['loss']:.4f}", flush=True)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{render(results)}{END}{rest.split(END)[1]}")
     plot(runs)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -13,9 +13,8 @@ Bytes are counted from the tensors that are alive and from the allocations of on
 torch.profiler records them, so they are exact and the same on every machine.
 """
 
-import argparse
-import statistics
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import environment, interleave, markdown, ratio
+from benchmarks.common import command, interleave, median, ratio, table
 from distamp import DistGradScaler, initialize
 from distamp.initialize import Amp
 from distamp.scaler import MasterParameters
@@ -34,11 +33,13 @@ SCALE = 1024.0
 # Parameters, elements of each.
 CASES = ((10, 1_000_000), (100, 100_000), (1000, 10_000), (1000, 100))
 COUNTED = (64, 250_000)
+OURS, BY_HAND, FOREACH = "distamp", "by hand", "by hand, foreach"
+SPLIT, WHOLE = "split, bf16", "whole, bf16"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Float16 parameters, the step on their float32 copies, and the bytes of those."""
+    """Parameters in 16 bits, the step on their float32 copies, and the bytes of those."""
 
     parameters: list[Tensor]
     step: Callable[[], object]
@@ -52,11 +53,18 @@ class Contender:
             parameter.grad = torch.full_like(parameter, 0.5)
 
 
-def _masters(parameters: list[Tensor]) -> Contender:
+def made(name: str, device: str, count: int, elements: int) -> Contender:
+    """Return a contender with so many parameters of so many elements."""
+    dtype = torch.bfloat16 if name in (SPLIT, WHOLE) else torch.float16
+    values = (torch.full((elements,), 0.02, device=device, dtype=dtype) for _ in range(count))
+    parameters: list[Tensor] = [torch.nn.Parameter(each) for each in values]
+    if name in (BY_HAND, FOREACH):
+        return _by_hand(parameters, name == FOREACH)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    masters = MasterParameters(optimizer)
-    device = parameters[0].device
-    scaler = DistGradScaler(device.type, init_scale=SCALE, fp16_grads="master")
+    masters = MasterParameters(optimizer, split=name == SPLIT)
+    if name != OURS:  # without a scaler
+        return Contender(parameters, optimizer.step, optimizer, masters.nbytes)
+    scaler = DistGradScaler(device, init_scale=SCALE, fp16_grads="master")
     scaler.scale(torch.ones((), device=device))
 
     def step() -> None:
@@ -64,12 +72,6 @@ def _masters(parameters: list[Tensor]) -> Contender:
         scaler.update()
 
     return Contender(parameters, step, optimizer, masters.nbytes)
-
-
-def _of_bfloat16(parameters: list[Tensor], split: bool) -> Contender:
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    masters = MasterParameters(optimizer, split=split)
-    return Contender(parameters, optimizer.step, optimizer, masters.nbytes)
 
 
 def _by_hand(parameters: list[Tensor], foreach: bool) -> Contender:
@@ -103,27 +105,6 @@ def _by_hand(parameters: list[Tensor], foreach: bool) -> Contender:
     return Contender(parameters, foreach_step if foreach else step, optimizer, held)
 
 
-MAKES: dict[str, Callable[[list[Tensor]], Contender]] = {
-    "distamp": _masters,
-    "by hand": lambda parameters: _by_hand(parameters, False),
-    "by hand, foreach": lambda parameters: _by_hand(parameters, True),
-}
-# Without a scaler.
-BFLOAT16: dict[str, Callable[[list[Tensor]], Contender]] = {
-    "split, bf16": lambda parameters: _of_bfloat16(parameters, True),
-    "whole, bf16": lambda parameters: _of_bfloat16(parameters, False),
-}
-
-
-def made(name: str, device: str, count: int, elements: int) -> Contender:
-    """Return a contender with so many parameters of so many elements."""
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(elements, generator=generator) * 0.02 for _ in range(count)]
-    dtype = torch.bfloat16 if name in BFLOAT16 else torch.float16
-    make = (MAKES | BFLOAT16)[name]
-    return make([torch.nn.Parameter(v.to(device, dtype)) for v in values])
-
-
 def timed(names: Iterable[str], count: int, elements: int, rounds: int, device: str) -> list[str]:
     """Return a row: the time of a step of the first, and its ratio to each other's."""
     rivals = {name: made(name, device, count, elements) for name in names}
@@ -134,8 +115,8 @@ def timed(names: Iterable[str], count: int, elements: int, rounds: int, device: 
 
     steps = {name: rival.step for name, rival in rivals.items()}
     mine, *peers = interleave(steps, rounds, before=before).values()
-    known = [f"{count:,}", f"{count * elements:,}", f"{1000 * statistics.median(mine):.3g}"]
-    return [*known, *(ratio(mine, peer) for peer in peers)]
+    beside = (ratio(mine, peer) for peer in peers)
+    return [f"{count:,}", f"{count * elements:,}", median(mine), *beside]
 
 
 def trained(rounds: int, device: str) -> list[str]:
@@ -157,8 +138,7 @@ def trained(rounds: int, device: str) -> list[str]:
         steps[name] = step
     mine, peer = interleave(steps, rounds).values()
     elements = sum(p.numel() for p in model.parameters())
-    known = [f"{elements:,}", f"{tokens[0].numel():,}", f"{1000 * statistics.median(mine):.3g}"]
-    return [*known, ratio(mine, peer)]
+    return [f"{elements:,}", f"{tokens[0].numel():,}", median(mine), ratio(mine, peer)]
 
 
 def counted(name: str, device: str) -> list[str]:
@@ -169,39 +149,39 @@ def counted(name: str, device: str) -> list[str]:
             rival.set_gradients()
             rival.step()
     assert profiler.profiler is not None
-    total = most = 0
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        total += event.nbytes()
-        most = max(most, total)
+    changes = (event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))
+    most = max(itertools.accumulate(changes))
     elements = COUNTED[0] * COUNTED[1]
     held = rival.held / elements
     return [name, f"{held:.2f}", f"{most / elements - 2 - 8 - held:.2f}"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--parameters", type=int, nargs="+", help="of the cases, those of so many")
-    parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
-    cases = [case for case in CASES if case[0] in (given.parameters or dict(CASES))]
-    rows = [timed(MAKES, *case, given.rounds, given.device) for case in cases]
-    print(f"{environment()}\n\nTime of a whole step (gradients to masters, AdamW, write-back):\n")
-    peers = [f"of {name}" for name in MAKES if name != "distamp"]
-    print(markdown(["parameters", "elements", "ms", *peers], rows))
-    rows = [timed(BFLOAT16, *case, given.rounds, given.device) for case in cases]
-    print("\nThe same by split masters, of bfloat16 parameters and without a scaler:\n")
-    print(markdown(["parameters", "elements", "ms", "of whole masters"], rows))
-    print("\nA training step of the launcher's GPT at bf16-O2:\n")
-    header = ["elements", "tokens", "ms", "of whole masters"]
-    print(markdown(header, [trained(given.rounds, given.device)]))
-    print(
-        "\nBytes for each element of the model, beside its own 2 and AdamW's 8; gradients are 2:\n"
-    )
-    header = ["", "held between steps", "most in a step"]
-    print(markdown(header, [counted(name, given.device) for name in MAKES | BFLOAT16]))
+def main(
+    *, rounds: int = 60, parameters: Sequence[int] = (10, 100, 1000), device: str = "cpu"
+) -> None:
+    """Compare a step on fp32 masters with a loop by hand.
+
+    Args:
+        rounds: Of each row.
+        parameters: Of the cases, those of so many.
+        device: Where they lie.
+    """
+
+    def rows(*names: str) -> Iterable[list[str]]:
+        return (timed(names, *case, rounds, device) for case in CASES if case[0] in parameters)
+
+    known = ["parameters", "elements", "ms"]
+    title = "Time of a whole step (gradients to masters, AdamW, write-back):"
+    table([*known, f"of {BY_HAND}", f"of {FOREACH}"], rows(OURS, BY_HAND, FOREACH), title)
+    title = "The same by split masters, of bfloat16 parameters and without a scaler:"
+    table([*known, "of whole masters"], rows(SPLIT, WHOLE), title)
+    title = "A training step of the launcher's GPT at bf16-O2:"
+    table(["elements", "tokens", "ms", "of whole masters"], [trained(rounds, device)], title)
+    title = "Bytes for each element of the model, beside its own 2 and AdamW's 8; gradients are 2:"
+    counts = (counted(name, device) for name in (OURS, BY_HAND, FOREACH, SPLIT, WHOLE))
+    table(["", "held between steps", "most in a step"], counts, title)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

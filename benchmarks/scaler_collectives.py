@@ -15,24 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from benchmarks.common import environment, markdown
+from benchmarks.common import command, table
 from benchmarks.scaler_round import SCALERS, NoStep
 from tests.collectives import count_collectives
 from tests.ranks import RankPool, mesh
 
 STEP_ALL = "distamp, step_all"
-
-
-def main() -> None:
-    print(environment())
-    print("\nCollectives and bytes of one rank per iteration: 2 dtypes, (dp=2, tp=2) mesh\n")
-    with RankPool(4, timeout=300) as pool:
-        rows = [
-            [name, str(number), *map(str, pool.run(count, name, number)[0])]
-            for name in (STEP_ALL, *SCALERS)
-            for number in (1, 2, 4)
-        ]
-    print(markdown(["scaler", "optimizers", "collectives", "bytes"], rows))
 
 
 def count(name: str, optimizers: int) -> tuple[int, int]:
@@ -61,5 +49,16 @@ def count(name: str, optimizers: int) -> tuple[int, int]:
     return seen.count, seen.bytes
 
 
+def main() -> None:
+    """Count the collectives and bytes of one rank in an iteration."""
+    with RankPool(4, timeout=300) as pool:
+        rows = (
+            [name, number, *pool.run(count, name, number)[0]]
+            for name in (STEP_ALL, *SCALERS)
+            for number in (1, 2, 4)
+        )
+        table(["scaler", "optimizers", "collectives", "bytes"], rows)
+
+
 if __name__ == "__main__":
-    main()
+    command(main)

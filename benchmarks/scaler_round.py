@@ -9,8 +9,7 @@ ranks wait for each other, both untimed. A round takes as long as its slowest ra
 GradScaler sends nothing.
 """
 
-import argparse
-import statistics
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from benchmarks.common import Timings, environment, interleave, markdown, ratio, slowest
+from benchmarks.common import Timings, command, interleave, median, ratio, slowest, table
 from distamp import DistGradScaler
 from tests.ranks import RankPool
 
@@ -61,7 +60,7 @@ def compared(
             ours, *peers = slowest(pool.run(_measure, *given)).values()
             known = [f"{ranks}", f"{parameters:,}", f"{parameters * elements:,}", f"{optimizers}"]
             beside = [ratio(ours, each) for each in peers]
-            yield [*known, f"{1000 * statistics.median(ours):.3g}", *beside]
+            yield [*known, median(ours), *beside]
 
 
 def _measure(
@@ -101,25 +100,35 @@ def _round(scaler: Any, opts: Sequence[torch.optim.Optimizer], device: str) -> C
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=40, help="ten times as many below 1 M")
-    parser.add_argument("--fused", action="store_true", help="time fused optimizers' check alone")
-    parser.add_argument("--parameters", type=int, nargs="+", default=[1000, 20])
-    parser.add_argument("--optimizers", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--elements", type=int, default=25_000, help="of each parameter")
-    parser.add_argument("--device", default="cpu", help="of parameters, gradients and scale")
-    given = parser.parse_args()
-    print(f"{environment()}\n\n{markdown(HEADER, [])}", flush=True)
-    cases = []
-    for size in given.parameters:
-        rounds = given.rounds * (10 if size * given.elements < 10**6 else 1)
-        cases += [(size, given.elements, count, rounds) for count in given.optimizers]
-    for ranks in given.ranks:
-        for row in compared(ranks, cases, given.fused, given.device):
-            print("| " + " | ".join(row) + " |", flush=True)
+def main(
+    *,
+    ranks: Sequence[int] = (1, 2, 4),
+    rounds: int = 40,
+    fused: bool = False,
+    parameters: Sequence[int] = (1000, 20),
+    optimizers: Sequence[int] = (1, 4),
+    elements: int = 25_000,
+    device: str = "cpu",
+) -> None:
+    """Compare a round of DistGradScaler with torch's scalers.
+
+    Args:
+        ranks: How many; one number or several.
+        rounds: Of each row; ten times as many below 1 M elements.
+        fused: Time fused optimizers' check alone.
+        parameters: How many; one number or several.
+        optimizers: How many share them; one number or several.
+        elements: Of each parameter.
+        device: Of parameters, gradients and scale.
+    """
+    cases = [
+        (size, elements, count, rounds * (10 if size * elements < 10**6 else 1))
+        for size in parameters
+        for count in optimizers
+    ]
+    rows = (compared(size, cases, fused, device) for size in ranks)
+    table(HEADER, itertools.chain.from_iterable(rows))
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

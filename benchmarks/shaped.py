@@ -4,10 +4,8 @@ import gc
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +30,29 @@ def run_on_hosts(
     """Call ``module.rank(**options)`` on ``local`` ranks of each host; return what each returned.
 
     Options, and what is returned, must be writable as JSON. ``rate`` and ``congestion`` are as of
-    `tests.netns.Hosts`.
+    `tests.netns.Hosts`; ``timeout`` is in seconds.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it cannot name the peers of a socket
+    # As torchrun would start them, without waiting for as many more processes to import torch.
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it cannot name the peers of a socket
+        "MASTER_PORT": "29500",
+        "WORLD_SIZE": str(hosts * local),
+        "LOCAL_WORLD_SIZE": str(local),
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
         Hosts(hosts, rate, congestion=congestion) as network,
     ):
         answer = Path(folder) / "answer"
-        command = [sys.executable, "-m", "benchmarks.shaped", module, str(answer)]
+        command = [sys.executable, "-m", "benchmarks.shaped", module, answer, json.dumps(options)]
+        shared["MASTER_ADDR"] = network[0].name
         started = []
-        # As torchrun would start them, without waiting for as many more processes to import torch.
-        environment |= {"MASTER_ADDR": network[0].name, "MASTER_PORT": "29500"}
-        environment |= {"WORLD_SIZE": str(hosts * local), "LOCAL_WORLD_SIZE": str(local)}
         for number in range(hosts * local):
             rank = {"RANK": str(number), "LOCAL_RANK": str(number % local)}
             host = network[number // local]
-            started.append(host.popen([*command, json.dumps(options)], env=environment | rank))
-        end = time.monotonic() + timeout
-        try:
-            failed = any(each.wait(max(end - time.monotonic(), 0)) for each in started)
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"not done after {timeout:g} s") from None
-        if failed:
+            started.append(host.popen(command, env=os.environ | shared | rank))
+        if any(each.wait(timeout) for each in started):
             raise SystemExit("a rank failed")
         returned: list[Any] = json.loads(answer.read_text())
     return returned

@@ -8,16 +8,15 @@ as well. On a CPU one thread's processor time stands beside that of ``.half()`` 
 a GPU the bytes that Triton's kernels move in a second beside those of a copy.
 """
 
-import argparse
 import importlib
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from benchmarks.common import environment, interleave, markdown, ratio
+from benchmarks.common import command, interleave, median, ratio, table
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
 from distamp.comm_hooks.formats import BLOCK, Places, Source
 
@@ -44,16 +43,19 @@ def calls_of(wire: WireFormat, values: torch.Tensor) -> dict[str, Callable[[], o
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=25 << 18, help="on a GPU 16 times as many")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    given = parser.parse_args()
-    print(f"{environment()}\n")
-    gpu = given.device == "cuda"
-    elements = given.elements * (16 if gpu else 1)
-    values = torch.randn(elements, device=given.device)
+def main(
+    *, elements: int = 25 << 18, rounds: int = 40, device: Literal["cpu", "cuda"] = "cpu"
+) -> None:
+    """Compare what each format costs with torch's casts, and with a copy.
+
+    Args:
+        elements: On a GPU 16 times as many.
+        rounds: Of each.
+        device: Where they lie.
+    """
+    gpu = device == "cuda"
+    elements *= 16 if gpu else 1
+    values = torch.randn(elements, device=device)
     half, other = torch.empty_like(values, dtype=torch.float16), torch.empty_like(values)
     contenders: dict[str, Callable[[], object]] = {
         COPY: lambda: other.copy_(values),
@@ -67,19 +69,17 @@ def main() -> None:
             contenders[f"{wire.name} {what}"] = call
             moved[f"{wire.name} {what}"] = 4 * elements + row * (2 if what == "add" else 1)
     clock = time.perf_counter if gpu else time.thread_time
-    times = interleave(contenders, given.rounds, warmup=5, clock=clock)
+    times = interleave(contenders, rounds, warmup=5, clock=clock)
     rates = {name: [moved[name] / each for each in times[name]] for name in contenders}
     rows = []
     for name, each in times.items():
         cast = ".half()" if name.endswith("encode") else ".float()"
-        micros = f"{statistics.median(each) / elements * 1e12:.0f}"
         speed = f"{statistics.median(rates[name]) / 1e9:.1f}"
-        rows.append(
-            [name, micros, ratio(each, times[cast]), speed, ratio(rates[name], rates[COPY])]
-        )
+        beside = ratio(each, times[cast]), speed, ratio(rates[name], rates[COPY])
+        rows.append([name, median(each, 1e12 / elements), *beside])
     header = ["", "us for a million", "of .half() (encode) or .float()", "GB/s", "of a copy's"]
-    print(markdown(header, rows))
+    table(header, rows)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -15,13 +15,12 @@ elements and of small tensors (64 elements, a hundredth of the size) that lie be
 and share their blocks, as biases do.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import environment, markdown
+from benchmarks.common import command, table
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
 from distamp.comm_hooks.formats import BLOCK, Feedback, Places, Source
 
@@ -134,34 +133,36 @@ def summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tuple
     return f"{error(mine, exact):.1e}", f"{error(mine[small], exact[small]):.1e}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=1 << 14, help="of each layer")
-    parser.add_argument("--steps", type=int, default=32, help="of the run with error feedback")
-    given = parser.parse_args()
-    print(f"{environment()}\n\nRelative L2 error of the mean, loss scale 2^10:\n")
-    worlds = [
-        [name, *(by_world(average, world, given.elements) for world in (2, 4, 8))]
+def main(*, elements: int = 1 << 14, steps: int = 32) -> None:
+    """Print the error of each format beside torch's hook.
+
+    Args:
+        elements: Of each layer.
+        steps: Of the run with error feedback.
+    """
+    worlds = (
+        [name, *(by_world(average, world, elements) for world in (2, 4, 8))]
         for name, average in CONTENDERS.items()
-    ]
-    print(markdown(["format", "2 ranks", "4 ranks", "8 ranks"], worlds))
-    print("\nEight ranks: error of the worst layer, and elements made inf, by loss scale:\n")
-    scales = [
-        [name, *(by_scale(average, scale, given.elements) for scale in (1.0, 2.0**16, 2.0**24))]
+    )
+    title = "Relative L2 error of the mean, loss scale 2^10:"
+    table(["format", "2 ranks", "4 ranks", "8 ranks"], worlds, title)
+    scales = (
+        [name, *(by_scale(average, scale, elements) for scale in (1.0, 2.0**16, 2.0**24))]
         for name, average in CONTENDERS.items()
-    ]
-    print(markdown(["format", "scale 1", "2^16", "2^24"], scales))
-    print(f"\nFour ranks, error of the sum of {given.steps} steps, with feedback and without:\n")
+    )
+    title = "Eight ranks: error of the worst layer, and elements made inf, by loss scale:"
+    table(["format", "scale 1", "2^16", "2^24"], scales, title)
     sums = []
     for wire in WIRE_FORMATS.values():
         (every, small), (fed, small_fed) = (
-            summed(wire, given.elements // 4, given.steps, feedback) for feedback in (False, True)
+            summed(wire, elements // 4, steps, feedback) for feedback in (False, True)
         )
         share = f"{wire.row_bytes(1 << 20) / (4 << 20):.3f}"
         sums.append([wire.name, share, every, fed, small, small_fed])
     header = ["format", "bytes of fp32", "all", "all, fed back", "small", "small, fed back"]
-    print(markdown(header, sums))
+    title = f"Four ranks, error of the sum of {steps} steps, with feedback and without:"
+    table(header, sums, title)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)
