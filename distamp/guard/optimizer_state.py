@@ -168,9 +168,12 @@ def check_unscale(record: dict[str, Any]) -> None:
 
 
 def check_step(record: dict[str, Any]) -> None:
-    """Refuse a second ``step``, with torch's own words."""
+    """Refuse a second ``step``, also after one that raised, with torch's own words first."""
     if record["stage"] is OptState.STEPPED:
-        raise StageError("step() has already been called since the last update().")
+        raise StageError(
+            "step() has already been called since the last update(). After one that raised, call "
+            "zero_grad() and update()."
+        )
 
 
 def merged(flags: Sequence[Tensor], device: torch.device) -> Flag:

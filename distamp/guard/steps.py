@@ -613,22 +613,24 @@ class Steps(Joins):
         if verdict is not None:
             spike, factor = verdict.spike, verdict.factor
         skip: Flag
-        if one.takes_flags:
-            ranks.settle(wait=False)
-            skip = _either(merged(flags, divisor.device), spike)
-            result = self._step_fused(one, divisor, skip, factor, args, kwargs)
-        else:
-            ranks.settle_with_others()  # so that they learn first what they differ in
-            found, spike = any(map(_item, flags)), bool(spike)
-            skip, result = found or spike, None
-            if not divisor.is_cpu:
-                # torch's own _maybe_opt_step reads it again.
-                record["found_inf_per_device"] = {_HOST: flag_of(found, _HOST)}
-            if verdict is not None and (factor := float(factor)) < 1.0:
-                _multiply(one.source, factor, divisor.device)
-            if not spike:
-                result = self._maybe_opt_step(one.given, record, *args, **kwargs)
-        record["stage"] = OptState.STEPPED
+        try:
+            if one.takes_flags:
+                ranks.settle(wait=False)
+                skip = _either(merged(flags, divisor.device), spike)
+                result = self._step_fused(one, divisor, skip, factor, args, kwargs)
+            else:
+                ranks.settle_with_others()  # so that they learn first what they differ in
+                found, spike = any(map(_item, flags)), bool(spike)
+                skip, result = found or spike, None
+                if not divisor.is_cpu:
+                    # torch's own _maybe_opt_step reads it again.
+                    record["found_inf_per_device"] = {_HOST: flag_of(found, _HOST)}
+                if verdict is not None and (factor := float(factor)) < 1.0:
+                    _multiply(one.source, factor, divisor.device)
+                if not spike:
+                    result = self._maybe_opt_step(one.given, record, *args, **kwargs)
+        finally:  # what the next backward pass makes is not what was unscaled here
+            record["stage"] = OptState.STEPPED
         state.last_step = skip
         if self._guard.hooks:
             self._tell_hooks(one, skip)

@@ -166,7 +166,8 @@ class Amp:
         if any(map(self.scaler.is_unscaled, self.optimizers)):
             raise StageError(
                 "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
-                "ones; clip after the last backward() of the iteration"
+                "ones; clip after the last backward() of the iteration. After a step that raised, "
+                "call zero_grad() and scaler.update()"
             )
         self._waiting = True
         with self._passes.one():
