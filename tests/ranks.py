@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
-import itertools
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -128,15 +128,13 @@ class RankPool:
     ) -> None:
         self.world_size = world_size
         self.timeout = timeout
-        self._group_timeout = group_timeout
-        self._backend = backend
         self._target = target or serve
         self._method = method
+        self._settings = world_size, group_timeout, backend
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._store: dist.TCPStore | None = None
-        self._generation = itertools.count()
-        self._group: str | None = None
+        self._in_group = False
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -156,15 +154,7 @@ class RankPool:
             folder.mkdir()
             process = context.Process(
                 target=self._target,
-                args=(
-                    there,
-                    rank,
-                    self.world_size,
-                    self._store.port,
-                    self._group_timeout,
-                    folder,
-                    self._backend,
-                ),
+                args=(there, folder, rank, self._store.port, *self._settings),
                 name=f"rank-{rank}-of-{self.world_size}",
                 daemon=True,
             )
@@ -177,15 +167,12 @@ class RankPool:
 
     def close(self) -> None:
         """Kill the ranks and forget them; the next ``run`` starts new ones."""
-        for worker in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.process.pid, signal.SIGKILL)
+        self.kill()
         for worker in self._workers:
             worker.process.join(10)
             worker.process.close()
             worker.connection.close()
         self._workers.clear()
-        self._group = None
         self._store = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -194,7 +181,7 @@ class RankPool:
     def kill(self) -> None:
         """Send SIGKILL to all ranks, in the middle of a call."""
         for worker in self._workers:
-            os.kill(worker.process.pid, signal.SIGKILL)
+            worker.process.kill()
 
     def __enter__(self) -> RankPool:
         return self
@@ -231,36 +218,30 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or hung. The pool is closed.
         """
-        wanted = None if group == "none" else self._group or f"group-{next(self._generation)}"
-        if group == "fresh":
-            wanted = f"group-{next(self._generation)}"
-        if self._workers and wanted != self._group:
+        in_group = group != "none"
+        if group == "fresh" or in_group is not self._in_group:
             # torch keeps what it derived from a mesh, found again by ranks and names, beyond the
             # life of its groups: processes serve one group.
             self.close()
         if not self._workers:
             self.start()
-        self._group = wanted
-        request = pickle.dumps((self._group, function, args, kwargs))
+        self._in_group = in_group
+        request = pickle.dumps((in_group, function, args, kwargs))
         for worker in self._workers:
             with contextlib.suppress(BrokenPipeError):  # found dead below
                 worker.connection.send_bytes(request)
-        answers = self._collect(timeout or self.timeout, set(may_die))
-        failed = [rank for rank, answer in answers.items() if isinstance(answer, _Failure)]
-        dead = [rank for rank, answer in answers.items() if isinstance(answer, Died)]
-        missing = [rank for rank in range(self.world_size) if rank not in answers]
-        if failed or missing or set(dead) - set(may_die):
-            self._fail(function, answers, timeout or self.timeout)
-        if dead or any(isinstance(a, _Success) and a.dirty for a in answers.values()):
+        seconds = timeout or self.timeout
+        answers = self._collect(seconds, may_die)
+        if any(answer is None or _failed(answer, may_die) for answer in answers):
+            name = f"{function.__module__}.{function.__qualname__}"
+            self._fail(name, answers, f"hung for {seconds:g} s")
+        if any(isinstance(answer, Died) or answer.dirty for answer in answers):
             self.close()
-        return [
-            answer.value if isinstance(answer, _Success) else answer
-            for _, answer in sorted(answers.items())
-        ]
+        return [answer if isinstance(answer, Died) else answer.value for answer in answers]
 
-    def _collect(self, timeout: float, may_die: set[int]) -> dict[int, Any]:
-        """What ranks answered in time. After a failure the rest have a short grace."""
-        answers: dict[int, Any] = {}
+    def _collect(self, timeout: float, may_die: Collection[int]) -> list[Any]:
+        """What ranks answered in time, else None. After a failure the rest have a short grace."""
+        answers: list[Any] = [None] * self.world_size
         deadline = time.monotonic() + timeout
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -272,38 +253,33 @@ class RankPool:
                 except (EOFError, OSError):
                     worker.process.join(10)
                     answers[rank] = Died(rank, worker.process.exitcode)
-                if isinstance(answers[rank], _Failure) or (
-                    isinstance(answers[rank], Died) and rank not in may_die
-                ):
+                if _failed(answers[rank], may_die):
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers
 
-    def _fail(self, function: Callable[..., Any], answers: dict[int, Any], timeout: float) -> None:
+    def _fail(self, name: str, answers: list[Any], hung: str) -> None:
         """Take the stacks of whoever is still running, end the pool, raise."""
-        running = [rank for rank in range(self.world_size) if rank not in answers]
+        running = [rank for rank, answer in enumerate(answers) if answer is None]
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         if running:
             time.sleep(0.3)
         said: dict[str, list[int]] = {}
-        for rank, worker in enumerate(self._workers):
-            said.setdefault(worker.said(answers.get(rank)), []).append(rank)
+        for rank, answer in enumerate(answers):
+            said.setdefault(self._workers[rank].said(answer), []).append(rank)
         # Ranks that say the same are told once.
         parts = [f"rank {', '.join(map(str, those))} {text}" for text, those in said.items()]
         self.close()
-        for answer in answers.values():
+        for answer in answers:
             if isinstance(answer, _Failure) and answer.skip is not None:
                 import pytest
 
                 pytest.skip(answer.skip)
-        failed = [rank for rank in sorted(answers) if not isinstance(answers[rank], _Success)]
-        if failed:
-            how = f"failed on rank {failed[0]} of {self.world_size}"
-        else:
-            how = f"ranks {running} of {self.world_size} hung for {timeout:g} s"
-        name = f"{function.__module__}.{function.__qualname__}"
-        raise RankError("\n\n".join([f"{name}: {how}", *parts]))
+        failed = [r for r, a in enumerate(answers) if isinstance(a, _Failure | Died)]
+        how = f"failed on rank {failed[0]}" if failed else f"ranks {running}"
+        end = "" if failed else f" {hung}"
+        raise RankError("\n\n".join([f"{name}: {how} of {self.world_size}{end}", *parts]))
 
 
 @dataclass(frozen=True)
@@ -316,6 +292,10 @@ class _Success:
 class _Failure:
     text: str
     skip: str | None = None
+
+
+def _failed(answer: Any, may_die: Collection[int]) -> bool:
+    return isinstance(answer, _Failure) or (isinstance(answer, Died) and answer.rank not in may_die)
 
 
 def _light_main() -> contextlib.AbstractContextManager[Any]:
@@ -335,30 +315,23 @@ def _light_main() -> contextlib.AbstractContextManager[Any]:
 class _Rank:
     """One process of a pool: its group, and what it keeps between calls."""
 
-    def __init__(
-        self, rank: int, world_size: int, port: int, group_timeout: float, backend: str
-    ) -> None:
-        self.rank = rank
-        self.backend = backend
-        self.world_size = world_size
-        self.timeout = timedelta(seconds=group_timeout)
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        self.group: str | None = None
+    def __init__(self, rank: int, port: int, size: int, timeout: float, backend: str) -> None:
+        self._join = functools.partial(
+            dist.init_process_group,
+            backend,
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
         self.world: Any = None
         self.had_mesh = False
 
-    def join(self, group: str | None) -> None:
-        """Be a member of the group of this name; the same one at every call."""
-        if group is not None and self.group is None:
-            dist.init_process_group(
-                self.backend,
-                store=dist.PrefixStore(group, self.store),
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=self.timeout,
-            )
-        self.group = group
-        self.world = dist.group.WORLD
+    def join(self) -> None:
+        """Be a member of the group; the same one at every call."""
+        if self.world is None:
+            self._join()
+            self.world = dist.group.WORLD
 
     def dirty(self) -> bool:
         """Whether the call left another default group than it found, or made a mesh for itself.
@@ -374,7 +347,8 @@ class _Rank:
             return
         kept = {id(dist.group.WORLD)}
         for value in _kept.values():
-            kept |= {id(g) for g in (value.get_all_groups() if _is_mesh(value) else [value])}
+            is_mesh = isinstance(value, DeviceMesh)
+            kept |= {id(g) for g in (value.get_all_groups() if is_mesh else [value])}
         strangers = [g for g in dist.distributed_c10d._world.pg_map if id(g) not in kept]
         self.had_mesh = any(group.group_desc.startswith("mesh") for group in strangers)
         if strangers and not self.had_mesh:
@@ -384,22 +358,12 @@ class _Rank:
                     dist.destroy_process_group(group)
 
 
-def _is_mesh(value: object) -> bool:
-    return isinstance(value, DeviceMesh)
-
-
 def serve(
-    connection: multiprocessing.connection.Connection,
-    rank: int,
-    world_size: int,
-    port: int,
-    group_timeout: float,
-    folder: Path,
-    backend: str,
+    connection: multiprocessing.connection.Connection, folder: Path, rank: int, *group: Any
 ) -> None:
     """Answer requests until the pool goes away."""
     _die_with_parent()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(group[1]), LOCAL_RANK=str(rank))
     output = (folder / "output").open("w", buffering=1)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
@@ -409,7 +373,7 @@ def serve(
     torch.set_num_threads(1)
     # What the server imported never dies: no collection and no walk over the heap need see it.
     gc.freeze()
-    me = _Rank(rank, world_size, port, group_timeout, backend)
+    me = _Rank(rank, *group)
     while True:
         try:
             request = connection.recv_bytes()
@@ -420,8 +384,9 @@ def serve(
 
 def _answer(me: _Rank, request: bytes) -> bytes:
     try:
-        group, function, args, kwargs = pickle.loads(request)
-        me.join(group)
+        in_group, function, args, kwargs = pickle.loads(request)
+        if in_group:
+            me.join()
         random.seed(0)
         torch.manual_seed(0)
         with warnings.catch_warnings():
@@ -486,14 +451,10 @@ def logged(name: str) -> Iterator[list[str]]:
         logger.setLevel(logging.NOTSET)
 
 
-def mesh(shape: Sequence[int], names: Sequence[str], device: str | None = None) -> DeviceMesh:
-    """``init_device_mesh``, made once in the life of the default group.
-
-    ``device`` is a type; None is what the process computes on.
-    """
-    device = device or device_type()
-    key = ("mesh", tuple(shape), tuple(names), device)
-    return _once(key, lambda: init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names)))
+def mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """``init_device_mesh`` of what the process computes on, made once in the group's life."""
+    make = functools.partial(init_device_mesh, device_type(), tuple(shape))
+    return _once(("mesh", *shape, *names), lambda: make(mesh_dim_names=tuple(names)))
 
 
 def subgroup(ranks: Sequence[int]) -> Any:

@@ -27,10 +27,10 @@ SOURCES = sorted(
 )
 FOLDER = Path(__file__).parents[2] / "build" / "simulated"
 PYTHON = Path(sysconfig.get_paths()["include"])
-FLAGS = (
-    "-std=c++20 -O1 -fPIC -fvisibility=hidden -w -DUSE_DISTRIBUTED -DUSE_C10D_GLOO "
-    "-DTORCH_EXTENSION_NAME=sim"
-).split()
+FLAGS = [
+    *("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w"),
+    *("-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=sim"),
+]
 LIBRARIES = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_python", "c10")]
 JOBS = 2
 

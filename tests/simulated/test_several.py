@@ -195,7 +195,7 @@ def test_a_level_trains_as_on_the_cpu(sim2, ranks2, name, schedule, seed):
 def test_a_level_runs_where_offloaded_parameters_compute(level, dtype):
     """One step where parameters rest on the CPU and compute on the device."""
     net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(here())
-    over = mesh((2,), ("shard",), device="sim")
+    over = mesh((2,), ("shard",))
     model = fully_shard(net, mesh=over, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"init_scale": 64.0} if level == "O1" else {}
