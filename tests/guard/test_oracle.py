@@ -1,6 +1,7 @@
 """Random programs for a guard and a scaler beside plain torch, which skips by what all ranks hold.
 
-Steps alone or together, by their flags or by a norm, of replicas or of a rank's own parameters.
+Steps alone or together, by their flags or by a norm, of replicas or of a rank's own parameters; on
+the CPU, and on simulated devices.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import LockstepError
 from tests.on_ranks import on_ranks
+from tests.place import device_type, here
+from tests.simulated.pools import SCHEDULES
 
 KINDS: list[Callable[..., Any]] = [
     lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
@@ -28,7 +31,10 @@ KINDS: list[Callable[..., Any]] = [
     lambda p: torch.optim.Adagrad(p, 0.01),
     lambda p: torch.optim.Adagrad(p, 0.01, fused=True),
 ]
-MADE: list[Callable[[], Any]] = [StepGuard, lambda: DistGradScaler("cpu", init_scale=1024.0)]
+MADE: list[Callable[[], Any]] = [
+    StepGuard,
+    lambda: DistGradScaler(device_type(), init_scale=1024.0),
+]
 # How far two roundings apart a clip may be: a fused kernel divides by what another multiplies by.
 NEAR = {
     torch.float64: (1e-4, 1e-5),
@@ -74,7 +80,7 @@ def planned(
 
 def perform(made: Any, optimizers: list[Any], call: str, max_norm: float, sharded: Any) -> None:
     """Make the calls of one iteration."""
-    limit = LIMIT if max_norm else torch.tensor(LIMIT)
+    limit = LIMIT if max_norm else torch.full((), LIMIT, device=here())
     by_norm: dict[str, Any] = {"max_norm": max_norm, "skip_above": limit, "sharded": sharded}
     if call == "together":
         made.step_all(optimizers, together=True, sharded=sharded)
@@ -97,25 +103,29 @@ def compare(seed: int) -> None:
     rank, rng = dist.get_rank(), random.Random(seed)
     torch.manual_seed(seed)
     sharded, dtype = rng.random() < 0.5, rng.choice([*NEAR])
-    kinds = rng.choices(KINDS, k=rng.randint(1, 3))
+    kinds = rng.choices(KINDS, k=rng.choice([1, 2, 3, 9]))  # a message of a device has 7 flags
     shapes = [[rng.randint(1, 5) for _ in range(rng.randint(1, 3))] for _ in kinds]
-    mine = [[nn.Parameter(torch.randn(size, dtype=dtype)) for size in sizes] for sizes in shapes]
+    mine = [
+        [nn.Parameter(torch.randn(size, dtype=dtype).to(here())) for size in sizes]
+        for sizes in shapes
+    ]
     theirs = copy.deepcopy(mine)
     own, reference = (
         [kind(of) for kind, of in zip(kinds, each, strict=True)] for each in (mine, theirs)
     )
     made = rng.choice(MADE)()
     made.add_optimizer(*own)
-    made.scale(torch.ones(()))
+    made.scale(torch.ones((), device=here()))
     scale, expected = made.get_scale(), [[0, 0, 0] for _ in own]
     for number in range(rng.randint(2, 5)):
         call, max_norm = rng.choice(CALLS), rng.choice([0.0, 0.5, 1.0, 100.0])
         grads = drawn(rng, dist.get_world_size(), shapes, dtype, sharded)
-        odd = number > 0 and rng.random() < 0.1  # ranks count from their first message
+        # Ranks count from their first message, and a device raises at the next one.
+        odd = number > 0 and rng.random() < 0.1 and device_type() == "cpu"
         where = f"seed {seed}, step {number} ({call})"
         for parameter, right, grad in zip(flat(mine), flat(theirs), flat(grads[rank]), strict=True):
-            parameter.grad = None if grad is None else grad * scale
-            right.grad = None if grad is None else grad.clone()
+            parameter.grad = None if grad is None else grad.to(here()) * scale
+            right.grad = None if grad is None else grad.to(here(), copy=True)
         before = copy.deepcopy(mine)
         if odd and rank == 0:
             made.update(1.0)  # an iteration ahead: every rank raises, and nothing steps
@@ -155,10 +165,19 @@ def compare(seed: int) -> None:
         assert made.get_scale() == scale, where
 
 
+def compare_all(seeds: range) -> None:
+    for seed in seeds:
+        compare(seed)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_programs_on_devices_do_what_plain_torch_does(sim2, schedule, seed) -> None:
+    sim2.run(compare_all, range(100, 116), schedule=schedule, seed=seed, timeout=200)
+
+
 @on_ranks(2)
 def test_programs_do_what_plain_torch_does() -> None:
-    for seed in range(100):
-        compare(seed)
+    compare_all(range(100))
 
 
 @on_ranks("size")
@@ -166,5 +185,4 @@ def test_programs_do_what_plain_torch_does() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("start", range(1000, 6000, 100))
 def test_thousands_of_programs(size: int, start: int) -> None:
-    for seed in range(start, start + (100 if size == 2 else 40)):
-        compare(seed)
+    compare_all(range(start, start + (100 if size == 2 else 40)))

@@ -227,17 +227,6 @@ def test_a_rank_may_have_no_batch_in_the_first_iteration_after_a_restart():
     assert (job.first.item(), job.scaler.get_scale()) == (0.75 if job.odd else 0.5, 1024.0)
 
 
-@on_ranks(4)
-def test_of_a_whole_set_each_is_stepped_by_its_own_flag():
-    """Fused, of which the last overflows on two ranks: a sum of flags that torch's do not take."""
-    trained, scaler = [sgd(fused=True) for _ in range(40)], cpu_scaler()
-    for parameter, _ in trained:
-        bad = parameter is trained[-1][0] and dist.get_rank() in (1, 2)
-        backward(scaler, parameter, INF if bad else 0.25)
-    scaler.step_all([optimizer for _, optimizer in trained])
-    assert [parameter.item() for parameter, _ in trained] == [0.75] * 39 + [1.0]
-
-
 # -- groups ----------------------------------------------------------------------------------------
 
 

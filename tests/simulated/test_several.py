@@ -19,7 +19,7 @@ from distamp.errors import LockstepError
 from distamp.masters import MasterParameters
 from distamp.precision import LEVELS
 from tests.on_ranks import on_devices
-from tests.place import device_type, here
+from tests.place import here
 from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, NAN, error_of
 from tests.simulated.pools import SimPool, under_schedules
@@ -47,22 +47,6 @@ def test_an_overflow_on_either_device_skips_the_step(half):
         scaler.update()
         moved = [(b - weight)[1, 1].item() for b, weight in zip(before, weights, strict=True)]
         assert moved == [0.125 if overflowing is None else 0.0] * 2
-
-
-@on_devices(2)
-def test_each_of_nine_optimizers_is_skipped_by_its_own_overflow():
-    weights = [torch.zeros(1, device="sim", requires_grad=True) for _ in range(9)]
-    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
-    scaler = DistGradScaler("sim", init_scale=2.0)
-    for number in range(3):
-        scaler.scale(torch.stack(weights).sum()).backward()
-        if number and dist.get_rank():
-            weights[7].grad.fill_(torch.inf)
-        scaler.step_all(optimizers)
-        scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    assert [weight.item() == -3.0 for weight in weights] == [True] * 7 + [False, True]
 
 
 def _other_scales(made: Any, optimizer: Any) -> None:
@@ -213,51 +197,6 @@ def test_a_group_of_the_device_alone():
         first, second = pool.run(level, "O1")
         assert first[1] == second[1] == [True, True, False, True, True, True]
         assert all(map(torch.equal, first[0], second[0]))
-
-
-# -- steps by a norm -------------------------------------------------------------------------------
-
-
-def _trained(by: str, how: str, calls: dict[str, Any]) -> Any:
-    """Five steps of two optimizers, of which the third has NaN or inf on the last rank alone.
-
-    The fourth is a spike.
-    """
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(here())
-    optimizers = [torch.optim.AdamW(net[i].parameters(), lr=0.1, **{how: True}) for i in (0, 2)]
-    made: Any = StepGuard()
-    if by == "scaler":
-        made = DistGradScaler(device_type(), init_scale=64.0)
-    x = torch.ones(2, 4, device=here())
-    for number in range(5):
-        net.zero_grad()
-        made.scale(net(x).square().sum() * (1000.0 if number == 3 else 1.0)).backward()
-        if number == 2 and dist.get_rank():
-            net[0].weight.grad[0, 0] = NAN if how == "fused" else INF
-        made.step_all(optimizers, **calls)
-        made.update()
-    counts = [made.step_counts(optimizer) for optimizer in optimizers]
-    told = [(each.taken, each.skipped, each.spikes) for each in counts]
-    return [p.detach() for p in net.parameters()], made.get_scale(), told
-
-
-# The second clips every step, the third none; a norm is of both optimizers.
-CALLS = [{}, {"max_norm": 0.5}, {"max_norm": 90.0, "skip_above": 100.0}]
-
-
-@pytest.mark.parametrize(
-    ("by", "how", "calls", "schedule", "seed"),
-    under_schedules(itertools.product(["guard", "scaler"], ["fused", "foreach"], CALLS)),
-    ids=str,
-)
-def test_it_trains_as_on_the_cpu(sim2, ranks2, by, how, calls, schedule, seed):
-    expected = ranks2.run(_trained, by, "foreach", calls)
-    first, second = expected[0][2]
-    assert first == ((3, 1, 1) if "skip_above" in calls else (4, 1, 0))
-    assert second == (first if calls else (5, 0, 0))
-    found = sim2.run(_trained, by, how, calls, schedule=schedule, seed=seed)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @on_devices(2)
