@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MISSING", "RUNS", "Outcome", "Run", "check"]
+__all__ = ["MISSING", "RUNS", "Outcome", "Run", "check", "tool"]
 
 FOLDER = Path(__file__).parent
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
@@ -134,13 +134,13 @@ def check(run: Run) -> Outcome:
     defines = [f"-D{each}" for each in run.defines.split()]
     with tempfile.TemporaryDirectory() as folder:
         model = FOLDER / f"{run.model}.pml"
-        _tool(["spin", "-a", *defines, str(model)], folder)
+        tool(["spin", "-a", *defines, str(model)], folder)
         # Without optimization where a fault is found after a thousand states.
         level = "-O0" if run.breaks else "-O1"
         options = ["-DSAFETY", "-DCOLLAPSE", "-DNOFAIR", "-DMEMLIM=6000"]
-        _tool(["gcc", level, "-w", *options, "-o", "pan", "pan.c"], folder)
+        tool(["gcc", level, "-w", *options, "-o", "pan", "pan.c"], folder)
         start = time.perf_counter()
-        said = _tool(["./pan", "-m1000000"], folder)
+        said = tool(["./pan", "-m1000000"], folder)
         seconds = time.perf_counter() - start
     found = re.search(r"pan:\d+: (.*) \(at depth", said)
     if found is None and (
@@ -157,7 +157,8 @@ def check(run: Run) -> Outcome:
     )
 
 
-def _tool(command: list[str], folder: str) -> str:
+def tool(command: list[str], folder: str) -> str:
+    """What it says, where it is found to be right."""
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

@@ -6,10 +6,10 @@ what it steps; the same calls on a `DistGradScaler` or
 stored in walks.json, for machines without SPIN; ``python -m tests.model --store`` writes it anew.
 """
 
+import itertools
 import json
 import math
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import GradientError
-from tests.model.check import FOLDER
+from tests.model.check import FOLDER, tool
 
 __all__ = ["DRAWN", "STORED", "Call", "Program", "draw", "run", "version", "walks"]
 
@@ -72,37 +72,26 @@ class Program:
 def draw(model: str, ranks: int, defines: str) -> list[list[Program]]:
     """The stored programs, one a rank, which all end by themselves."""
     stored = json.loads(STORED.read_text())[f"{model} RANKS={ranks} {defines}"]
-    found = [_program(ranks, lines) for lines in stored]
-    return [program for program in found if program is not None]
+    return [program for lines in stored if (program := _program(ranks, lines))]
 
 
 def version() -> str:
     """SPIN's own words; another version may walk otherwise."""
-    said = subprocess.run(["spin", "-V"], capture_output=True, text=True, check=True).stdout
-    return said.strip()
+    return tool(["spin", "-V"], ".").strip()
 
 
 def walks(model: str, ranks: int, defines: str) -> list[list[str]]:
     """What SPIN prints of so many random walks through the model as it is."""
-    drawn: list[list[str]] = []
-    for seed in range(1, 20 * COUNT):
-        if len(drawn) == COUNT:
-            break
-        lines = _walk(model, ranks, seed, defines)
-        program = _program(ranks, lines)
-        # Where a rank waits for one that is gone, no rank of a pool may follow.
-        if program is not None and any(each.steps for each in program):
-            drawn.append(lines)
-    return drawn
+    drawn = (_walk(model, ranks, seed, defines) for seed in range(1, 20 * COUNT))
+    # Where a rank waits for one that is gone, no rank of a pool may follow.
+    fit = (lines for lines in drawn if any(each.steps for each in _program(ranks, lines) or ()))
+    return list(itertools.islice(fit, COUNT))
 
 
 def _walk(model: str, ranks: int, seed: int, defines: str) -> list[str]:
     told = [f"-D{each}" for each in ("PROGRAMS", f"RANKS={ranks}", *defines.split())]
-    command = ["spin", f"-n{seed}", "-T", *told, str(FOLDER / f"{model}.pml")]
     with tempfile.TemporaryDirectory() as folder:  # SPIN writes beside where it runs
-        said = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
-        ).stdout
+        said = tool(["spin", f"-n{seed}", "-T", *told, str(FOLDER / f"{model}.pml")], folder)
     lines = [line.split() for line in said.splitlines() if re.match(r" *\d [A-Za-z]", line)]
     return [" ".join(words) for words in lines if words[1] != "processes"]
 
@@ -156,18 +145,15 @@ def run(
 ) -> list[tuple[list[tuple[int, bool, float]], bool]]:
     """On one rank: do what each program says; return the steps, and whether it raised."""
     done = []
+    low, first, high = SCALES.values()
+    scales = {"init_scale": first, "growth_interval": 1, "min_scale": low, "max_scale": high}
     for program in programs:
-        made: Any = _Guard(max_consecutive_skips=limit)
-        if model == "scaler":
-            low, first, high = SCALES.values()
-            made = _Scaler(
-                "cpu", init_scale=first, growth_interval=1, min_scale=low, max_scale=high
-            )
+        guarded = model == "guard"
+        made = _Guard(max_consecutive_skips=limit) if guarded else _Scaler("cpu", **scales)
         steps: list[tuple[int, bool, float]] = []
         raised = False
         try:
-            for step in _steps(made, program[dist.get_rank()].calls):
-                steps.append(step)
+            steps.extend(_steps(made, program[dist.get_rank()].calls))
         except RuntimeError:
             raised = True
         done.append((steps, raised))
@@ -183,13 +169,12 @@ def _steps(made: Any, calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]
         over = [index for index in range(2) if call.over >> index & 1]
         by_norm = call.name == "STEP_BY_NORM"
         for place, index in enumerate(over):
-            value = math.nan if call.found >> index & 1 else 1.0
-            if by_norm:
-                value = (1.0, 1e6, math.nan)[call.found] if place == 0 else 1.0
+            bad = call.found * (place == 0) if by_norm else 2 * (call.found >> index & 1)
+            value = (1.0, 1e6, math.nan)[bad]
             if by_norm or not made.is_unscaled(optimizers[index]):
                 weights[index].grad = torch.full((3,), value)
         made.fails = call.error
-        given = [optimizers[index] for index in over]
+        given, clipped = ([these[index] for index in over] for these in (optimizers, weights))
         before = [weight.detach().clone() for weight in weights]
         counts = [made.step_counts(optimizer) for optimizer in optimizers]
         scale = made.get_scale()
@@ -200,9 +185,7 @@ def _steps(made: Any, calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]
                 case "UNSCALE_":
                     made.unscale_(*given)
                 case "CLIP_GRAD_NORM_":
-                    made.clip_grad_norm_(
-                        given[0] if len(given) == 1 else [weights[index] for index in over], 1.0
-                    )
+                    made.clip_grad_norm_(given[0] if len(given) == 1 else clipped, 1.0)
                 case "UPDATE":
                     made.update()
                 case "UPDATE_TO":

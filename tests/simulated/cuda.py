@@ -38,7 +38,7 @@ def _complete_torch_cuda() -> None:
     from tests.simulated import device
 
     native = device.native()
-    functions = {
+    names = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -58,11 +58,10 @@ def _complete_torch_cuda() -> None:
         "get_device_properties": lambda _=None: SimpleNamespace(
             total_memory=1 << 34, multi_processor_count=1
         ),
+        "Stream": torch.Stream,
+        "Event": torch.Event,
     }
-    for name, function in functions.items():
-        setattr(torch.cuda, name, function)
-    torch.cuda.Stream = torch.Stream  # type: ignore[misc, assignment]
-    torch.cuda.Event = torch.Event  # type: ignore[misc, assignment]
+    vars(torch.cuda).update(names)
     torch._C._cuda_getDevice = native.current_device
     torch._C._cuda_setDevice = native.set_device
     _take_groups()

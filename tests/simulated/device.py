@@ -5,9 +5,10 @@ A process that has loaded it can never be without it again, so tests run in proc
 """
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,6 @@ __all__ = [
     "load",
     "native",
     "peek",
-    "pending",
     "refuse",
     "schedule",
     "seed_all",
@@ -58,11 +58,9 @@ def load(path: str, devices: int = 4, name: str = "sim") -> None:
     if _native is not None:
         return
     os.environ.update(SIM_DEVICES=str(devices), SIM_NAME=name)
-    spec = importlib.util.spec_from_file_location("sim", path)
-    assert spec is not None
-    assert spec.loader is not None
-    _native = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(_native)
+    loader = importlib.machinery.ExtensionFileLoader("sim", path)
+    _native = importlib.util.module_from_spec(importlib.util.spec_from_loader("sim", loader))
+    loader.exec_module(_native)
     if name == "sim":
         torch.utils.rename_privateuse1_backend("sim")
         torch._register_device_module("sim", _module())
@@ -102,8 +100,7 @@ def schedule(name: str, seed: int = 0) -> None:
 
 def take_counts() -> dict[str, int]:
     """The host syncs of this process by kind since the last call."""
-    counts: dict[str, int] = _native.take_counts()
-    return counts
+    return _native.take_counts()
 
 
 @contextlib.contextmanager
@@ -127,14 +124,7 @@ def refuse(*kinds: str) -> Iterator[None]:
 
 def peek(tensor: Tensor) -> Tensor:
     """What lies in a device tensor now, whatever is still to come; no sync."""
-    found: Tensor = _native.peek(tensor)
-    return found
-
-
-def pending() -> int:
-    """How many jobs wait in all streams of all devices."""
-    jobs: int = _native.pending_jobs()
-    return jobs
+    return _native.peek(tensor)
 
 
 def drain() -> None:
@@ -145,8 +135,7 @@ def drain() -> None:
 
 def without_meta() -> Mapping[str, int]:
     """The ops that had to run at once because no Meta kernel tells their shape, and how often."""
-    ops: Mapping[str, int] = _native.without_meta()
-    return ops
+    return _native.without_meta()
 
 
 # -- torch.sim ------------------------------------------------------------------------------------
@@ -154,18 +143,14 @@ def without_meta() -> Mapping[str, int]:
 
 def index_of(device: Any) -> int:
     """The number of a device given as torch takes it; the current one for None."""
-    if device is None:
-        return int(_native.current_device())
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
     return int(_native.current_device()) if index is None else index
 
 
 def _module() -> ModuleType:
     """What torch and its wrappers look for in the module of a device type."""
     module = ModuleType("torch.sim", "The simulated accelerator.")
-    functions: dict[str, Callable[..., Any]] = {
+    names: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
@@ -178,7 +163,7 @@ def _module() -> ModuleType:
         "current_stream": torch.accelerator.current_stream,
         "default_stream": default_stream,
         "set_stream": torch.accelerator.set_stream,
-        "stream": _on_stream,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
         "synchronize": torch.accelerator.synchronize,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
         "manual_seed": lambda seed: _generator(None).manual_seed(seed),
@@ -186,11 +171,10 @@ def _module() -> ModuleType:
         "get_rng_state": lambda device=None: _generator(device).get_state(),
         "set_rng_state": lambda state, device=None: _generator(device).set_state(state),
         "empty_cache": lambda: None,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
     }
-    for name, function in functions.items():
-        setattr(module, name, function)
-    module.Stream = torch.Stream  # type: ignore[attr-defined]
-    module.Event = torch.Event  # type: ignore[attr-defined]
+    vars(module).update(names)
     return module
 
 
@@ -201,13 +185,8 @@ def default_stream(device: Any = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=index_of(device), device_type=ours.device_type)
 
 
-def _on_stream(stream: torch.Stream | None) -> Any:
-    return contextlib.nullcontext() if stream is None else stream
-
-
 def _generator(device: Any) -> torch.Generator:
-    generator: torch.Generator = _native.default_generator(index_of(device))
-    return generator
+    return _native.default_generator(index_of(device))
 
 
 def seed_all(seed: int) -> None:

@@ -5,10 +5,10 @@ This module is for the pytest process, which never loads the accelerator itself.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from tests import ranks
 from tests.simulated import build, cuda
 
-__all__ = ["DEVICES", "SCHEDULES", "Scheduled", "SimPool", "under_schedules"]
+__all__ = ["DEVICES", "SCHEDULES", "SimPool", "under_schedules"]
 
 DEVICES = 4
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
@@ -52,7 +52,7 @@ class SimPool:
     def __init__(self, world_size: int, *, name: str = "sim", **options: Any) -> None:
         path = str(build.library())
         self.world_size = world_size
-        self._name = name
+        self._schedule = SCHEDULES[0]
         if name == "cuda":
             if torch.version.cuda is not None:
                 raise build.Unavailable("this torch has kernels of its own under CUDA's name")
@@ -67,14 +67,11 @@ class SimPool:
         self,
         function: Callable[..., Any],
         *args: Any,
-        schedule: str = "late",
+        schedule: str | None = None,
         seed: int = 0,
-        group: str | None = None,
-        timeout: float | None = None,
-        may_die: Collection[int] = (),
-        **kwargs: Any,
+        **options: Any,
     ) -> list[Any]:
-        """Run ``function(*args, **kwargs)`` in every process and return what each returned.
+        """Run ``function(*args)`` in every process and return what each returned.
 
         Whatever is pending when the function returns is run, and an error that then comes out
         counts as the function's own. Device tensors in the result come back on the CPU.
@@ -84,53 +81,25 @@ class SimPool:
             args: picklable.
             schedule: ``"late"``, ``"eager"`` or ``"random"``.
             seed: of the random schedule; each rank adds its number.
-            group: as for `RankPool.run`; by default ``"none"`` in one process.
-            timeout: seconds after which the call counts as hung.
-            may_die: ranks whose death is part of the test.
-            kwargs: picklable.
+            options: those of `RankPool.run`; in one process there is by default no group.
         """
-        if group is None:
-            group = "none" if self.world_size == 1 else "default"
-        return self.pool.run(
-            _call,
-            function,
-            args,
-            kwargs,
-            schedule,
-            seed,
-            group=group,
-            timeout=timeout,
-            may_die=may_die,
-        )
+        chosen = (schedule, seed) if schedule else self._schedule
+        group = "none" if self.world_size == 1 else "default"
+        return self.pool.run(_call, function, args, *chosen, **{"group": group, **options})
 
     def one(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What the function returned in the first process: `run`, where there is only one."""
         return self.run(function, *args, **options)[0]
 
-    def under(self, schedule: str, seed: int = 0) -> Scheduled:
-        """The same processes with this schedule at every call."""
-        return Scheduled(self, schedule, seed)
+    def under(self, schedule: str, seed: int = 0) -> SimPool:
+        """The same processes with this schedule, where a call names none."""
+        there = copy.copy(self)
+        there._schedule = schedule, seed
+        return there
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
         self.pool.close()
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """A pool and the schedule of all its calls, for what takes a `tests.ranks.RankPool`."""
-
-    sim: SimPool
-    schedule: str
-    seed: int
-
-    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """As `SimPool.run`."""
-        return self.sim.run(function, *args, schedule=self.schedule, seed=self.seed, **options)
-
-    def close(self) -> None:
-        """As `SimPool.close`."""
-        self.sim.close()
 
 
 def _serve(path: str, *args: Any) -> None:
@@ -140,19 +109,13 @@ def _serve(path: str, *args: Any) -> None:
     ranks.serve(*args)
 
 
-def _call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    schedule: str,
-    seed: int,
-) -> Any:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], schedule: str, seed: int) -> Any:
     from tests.simulated import device
 
     rank = int(os.environ["RANK"])
     torch.accelerator.set_device_index(rank % DEVICES)
     device.schedule(schedule, seed + rank)
     device.take_counts()
-    value = function(*args, **kwargs)
+    value = function(*args)
     device.drain()
     return tree_map_only(Tensor, lambda t: t.cpu(), value)
