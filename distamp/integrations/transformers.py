@@ -64,6 +64,11 @@ class DistTrainerMixin:
         wanted = {name: value for name, value in self._distamp.items() if value is not None}
         prepare(self.accelerator, **wanted)  # type: ignore[attr-defined]
 
+    def _save_scaler(self, output_dir: str) -> None:
+        # A guard's state is empty, and a plain Trainer in bf16 has nothing that would load it.
+        if scales(self.accelerator.scaler):  # type: ignore[attr-defined]
+            super()._save_scaler(output_dir)  # type: ignore[misc]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         stepper = self.accelerator.scaler  # type: ignore[attr-defined]
         if "loss" in logs:

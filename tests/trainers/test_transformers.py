@@ -123,8 +123,9 @@ def train(
     class Theirs(Faulty):
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-            self.accelerator.native_amp = True
+            if self.args.fp16:  # a Trainer makes no scaler on a CPU
+                self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+                self.accelerator.native_amp = True
 
     args = arguments_of(folder, **(ARGUMENTS | arguments))
     given |= ({"scaler_settings": {"init_scale": SCALE}} | (mixin or {})) if ours else {}
@@ -185,6 +186,18 @@ def test_a_checkpoint_of_either_goes_on_in_the_other(
     (tmp_path / f"checkpoint-{STEPS}").rename(tmp_path / "last")
     resumed, _ = ranks2.run(train, folder, ours=then, fault=None, resume=True, max_grad_norm=0.0)
     assert resumed.global_step == STEPS
+    assert resumed.weights == whole.weights
+
+
+@pytest.mark.parametrize(("first", "then"), [(True, False), (False, True)])
+def test_a_checkpoint_in_bf16_goes_on_in_the_other_too(
+    ranks2, tmp_path: Path, first: bool, then: bool
+):
+    given = {"fault": None, "fp16": False, "bf16": True, "mixin": {"scaler_settings": {}}}
+    given |= {"save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0}
+    whole, _ = ranks2.run(train, str(tmp_path), ours=first, **given)
+    (tmp_path / f"checkpoint-{STEPS}").rename(tmp_path / "last")
+    resumed, _ = ranks2.run(train, str(tmp_path), ours=then, resume=True, **given)
     assert resumed.weights == whole.weights
 
 
