@@ -191,8 +191,12 @@ class Precision:
         """
         param, compute = _SHORT[self.param], _SHORT[self.compute]
         either = tuple(dict.fromkeys(("fp32", compute)))
+        # torchao sends the scales of rows in float64.
+        sent = (*either, "fp64") if self.float8 == "rowwise" else either
         modules = {
-            _WRAPPERS.sub("", name) or "*": each for m in models for name, each in m.named_modules()
+            _WRAPPERS.sub("", name).rstrip(".") or "*": each
+            for m in models
+            for name, each in m.named_modules()
         }
         norms = [name for name, each in modules.items() if "BatchNorm" in type(each).__name__]
         kept = norms if self.casts_model and self.keep_batchnorm_fp32 else []
@@ -211,11 +215,12 @@ class Precision:
             "compute": compute if self.float8 is None else (compute, "fp8"),
             "norms": either,
             "gather": (*either, "fp8")[: 3 if self.float8_all_gather else 2]
-            if self.autocasts
+            # FSDP gathers the next unit while this one runs, so what is kept shows anywhere.
+            if self.autocasts or kept or pins
             else compute,
             # A policy may reduce in more, as FSDP's pages advise.
             "reduce": either if self.casts_model else _SHORT[self.reduce],
-            "activations": either if self.autocasts else compute,
+            "activations": sent if self.autocasts else compute,
             "masters": steps,
             "optimizer_state": steps,
             "modules": {

@@ -99,7 +99,11 @@ def test_what_o0_says_of_itself_may_be_said():
 
 @pytest.mark.parametrize(
     ("level", "changed", "says"),
-    [("O2", {"compute": BF16}, "autocast casts from float32")]
+    [
+        ("O2", {"compute": BF16}, "autocast casts from float32"),
+        ("bf16-O2", {"float8": "tensorwise"}, "take fp8"),
+        ("fp8-rowwise", {"float8_all_gather": True}, "one scale for each weight"),
+    ]
     + [("O0", {f: torch.int8}, f) for f in ("param", "compute", "reduce", "output")],
 )
 def test_rows_that_cannot_be_made(level, changed, says):

@@ -235,12 +235,14 @@ class Observer(Follower):
         if "send" in name:
             return "activations", owner.module, phase
         if phase == "backward":
-            parameter = _handed_to(node)
+            # What a reentrant checkpoint was given is a leaf, and no parameter.
+            leaf = _handed_to(node)
+            parameter = self.parameters.get(id(leaf))
             if parameter is None and node is not None:
                 return "activations", owner.module, phase
             # A bucket is no single parameter's.
-            alone = parameter is not None and parameter.numel() == sent.numel()
-            return "reduce", self.parameters.get(id(parameter), "")[0] if alone else "", phase
+            alone = leaf is not None and leaf.numel() == sent.numel()
+            return "reduce", parameter[0] if parameter and alone else "", phase
         if stored is not None:
             return "gather", stored, phase
         if self.frames() or self._inside("DistributedDataParallel"):
@@ -296,7 +298,7 @@ def _is_norm(module: nn.Module | None) -> bool:
 
 
 def _handed_to(node: Any) -> Tensor | None:
-    """The parameter whose gradient an autograd node only hands on."""
+    """The leaf whose gradient an autograd node only hands on."""
     while node is not None and not hasattr(node, "variable"):
         behind = [each for each, _ in node.next_functions if each is not None]
         if len(behind) != 1 or _HANDS_ON.fullmatch(type(node).__name__) is None:

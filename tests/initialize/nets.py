@@ -2,17 +2,21 @@
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F  # noqa: N812
 
+from distamp import cast_model, initialize
 from distamp.initialize import Amp
+from tests.initialize.cells import wrapped
 
 CONTEXT = 4
+SCALE = 2.0**10
 
 
 class Net(nn.Module):
@@ -73,3 +77,37 @@ def backward(amp: Amp, batch: tuple[Tensor, Tensor], factor: float = 1.0, **opti
     loss = loss_of(logits, batch[1]) * factor
     amp.backward(loss, **options)
     return loss.item()
+
+
+def train(amp: Amp, given: Iterable[Any], max_norm: float | None = None) -> list[float]:
+    """The losses of steps as a user writes them."""
+    losses = []
+    for batch in given:
+        amp.zero_grad()
+        losses.append(backward(amp, batch))
+        amp.step(max_norm=max_norm)
+    return losses
+
+
+def made_in(layout: str, level: str) -> Amp:
+    """A model at a level in a layout, in which its wrapper may cast by a policy of its own."""
+    kind, _, more = layout.partition(", ")
+    model: Any = net(batchnorm=False)
+    if more != "policy":
+        cast_model(model, level)
+    adams: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    if kind == "OSS":
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim.oss import OSS
+
+        optimizer: Any = OSS(model.parameters(), optim=torch.optim.Adam, **adams)
+        model = ShardedDataParallel(model, optimizer)
+    elif kind == "ZeRO":
+        model = wrapped(model, "DDP", None, "")
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **adams)
+    else:
+        model = wrapped(model, kind, torch.float16 if more == "policy" else None, "")
+        optimizer = adam(model)
+    settings: dict[str, Any] = {"init_scale": SCALE} if level in ("O1", "O2") else {}
+    settings |= {"comm_hook": more.split()[0]} if "hook" in more else {}
+    return initialize(model, optimizer, level, **settings)

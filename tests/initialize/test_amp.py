@@ -9,10 +9,9 @@ from torch import Tensor, nn
 import distamp
 from distamp import initialize
 from distamp.errors import LossScaleCollapse, StageError
-from tests.initialize.nets import adam, backward, batches, loss_of, net, values
+from tests.initialize.nets import SCALE, adam, backward, batches, loss_of, net, train, values
 
 STEPS = 6
-SCALE = 2.0**10
 LEVELS = ("O0", "O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3")
 BATCH = next(batches(1))
 
@@ -29,15 +28,10 @@ def stepped(amp: Any) -> list[nn.Parameter]:
     return [p for group in amp.optimizers[0].param_groups for p in group["params"]]
 
 
-def train(level: str, clip: float | None = None) -> tuple[list[float], list[Tensor]]:
+def trained(level: str, clip: float | None = None) -> tuple[list[float], list[Tensor]]:
     """Losses, and what the optimizer steps."""
-    amp, losses = made(level), []
-    for batch in batches(STEPS):
-        amp.zero_grad()
-        losses.append(backward(amp, batch))
-        if clip is not None:
-            amp.clip_grad_norm_(clip)
-        assert amp.step()
+    amp = made(level)
+    losses = train(amp, batches(STEPS), clip)
     for parameter, master in zip(amp.model.parameters(), stepped(amp), strict=False):
         assert torch.equal(parameter, master.to(parameter.dtype))
     return losses, [p.detach() for p in stepped(amp)]
@@ -68,7 +62,7 @@ def by_hand(dtype: torch.dtype | None, clip: float | None = None) -> tuple[list[
     ("level", "dtype"), [("O0", None), ("O1", torch.float16), ("bf16", torch.bfloat16)]
 )
 def test_a_level_with_float32_weights_is_torchs_own_loop_to_the_bit(level, dtype, clip):
-    (ours, weights), (theirs, wanted) = train(level, clip), by_hand(dtype, clip)
+    (ours, weights), (theirs, wanted) = trained(level, clip), by_hand(dtype, clip)
     if clip is None:
         assert ours == theirs
         assert all(map(torch.equal, weights, wanted))
@@ -80,7 +74,7 @@ def test_a_level_with_float32_weights_is_torchs_own_loop_to_the_bit(level, dtype
 def test_every_level_learns_what_fp32_learns(level):
     # O3 makes no promise: builds of torch whose kernels round otherwise part by 3 %.
     within = 5e-2 if level == "O3" else 2e-2
-    assert train(level)[0] == pytest.approx(by_hand(None)[0], rel=within)
+    assert trained(level)[0] == pytest.approx(by_hand(None)[0], rel=within)
 
 
 @pytest.mark.parametrize("level", LEVELS)

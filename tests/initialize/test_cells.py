@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.initialize.cells import CELLS, LAYOUTS, judge, level_of, reference
-from tests.initialize.compare_levels import Cell, outcomes, table
+from tests.initialize.cells import CELLS, LAYOUTS, LEVELS, judge, level_of, reference
+from tests.initialize.compare_levels import Cell, outcomes
 from tests.ranks import RankPool
 
 
@@ -22,6 +22,13 @@ def test_twelve_cells_drawn_are_right_or_refused(ranks4: RankPool):
     assert wrong(random.sample([each for each in CELLS if each[2] != "compile"], 12), ranks4) == []
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_level_keeps_its_contract(ranks4: RankPool, layout):
+    cells = [(level, layout, "nothing") for level in LEVELS]
+    cells += [("O2", layout, "pins"), ("bf16", layout, "reentrant checkpoint")]
+    assert wrong(cells, ranks4) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -29,49 +36,34 @@ def test_every_cell_is_right_or_refused(ranks4: RankPool, layout):
     assert wrong([each for each in CELLS if each[1] == layout], ranks4) == []
 
 
-Change = Callable[[list[Tensor], dict[str, set[str]]], Any]
-
-
-def _all(change: Change) -> Change:
-    """What every rank answers, where all changed the right parameters and dtypes alike."""
-    return lambda found, ran: [("ran", change(found, ran))] * 4
-
-
-FLOAT8 = {"bfloat16", "float8_e4m3fn"}
-# Of a level: what ranks answer, and what is said of it.
-ANSWERS: list[tuple[str, Change, str]] = [
-    ("bf16", _all(lambda found, ran: (found, ran)), ""),
-    ("bf16", _all(lambda found, ran: ([p * 1.1 for p in found], ran)), "off by"),
-    ("bf16", _all(lambda found, ran: ([p * torch.nan for p in found], ran)), "ranks have parted"),
-    ("bf16", _all(lambda found, ran: (found, {"hidden": {"float32"}})), "hidden computes in"),
-    ("bf16", _all(lambda found, ran: (found, {"hidden": {"bfloat16", "float32"}})), "hidden comp"),
-    ("bf16", _all(lambda found, ran: (found, {})), "no product"),
-    ("fp8", _all(lambda found, ran: (found, ran | {"first": FLOAT8})), ""),
-    ("fp8", _all(lambda found, ran: (found, ran | {"first": {"bfloat16"}})), "first computes in"),
-    (
+# What each rank answers, of the parameters that are right and of a contract that is kept.
+ANSWERS: dict[str, tuple[str, Callable[[list[Tensor]], Any], str]] = {
+    "right": ("bf16", lambda right: [("ran", (right, {}))] * 4, ""),
+    "no number": (
         "bf16",
-        lambda found, ran: (
-            [("ran", (found, ran))] * 3 + [("ran", ([*found[:-1], found[-1] + 1e-9], ran))]
-        ),
+        lambda right: [("ran", ([p * torch.nan for p in right], {}))] * 4,
         "ranks have parted",
     ),
-    ("bf16", lambda *_: [("refused", "why")] * 3 + [("raised", "x")], "why"),
-    ("bf16", lambda *_: [("raised", "RuntimeError: x")] * 4, "RuntimeError"),
-]
+    "far off": ("bf16", lambda right: [("ran", ([p * 1.1 for p in right], {}))] * 4, "off by"),
+    "closer than float8": ("fp8", lambda right: [("ran", (right, {}))] * 4, "off by 0"),
+    "another dtype": (
+        "bf16",
+        lambda right: [("ran", (right, {"compute": "fp32"}))] * 4,
+        "contract is broken: {'compute'",
+    ),
+    "one rank": (
+        "bf16",
+        lambda right: [("ran", (right, {}))] * 3 + [("ran", ([p + 1e-9 for p in right], {}))],
+        "ranks have parted",
+    ),
+    "one raises": ("bf16", lambda right: [("refused", "why")] * 3 + [("raised", "x")], "why"),
+    "all raise": ("bf16", lambda right: [("raised", "RuntimeError: x")] * 4, "RuntimeError"),
+}
 
 
-@pytest.mark.parametrize(("level", "answers", "says"), ANSWERS)
-def test_what_is_not_right_is_seen(level, answers, says):
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_is_not_right_is_seen(name):
+    level, answers, says = ANSWERS[name]
     both = reference(level_of(level), "nothing")
-    ran = {"output" if level == "fp8" else "hidden": {"bfloat16"}}
-    outcome = judge(level, "DDP", "nothing", answers(both[len(both) // 2 :], ran))
+    outcome = judge(level, "DDP", "nothing", answers(both[len(both) // 2 :]))
     assert (outcome.kind, says in outcome.said) == ("wrong" if says else "right", True)
-
-
-def test_the_page_counts_each_kind():
-    refused = judge("O0", "plain", "LoRA", [("refused", "SettingError: take bf16")] * 4)
-    assert refused.kind == "refused"
-    page = table({("O0", "plain", "LoRA"): refused})
-    assert "1 cells of" in page
-    assert "0 right, 1 refused, 0 wrong" in page
-    assert "1 x, first O0, plain, LoRA: SettingError: take bf16" in page

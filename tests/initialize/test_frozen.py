@@ -45,21 +45,6 @@ def gradients(model: nn.Module, level: str) -> list[Tensor]:
     return [getattr(g, "full_tensor", lambda g=g: g)().float() for g in found]
 
 
-def test_half_base_that_is_frozen_breaks_no_contract():
-    model = adapted(BF16)
-    amp = initialize(model, torch.optim.SGD(trained(model), lr=0.1), "bf16")
-
-    def step() -> None:
-        with amp.autocast():
-            logits = amp.model(BATCH[0])
-        amp.backward(loss_of(logits, BATCH[1]))
-        amp.step()
-
-    assert not amp.check(step)
-    model.requires_grad_(True)
-    assert "parameters" in str(amp.check(step))
-
-
 @pytest.mark.parametrize("kind", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
 @pytest.mark.parametrize("base", [F16, BF16])
 @pytest.mark.parametrize("level", ["O1", "bf16"])

@@ -7,34 +7,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import (
-    fully_shard,
-)
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DataParallel, cast_model, initialize
+from distamp import DataParallel, initialize
 from distamp.comm_hooks import register
 from distamp.errors import StageError
 from distamp.initialize import Amp
 from tests.collectives import count_collectives
 from tests.comm_hooks.training import agreed
+from tests.initialize import nets
 from tests.initialize.cells import whole, wrapped
-from tests.initialize.nets import adam, backward, batches, loss_of, net
+from tests.initialize.nets import SCALE, adam, backward, batches, loss_of, made_in, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
-SCALE = 2.0**10
 STEPS = 4
 FAULT = 1
-CPU = torch.device("cpu")
 HALF, FULL = torch.float16, torch.float32
 
 
 LAYOUTS = {
     "plain": ("O1", "O2", "O3", "bf16"),
     "DDP": ("O1", "O2", "O3", "bf16"),
-    "DDP, fp16 hook": ("O1",),
+    "DDP, fp16 hook": ("O1", "bf16"),
+    "DDP, int8 hook": ("bf16",),
     "ZeRO": ("O1", "O3", "bf16"),
     "OSS": ("O1", "O3", "bf16"),
     "FSDP1": ("O1", "O3", "bf16"),
@@ -42,30 +39,6 @@ LAYOUTS = {
     "FSDP1, policy": ("O2",),
     "FSDP2, policy": ("O2",),
 }
-
-
-def made(layout: str, level: str) -> Amp:
-    """A model at a level in a layout, in which its wrapper may cast by a policy of its own."""
-    kind, _, more = layout.partition(", ")
-    model: Any = net(batchnorm=False)
-    if more != "policy":
-        cast_model(model, level)
-    adams: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
-    if kind == "OSS":
-        from fairscale.nn.data_parallel import ShardedDataParallel
-        from fairscale.optim.oss import OSS
-
-        optimizer: Any = OSS(model.parameters(), optim=torch.optim.Adam, **adams)
-        model = ShardedDataParallel(model, optimizer)
-    elif kind == "ZeRO":
-        model = wrapped(model, "DDP", None, "")
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **adams)
-    else:
-        model = wrapped(model, kind, HALF if more == "policy" else None, "")
-        optimizer = adam(model)
-    settings: dict[str, Any] = {"init_scale": SCALE} if level in ("O1", "O2") else {}
-    settings |= {"comm_hook": "fp16"} if "hook" in more else {}
-    return initialize(model, optimizer, level, **settings)
 
 
 def share(batch: tuple[Tensor, ...], layout: str) -> Any:
@@ -90,10 +63,12 @@ def train(amp: Amp, layout: str) -> tuple[list[float], list[bool], list[Tensor]]
 
 
 def trained(layout: str, level: str) -> Any:
-    amp = made(layout, level)
+    amp = made_in(layout, level)
     # Of a wrapper that casts, the float32 shards are the masters.
     assert bool(amp.masters) is (level == "O2" and "policy" not in layout)
     found = *train(amp, layout), amp.scaler.get_scale()
+    breaches = amp.check(lambda: nets.train(amp, [share(next(batches(1)), layout)], 0.5))
+    assert not breaches, str(breaches)
     for hook in amp.comm_hooks:
         amp.scaler.detach(hook)  # raises where it was not attached
     return found
@@ -127,7 +102,7 @@ def test_accumulating_without_syncing_comes_to_the_same_and_sends_less(layout, l
     """One step in two microbatches, the first without syncing, beside syncing both."""
     outcomes, counts = [], []
     for paused in (True, False):
-        amp = made(layout, level)
+        amp = made_in(layout, level)
         parts = zip(*(t.chunk(2) for t in share(next(batches(1)), layout)), strict=True)
         with count_collectives() as counter:
             for number, part in enumerate(parts):
@@ -168,7 +143,7 @@ def test_a_hook_that_was_registered_by_hand_is_attached(layout):
 @on_ranks(2)
 def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not():
     """A second pass through one graph; and a GAN's way, where each forward has one pass."""
-    amp, (context, following) = made("DDP", "O1"), next(batches(1))
+    amp, (context, following) = made_in("DDP", "O1"), next(batches(1))
     logits = amp.model(context)
     amp.backward(loss_of(logits, following), retain_graph=True)
     with pytest.raises(StageError, match="Add the losses up"):
@@ -188,7 +163,7 @@ def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not():
 
 @on_ranks(2)
 def test_passes_that_ddps_own_no_sync_does_not_reduce_may_be_two():
-    amp, (context, following) = made("DDP", "O1"), next(batches(1))
+    amp, (context, following) = made_in("DDP", "O1"), next(batches(1))
     with amp.model.no_sync():  # type: ignore[operator]
         logits = amp.model(context)
         amp.backward(loss_of(logits, following), retain_graph=True)

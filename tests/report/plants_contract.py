@@ -1,4 +1,4 @@
-"""Thirty-four breaches of a declared precision, planted as people make them; for a score.
+"""Thirty-five breaches of a declared precision, planted as people make them; for a score.
 
 Written before the tool that is scored had been seen, and put into one table since. The first five
 are made as the code did of which people complained. A plant says what is declared, and what a right
@@ -363,6 +363,13 @@ PLANTS: tuple[Breach, ...] = (
         "sequence parallel sends fp32",
         2,
         SENDS_FP32,
+        "fp32",
+        lambda: trained(parallel(_net(), mesh((2,), ("tp",)), sequence=True)),
+    ),
+    Breach(
+        "partial gradients that the optimizer adds up",
+        2,
+        {"reduce": "bf16"},
         "fp32",
         lambda: trained(parallel(_net(), mesh((2,), ("tp",)), sequence=True)),
     ),

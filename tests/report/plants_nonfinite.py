@@ -11,6 +11,7 @@ all), forward or backward, the ranks, and the micro-batch.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,18 +48,12 @@ _VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _IMAGES = {"intermediate_size": 32, "image_size": 8, "patch_size": 4, "num_labels": 4}
 
 
-class ConvNet(nn.Module):
+def conv() -> nn.Module:
     """Two convolutions with batch norms, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.head(self.pool(self.body(self.stem(pixel_values))).flatten(1))
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    ends = {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(8, 4)}
+    return nn.Sequential(OrderedDict(stem=stem, body=body, **ends))
 
 
 # By name, the class in transformers, its configuration, and which arguments take the inputs.
@@ -83,14 +78,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("input_ids", "decoder_input_ids"),
     ),
     "vit": ("ViTForImageClassification", "ViTConfig", {**_VIT, **_IMAGES}, ("pixel_values",)),
-    "conv": ("", "", {}, ("pixel_values",)),
+    "conv": ("", "", {}, ("input",)),
 }
 
 
 def _model(name: str) -> nn.Module:
     kind, config, settings, _ = MODELS[name]
     if not kind:
-        return ConvNet()
+        return conv()
     import transformers
 
     return getattr(transformers, kind)(getattr(transformers, config)(**settings))
@@ -98,7 +93,7 @@ def _model(name: str) -> nn.Module:
 
 def _batches(name: str, rank: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(10 + rank)
-    if "pixel_values" in MODELS[name][3]:
+    if name in ("vit", "conv"):
         inputs = [torch.randn((4, 3, 8, 8), generator=draw).to(dtype) for _ in range(2)]
         return [(x, torch.randint(0, 4, (4,), generator=draw)) for x in inputs]
     made = [torch.randint(2, 32, (2, 8), generator=draw) for _ in range(2)]

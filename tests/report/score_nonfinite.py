@@ -1,6 +1,6 @@
 """How many planted faults three tools name: `first_nonfinite` and the two that people have.
 
-``python -m tests.report.score_nonfinite [--write] [--only NAME] [--tools first_nonfinite]``.
+``python -m tests.report.score_nonfinite [--write]``.
 
 Each plant of plants_nonfinite.py runs on two ranks. transformers' DebugUnderflowOverflow hooks
 every module and stops at the first output that is not finite; here it goes on, as a rank that stops
@@ -13,11 +13,11 @@ of the plant's kernels, or the function in which first_nonfinite saw that kernel
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import io
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,22 +150,15 @@ TOOLS: dict[str, Callable[[RankPool, int], Answer]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--tools", nargs="*", default=list(TOOLS))
-    chosen = parser.parse_args()
-    places = [place for place, plant in enumerate(PLANTS) if chosen.only in plant.name]
     # So that a pool that starts again after an error has the models.
     tests.ranks.PRELOAD += ["transformers.debug_utils", "tests.report.plants_nonfinite"]
-    sums = {tool: [0] * len(PARTS) for tool in chosen.tools}
+    sums = {tool: [0] * len(PARTS) for tool in TOOLS}
     rows = []
     with RankPool(2, timeout=60) as pool:
-        for place in places:
-            plant = PLANTS[place]
+        for place, plant in enumerate(PLANTS):
             cells, said, ops = [], "", {*plant.ops}
-            for tool in chosen.tools:
-                answer = TOOLS[tool](pool, place)
+            for tool, asked in TOOLS.items():
+                answer = asked(pool, place)
                 marks = right(plant, answer, ops)
                 sums[tool] = [a + b for a, b in zip(sums[tool], marks, strict=True)]
                 wrong = [part for part, mark in zip(PARTS, marks, strict=True) if not mark]
@@ -177,10 +170,10 @@ def main() -> None:
             where = " ".join(filter(None, (plant.model, plant.wrapper, plant.precision)))
             rows.append(f"| {plant.name} | {where} | " + " | ".join(cells) + f" | {said} |")
             print(rows[-1], flush=True)
-    head = [f"| of {len(places)} | " + " | ".join(PARTS) + " |", "|---|" + "---|" * len(PARTS)]
-    head += [f"| {tool} | " + " | ".join(map(str, sums[tool])) + " |" for tool in chosen.tools]
+    head = [f"| of {len(PLANTS)} | " + " | ".join(PARTS) + " |", "|---|" + "---|" * len(PARTS)]
+    head += [f"| {tool} | " + " | ".join(map(str, sums[tool])) + " |" for tool in TOOLS]
     print("\n".join(head))
-    if chosen.write:
+    if "--write" in sys.argv:
         kinds = len({plant.kind for plant in PLANTS})
         text = (
             "# Planted faults, and which tool names them\n\n"
@@ -190,8 +183,8 @@ def main() -> None:
             f"{FIRST_RUN}\n\n"
             f"{datetime.date.today()}, torch {torch.__version__}, two gloo ranks.\n\n"
         )
-        table = ["| fault | in | " + " | ".join(chosen.tools) + " | what first_nonfinite says |"]
-        table += ["|---|" + "---|" * (len(chosen.tools) + 2)]
+        table = ["| fault | in | " + " | ".join(TOOLS) + " | what first_nonfinite says |"]
+        table += ["|---|" + "---|" * (len(TOOLS) + 2)]
         PAGE.write_text(text + "\n".join([*head, "", *table, *rows]) + "\n")
 
 

@@ -1,17 +1,11 @@
-"""Clean set-ups for a contract: each level in the layouts that docs/levels.md has it in."""
+"""A model with attention and norms, its layouts, and a step that trains it."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,13 +14,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.parallel import DistributedDataParallel
 
-import distamp
-from distamp import Breaches
-from tests.ranks import mesh
-
-__all__ = ["BF16", "CLEAN", "FP16", "FP32", "Net", "clean", "parallel", "sharded", "trained"]
+__all__ = ["BF16", "FP16", "FP32", "Net", "parallel", "sharded", "trained"]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -113,77 +102,3 @@ def trained(
         stepper.zero_grad()
 
     return step, model, stepper
-
-
-def _wrapped(net: Net, level: str, layout: str) -> nn.Module:
-    """The model in its layout, cast before where the level's order is so."""
-    half = BF16 if "bf16" in level else FP16
-    if layout == "FSDP1":
-        return FullyShardedDataParallel(
-            net,
-            device_id=torch.device("cpu"),
-            mixed_precision=MixedPrecision(
-                param_dtype=half, reduce_dtype=half if level.endswith("O2") else FP32
-            ),
-            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Block),
-        )
-    if layout in ("FSDP2", "HSDP"):
-        across = mesh((2,), ("dp",)) if layout == "FSDP2" else mesh((2, 1), ("replicate", "shard"))
-        if level == "O0":
-            return sharded(net, across)
-        if level.endswith("O2"):
-            for block in net.blocks:
-                fully_shard(block, mesh=across, mp_policy=MixedPrecisionPolicy(param_dtype=half))
-            policy = MixedPrecisionPolicy(param_dtype=half, output_dtype=FP32)
-            return fully_shard(net, mesh=across, mp_policy=policy)
-        return sharded(net, across, param_dtype=half, reduce_dtype=FP32, cast_forward_inputs=False)
-    if layout == "TP":
-        return parallel(net, mesh((2,), ("tp",)))
-    if layout == "FSDP2 x TP":
-        both = mesh((1, 2), ("dp", "tp"))
-        net = parallel(net, both["tp"])
-        return sharded(
-            net, both["dp"], param_dtype=half, reduce_dtype=FP32, cast_forward_inputs=False
-        )
-    net = distamp.cast_model(net, level)
-    return DistributedDataParallel(net) if layout in ("DDP", "ZeRO") else net
-
-
-CLEAN = [
-    *[(level, "plain", None) for level in ("O0", "O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3")],
-    *[(level, "DDP", None) for level in ("O1", "O3", "bf16", "bf16-O2")],
-    *[("bf16", "DDP", "fp16"), ("bf16", "DDP", "int8"), ("O1", "FSDP2", "bf16")],
-    *[(level, "FSDP1", None) for level in ("bf16", "O2")],
-    *[(level, "FSDP2", None) for level in ("O0", "bf16", "bf16-O2")],
-    *[("bf16", layout, None) for layout in ("HSDP", "TP", "FSDP2 x TP", "ZeRO")],
-    *[("O0", "TP", None), ("O1", "OSS", None)],
-]
-
-
-def clean(level: str, layout: str, hook: str | None) -> Breaches:
-    """What the level's own contract says of a step."""
-    net = Net(batch_norm=layout in ("plain", "DDP"))
-    model = _wrapped(net, level, layout)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    if layout == "ZeRO":
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    if layout == "OSS":
-        from fairscale.nn.data_parallel import ShardedDataParallel
-        from fairscale.optim import oss
-
-        optimizer = oss.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
-        model = ShardedDataParallel(model, optimizer)
-    settings: dict[str, Any] = {"loss_scale": 1.0} if level in ("O1", "O2") else {}
-    amp = distamp.initialize(model, optimizer, level, comm_hook=hook, **settings)
-    tokens = torch.randint(32, (2, 8))
-
-    def step() -> None:
-        amp.zero_grad()
-        with amp.autocast():
-            out = amp.model(tokens)
-        amp.backward(out.float().square().mean())
-        if layout != "FSDP2 x TP":  # what is not in the plan is whole in both halves
-            amp.clip_grad_norm_(1.0)
-        amp.step()
-
-    return amp.check(step)

@@ -2,16 +2,19 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import PrecisionReport, findings, pin_precision, precision_report, preflight
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, mlp
+from tests.on_ranks import on_ranks
 
 X = torch.ones(4, 4)
 HALF = X.half()
@@ -204,36 +207,40 @@ def twice(x: Tensor) -> None:
         (weight * 2).float().sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("rule", "bad", "good"),
-    [
-        (
-            "fp16-loss",
-            lambda: F.l1_loss(HALF, HALF, reduction="none"),
-            lambda: F.mse_loss(X, X),
-        ),
-        ("half-softmax", lambda: F.softmax(HALF, -1), lambda: F.softmax(X, -1)),
-        ("half-softmax", lambda: torch.logsumexp(HALF, -1), lambda: torch.logsumexp(X, -1)),
-        (
-            "half-softmax",
-            lambda: F.softmax(HALF, -1),
-            lambda: F.scaled_dot_product_attention(HALF, HALF, HALF),
-        ),
-        ("half-norm", lambda: F.layer_norm(HALF, (4,)), lambda: F.layer_norm(X, (4,))),
-        ("long-sum", lambda: HALF.expand(1000, 4, 4).sum(), lambda: HALF.expand(100, 4, 4).sum()),
-        (
-            "long-product",
-            lambda: HALF[0, 0].expand(2, 2**15) @ HALF[0, 0].expand(2**15, 2),
-            lambda: HALF[0, 0].expand(2, 2**14) @ HALF[0, 0].expand(2**14, 2),
-        ),
-        ("mixed-half", lambda: HALF + X.bfloat16(), lambda: HALF + HALF),
-        ("half-accumulation", lambda: twice(HALF), lambda: twice(X)),
-    ],
-)
-def test_findings_are_read_off_a_real_report(rule, bad, good):
+# A rule, what breaks it and what does not.
+RULES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
+    (
+        "fp16-loss",
+        lambda: F.l1_loss(HALF, HALF, reduction="none"),
+        lambda: F.mse_loss(X, X),
+    ),
+    ("half-softmax", lambda: F.softmax(HALF, -1), lambda: F.softmax(X, -1)),
+    ("half-softmax", lambda: torch.logsumexp(HALF, -1), lambda: torch.logsumexp(X, -1)),
+    (
+        "half-softmax",
+        lambda: F.softmax(HALF, -1),
+        lambda: F.scaled_dot_product_attention(HALF, HALF, HALF),
+    ),
+    ("half-norm", lambda: F.layer_norm(HALF, (4,)), lambda: F.layer_norm(X, (4,))),
+    ("long-sum", lambda: HALF.expand(1000, 4, 4).sum(), lambda: HALF.expand(100, 4, 4).sum()),
+    (
+        "long-product",
+        lambda: HALF[0, 0].expand(2, 2**15) @ HALF[0, 0].expand(2**15, 2),
+        lambda: HALF[0, 0].expand(2, 2**14) @ HALF[0, 0].expand(2**14, 2),
+    ),
+    ("mixed-half", lambda: HALF + X.bfloat16(), lambda: HALF + HALF),
+    ("half-accumulation", lambda: twice(HALF), lambda: twice(X)),
+    ("half-reduction", lambda: dist.all_reduce(HALF.clone()), lambda: dist.all_reduce(X.clone())),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", range(len(RULES)), ids=lambda row: RULES[row][0])
+def test_findings_are_read_off_a_real_report(row):
+    rule, *calls = RULES[row]
     found = []
-    for forward in (bad, good):
+    for call in calls:
         with precision_report() as report:
-            forward()
+            call()
         found.append(rule in {each.rule for each in findings(report)})
     assert found == [True, False]

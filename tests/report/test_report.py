@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 
 import distamp
 from distamp import OpLists, PrecisionReport, findings, precision_report
 from distamp.report import lost_updates
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
+from tests.initialize.cells import wrapped
 from tests.on_ranks import on_ranks
-from tests.ranks import mesh
 
 OUTSIDE = "(outside)"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -125,26 +125,17 @@ def test_an_op_belongs_to_the_innermost_module_and_its_gradient_too():
     assert set(modules_of(report, "backward").values()) == {OUTSIDE}
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_forward_is_counted_again_as_recompute(reentrant):
-    model = Checkpointed(reentrant)
+@pytest.mark.parametrize("how", CheckpointImpl)
+def test_checkpointed_forward_is_counted_again_as_recompute(how):
+    body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = nn.Sequential(checkpoint_wrapper(body, how))
     with Independent() as count, precision_report(model) as report:
         with torch.autocast("cpu", dtype=BF16):
             out = model(torch.randn(2, 8, requires_grad=True))
         out.float().sum().backward()
     assert count.agrees(report)
-    assert modules_of(report, "recompute")["tanh"] == "body.1"
-    assert modules_of(report, "backward")["tanh_backward"] == "body.1"
+    assert modules_of(report, "recompute")["tanh"] == "0.1"
+    assert modules_of(report, "backward")["tanh_backward"] == "0.1"
     again = [row for row in report.rows if row.phase == "recompute"]
     products = {(row.function, row.outputs) for row in again if row.op == "addmm"}
     assert products == {("linear", ("bfloat16",))}
@@ -184,27 +175,10 @@ FORWARD = {("0", "addmm"), ("1", "relu"), ("2", "native_layer_norm"), ("3", "add
 BACKWARD = {("0", "mm"), ("1", "threshold_backward"), ("2", "native_layer_norm_backward")}
 
 
-def wrapped(kind: str) -> nn.Module:
-    model = mlp()
-    if kind == "DDP":
-        return DistributedDataParallel(model)
-    if kind == "FSDP1":
-        return FullyShardedDataParallel(
-            model,
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, nn.Linear),
-        )
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    for each in (*model, model):
-        fully_shard(each, mesh=mesh((2,), ("dp",)), mp_policy=policy)
-    return model
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP2"])
 def test_a_wrapper_changes_no_name_and_hides_no_kernel(kind):
-    model = wrapped(kind)
+    model = wrapped(mlp(), kind, BF16 if kind == "FSDP2" else None, "")
     with Independent() as count, precision_report(model) as report:
         with torch.autocast("cpu", dtype=BF16, enabled=kind != "FSDP2"):
             out = model(torch.randn(4, 8))
@@ -289,14 +263,6 @@ def test_scripted_modules_are_refused_by_name(inside):
     model = nn.Sequential(nn.ReLU(), torch.jit.trace(inside, torch.ones(2)))
     with pytest.raises(TypeError, match="module '1' is scripted or traced"):
         precision_report(model).__enter__()
-
-
-@on_ranks(2)
-def test_sums_over_ranks_in_half_precision_are_found():
-    with precision_report() as report:
-        for dtype in (BF16, torch.float32):
-            torch.distributed.all_reduce(torch.ones(4, dtype=dtype))
-    assert [each.what for each in findings(report)] == ["sums over ranks are in bfloat16"]
 
 
 @pytest.mark.parametrize(("rate", "lost"), [(1e-4, 1.0), (0.1, 0.0)])
