@@ -2,77 +2,63 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.wire_error [--elements 16384] [--steps 32]
 
-Heavy-tailed gradients (Student's t with 5 degrees of freedom) of 24 layers, whose sizes fall from
-1e-2 to 1e-8 as they do towards the input of a deep net; half of each rank's gradient is common to
-all ranks. Numbers of ranks are compared at a loss scale of 2^10, where torch's hook overflows
-nowhere. One process goes through what the ranks would do: for ours, each rank's wire, the fp32
-sum, and the wire of the mean; for torch's hook, the cast, the division in fp16 and fp16 additions
-in the order of gloo's ring.
+Hooks of DDP on ranks of this machine. Heavy-tailed gradients (Student's t with 5 degrees of
+freedom) of 24 layers, whose sizes fall from 1e-2 to 1e-8 as they do towards the input of a deep
+net; half of each rank's gradient is common to all ranks. Numbers of ranks are compared at a loss
+scale of 2^10, where torch's hook overflows nowhere.
 
 The last table gives one-byte formats what they need: error feedback, in which each exchange gets
 back what rounding took from the last. Its error is that of the sum of all gradients so far, of all
-elements and of small tensors (64 elements, a hundredth of the size) that lie between large ones
-and share their blocks, as biases do.
+elements and of small tensors (96 elements, a hundredth of the size) that lie between large ones, as
+biases do.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.comm_hooks_step import TORCH, register
 from benchmarks.common import command, table
-from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
-from distamp.comm_hooks.formats import BLOCK, Feedback, Places, Source
+from distamp.comm_hooks import WIRE_FORMATS
+from tests.ranks import RankPool
 
-LAYERS, SMALL = 24, 64
-
-
-def through(
-    wire: WireFormat,
-    given: list[Tensor],
-    places: Places | None = None,
-    feedback: list[Feedback] | None = None,
-) -> Tensor:
-    """Average fp32 contributions as ``distamp.comm_hooks`` does, in one process.
-
-    ``feedback`` has one for each contribution, and one for the mean.
-    """
-    numel = given[0].numel()
-    places = places or Places(-(-numel // BLOCK) * BLOCK, [(0, 0, numel)])
-    fed: list[Feedback | None] = [*(feedback or [None] * (len(given) + 1))]
-    rows = torch.empty(len(given), wire.row_bytes(places.numel), dtype=torch.uint8)
-    everyone = Places(places.numel, places.runs, [0] * len(given))
-    # The first is that of the rank which adds up.
-    own, *others = (Source(each, each.view(1, -1)[:0], places, 1, 1 / len(given)) for each in given)
-    for index, source in enumerate(others, 1):
-        formats.encode(wire, source, rows[index : index + 1], fed[index])
-    mean, found = torch.empty_like(rows[:1]), torch.empty(numel)
-    formats.sum_encode(wire, own._replace(places=everyone, own=0), rows, mean[0], fed[-1])
-    formats.decode(wire, mean, places, found)
-    return found
+LAYERS, SMALL = 24, 96
+NAMES = (TORCH, *WIRE_FORMATS)
 
 
-def torchs_hook(given: list[Tensor]) -> Tensor:
-    """Average fp32 contributions as torch's ``fp16_compress_hook`` does over gloo's ring."""
-    world = len(given)
-    parts = [each.to(torch.float16).div_(world).tensor_split(world) for each in given]
-    done = []
-    for index in range(world):
-        total = parts[index][index]
-        for step in range(1, world):
-            total = total + parts[(index + step) % world][index]
-        done.append(total)
-    return torch.cat(done).float()
+class Given(nn.Module):
+    """Parameters whose gradients it is called with."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.held = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self, gradients: Tensor) -> Tensor:
+        """Return a loss that has these gradients, flat."""
+        pairs = zip(self.held, gradients.split(self.sizes), strict=True)
+        return torch.stack([(parameter * each).sum() for parameter, each in pairs]).sum()
 
 
-Average = Callable[[list[Tensor]], Tensor]
-CONTENDERS: dict[str, Average] = {"torch fp16 hook": torchs_hook}
-for _wire in WIRE_FORMATS.values():
-    CONTENDERS[_wire.name] = lambda given, wire=_wire: through(wire, given)  # type: ignore[misc]
+class Averaging:
+    """Averages flat fp32 gradients of so many elements over the ranks, as DDP does with a hook."""
+
+    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+        self.model = DistributedDataParallel(Given(sizes))
+        register(self.model, name)
+
+    def __call__(self, gradients: Tensor) -> Tensor:
+        """Return the mean in float64."""
+        self.model.zero_grad()
+        self.model(gradients).backward()
+        return torch.cat([p.grad for p in self.model.parameters()]).double()
 
 
-def drawn(count: int, shape: tuple[int, ...], seed: int) -> list[Tensor]:
-    """Return so many ranks' gradients, half of each common to all, of Student's t."""
+def drawn(shape: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Return each rank's gradients, half of each common to all, of Student's t."""
     generator = torch.Generator().manual_seed(seed)
 
     def student() -> Tensor:
@@ -80,55 +66,43 @@ def drawn(count: int, shape: tuple[int, ...], seed: int) -> list[Tensor]:
         return torch.randn(shape, generator=generator) / freedom.square().mean(0).sqrt()
 
     common = student()
-    return [common + student() for _ in range(count)]
-
-
-def problem(world: int, elements: int, scale: float) -> tuple[Tensor, list[Tensor]]:
-    """The float64 mean (layers, elements), and the flat fp32 contributions whose mean it is."""
-    sizes = scale * torch.logspace(-2, -8, LAYERS, dtype=torch.float64).unsqueeze(1)
-    each = [gradient.double() * sizes for gradient in drawn(world, (LAYERS, elements), 0)]
-    return torch.stack(each).mean(0), [gradient.float().flatten() for gradient in each]
+    return [common + student() for _ in range(dist.get_world_size())]
 
 
 def error(mine: Tensor, exact: Tensor) -> float:
     """Return the relative L2 error."""
-    return float((mine.double() - exact).norm() / exact.norm())
+    return float((mine - exact).norm() / exact.norm())
 
 
-def by_world(average: Average, world: int, elements: int) -> str:
-    """Return the error of the mean of so many ranks."""
-    exact, given = problem(world, elements, 2.0**10)
-    return f"{error(average(given), exact.flatten()):.2e}"
+def means(scale: float, elements: int) -> list[tuple[str, str]]:
+    """Return, of each name, the error of the mean, and of its worst layer with what became inf."""
+    sizes = scale * torch.logspace(-2, -8, LAYERS, dtype=torch.float64).unsqueeze(1)
+    each = [gradient.double() * sizes for gradient in drawn((LAYERS, elements), 0)]
+    exact = torch.stack(each).mean(0)
+    found = []
+    for name in NAMES:
+        average = Averaging(name, [elements] * LAYERS)
+        mean = average(each[dist.get_rank()].float().flatten()).view_as(exact)
+        made = int((~mean.isfinite()).sum())
+        worst = max(map(error, mean.nan_to_num(0, 0, 0), exact))
+        says = f"{worst:.2e}, {made} inf" if made else f"{worst:.2e}"
+        found.append((f"{error(mean, exact):.2e}", says))
+    return found
 
 
-def by_scale(average: Average, scale: float, elements: int) -> str:
-    """Return the error of eight ranks' worst layer, and how many elements became inf."""
-    exact, given = problem(8, elements, scale)
-    mean = average(given).view_as(exact)
-    made = int((~mean.isfinite()).sum())
-    worst = max(map(error, mean.nan_to_num(0, 0, 0), exact))
-    return f"{worst:.2e}, {made} inf" if made else f"{worst:.2e}"
-
-
-def summed(wire: WireFormat, elements: int, steps: int, feedback: bool) -> tuple[str, str]:
-    """Return the error of the sum of the means of four ranks' steps: of everything, of biases."""
-    world, scale = 4, 2.0**10
+def sums(wire: str, elements: int, steps: int, feedback: bool) -> tuple[str, str]:
+    """Return the error of the sum of the means of many steps: of everything, and of biases."""
+    numels = [elements, SMALL] * (LAYERS // 2)
     sizes = torch.cat([torch.ones(elements), torch.full((SMALL,), 0.01)]).repeat(LAYERS // 2)
-    # Where tensors begin and end, as an exchange of int8 knows it: each in blocks of its own.
-    runs, begin, first = [], 0, 0
-    for numel in (elements, SMALL) * (LAYERS // 2):
-        runs.append((begin, first, numel))
-        begin, first = begin + -(-numel // BLOCK) * BLOCK, first + numel
-    places = Places(begin, runs)
-    pair = torch.tensor([scale, 1 / scale, 1.0])
     mine, exact = torch.zeros(2, sizes.numel(), dtype=torch.float64)
-    kept: list[Feedback] = []
+    average = Averaging(wire, numels)
+    average(torch.zeros_like(sizes))  # after the first pass DDP makes other buckets
     for step in range(steps):
-        given = [each * sizes * 1e-2 * scale for each in drawn(world, (sizes.numel(),), step)]
+        given = [each * sizes * 1e-2 * 2.0**10 for each in drawn((sizes.numel(),), step)]
         exact += torch.stack(given).double().mean(0)
-        if not (kept and feedback):
-            kept = [Feedback(torch.zeros(begin), pair) for _ in range(world + 1)]
-        mine += through(wire, given, places, kept if wire.needs_error_feedback else None)
+        # A new hook knows of no rounding.
+        now = average if feedback else Averaging(wire, numels)
+        mine += now(given[dist.get_rank()])
     small = sizes < 1
     return f"{error(mine, exact):.1e}", f"{error(mine[small], exact[small]):.1e}"
 
@@ -140,28 +114,26 @@ def main(*, elements: int = 1 << 14, steps: int = 32) -> None:
         elements: Of each layer.
         steps: Of the run with error feedback.
     """
-    worlds = (
-        [name, *(by_world(average, world, elements) for world in (2, 4, 8))]
-        for name, average in CONTENDERS.items()
-    )
-    title = "Relative L2 error of the mean, loss scale 2^10:"
-    table(["format", "2 ranks", "4 ranks", "8 ranks"], worlds, title)
-    scales = (
-        [name, *(by_scale(average, scale, elements) for scale in (1.0, 2.0**16, 2.0**24))]
-        for name, average in CONTENDERS.items()
-    )
-    title = "Eight ranks: error of the worst layer, and elements made inf, by loss scale:"
-    table(["format", "scale 1", "2^16", "2^24"], scales, title)
-    sums = []
-    for wire in WIRE_FORMATS.values():
-        (every, small), (fed, small_fed) = (
-            summed(wire, elements // 4, steps, feedback) for feedback in (False, True)
-        )
-        share = f"{wire.row_bytes(1 << 20) / (4 << 20):.3f}"
-        sums.append([wire.name, share, every, fed, small, small_fed])
-    header = ["format", "bytes of fp32", "all", "all, fed back", "small", "small, fed back"]
-    title = f"Four ranks, error of the sum of {steps} steps, with feedback and without:"
-    table(header, sums, title)
+    with RankPool(2) as two, RankPool(4, timeout=900) as four, RankPool(8, timeout=600) as eight:
+        worlds = [pool.run(means, 2.0**10, elements)[0] for pool in (two, four, eight)]
+        rows = [[name, *(mean for mean, _ in of)] for name, *of in zip(NAMES, *worlds, strict=True)]
+        title = "Relative L2 error of the mean, loss scale 2^10:"
+        table(["format", "2 ranks", "4 ranks", "8 ranks"], rows, title)
+        scales = [eight.run(means, scale, elements)[0] for scale in (1.0, 2.0**16, 2.0**24)]
+        rows = [[name, *(last for _, last in of)] for name, *of in zip(NAMES, *scales, strict=True)]
+        title = "Eight ranks: error of the worst layer, and elements made inf, by loss scale:"
+        table(["format", "scale 1", "2^16", "2^24"], rows, title)
+        rows = []
+        for name, wire in WIRE_FORMATS.items():
+            given = name, elements // 4, steps
+            (every, small), (fed, small_fed) = (
+                four.run(sums, *given, feedback)[0] for feedback in (False, True)
+            )
+            share = f"{wire.row_bytes(1 << 20) / (4 << 20):.3f}"
+            rows.append([name, share, every, fed, small, small_fed])
+        title = f"Four ranks, error of the sum of {steps} steps, with feedback and without:"
+        header = ["format", "bytes of fp32", "all", "all, fed back", "small", "small, fed back"]
+        table(header, rows, title)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ torch's own `parallel_apply` tells its threads only whether autocast is on, so a
 gives float16 replicas. `distamp.DataParallel` gives them the caller's region, dtype and all.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -5,8 +5,6 @@
 It is typed as a strict type checker wants it, and needs torch and distamp alone.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

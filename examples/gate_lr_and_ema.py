@@ -10,8 +10,6 @@ optimizer that is not fused. With a fused optimizer on a GPU it would wait for t
 the schedule reads ``found_inf()``, a tensor that never leaves the device.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

@@ -7,25 +7,21 @@ A Llama of transformers is taught to sort by examples until half of its digits a
 by rewards: of each prompt a group of answers, whose advantage is how many digits are in their place
 beside the group's mean. Answers are drawn as inference engines draw them, by a second copy of the
 model, cast outright, with another attention and a cache of keys, one digit at a time; the policy
-computes under autocast, all digits at once, sharded by FSDP2 or under DDP. So both compute the same
+computes under autocast, all digits at once, sharded by FSDP2. So both compute the same
 probabilities by other kernels, and their roundings keep them apart: `mismatch` says how far.
-``--sampler policy`` draws from the policy itself instead.
 
 Without ``--precision`` it runs fp32, bf16 and fp16 one after the other, from the same start.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distamp import initialize
@@ -82,15 +78,7 @@ def taught(steps: int) -> LlamaForCausalLM:
     return model
 
 
-def wrap(model: nn.Module, layout: str) -> nn.Module:
-    if layout == "DDP":
-        return DistributedDataParallel(model)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def draw(sampler: Any, given: Tensor) -> tuple[Tensor, Tensor]:
+def draw(sampler: LlamaForCausalLM, given: Tensor) -> tuple[Tensor, Tensor]:
     """Return prompts with an answer each, and the log probabilities of its digits as drawn."""
     drawn = sampler.eval().generate(
         given, attention_mask=torch.ones_like(given), do_sample=True, top_k=0,
@@ -99,37 +87,27 @@ def draw(sampler: Any, given: Tensor) -> tuple[Tensor, Tensor]:
     return drawn.sequences, log_probs(torch.stack(drawn.logits, 1), drawn.sequences)
 
 
-def train(
-    precision: str,
-    start: dict[str, Tensor],
-    updates: int,
-    layout: str = "FSDP2",
-    drawn_by: str = "copy",
-    lr: float = 3e-4,
-) -> list[dict[str, float]]:
+def train(precision: str, start: dict[str, Tensor], updates: int) -> list[dict[str, float]]:
     """Train from the same start; return the reward and the mismatch of each update."""
     level, dtype = PRECISIONS[precision]
-    model, sampler = new_model("eager"), new_model("sdpa").to(dtype)
-    model.load_state_dict(start)
-    policy = wrap(model, layout)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
+    policy, sampler = new_model(), new_model("sdpa").to(dtype)
+    policy.load_state_dict(start)
+    for layer in policy.model.layers:
+        fully_shard(layer)
+    fully_shard(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4, weight_decay=0.0)
     amp = initialize(policy, optimizer, level)
     torch.manual_seed(1 + dist.get_rank())  # other prompts and answers on each rank
     rows = []
     for _ in range(updates):
         given = prompts(PROMPTS).repeat_interleave(GROUP, 0)
-        if drawn_by == "copy":
-            whole = StateDictOptions(full_state_dict=True)
-            sampler.load_state_dict(get_model_state_dict(policy, options=whole))
-            tokens, sampled = draw(sampler, given)
-        else:
-            with amp.autocast():
-                tokens, sampled = draw(model, given)
+        whole = StateDictOptions(full_state_dict=True)
+        sampler.load_state_dict(get_model_state_dict(policy, options=whole))
+        tokens, sampled = draw(sampler, given)
         rewards = places(tokens).view(PROMPTS, GROUP)
         spread = rewards.std(1, keepdim=True) + 1e-4
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / spread).view(-1, 1)
         found = {}
-        policy.train()
         for _ in range(2):  # steps on the same answers
             amp.zero_grad()
             with amp.autocast():
@@ -149,14 +127,10 @@ def train(
 
 def summary(rows: list[dict[str, float]]) -> str:
     """Return a line: the reward at both ends, and the mean mismatch."""
-
-    def mean(part: list[dict[str, float]], key: str) -> float:
-        return sum(row[key] for row in part) / len(part)
-
     tenth = max(1, len(rows) // 10)
+    first, last = (mean(row["reward"] for row in part) for part in (rows[:tenth], rows[-tenth:]))
     names = [f"mismatch/{each}" for each in ("token_abs_mean", "token_k3", "sequence_ess")]
-    words = [f"{each} {mean(rows, each):.6g}" for each in names]
-    first, last = mean(rows[:tenth], "reward"), mean(rows[-tenth:], "reward")
+    words = [f"{each} {mean(row[each] for row in rows):.6g}" for each in names]
     return ", ".join([f"reward {first:.3f} -> {last:.3f}", *words])
 
 
@@ -177,17 +151,14 @@ def draw_curves(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--precision", choices=PRECISIONS, help="all of them, if not given")
-    parser.add_argument("--layout", choices=("FSDP2", "DDP"), default="FSDP2")
-    parser.add_argument("--sampler", choices=("copy", "policy"), default="copy")
-    parser.add_argument("--teach", type=int, default=40, help="steps by examples, before")
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     dist.init_process_group("gloo")
-    start = taught(given.teach).state_dict()
+    start = taught(40).state_dict()
     runs = {}
     for name in [given.precision] if given.precision else PRECISIONS:
-        runs[name] = train(name, start, given.updates, given.layout, given.sampler)
+        runs[name] = train(name, start, given.updates)
         if dist.get_rank() == 0:
             print(f"{name}: {summary(runs[name])}", flush=True)
     if dist.get_rank() == 0 and given.plot is not None:

@@ -6,8 +6,6 @@ Trains the same model twice, with gradients as they are and through a hook, and 
 and what the hook sent.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch
@@ -25,9 +23,8 @@ def train(wire: str | None, steps: int = 60) -> tuple[float, float, str]:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
-    sent = "as they are"
-    if wire is not None:
-        hook = comm_hooks.register(model, wire)
+    hook = comm_hooks.register(model, wire) if wire else None
+    if hook is not None:
         scaler.attach(hook)  # tells it the scale, and of skipped steps
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
@@ -40,7 +37,7 @@ def train(wire: str | None, steps: int = 60) -> tuple[float, float, str]:
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
-    return losses[0], losses[-1], sent if wire is None else str(hook.stats())
+    return losses[0], losses[-1], str(hook.stats()) if hook else "as they are"
 
 
 def main() -> None:

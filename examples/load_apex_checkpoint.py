@@ -8,8 +8,6 @@ fp32: they go into the masters too, which keep what the fp16 model rounds off. W
 script first writes such a checkpoint.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path
@@ -26,11 +24,16 @@ from distamp.initialize import Amp
 STEPS = 10
 
 
-def resume(checkpoint: dict[str, Any]) -> Amp:
-    """Make everything anew, and load what Apex saved."""
+def begin() -> tuple[Amp, torch.optim.Optimizer]:
+    """Make everything anew."""
     model = NextByte().to(device())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    amp = initialize(model, optimizer, "O2")
+    return initialize(model, optimizer, "O2"), optimizer
+
+
+def resume(checkpoint: dict[str, Any]) -> Amp:
+    """Load what Apex saved."""
+    amp, optimizer = begin()
     amp.model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     amp.load_state_dict(checkpoint["amp"])
@@ -64,9 +67,7 @@ def train(amp: Amp, skip: int = 0) -> list[float]:
 def write_as_apex_did(path: Path) -> list[float]:
     """Train a while, and save what Apex's O2 would have."""
     torch.manual_seed(0)
-    model = NextByte().to(device())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    amp = initialize(model, optimizer, "O2")
+    amp, optimizer = begin()
     losses = train(amp)
     masters = {id(parameter): master for parameter, master in amp.masters[0].pairs()}
     weights = {n: masters.get(id(p), p).detach() for n, p in amp.model.named_parameters()}

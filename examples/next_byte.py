@@ -1,7 +1,5 @@
 """Real text and a small model that predicts its next byte; shared by the other examples."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import textwrap

@@ -9,8 +9,6 @@ gathers by itself, so at O2 its fp32 shards are what the optimizer steps. Clip a
 microbatch; on several ranks an overflow anywhere skips the step everywhere.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 

@@ -1,7 +1,7 @@
 """One overflow on one of two ranks: torch's scaler beside distamp's, as a picture.
 
-    python examples/one_overflow.py                       # writes one_overflow.svg
-    python examples/one_overflow.py --out picture.png     # needs matplotlib
+    python examples/one_overflow.py                 # writes one_overflow.svg; needs matplotlib
+    python examples/one_overflow.py picture.png
 
 Two ranks train a layer that they share, with DistributedDataParallel, behind an expert that each
 rank has for itself, as in a mixture of experts. In one step rank 0 is given an outlier, and the
@@ -13,10 +13,8 @@ Both runs have the same data, weights and settings. Nothing is patched, and the 
 real.
 """
 
-from __future__ import annotations
-
-import argparse
 import math
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,51 +89,43 @@ def train_with_each() -> dict[str, Track]:
     return {name: train(scaler("cpu", **settings)) for name, scaler in SCALERS.items()}
 
 
-def on_rank(rank: int, store: str, results: Any) -> None:
+def on_rank(rank: int, store: str) -> dict[str, Track]:
     """Join the other rank, and train."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    results.update({(name, rank): track for name, track in train_with_each().items()})
+    tracks = train_with_each()
     dist.destroy_process_group()
+    return tracks
 
 
-def run() -> dict[tuple[str, int], Track]:
-    """Return the track of each rank with each scaler."""
-    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
-        results = manager.dict()
-        mp.spawn(on_rank, (f"{folder}/store", results), nprocs=2)
-        return dict(results)
-
-
-def draw(tracks: dict[tuple[str, int], Track], path: Path) -> None:
+def draw(ranks: list[dict[str, Track]], path: Path) -> None:
     """Draw the shared weight over the scale, a column for each scaler."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.hashsalt": "distamp", "font.size": 11})
+    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     from matplotlib import pyplot
 
     shape: dict[str, Any] = {"figsize": (9, 4.6), "height_ratios": (3, 1), "layout": "constrained"}
     figure, axes = pyplot.subplots(2, 2, sharex=True, sharey="row", **shape)
     looks = ({"color": "#c2410c", "lw": 2.4}, {"color": "#1d4ed8", "lw": 2.4, "ls": (0, (4, 2))})
-    for column, name in enumerate(SCALERS):
-        upper, lower = axes[:, column]
-        upper.set_title(name, fontsize=13, fontweight="bold")
-        for rank, look in enumerate(looks):
-            track = tracks[name, rank]
+    for (upper, lower), name in zip(axes.T, SCALERS, strict=True):
+        tracks = [rank[name] for rank in ranks]
+        for rank, (track, look) in enumerate(zip(tracks, looks, strict=True)):
             upper.plot(track.weight, label=f"rank {rank}", **look)
             lower.plot(track.scale, drawstyle="steps-post", **look)
         for axis in (upper, lower):
             axis.axvline(OVERFLOW, color="#6b7280", lw=1, ls=":")
-            axis.spines[["top", "right"]].set_visible(False)
-        gap = abs(tracks[name, 0].weight[-1] - tracks[name, 1].weight[-1])
+        gap = abs(tracks[0].weight[-1] - tracks[1].weight[-1])
         says = f"the ranks differ by {gap:.1f}" if gap else "the ranks are equal, to the bit"
         upper.text(0.97, 0.95, says, ha="right", transform=upper.transAxes, fontsize=12)
+        upper.set_title(name, fontsize=13, fontweight="bold")
         lower.set_yscale("log", base=2)
         lower.set_xlabel("step")
-    axes[0, 0].set_ylim(8, 62)
-    axes[0, 0].text(OVERFLOW - 0.8, 44, "float16\noverflow\non rank 0", ha="right")
-    axes[0, 0].legend(loc="lower right", frameon=False)
-    axes[0, 0].set_ylabel("a weight that\nranks share")
+    first = axes[0, 0]
+    first.set(ylim=(8, 62), ylabel="a weight that\nranks share")
+    first.text(OVERFLOW - 0.8, 44, "float16\noverflow\non rank 0", ha="right")
+    first.legend(loc="lower right", frameon=False)
     axes[1, 0].set_ylabel("loss scale")
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata, facecolor="white", dpi=150)
@@ -144,17 +134,15 @@ def draw(tracks: dict[tuple[str, int], Track], path: Path) -> None:
 
 def main() -> None:
     """Run both, print how far ranks are from each other, and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("one_overflow.svg"))
-    options = parser.parse_args()
-    tracks = run()
+    with tempfile.TemporaryDirectory() as folder, mp.get_context("spawn").Pool(2) as pool:
+        ranks = pool.starmap(on_rank, [(rank, f"{folder}/store") for rank in range(2)])
     for name in SCALERS:
-        first, second = tracks[name, 0], tracks[name, 1]
+        first, second = (rank[name] for rank in ranks)
         print(
             f"{name}: shared weight {first.weight[-1]:.4f} on rank 0, {second.weight[-1]:.4f} on "
             f"rank 1; loss scale {first.scale[-1]:g} and {second.scale[-1]:g}"
         )
-    draw(tracks, options.out)
+    draw(ranks, Path(sys.argv[1] if len(sys.argv) > 1 else "one_overflow.svg"))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Trains once without a stop, and once stopped half way and taken up again; both e
 weights, to the bit. Each worker is a process of its own, so the loop is the one for torchrun.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ skips the broadcast in which the others wait. fairscale's own ShardedGradScaler 
 two ranks overflow at once. With DistGradScaler all ranks skip, and nothing else changes.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
