@@ -4,16 +4,17 @@ import functools
 import itertools
 import platform
 import random
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import cyclopts
 import torch
 
-__all__ = ["command", "environment", "interleave", "lines", "median", "ratio", "slowest", "table"]
+__all__ = ["command", "environment", "interleave", "median", "ratio", "slowest", "table"]
 
 # Seconds by contender, one for each round.
 Timings = dict[str, list[float]]
@@ -89,35 +90,23 @@ def median(times: Sequence[float], factor: float = 1e3) -> str:
     return f"{float(f'{factor * statistics.median(times):.3g}'):g}"
 
 
-def lines(header: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
-    head = [*header]
-    for cells in itertools.chain([head, ["---"] * len(head)], rows):
-        yield "| " + " | ".join(map(str, cells)) + " |"
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]], title: str = "") -> None:
+def table(header: Sequence[str], rows: Iterable[Iterable[object]], title: str = "") -> None:
     """Print a Markdown table, each row as soon as it is there."""
-    for line in itertools.chain([f"\n{title}\n" if title else ""], lines(header, rows)):
-        print(line, flush=True)
+    print(f"\n{title}\n" if title else "")
+    for cells in itertools.chain([header, ["---"] * len(header)], rows):
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def environment() -> str:
     """Return the device and the versions that a figure depends on, in one line."""
-    versions = f"torch {torch.__version__}, python {platform.python_version()}"
     if torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         device = f"{torch.accelerator.device_count()} x {module.get_device_name()}"
     else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+        names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         cpu = f"{len(names)} x {names[0]}" if names else platform.machine()
         device = f"CPU only ({cpu}, {torch.get_num_threads()} thread)"
-    if torch.version.cuda is not None and torch.cuda.is_available():
-        versions += f", CUDA {torch.version.cuda}"
-        if torch.distributed.is_nccl_available():
-            versions += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    return f"{device}; {versions}"
+    return f"{device}; torch {torch.__version__}, python {platform.python_version()}"
 
 
 def _synchronize() -> None:

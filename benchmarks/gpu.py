@@ -1,23 +1,19 @@
 """What only a GPU can show, part by part; benchmarks/gpu.sh runs them all, each in its own process.
 
-    python -m benchmarks.gpu training | syncs | graphs | nccl
+    python -m benchmarks.gpu training | syncs | graphs
 
 On the simulated accelerator under CUDA's name figures mean nothing; the script leaves out the parts
 that it cannot run.
 """
 
-import tempfile
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import command, interleave, ratio, table
-from distamp import DistGradScaler, autocast, comm_hooks
+from distamp import DistGradScaler, autocast
 from launch.config import Config
 from launch.model import GPT
 
@@ -89,22 +85,14 @@ def syncs() -> None:
             run.step()
             run.step()
             strict = fused and kind is DistGradScaler
-            rows.append([kind.__name__, "fused" if fused else "plain", _waits(run, strict)])
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("error" if strict else "warn")
+                run.step()
+                torch.cuda.set_sync_debug_mode("default")
+            waits = sum("synchroniz" in str(each.message) for each in found)
+            rows.append([kind.__name__, "fused" if fused else "plain", waits])
     table(["scaler", "AdamW", "waits in a step"], rows)
-
-
-def _waits(run: Training, strict: bool) -> str:
-    if simulated():
-        run.step()
-        return "not counted: set_sync_debug_mode is CUDA's"
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("error" if strict else "warn")
-        try:
-            run.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return str(sum("synchroniz" in str(each.message) for each in found))
 
 
 def graphs() -> None:
@@ -114,18 +102,18 @@ def graphs() -> None:
         run = Training(torch.float16)
         for _ in range(3):
             run.step()
-        replay: Callable[[], None] = lambda: run.loss().backward()  # noqa: B023, E731
         run.optimizer.zero_grad()
         if captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run.loss().backward()
-            replay = graph.replay
         for _ in range(5):
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    p.grad.zero_()
-            replay()
+            # A graph writes its gradients where it has captured them.
+            run.optimizer.zero_grad(set_to_none=False)
+            if captured:
+                graph.replay()
+            else:
+                run.loss().backward()
             run.scaler.step(run.optimizer)
             run.scaler.update()
         ends.append([p.detach().cpu() for p in run.model.parameters()])
@@ -133,31 +121,11 @@ def graphs() -> None:
     print("five replayed steps equal five without a graph, within 1e-3")
 
 
-def nccl() -> None:
-    """Train over NCCL with one rank, with each hook and without."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/s", rank=0, world_size=1)
-        rows = []
-        for wire in (None, "fp16", "bf16", "int8"):
-            run = Training(torch.float16)
-            wrapped = DistributedDataParallel(run.model)
-            state = comm_hooks.register(wrapped, wire) if wire else None
-            if state is not None:
-                run.scaler.attach(state)
-            run.model = wrapped
-            for _ in range(5):
-                run.step()
-            loss = float(run.loss().detach()) / run.scaler.get_scale()
-            rows.append([wire or "no hook", f"{loss:.4f}"])
-        table(["hook", "loss after five steps"], rows)
-        dist.destroy_process_group()
-
-
-PARTS = {part.__name__: part for part in (training, syncs, graphs, nccl)}
+PARTS = {part.__name__: part for part in (training, syncs, graphs)}
 
 
 def main(part: str, /) -> None:
-    """Run a part: training, syncs, graphs or nccl."""
+    """Run a part: training, syncs or graphs."""
     PARTS[part]()
 
 

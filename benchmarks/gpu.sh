@@ -12,7 +12,7 @@
 #
 #   PYTHONPATH=tests/simulated/as_cuda:. PYTHON=python benchmarks/gpu.sh FOLDER
 #
-# runs all of the short plan but the capture of graphs, in steps as small as they can be. In order:
+# runs all of the short plan but syncs and graphs, in steps as small as they can be. In order:
 #
 #   part                      what it answers               what it should be, beside torch's
 #   tests                     is anything wrong at all      every test passes, none is skipped; with
@@ -24,7 +24,6 @@
 #                                                           one as many as GradScaler or fewer
 #   graphs                    CUDA graphs                   replayed steps equal those without
 #   data_parallel             two replicas on one device    the caller's dtype, and a loss that falls
-#   nccl                      NCCL with one rank            every hook's loss as without one
 #   comm_hooks                cost of each hook             one rank for each GPU; with one GPU it
 #                                                           says what a hook costs where nothing is
 #                                                           sent
@@ -55,13 +54,10 @@ else
     readonly tests_limit=200 whole_limit=460
 fi
 
-"$python" -c 'from benchmarks.common import environment; print(environment())' \
-    >"$folder/environment.txt"
 {
     git rev-parse HEAD 2>/dev/null || echo "no commit known"
-    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv 2>/dev/null ||
-        echo "no nvidia-smi"
-} >>"$folder/environment.txt"
+    "$python" -m torch.utils.collect_env
+} >"$folder/environment.txt"
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "no GPU here: nothing was run" | tee "$folder/summary.txt"
@@ -81,7 +77,7 @@ part() {
         failed=1
         return
     fi
-    { cat "$folder/environment.txt" && echo "\$ $*"; } >"$folder/$name.txt"
+    echo "\$ $*" >"$folder/$name.txt"
     timeout "$((limit < left ? limit : left))" "$@" >>"$folder/$name.txt" 2>&1 || status=$?
     echo "$name: exit $status after $((SECONDS - begun)) s" | tee -a "$folder/summary.txt"
     if ((status)); then
@@ -98,19 +94,17 @@ else
     readonly simulated=0
 fi
 
-# skip NAME REASON: say so, and return 0, on the simulated accelerator.
+# skip NAME: say so, and return 0, on the simulated accelerator.
 skip() {
-    ((simulated)) && echo "$1: skipped, the simulated accelerator has no $2" |
-        tee -a "$folder/summary.txt"
+    ((simulated)) && echo "$1: skipped on the simulated accelerator" | tee -a "$folder/summary.txt"
 }
 
 part tests "$tests_limit" "$python" -m pytest -m gpu -n 0 -q -rs -p no:cacheprovider
-for name in training syncs; do
-    part "$name" 60 "$python" -m benchmarks.gpu "$name"
+part training 60 "$python" -m benchmarks.gpu training
+for name in syncs graphs; do
+    skip "$name" || part "$name" 60 "$python" -m benchmarks.gpu "$name"
 done
-skip graphs "graph capture" || part graphs 60 "$python" -m benchmarks.gpu graphs
 part data_parallel 60 "$python" examples/data_parallel.py cuda:0 cuda:0
-part nccl 60 "$python" -m benchmarks.gpu nccl
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 part comm_hooks 60 "$python" -m benchmarks.comm_hooks_step --device cuda --ranks "$gpus" "${thin[@]}"
 part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 "${small[@]}"

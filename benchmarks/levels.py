@@ -7,8 +7,8 @@ GPT on the Python standard library's source, and a small convolutional network w
 scikit-learn's digits (which must be installed). Hooks run at O0 on two ranks, beside O0 on two
 ranks. Memory is counted in bytes, tensor by tensor, at one step: it depends on no machine.
 
-Results go to levels.json and levels.md in docs/results, and to docs/images/levels.png. A run that
-the first of them has, with as many steps, is not run again: remove it to train all of them anew.
+Prints the tables of docs/results/levels.md, and draws docs/images/levels.png. A run that
+docs/results/levels.json has, with as many steps, is not run again: remove it to train all anew.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from benchmarks.common import command, environment, lines
+from benchmarks.common import command, environment, table
 from distamp import cast_model, initialize
 from distamp.initialize import Amp
 from distamp.scaler import DynamicSchedule
@@ -49,9 +49,7 @@ LEVELS = (*ALONE, *HOOKS)
 LEFT_OUT = {("conv net", "fp8")}
 # A run this short would otherwise spend a part of it on finding its scale.
 SCALING: dict[str, Any] = {"init_scale": 2.0**12, "schedule": DynamicSchedule(growth_interval=100)}
-RESULTS, PAGE = Path("docs/results/levels.json"), Path("docs/results/levels.md")
-IMAGE = Path("docs/images/levels.png")
-BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->"
+RESULTS, IMAGE = Path("docs/results/levels.json"), Path("docs/images/levels.png")
 
 
 @dataclass(frozen=True)
@@ -218,40 +216,26 @@ def _of(runs: list[dict[str, Any]], task: str, level: str) -> tuple[list[dict[st
     return mine, [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(mine, base, strict=False)]
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(lines(header, rows))
-
-
-def render(results: dict[str, Any]) -> str:
-    """Return the results as they stand in the page: two tables and the picture."""
+def show(runs: list[dict[str, Any]]) -> None:
+    """Print the tables of losses and of memory."""
     losses, memory = [], []
-    for task in TASKS:
-        for level in LEVELS:
-            mine, beside = _of(results["runs"], task, level)
-            if not beside:
-                continue  # not run yet
-            each = [run["loss"] for run in mine]
-            spread = statistics.stdev(each) if len(each) > 1 else 0.0
-            change = f"{statistics.mean(beside):+.2f} % ({min(beside):+.2f} to {max(beside):+.2f})"
-            skipped = statistics.mean(run["skipped"] for run in mine)
-            cells = [f"{statistics.mean(each):.4f} ± {spread:.4f}", change, f"{skipped:.1f}"]
-            losses.append([task, level, *cells])
-            if level in ALONE:
-                held = [f"{value / 1024:,.0f}" for value in mine[0]["memory"].values()]
-                memory.append([task, level, *held])
+    for task, level in itertools.product(TASKS, LEVELS):
+        mine, beside = _of(runs, task, level)
+        if not beside:
+            continue  # not run
+        each = [run["loss"] for run in mine]
+        spread = statistics.stdev(each) if len(each) > 1 else 0.0
+        change = f"{statistics.mean(beside):+.2f} % ({min(beside):+.2f} to {max(beside):+.2f})"
+        skipped = statistics.mean(run["skipped"] for run in mine)
+        cells = [f"{statistics.mean(each):.4f} ± {spread:.4f}", change, f"{skipped:.1f}"]
+        losses.append([task, level, *cells])
+        if level in ALONE:
+            held = [f"{value / 1024:,.0f}" for value in mine[0]["memory"].values()]
+            memory.append([task, level, *held])
     beside_what = "beside O0 of the same ranks, seed by seed"
-    header = ["Model", "Level", "Validation loss", beside_what, "Steps skipped"]
+    table(["Model", "Level", "Validation loss", beside_what, "Steps skipped"], losses)
     kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
-    return (
-        f"`{CONTROL}` is fp32 from weights that were rounded to fp16 once: what chance makes of so "
-        f"small a change. A hook is beside `{TWO_RANKS}`, O0 under DistributedDataParallel. "
-        "Nats per byte and per digit, mean and standard deviation over seeds; "
-        f"{results['steps']} steps each. {results['environment']}. Written by "
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.levels`.\n\n{_table(header, losses)}\n\n"
-        "![Validation loss of each level beside O0](../images/levels.png)\n\n"
-        "KiB at one step, each tensor counted once.\n\n"
-        f"{_table(['Model', 'Level', *kinds], memory)}\n"
-    )
+    table(["Model", "Level", *kinds], memory, "KiB at one step, each tensor counted once.")
 
 
 def plot(runs: list[dict[str, Any]]) -> None:
@@ -272,7 +256,7 @@ def plot(runs: list[dict[str, Any]]) -> None:
 
 
 def main(*, seeds: Sequence[int] = (0, 1, 2), steps: int = 300) -> None:
-    """Train both models at every level, and write the page and the picture.
+    """Train both models at every level, print the tables and draw the picture.
 
     Args:
         seeds: Of each run; one or several.
@@ -291,8 +275,7 @@ def main(*, seeds: Sequence[int] = (0, 1, 2), steps: int = 300) -> None:
             runs.append(pool.run(train, *given)[0] if level in HOOKS else train(*given))
             print(task, level, seed, f"loss {runs[-1]['loss']:.4f}", flush=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{render(results)}{END}{rest.split(END)[1]}")
+    show(runs)
     plot(runs)
 
 

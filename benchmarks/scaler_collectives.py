@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from benchmarks.common import command, table
-from benchmarks.scaler_round import SCALERS, NoStep
+from benchmarks.scaler_round import SCALERS, NoStep, take
 from tests.collectives import count_collectives
 from tests.ranks import RankPool, mesh
 
@@ -40,12 +40,7 @@ def count(name: str, optimizers: int) -> tuple[int, int]:
     scaler: Any = SCALERS[name.split(",")[0]]("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))
     with count_collectives() as seen:
-        if name == STEP_ALL:
-            scaler.step_all(opts)
-        else:
-            for optimizer in opts:
-                scaler.step(optimizer)
-        scaler.update()
+        take(scaler, opts, name == STEP_ALL)
     return seen.count, seen.bytes
 
 

@@ -22,12 +22,13 @@ from distamp import DistGradScaler
 from tests.ranks import RankPool
 
 SCALE = 65536.0
+OURS = "distamp"
 SCALERS: dict[str, Any] = {
-    "distamp": DistGradScaler,
+    OURS: DistGradScaler,
     "ShardedGradScaler": ShardedGradScaler,
     "GradScaler": torch.amp.GradScaler,
 }
-PEERS = [f"of {name}" for name in SCALERS if name != "distamp"]
+PEERS = [f"of {name}" for name in SCALERS if name != OURS]
 HEADER = ["ranks", "parameters", "elements", "optimizers", "ms", *PEERS]
 
 
@@ -79,25 +80,28 @@ def _measure(
         torch._foreach_mul_(gradients, SCALE if gradients[0][0] < SCALE else 1.0)
         dist.barrier()
 
-    scalers = {name: kind(device, init_scale=SCALE) for name, kind in SCALERS.items()}
-    turns = {name: _round(scaler, opts, device) for name, scaler in scalers.items()}
-    return interleave(turns, rounds, before=before)
-
-
-def _round(scaler: Any, opts: Sequence[torch.optim.Optimizer], device: str) -> Callable[[], None]:
     loss = torch.ones((), device=device, requires_grad=True) * 1.0
-    grouped = isinstance(scaler, DistGradScaler) and len(opts) > 1
 
-    def run() -> None:
-        scaler.scale(loss)
-        if grouped:
-            scaler.step_all(opts)
-        else:
-            for optimizer in opts:
-                scaler.step(optimizer)
-        scaler.update()
+    def turn(name: str) -> Callable[[], None]:
+        scaler, together = SCALERS[name](device, init_scale=SCALE), name == OURS and optimizers > 1
 
-    return run
+        def run() -> None:
+            scaler.scale(loss)
+            take(scaler, opts, together)
+
+        return run
+
+    return interleave({name: turn(name) for name in SCALERS}, rounds, before=before)
+
+
+def take(scaler: Any, optimizers: Sequence[torch.optim.Optimizer], together: bool) -> None:
+    """Step and update, by one `step_all` or one optimizer after the other."""
+    if together:
+        scaler.step_all(optimizers)
+    else:
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    scaler.update()
 
 
 def main(
