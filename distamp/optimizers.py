@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ __all__ = [
     "find_closure",
     "inner_optimizer",
     "innermost",
+    "is_inner_step",
     "parameter_names",
     "parameters_of",
     "unwrapped",
@@ -99,6 +102,24 @@ def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], 
         return None
     candidates = [*args, kwargs.get("closure")]
     return next((candidate for candidate in candidates if callable(candidate)), None)
+
+
+#: What torch lays around the ``step`` of each class, to call hooks: all have one code.
+_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(find_closure).__code__
+
+
+def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return, in a hook, whether the step it is called for is a part of another, by ``super()``.
+
+    torch calls the hooks again for a parent class of which it has seen an optimizer by itself.
+    """
+    steps = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALLS_HOOKS and frame.f_locals.get("self") is optimizer:
+            steps += 1
+        frame = frame.f_back
+    return steps > 1
 
 
 def describe(optimizer: Any) -> str:

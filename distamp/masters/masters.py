@@ -25,7 +25,7 @@ from distamp.gradients import (
 )
 from distamp.masters.convert import convert
 from distamp.masters.split import join, split
-from distamp.optimizers import find_closure, inner_optimizer, parameters_of
+from distamp.optimizers import find_closure, inner_optimizer, is_inner_step, parameters_of
 from distamp.sources import GradientSource, set_source, source_of
 
 __all__ = ["MasterParameters", "master_params", "masters_of", "refuse_share"]
@@ -290,8 +290,10 @@ class MasterParameters(GradientSource):
 
     @torch.no_grad()
     def _before_step(
-        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if is_inner_step(optimizer):
+            return
         if find_closure(args[1:], kwargs) is not None:
             raise StageError(
                 "step() was given a closure, whose gradients would not reach the masters: run "
@@ -309,7 +311,9 @@ class MasterParameters(GradientSource):
     def _before_load(self, *_: Any) -> None:
         self._adopt()
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_inner_step(optimizer):
+            return
         self.write_back()
         for pair in self._pairs.values():
             pair.master.grad = None  # whoever zeroes the model's

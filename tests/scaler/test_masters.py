@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
+from distamp import StepGuard
 from distamp.errors import SettingError, StageError
 from distamp.scaler import MasterParameters, master_params, masters_of
 from tests.on_ranks import on_ranks
@@ -309,6 +310,29 @@ def test_a_gradient_added_by_hand_after_unscale_is_added_to_that_of_the_loss():
     backward(master_scaler(enabled=False), parameter, 0.5)
     scaler.step(optimizer)
     assert parameter.item() == 0.25
+
+
+class AroundItsParents(torch.optim.SGD):
+    """Writes weights before and after its parent's step, for which torch calls hooks again."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (parameter,) = self.param_groups[0]["params"]
+        parameter.mul_(0.5)
+        super().step()
+        parameter.lerp_(parameter.grad, 0.5)
+
+
+@SPLIT
+def test_an_optimizer_may_write_around_the_step_of_its_parent_class(split):
+    torch.optim.SGD([leaf(1.0)])  # so that torch knows the parent by itself
+    parameter = leaf(8.0, dtype=BF16)
+    optimizer = AroundItsParents([parameter], lr=1.0)
+    MasterParameters(optimizer, split=split)
+    for value in (2.0, 0.5):  # (8 / 2 - 1 + 1) / 2, (2 / 2 - 1 + 1) / 2
+        backward(StepGuard(), parameter, 1.0)
+        optimizer.step()
+        assert parameter.item() == value
 
 
 # -- what is refused -------------------------------------------------------------------------------
