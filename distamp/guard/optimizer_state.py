@@ -142,6 +142,7 @@ class Resolved:
         agreed: Whether the flags in the record are what all ranks agreed on.
         ranks: Those that overflowed, where the host knows.
         own: Whether this rank did, where ranks agreed and the host does not know which.
+        failed: Whether its step raised, and may be made again until a loss is scaled.
     """
 
     given: Any
@@ -155,6 +156,7 @@ class Resolved:
     agreed: bool = False
     ranks: tuple[int, ...] | None = None
     own: Flag | None = None
+    failed: bool = False
 
 
 def check_unscale(record: dict[str, Any]) -> None:
@@ -172,7 +174,7 @@ def check_step(record: dict[str, Any]) -> None:
     if record["stage"] is OptState.STEPPED:
         raise StageError(
             "step() has already been called since the last update(). After one that raised, call "
-            "zero_grad() and update()."
+            "zero_grad() and update() before the next loss is scaled."
         )
 
 

@@ -629,8 +629,10 @@ class Steps(Joins):
                     _multiply(one.source, factor, divisor.device)
                 if not spike:
                     result = self._maybe_opt_step(one.given, record, *args, **kwargs)
-        finally:  # what the next backward pass makes is not what was unscaled here
-            record["stage"] = OptState.STEPPED
+        except Exception:
+            one.failed = True
+            raise
+        record["stage"] = OptState.STEPPED
         state.last_step = skip
         if self._guard.hooks:
             self._tell_hooks(one, skip)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler
+from distamp.errors import StageError
 from distamp.scaler import StepCounts
 from tests.scaler.steps import (
     INF,
@@ -211,6 +212,19 @@ def test_an_exception_inside_a_step_leaves_nothing_behind_and_may_be_retried(fus
     scaler.step(optimizer)
     scaler.update()
     assert (parameter.item(), scaler.step_counts(optimizer).taken) == (0.75, 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 8.0}], ids=["step", "max_norm"])
+def test_after_a_step_that_raised_no_scaled_gradient_is_taken_for_an_unscaled_one(settings):
+    parameter, scaler = leaf(1.0), cpu_scaler()
+    optimizer = Breaks([parameter], lr=1.0)
+    with pytest.raises(MemoryError):
+        iteration(scaler, optimizer, parameter, 0.5, **settings)
+    with pytest.raises(StageError, match=r"After one that raised, call zero_grad\(\) and update"):
+        iteration(scaler, optimizer, parameter, 0.25, **settings)
+    scaler.update()
+    iteration(scaler, optimizer, parameter, 0.25, **settings)
+    assert parameter.item() == 0.75
 
 
 def test_what_is_no_optimizer_is_named():

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from distamp import StepGuard
 from distamp.errors import StageError
 from distamp.scaler import StepCounts
-from tests.scaler.steps import INF, NAN, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
+from tests.scaler.steps import INF, NAN, backward, cpu_scaler, leaf, sgd, torch_scaler
 
 # -- what overflows, and what does not -------------------------------------------------------------
 
@@ -101,33 +100,6 @@ def test_each_optimizer_goes_by_its_own_overflow_and_returns_what_it_returns(uns
     assert returned == [3.0, None, None]
     assert [p.item() for p in parameters] == [0.75, 1.0, 1.0]
     assert [scaler.stepped(o) for o in optimizers] == [True, False, False]
-
-
-# -- what raises in the middle of a step -----------------------------------------------------------
-
-
-class FailsOnce(torch.optim.SGD):
-    fails = True
-
-    def step(self, closure: Any = None) -> Any:
-        if self.fails:
-            self.fails = False
-            raise torch.OutOfMemoryError("no room for the state")
-        return super().step()
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 8.0}])
-@pytest.mark.parametrize("make", [cpu_scaler, StepGuard])
-def test_after_a_step_that_raised_no_scaled_gradient_is_taken_for_an_unscaled_one(make, settings):
-    parameter, scaler = leaf(1.0), make()
-    optimizer = FailsOnce([parameter], lr=1.0)
-    with pytest.raises(torch.OutOfMemoryError):
-        iteration(scaler, optimizer, parameter, 0.5, **settings)
-    with pytest.raises(StageError, match=r"After one that raised, call zero_grad\(\) and update"):
-        iteration(scaler, optimizer, parameter, 0.25, **settings)
-    scaler.update()
-    iteration(scaler, optimizer, parameter, 0.25, **settings)
-    assert parameter.item() == 0.75
 
 
 # -- what can be asked -----------------------------------------------------------------------------
