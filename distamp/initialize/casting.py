@@ -187,7 +187,8 @@ def _cast_tensor(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype is dtype:
         return tensor
     cast = tensor.to(dtype)
-    if dtype is torch.float32 or tensor.requires_grad:
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    if dtype is torch.float32 or tensor.requires_grad or not dense:
         return cast
     # What masks are made of: as -inf it would make a row of nothing else NaN.
     lowest = torch.finfo(tensor.dtype).min

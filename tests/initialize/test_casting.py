@@ -99,6 +99,24 @@ def test_a_mask_of_the_lowest_number_stays_finite_and_infinities_stay(level):
     assert mask.tolist() == [torch.finfo(half).min, -torch.inf, 1.0]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3)]),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged),
+    ],
+    ids=["sparse", "rows", "nested", "jagged"],
+)
+@pytest.mark.filterwarnings("ignore:.*prototype stage|.*beta state")
+def test_sparse_and_nested_inputs_are_cast_in(given):
+    model, seen = cast_model(nn.Linear(3, 3), "O2"), []
+    model.forward = seen.append
+    model(given())
+    assert (seen[0].dtype, seen[0].layout) == (F16, given().layout)
+
+
 def test_copies_and_pickles_cast_as_the_original_does_and_twice_is_once():
     model = cast_model(cast_model(nn.Linear(3, 2), "O2"), "O2")
     x = torch.randn(4, 3)
