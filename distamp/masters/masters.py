@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from distamp.errors import SettingError, StageError
 from distamp.gradients import (
@@ -473,6 +474,15 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
             f"{name} holds float16 parameters, and a float32 value is a bfloat16 one and 16 bits, "
             "not a float16 one: take bf16-O2, or whole masters (split=False)"
         )
+    known = set(map(id, parameters))
+    for key, value in vars(optimizer).items():
+        if key not in ("param_groups", "state") and not known.isdisjoint(
+            map(id, tree_leaves(value))
+        ):
+            raise SettingError(
+                f"{name} holds its parameters in {key!r} as well, where masters cannot take their "
+                "place: its steps would change nothing. Take O1 or bf16, which need no masters"
+            )
     if not any(parameter.dtype in _LOW for parameter in parameters):
         raise ValueError(
             f"{name} holds no float16 or bfloat16 parameter, so there is nothing to make masters "

@@ -343,6 +343,7 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
     fp32 = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     refused: dict[str, Any] = {"cast the model": fp32, "Optimizer, not list": [fp32]}
     refused |= {"has master parameters already": optimizer}
+    refused |= {"LBFGS holds its parameters in '_params'": torch.optim.LBFGS([parameter])}
     for words, given in refused.items():
         with pytest.raises((ValueError, TypeError), match=words):
             MasterParameters(given)
