@@ -11,17 +11,10 @@ from torch import nn
 
 import distamp
 from distamp.__main__ import main
-from tests.autocast.counting import Calls
 
 
 def with_loss():
     return nn.Linear(8, 8), torch.zeros(4, 8), lambda y: y.exp().mean()
-
-
-def fails():
-    """Under CUDA autocast."""
-    model = Calls(lambda x: nn.functional.binary_cross_entropy(x.exp(), x.exp()))
-    return {"model": model, "example_inputs": torch.zeros(4, 8)}
 
 
 def on_meta():
@@ -88,7 +81,7 @@ def test_options_are_followed_and_an_error_is_exit_code_1(capsys, tmp_path):
     assert "bfloat16" in out
     assert "exp" in out
     assert "findings" in json.loads(path.read_text())
-    code, out, _ = run(capsys, "tests.test_main:fails")
+    code, out, _ = run(capsys, "examples.precision_report:mistaken")
     assert code == 1
     assert "binary_cross_entropy" in out
 

@@ -33,27 +33,12 @@ def thread_state() -> list[object]:
     ]
 
 
-def reset(state: list[Any]) -> None:
-    """Put this thread's settings back, for the tests that follow."""
-    for device_type, enabled, dtype in state[: len(DEVICE_TYPES)]:
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(state[-2])
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > state[-1]:
-        pass
-    torch.clear_autocast_cache()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
     torch.manual_seed(0)
     before = thread_state()
     yield
-    after = thread_state()
-    if after != before:
-        reset(before)
-    assert after == before, "the test left autocast's state changed"
+    assert thread_state() == before, "the test left autocast's state changed"
 
 
 @pytest.fixture

@@ -61,17 +61,11 @@ def computed(rows: Any) -> set[Any]:
 
 def test_a_preflight_comes_to_the_end_and_a_cpus_is_a_real_forward_pass(built):
     model, inputs = built
-    before = {
-        key: (it, it.detach().clone()) for key, it in model.state_dict(keep_vars=True).items()
-    }
     result = preflight(model, inputs, "cuda", FP16)
     assert not result.errors
     half = {row.op for row in result.report.rows if "float16" in row.outputs}
     assert half & {"mm", "addmm", "bmm", "convolution"}
     result = preflight(model, inputs, "cpu", BF16)
-    after = model.state_dict(keep_vars=True)
-    assert after.keys() == before.keys()
-    assert all(after[key] is it and torch.equal(it, was) for key, (it, was) in before.items())
     with precision_report(model) as report, torch.autocast("cpu", BF16):
         model(**inputs)
     assert computed(result.report.rows) == computed(report.rows)

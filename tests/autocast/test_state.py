@@ -12,29 +12,29 @@ import torch
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists, propagate
-from tests.autocast.conftest import DEVICE_TYPES, X, in_thread, product, reset, thread_state
+from tests.autocast.conftest import DEVICE_TYPES, X, in_thread, product, thread_state
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LISTS = OpLists(fp32={"mm"})
 
 
 def test_an_applied_state_gives_a_new_thread_all_settings_and_then_its_own_back():
-    found = thread_state()
-    for number, device_type in enumerate(DEVICE_TYPES):
-        torch.set_autocast_enabled(device_type, number % 2 == 0)
-        torch.set_autocast_dtype(device_type, (FP16, BF16)[number % 3 == 0])
-    torch.set_autocast_cache_enabled(False)
-    unusual, state = thread_state(), AutocastState.capture()
-    reset(found)
+    def unusual() -> tuple[list[object], AutocastState]:
+        for number, device_type in enumerate(DEVICE_TYPES):
+            torch.set_autocast_enabled(device_type, number % 2 == 0)
+            torch.set_autocast_dtype(device_type, (FP16, BF16)[number % 3 == 0])
+        torch.set_autocast_cache_enabled(False)
+        return thread_state(), AutocastState.capture()
 
-    def work() -> list[list[object]]:
+    def applied() -> list[list[object]]:
         before = thread_state()
         with state.apply():
             inside = thread_state()
         return [before, inside, thread_state()]
 
-    before, inside, after = in_thread(work)
-    assert inside[:-1] == unusual[:-1] != before[:-1]
+    wanted, state = in_thread(unusual)
+    before, inside, after = in_thread(applied)
+    assert inside[:-1] == wanted[:-1] != before[:-1]
     assert after == before
     everything = (*DEVICE_TYPES, "privateuseone", "meta", "ve", "vulkan", "lazy")
     names = {name for name, _, _ in state.devices}

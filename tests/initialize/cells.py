@@ -3,7 +3,7 @@
 One step of a small net on four gloo ranks, beside the same step in float64 in one process. A cell
 is right if the step is within its precision's tolerance, all ranks agree, and `Amp.check` finds the
 level's contract kept. It is refused if distamp raised before anything changed.
-``python -m tests.initialize.compare_levels`` runs them all.
+``python -m pytest -m slow tests/initialize/test_cells.py`` runs them all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Cells of level x layout x what crosses them: no third outcome beside right and refused."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.initialize.cells import CELLS, LAYOUTS, LEVELS, judge, level_of, reference
-from tests.initialize.compare_levels import Cell, outcomes
+from tests.initialize.cells import CELLS, LAYOUTS, LEVELS, cell, judge, level_of, reference
 from tests.ranks import RankPool
 
 
-def wrong(cells: list[Cell], pool: RankPool) -> list[Any]:
-    return [pair for pair in outcomes(cells, pool).items() if pair[1].kind == "wrong"]
+def wrong(cells: list[Any], pool: RankPool) -> list[Any]:
+    """What is wrong of cells; how many of a level are right is printed."""
+    found = {each: judge(*each, pool.run(cell, *each)) for each in cells}
+    print(Counter((*each[:2], outcome.kind) for each, outcome in found.items()))
+    return [pair for pair in found.items() if pair[1].kind == "wrong"]
 
 
 def test_twelve_cells_drawn_are_right_or_refused(ranks4: RankPool):

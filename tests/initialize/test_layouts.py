@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DataParallel, initialize
+from distamp import initialize
 from distamp.comm_hooks import register
 from distamp.errors import StageError
 from distamp.initialize import Amp
@@ -168,13 +168,3 @@ def test_passes_that_ddps_own_no_sync_does_not_reduce_may_be_two():
         logits = amp.model(context)
         amp.backward(loss_of(logits, following), retain_graph=True)
         amp.backward(logits.float().square().mean())
-
-
-@pytest.mark.parametrize(
-    ("level", "returned"), [("bf16", torch.bfloat16), ("O1", HALF), ("O2", FULL)]
-)
-def test_dataparallel_computes_in_the_levels_dtype(level, returned):
-    model = DataParallel(net(batchnorm=False))
-    amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
-    with amp.autocast():
-        assert amp.model(next(batches(1))[0]).dtype is returned
