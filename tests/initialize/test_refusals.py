@@ -174,12 +174,13 @@ def test_what_apex_took_and_this_does_not_names_its_replacement(name, hint):
         initialize(net(), None, "O1", **{name: 1})
 
 
-def test_what_is_neither_model_nor_optimizer():
-    model = net()
-    with pytest.raises(TypeError, match="Optimizer"):
-        initialize(model, [model], "O1")
-    with pytest.raises(TypeError, match="Module"):
-        initialize([sgd(model)], None, "O1")
+@pytest.mark.parametrize(
+    ("models", "optimizers", "says"),
+    [(net(), [net()], "Optimizer"), ([sgd(net())], None, "Module")],
+)
+def test_what_is_neither_model_nor_optimizer(models, optimizers, says):
+    with pytest.raises(TypeError, match=says):
+        initialize(models, optimizers, "O1")
 
 
 def shard() -> Any:

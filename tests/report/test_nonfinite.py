@@ -37,18 +37,17 @@ def log_on_rank_1(x: Tensor) -> Tensor:
     return log(x) if dist.get_rank() == 1 else x
 
 
-def product_in_half(x: Tensor) -> Tensor:
-    return (torch.matmul(x.half() * 1e4, x.half().T * 1e2)).float() @ x
-
-
-def product_backward_in_half(x: Tensor) -> Tensor:
-    return x + (torch.matmul(x.half() * 0, torch.full((16, 16), 6e4).half()) * 1e4).float()
-
-
 ALONE = {kind: fault for kind, fault in FAULTS.items() if "collective" not in kind} | {
-    "a product in fp16": Fault(product_in_half, "matmul", ("mm",)),
+    "a product in fp16": Fault(
+        lambda x: torch.matmul(x.half() * 1e4, x.half().T * 1e2).float() @ x, "matmul", ("mm",)
+    ),
     "in place": Fault(lambda x: x.clone().div_(0.0), "div", ("div_",)),
-    "a product's backward": Fault(product_backward_in_half, "matmul", ("mm",), False),
+    "a product's backward": Fault(
+        lambda x: x + (torch.matmul(x.half() * 0, torch.full((16, 16), 6e4).half()) * 1e4).float(),
+        "matmul",
+        ("mm",),
+        False,
+    ),
 }
 root_of_0 = FAULTS["sqrt'"].change
 fully_masked = FAULTS["softmax of -inf"].change
