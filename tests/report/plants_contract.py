@@ -1,9 +1,9 @@
-"""Thirty-five breaches of a declared precision, planted as people make them; for a score.
+"""Thirty-six breaches of a declared precision, planted as people make them; for a score.
 
 Written before the tool that is scored had been seen, and put into one table since. The first five
 are made as the code did of which people complained. A plant says what is declared, and what a right
 answer names: one of ``keys``, the dtype that is found, and a part of the place. ``build()`` makes
-step, model and optimizer on this rank.
+the arguments of `Contract.check` on this rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Breach:
     ranks: int
     declared: dict[str, Any]
     found: str
-    build: Callable[[], Made]
+    build: Callable[[], Any]
     where: str = ""
     keys: tuple[str, ...] | None = None
 
@@ -116,6 +116,13 @@ def _ddp(register: Callable[[DistributedDataParallel], Any]) -> Made:
     model = DistributedDataParallel(_net())
     register(model)
     return trained(model)
+
+
+def _a_hook_of_fsdp2() -> Any:
+    """It sends by threads of its own, so the contract is given it."""
+    model = sharded(_net(), mesh((2,), ("dp",)))
+    hook = comm_hooks.register(model, "bf16")
+    return *trained(model), [hook]
 
 
 def _one_block_of_another_policy() -> Made:
@@ -307,6 +314,7 @@ PLANTS: tuple[Breach, ...] = (
         "int8",
         lambda: _ddp(lambda model: comm_hooks.register(model, "int8")),
     ),
+    Breach("FSDP2 under a bf16 hook", 2, REDUCE, "bf16", _a_hook_of_fsdp2),
     Breach(
         "FSDP1 reduces in bf16",
         2,
