@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
 from distamp.errors import SettingError
+from tests.initialize import nets
 from tests.initialize.cells import EPS, Adapted
 from tests.initialize.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
@@ -55,20 +56,14 @@ def test_a_frozen_half_norm_takes_whatever_a_region_gives_it(kind, base, level):
     with amp.autocast():
         for given in (x, x.half(), x.bfloat16()):
             assert torch.equal(amp.model[1](given), copy.deepcopy(model[1]).float()(given.float()))
-    assert not amp.check(lambda: step(amp, x))
+    batch = x, torch.zeros(4, dtype=torch.int64)
+    assert not amp.check(lambda: nets.train(amp, [batch]))
 
 
 def test_half_norms_of_a_cast_model_bring_no_lists_which_compiled_code_could_not_follow():
     model = cast_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), "O3")
     amp = initialize(model, torch.optim.SGD(trained(model), lr=0.1), "O3")
     assert amp.autocast().ops is None
-
-
-def step(amp: Any, x: Tensor) -> None:
-    with amp.autocast():
-        loss = amp.model(x).float().square().sum()
-    amp.backward(loss)
-    assert amp.step()
 
 
 def quantized(base: torch.dtype) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import distamp
 from distamp import Breaches, Contract, SettingError
 from tests.autocast.counting import Calls
+from tests.initialize.nets import train
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 from tests.report.plants_contract import PLANTS
@@ -79,7 +80,7 @@ LINEAR = ("blocks.0", "blocks.0.down", "blocks.0.out", "blocks.0.qkv", "blocks.0
 
 @pytest.mark.parametrize("level", ["O1", "O2", "bf16-O2", "bf16-O3"])
 def test_pins_by_the_caller_and_the_models_owner_are_part_of_a_levels_contract(level):
-    model = Net()
+    model = Net(batch_norm=True)
     model._keep_in_fp32_modules = ["down"]  # as transformers has it
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-6)
     pins = {"head": "fp32", "*.norm": "fp32"}
@@ -222,11 +223,5 @@ def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
     """As the bias of a classifier of two classes has."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     amp = distamp.initialize(model, torch.optim.AdamW(model.parameters()), "bf16")
-
-    def step() -> None:
-        with amp.autocast():
-            loss = amp.model(torch.ones(3, 4)).float().square().mean()
-        amp.backward(loss)
-        amp.step(max_norm=1.0)
-
-    assert not amp.check(step)
+    batch = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+    assert not amp.check(lambda: train(amp, [batch], max_norm=1.0))
