@@ -101,7 +101,7 @@ class _Worker:
         return f"{text}\nand printed:\n{output}" if output else text
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager):
     """``world_size`` processes with one gloo group among them, waiting for functions to run.
 
     Unlike ``torch.multiprocessing.spawn`` it outlives the call, and unlike torch's
@@ -182,9 +182,6 @@ class RankPool:
         """Send SIGKILL to all ranks, in the middle of a call."""
         for worker in self._workers:
             worker.process.kill()
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

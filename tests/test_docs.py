@@ -114,6 +114,15 @@ def test_commands_name_what_exists() -> None:
     assert faults == []
 
 
+def test_every_test_and_planted_fault_that_a_page_names_is_there() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    named = {*re.findall(r"`(test_\w+)`", text), *re.findall(r"planted: `(\w+)`", text)}
+    assert named - set(re.findall(r"^def (\w+)", sources, re.MULTILINE)) == set()
+    files = re.findall(r"`(tests/[\w/]+\.\w+)`", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()

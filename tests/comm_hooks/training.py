@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
+from tests.place import here
 from tests.ranks import mesh
 
 __all__ = [
@@ -72,11 +73,11 @@ def wrapped(
 
 def spread(wrapper: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
     """An mlp in a wrapper, and what ``register`` needs to know of it."""
-    net, size = mlp(*WIDTHS), dist.get_world_size()
+    net, size = mlp(*WIDTHS).to(here()), dist.get_world_size()
     if wrapper == "DDP":
         return DistributedDataParallel(net, **{"bucket_cap_mb": 0.01, **settings}), {}
     if wrapper == "FSDP1":
-        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), **settings), {}
+        return FullyShardedDataParallel(net, device_id=here(), **settings), {}
     if wrapper == "FSDP2":
         return fully_shard(net, mesh=mesh((size,), ("shard",)), **settings), {}
     # Two replicas of half of the ranks each: rank 2 of 4 is in the groups of ranks 3 and 0.

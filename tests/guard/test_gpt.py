@@ -43,15 +43,13 @@ def _train(how: str, fused: bool, **calls: Any) -> list[Tensor]:
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def _mesh_of(parameter: Tensor) -> Any:
-    return getattr(parameter, "device_mesh", None)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("by_norm", [False, True])
 def test_a_gpt_goes_on_as_if_the_bad_step_had_been_left_out(by_norm):
     # The plan leaves out attention and norms, which both ranks of a tensor group have.
-    calls = {"max_norm": 1.0, "sharded": _mesh_of} if by_norm else {}
+    calls = (
+        {"max_norm": 1.0, "sharded": lambda p: getattr(p, "device_mesh", None)} if by_norm else {}
+    )
     ours, without, torchs = (
         _train(how, by_norm, **calls) for how in ("guard", "left out", "torch")
     )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distamp import DistGradScaler
-from tests.scaler.steps import INF
+from tests.scaler.steps import INF, iteration
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,19 +18,12 @@ HOW = [{"foreach": False, "fused": False}, {"foreach": True}, {"fused": True}]
 
 
 def _train(scaler: Any, cls: Any, how: dict[str, bool], unscale: bool) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
-    optimizer = cls(model.parameters(), lr=0.01, **how)
+    parameter = nn.Parameter(torch.linspace(-1, 1, 64, device="cuda"))
+    optimizer = cls([parameter], lr=0.01, **how)
     for step in range(8):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            output = model(torch.randn(4, 8, device="cuda"))
-        scaler.scale(output.float().pow(2).mean() * (INF if step == 3 else 1.0)).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    return [p.detach().cpu() for p in model.parameters()], scaler.get_scale()
+        gradient = torch.full((64,), INF if step == 3 else step - 3.5, device="cuda")
+        iteration(scaler, optimizer, parameter, gradient, unscale=unscale)
+    return parameter.tolist(), scaler.get_scale()
 
 
 @pytest.mark.parametrize("unscale", [False, True])

@@ -8,6 +8,7 @@ that die and links that are cut are `test_lost_ranks`.
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,8 +23,6 @@ from distamp import DistGradScaler, StepGuard
 from tests.on_ranks import on_ranks
 from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, iteration, leaf, sgd
-
-Error = tuple[str, str] | None
 
 
 class Job:
@@ -252,59 +251,28 @@ def test_ranks_agree_over_a_group_and_its_first_one_names_who_overflowed(by, kin
         assert [each.rank for each in made.overflow_report().overflows] == [2]
 
 
-def _outside() -> list[Error]:
-    givens = [dist.new_group([0]), DeviceMesh("cpu", [0])]
-    return [error_of(DistGradScaler, "cpu", process_group=given) for given in givens]
-
-
-def test_a_group_without_this_rank_is_refused_there(ranks2):
-    inside, outside = ranks2.run(_outside, group="fresh")
-    assert inside == [None, None]
-    assert all(error[0] == "SettingError" or "ValueError" in error[0] for error in outside)
-    assert all("does not contain" in error[1] for error in outside)
+@on_ranks(2)
+def test_a_group_without_this_rank_is_refused_there():
+    for given in (dist.new_group([0]), DeviceMesh("cpu", [0])):
+        is_in = dist.get_rank() == 0
+        with nullcontext() if is_in else pytest.raises(ValueError, match="does not contain"):
+            DistGradScaler("cpu", process_group=given)
 
 
 @on_ranks(2)
-def test_a_pickle_asks_for_the_group_that_it_had():
+@pytest.mark.parametrize("how", ["pickled", "destroyed"])
+def test_a_group_that_is_gone_is_asked_for(how):
     job = Job()
-    job.scaler.process_group = dist.new_group([0, 1])
-    job.scaler = pickle.loads(pickle.dumps(job.scaler))
-    assert error_of(leaves_out_nothing, job)[0] == "StageError"
+    group = job.scaler.process_group = dist.new_group([0, 1])
+    if how == "pickled":
+        job.scaler = pickle.loads(pickle.dumps(job.scaler))
+    else:
+        dist.destroy_process_group(group)
+    name, text = error_of(leaves_out_nothing, job)
+    assert (name, "scaler.process_group" in text) == ("StageError", True)
     job.scaler.process_group = None
     leaves_out_nothing(job)
     assert job.first.item() == 0.5
-
-
-def _destroyed_and_made_anew(path: str) -> Any:
-    """A group of the user's, and then the default one; rank 1 is a new process that loads."""
-    group, job = dist.new_group([0, 1]), Job()
-    job.scaler.process_group = group
-    dist.destroy_process_group(group)
-    gone = error_of(leaves_out_nothing, job)
-    job.scaler.process_group = None
-    job.scaler.step(job.a)
-    job.scaler.update()
-    job.backward()
-    parted = error_of(job.scaler.step, job.a if job.odd else job.b)
-    job.scaler.update()
-    rank, state, value = dist.get_rank(), job.scaler.state_dict(), job.first.item()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    if job.odd:
-        job.first, job.a = sgd(value)
-        job.scaler = cpu_scaler()
-        job.scaler.load_state_dict(state)
-    iteration(job.scaler, job.b, job.second, [0.25, 0.25])  # which came second on rank 0 alone
-    leaves_out_nothing(job, INF if job.odd else 0.25)
-    return (gone[1], parted[0]), (job.first.item(), job.second.tolist()), job.scaler.state_dict()
-
-
-def test_groups_are_destroyed_and_made_anew_and_a_rank_is_replaced(new_ranks, tmp_path):
-    first, second = new_ranks(2).run(_destroyed_and_made_anew, str(tmp_path / "store"))
-    assert first[1:] == second[1:]
-    for (gone, parted), *_ in (first, second):
-        assert "was destroyed; set scaler.process_group" in gone
-        assert parted == "LockstepError"
 
 
 # -- uneven inputs ---------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ def test_what_is_lost_on_one_rank_is_told_by_every_rank(new_ranks, layout, lost)
 
 
 def _goes_on_without(path: str) -> Any:
-    (parameter, optimizer), scaler = sgd(), cpu_scaler()
+    """Of three ranks one dies, and of the two that are left one is another process, which loads."""
+    (parameter, optimizer), (second, other), scaler = sgd(), sgd(), cpu_scaler()
     iteration(scaler, optimizer, parameter, 0.25)
     rank = dist.get_rank()
     if rank == ODD:
@@ -139,9 +140,13 @@ def _goes_on_without(path: str) -> Any:
     scaler.update()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank // 2, world_size=2)
+    if rank:
+        (parameter, optimizer), state, scaler = sgd(value), scaler.state_dict(), cpu_scaler()
+        scaler.load_state_dict(state)
+    iteration(scaler, other, second, 0.25)  # which comes first on one rank alone
     iteration(scaler, optimizer, parameter, float("inf") if rank else 0.25)
     iteration(scaler, optimizer, parameter, 0.25)
-    return lost and lost[0], value, parameter.item(), scaler.get_scale()
+    return lost and lost[0], value, parameter.item(), second.item(), scaler.state_dict()
 
 
 def test_the_ranks_that_are_left_go_on_in_a_new_group(new_ranks, tmp_path):
@@ -149,4 +154,4 @@ def test_the_ranks_that_are_left_go_on_in_a_new_group(new_ranks, tmp_path):
         _goes_on_without, str(tmp_path / "store"), may_die=[ODD]
     )
     assert first == third
-    assert first[:3] == ("LockstepError", 0.75, 0.5)
+    assert first[:4] == ("LockstepError", 0.75, 0.5, 0.75)

@@ -72,15 +72,6 @@ def _grouped(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
-class _Float(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float()
-
-
-def _with_a_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8).half(), _Float(), nn.BatchNorm1d(8))
-
-
 def _rows(model: nn.Module, batch: int, factor: float = 1.0) -> Tensor:
     if batch % 2:  # torch adds no sparse float16
         return torch.zeros((), requires_grad=True)
@@ -96,7 +87,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     **{name: (half_mlp, make, loss_of) for name, make in OPTIMIZERS.items()},
     "bfloat16": (lambda: half_mlp(dtype=BF16), adamw, loss_of),
     "groups": (half_mlp, _grouped, loss_of),
-    "a norm in float32": (_with_a_norm, adamw, loss_of),
+    "a norm in float32": (
+        lambda: nn.Sequential(nn.Linear(8, 8).half(), nn.BatchNorm1d(8)),
+        adamw,
+        loss_of,
+    ),
     "sparse": (_table, lambda ps: torch.optim.SGD(ps, lr=0.1), _rows),
     "SparseAdam": (_table, lambda ps: torch.optim.SparseAdam(list(ps), lr=0.1), _rows),
 }

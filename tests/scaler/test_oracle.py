@@ -111,9 +111,8 @@ class World:
         self.unscaled: set[int] = set()
 
     def call(self, name: str, *args: Any) -> Any:
-        if name.startswith("set_"):
-            return getattr(self.scaler, name)(*args)
-        return getattr(self, "do_" + name)(*args)
+        own = getattr(self, f"do_{name}", None)
+        return (own or getattr(self.scaler, name))(*args)
 
     def do_backward(self, index: int, coefficients: tuple[float, ...], form: str) -> Any:
         if index in self.unscaled:

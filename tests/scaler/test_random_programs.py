@@ -11,7 +11,6 @@ import pytest
 from tests.scaler.matrix.drawn import hold, programs
 from tests.scaler.matrix.judge import Judge
 from tests.scaler.matrix.layouts import WORLD
-from tests.scaler.matrix.programs import Iteration, Program
 
 # Steps taken together by a scaler, and by a StepGuard, which also clips as it steps.
 FORMS = pytest.mark.parametrize("form", ["distamp", "guard"])
@@ -40,10 +39,3 @@ def test_invariant_holds_in_random_programs(ranks, form):
 @pytest.mark.parametrize("seed", range(20))
 def test_invariant_holds_in_ten_thousand_random_programs(ranks, seed, form):
     _check(ranks, 500, seed, form)
-
-
-def test_a_step_taken_before_another_optimizer_refuses_its_own_is_no_fault(ranks):
-    """torch's fused Adagrad refuses plain tensors beside DTensors, after the other has stepped."""
-    iterations = (Iteration("grouped", reverse=True),)
-    program = Program("plain and DTensor", "Adagrad fused", iterations, optimizers=2)
-    assert Judge(ranks(WORLD)).judge(program) == []

@@ -1,4 +1,7 @@
-"""How the loss scale moves: Megatron's and DeepSpeed's rules; torch's is in `test_oracle`."""
+"""How the loss scale moves: Megatron's and DeepSpeed's rules; torch's is in `test_oracle`.
+
+That a scaler moves by its schedule, and skips what is forgiven, `test_state` has.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -13,9 +16,7 @@ from distamp.scaler import (
     HysteresisSchedule,
     ScaleState,
     Schedule,
-    StaticSchedule,
 )
-from tests.scaler.steps import INF, cpu_scaler, iteration, sgd
 
 FOUND = {flag: torch.full((), float(flag)) for flag in (False, True)}
 few = settings(max_examples=40, deadline=None)
@@ -35,22 +36,10 @@ def scales(schedule: Schedule, overflows: list[bool], scale: float = 65536.0) ->
     return seen
 
 
-def megatron(overflows: list[bool], interval: int, hysteresis: int) -> Iterator[float]:
-    """Megatron-LM's rule, from its documented settings."""
-    scale, clean, credit = 1.0, 0, hysteresis
-    for overflow in overflows:
-        clean, credit = (0, credit - 1) if overflow else (clean + 1, credit)
-        if overflow and credit <= 0:
-            scale /= 2
-        elif clean == interval:
-            scale, clean, credit = scale * 2, 0, hysteresis
-        yield scale
-
-
 def deepspeed(
     overflows: list[bool], interval: int, hysteresis: int, consecutive: bool
 ) -> Iterator[float]:
-    """DeepSpeed's rule: iterations are numbered, not counted."""
+    """DeepSpeed's rule: iterations are numbered, not counted. Not consecutive it is Megatron's."""
     scale, last_overflow, credit = 1.0, -1, hysteresis
     for now, overflow in enumerate(overflows):
         grows = not overflow and (now - last_overflow) % interval == 0
@@ -75,7 +64,6 @@ def test_hysteresis_is_megatrons_and_deepspeeds_rule(overflows, interval, hyster
     )
     found = scales(schedule, overflows, 1.0)
     assert found == list(deepspeed(overflows, interval, hysteresis, consecutive))
-    assert consecutive or found == list(megatron(overflows, interval, hysteresis))
 
 
 def test_the_scale_never_leaves_its_bounds():
@@ -86,21 +74,3 @@ def test_the_scale_never_leaves_its_bounds():
     bounded = DynamicSchedule(3.0, 0.3, 1, min_scale=100.0, max_scale=1000.0)
     found = scales(bounded, [False] * 3 + [True] * 3 + [False], 500.0)
     assert found == pytest.approx([1000.0, 1000.0, 1000.0, 300.0, 100.0, 100.0, 300.0])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        (HysteresisSchedule(hysteresis=2), [8.0, 8.0, 4.0, 2.0]),
-        (StaticSchedule(), [8.0] * 4),
-        (DynamicSchedule(growth_interval=1), [4.0, 8.0, 4.0, 2.0]),
-    ],
-    ids=["hysteresis", "static", "dynamic"],
-)
-def test_a_scaler_moves_by_its_schedule_and_skips_what_is_forgiven_too(schedule, expected):
-    parameter, optimizer = sgd()
-    scaler, trace = cpu_scaler(8.0, schedule=schedule), []
-    for gradient in (INF, 0.0, INF, INF):
-        iteration(scaler, optimizer, parameter, gradient)
-        trace.append(scaler.get_scale())
-    assert (trace, parameter.item()) == (expected, 1.0)

@@ -26,17 +26,11 @@ def become(path: str, devices: int) -> None:
     os.environ.update(SIM_DEVICES=str(devices), SIM_NAME="cuda")
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
-    from tests.simulated import device
-
-    device.load(path, devices, name="cuda")
-    _complete_torch_cuda()
-
-
-def _complete_torch_cuda() -> None:
     import torch
 
     from tests.simulated import device
 
+    device.load(path, devices, name="cuda")
     native = device.native()
     names = {
         "_lazy_init": lambda: None,

@@ -8,7 +8,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +33,6 @@ __all__ = [
     "schedule",
     "seed_all",
     "take_counts",
-    "without_meta",
 ]
 
 # The kinds of host sync, as the library numbers them; "no_meta" is the simulation's own: an op
@@ -131,11 +130,6 @@ def drain() -> None:
     """Run everything; an error of a job comes out here. Counts no sync."""
     for device in range(_native.device_count()):
         _native.run_device(device)
-
-
-def without_meta() -> Mapping[str, int]:
-    """The ops that had to run at once because no Meta kernel tells their shape, and how often."""
-    return _native.without_meta()
 
 
 # -- torch.sim ------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.ranks import RankError, RankPool
-from tests.scaler.matrix.cells import cells, chains, sample
 from tests.scaler.matrix.judge import Judge, complaints
-from tests.scaler.matrix.layouts import ALL_LAYOUTS, DEVICE_LAYOUTS, layout_named
+from tests.scaler.matrix.layouts import ALL_LAYOUTS
 from tests.scaler.matrix.programs import Fault, Outcome, Program
 from tests.simulated.pools import SimPool
 
-__all__ = ["FOUR_RANKS", "LAYOUTS", "Pair", "chains_of", "kinds_of", "sample_of"]
+__all__ = ["FOUR_RANKS", "LAYOUTS", "Pair"]
 
 # Made for four ranks: they run on four, but for what is drawn.
 FOUR_RANKS = ("DDP, two groups", "pipeline")
@@ -21,26 +20,9 @@ FOUR_RANKS = ("DDP, two groups", "pipeline")
 _EXCEPTION = "DDP, sparse"
 # Those without a group come first: another group is new processes.
 LAYOUTS = sorted(
-    {*ALL_LAYOUTS, *DEVICE_LAYOUTS} - {_EXCEPTION},
-    key=lambda name: (layout_named(name).group == "default", name),
+    {*ALL_LAYOUTS} - {_EXCEPTION},
+    key=lambda name: (ALL_LAYOUTS[name].group == "default", name),
 )
-# What these are on one device, for the cells that there are.
-_LIKE = {"two devices": "alone", "DDP, two devices": "DDP"}
-
-
-def kinds_of(layout: str) -> list[str]:
-    """The optimizers that train on it."""
-    return list(dict.fromkeys(kind for _, kind, *_ in cells([_LIKE.get(layout, layout)])))
-
-
-def chains_of(layout: str, kind: str) -> list[Program]:
-    """Every cell of a layout with an optimizer."""
-    return [replace(each, layout=layout) for each in chains(_LIKE.get(layout, layout), kind)]
-
-
-def sample_of(layout: str) -> Program:
-    """The same cell of a layout at every call."""
-    return replace(sample(_LIKE.get(layout, layout), "sim "), layout=layout)
 
 
 @dataclass

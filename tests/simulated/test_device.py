@@ -1,15 +1,13 @@
-"""The simulated device itself: memory, schedules, host syncs, and ops without a shape of their own.
+"""The simulated device itself: memory, schedules and host syncs.
 
 That its numbers are the CPU's, every test of a job asks. What goes wrong on it is made on purpose
 in `test_planted_faults`.
 """
 
 import ctypes
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.on_ranks import on_devices
 from tests.ranks import RankError
@@ -69,22 +67,3 @@ def test_syncs_are_told_by_kind_and_refused():
         assert found == ({name: 1} if name else {})
     with refuse("d2h"), pytest.raises(RuntimeError, match="host sync refused: d2h"):
         x.cpu()
-
-
-def _op_by_op() -> Any:
-    from tests.simulated.device import without_meta
-
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to("sim")
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    x = torch.ones(2, 5, 16, device="sim")
-    with torch.autocast("sim", dtype=torch.float16):
-        layer(x).square().sum().backward()
-        half = nn.functional.linear(x, torch.ones(4, 16, device="sim"))
-        dtypes = [half.dtype, half.exp().dtype]
-    nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-    optimizer.step()
-    return dict(without_meta()), dtypes
-
-
-def test_autocast_has_cudas_lists_and_no_op_runs_early_for_want_of_a_shape(sim):
-    assert sim.one(_op_by_op, group="fresh") == ({}, [torch.float16, torch.float32])

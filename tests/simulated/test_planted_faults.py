@@ -46,17 +46,6 @@ def missing_record_stream(fault: bool) -> float:
     return y.sum().item() / 64
 
 
-def host_copy_without_wait(fault: bool) -> float:
-    """The host looks at pinned memory while the copy into it is on its way."""
-    copied = torch.empty(8, pin_memory=True)
-    copied.copy_(torch.full((8,), 5.0, device="sim"), non_blocking=True)
-    event = torch.Event("sim")
-    event.record()
-    if not fault:
-        event.synchronize()
-    return copied.sum().item() / 8
-
-
 def future_without_its_device(fault: bool) -> float:
     """A hook's future says nothing of its device, so DDP reads the bucket before it is reduced."""
     rank = dist.get_rank()
@@ -91,7 +80,6 @@ def buffer_of_a_collective_used_too_soon(fault: bool) -> float:
 FAULTS = {
     missing_wait_stream: (1, 6.0, [LATE]),
     missing_record_stream: (1, 6.0, [LATE, OTHERS]),
-    host_copy_without_wait: (1, 5.0, [LATE, OTHERS]),
     future_without_its_device: (2, 1.5, [LATE, OTHERS]),
     buffer_of_a_collective_used_too_soon: (2, 12.0, [OTHERS]),
 }

@@ -1,4 +1,4 @@
-"""The scaler and masters on simulated devices of one process, beside the CPU.
+"""The scaler on simulated devices, beside the CPU.
 
 Each job is run on the CPU and, under every schedule, on the device. A sample of the scaler's cells
 is compared to the bit; all of them in ``make test-all``.
@@ -16,14 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distamp import DistGradScaler, StepGuard, host
-from distamp.scaler import MasterParameters
 from tests.place import here
-from tests.scaler.masters import half_mlp
+from tests.scaler.matrix.cells import cells, chains, sample
 from tests.scaler.matrix.drawn import hold, programs
 from tests.scaler.steps import INF
 from tests.scaler.test_optimizers import momentum_after_skips
 from tests.simulated.pools import under_schedules
-from tests.simulated.scaler_cells import FOUR_RANKS, LAYOUTS, Pair, chains_of, kinds_of, sample_of
+from tests.simulated.scaler_cells import FOUR_RANKS, LAYOUTS, Pair
 
 
 def _pair(sim_ranks, ranks, layout):
@@ -33,18 +32,16 @@ def _pair(sim_ranks, ranks, layout):
 
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each not in FOUR_RANKS])
 def test_a_sample_of_cells_is_as_on_the_cpu(sim_ranks, ranks, layout):
-    wrong = _pair(sim_ranks, ranks, layout).wrong(sample_of(layout))
+    wrong = _pair(sim_ranks, ranks, layout).wrong(sample(layout, "sim "))
     assert not wrong, "\n\n".join(wrong)  # pytest shortens a list to a line
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("layout", "kind"), [(la, kind) for la in LAYOUTS for kind in kinds_of(la)]
-)
+@pytest.mark.parametrize(("layout", "kind"), sorted({each[:2] for each in cells(LAYOUTS)}))
 def test_every_cell_is_as_on_the_cpu(sim_ranks, ranks, layout, kind):
     pair = _pair(sim_ranks, ranks, layout)
-    found = {program: pair.wrong(program) for program in chains_of(layout, kind)}
+    found = {program: pair.wrong(program) for program in chains(layout, kind)}
     assert {program: wrong for program, wrong in found.items() if wrong} == {}
 
 
@@ -61,26 +58,6 @@ def test_random_programs_are_as_on_the_cpu(sim2, ranks2, seed):
 
 
 # -- jobs ------------------------------------------------------------------------------------------
-
-
-def masters_in_data_parallel(device: str) -> Any:
-    """A float16 model whose replicas lie on two devices; every third step overflows."""
-    net = half_mlp().to(device)
-    model = nn.DataParallel(net, [0, 1]) if device == "sim" else net
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    MasterParameters(optimizer)
-    scaler = DistGradScaler(device, init_scale=64.0, growth_interval=2, fp16_grads="master")
-    width = next(net.parameters()).shape[1]
-    for step in range(6):
-        optimizer.zero_grad()
-        x = torch.full((2, width), 1.0 + step).to(device, torch.float16)
-        loss = model(x).float().square().mean() * (INF if step % 3 == 1 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    counts = scaler.step_counts(optimizer)
-    assert (counts.taken, counts.skipped) == (4, 2)
-    return [p.detach().cpu() for p in net.parameters()], scaler.get_scale()
 
 
 class _Tape(TorchDispatchMode):
@@ -139,14 +116,7 @@ def recorded(device: str, what: str) -> Any:
     return [p.detach().cpu() for p in model.parameters()], scales
 
 
-JOBS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
-    momentum_after_skips: [()],
-    masters_in_data_parallel: [()],
-    recorded: [("backward",), ("step",)],
-}
-CASES = [(job, arguments) for job, every in JOBS.items() for arguments in every]
-# The norm of a gradient is summed in another order on the device.
-TOLERANCE = {masters_in_data_parallel: (1e-2, 1e-3)}
+CASES = [(momentum_after_skips, ()), (recorded, ("backward",)), (recorded, ("step",))]
 
 
 def _run(job: Callable[..., Any], device: str, *arguments: Any) -> Any:
@@ -162,8 +132,7 @@ def _run(job: Callable[..., Any], device: str, *arguments: Any) -> Any:
 def test_a_job_is_done_as_on_the_cpu(sim, job, arguments, schedule, seed):
     expected = sim.one(_run, job, "cpu", *arguments)
     found = sim.one(_run, job, "sim", *arguments, schedule=schedule, seed=seed)
-    relative, absolute = TOLERANCE.get(job, (1e-5, 1e-6))
-    torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def _waits_for_nothing(by: str, group: bool, calls: dict[str, Any]) -> int:

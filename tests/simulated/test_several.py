@@ -25,24 +25,31 @@ from tests.scaler.steps import INF, NAN, error_of
 from tests.simulated.pools import SimPool, under_schedules
 
 
-@on_devices(1)
+@on_devices(2)
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
 @pytest.mark.parametrize("half", [False, True])
-def test_an_overflow_on_either_device_skips_the_step(half):
-    model = nn.ModuleList([nn.Linear(2, 2, bias=False, device=f"sim:{i}") for i in range(2)])
+def test_an_overflow_on_either_device_of_one_rank_skips_the_step_on_all(half, call):
+    """A model over two devices on each rank."""
+    devices = [f"sim:{dist.get_rank() + place}" for place in (0, 2)]
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False, device=each) for each in devices])
     if half:
         model.half()
     weights = [*model.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.25)
-    if half:
-        MasterParameters(optimizer)
+    _kept = half and MasterParameters(optimizer)
     scaler = DistGradScaler("sim", init_scale=8.0, fp16_grads="master" if half else "error")
     for overflowing in (None, 0, 1):
         before = [weight.detach().clone() for weight in weights]
-        scaler.scale(torch.ones((), device="sim:0"))
+        scaler.scale(torch.ones((), device=devices[0]))
         for number, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, scaler.get_scale() / 2)
-            if number == overflowing:
+            if number == overflowing and dist.get_rank():
                 weight.grad[0, 0] = torch.inf
+        if call == "unscale_":
+            scaler.unscale_(optimizer)
+        elif call == "clip_grad_norm_":
+            norm = scaler.clip_grad_norm_(optimizer, 9.0).item()
+            assert norm == pytest.approx(2.0**0.5) or overflowing is not None
         scaler.step(optimizer)
         scaler.update()
         moved = [(b - weight)[1, 1].item() for b, weight in zip(before, weights, strict=True)]
@@ -127,8 +134,9 @@ def test_one_rank_may_ask_for_the_counts_of_fused_steps():
     assert error[0] == "LossScaleCollapse"
 
 
-def _thaws() -> list[str]:
-    """What steps by a norm raise, where from the second on more takes part, which differs."""
+@on_devices(2)
+def test_replicas_that_part_after_a_norm_are_seen_by_the_next_one():
+    """From the second step on more takes part, which differs; a device says so at the next."""
     weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(2)]
     optimizer, guard, raised = torch.optim.SGD(weights, lr=1.0, fused=True), StepGuard(), []
     for step in range(4):
@@ -137,11 +145,7 @@ def _thaws() -> list[str]:
         error = error_of(guard.step, optimizer, max_norm=1.0)
         guard.update()
         raised.append(error[0] if error else "")
-    return raised
-
-
-def test_replicas_that_part_after_a_norm_are_seen_by_the_next_one(sim2):
-    assert sim2.run(_thaws) == [["", "", "GradientError", "GradientError"]] * 2
+    assert raised == ["", "", "GradientError", "GradientError"]
 
 
 # -- levels ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.ranks import RankError, RankPool
 from tests.scaler.matrix.layout import Layout
-from tests.scaler.matrix.layouts import layout_named
+from tests.scaler.matrix.layouts import ALL_LAYOUTS
 from tests.scaler.matrix.programs import Iteration, Outcome, Program
 from tests.scaler.matrix.runner import run_on_rank
 
@@ -38,7 +38,7 @@ def complaints(
             elif any(outcome.error for _, outcome in members):
                 wrong = _judge_error(members, refused)
             else:
-                wrong = _judge(members, layout_named(program.layout))
+                wrong = _judge(members, ALL_LAYOUTS[program.layout])
             found += [f"iteration {number}: {each}" for each in wrong]
     return found
 
@@ -149,5 +149,5 @@ class Judge:
 
     def run(self, program: Program, scaler: str) -> list[list[Outcome]]:
         """Every rank's outcomes."""
-        group, timeout = layout_named(program.layout).group, self.timeout
+        group, timeout = ALL_LAYOUTS[program.layout].group, self.timeout
         return self.pool.run(run_on_rank, program, scaler, group=group, timeout=timeout)

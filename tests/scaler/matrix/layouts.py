@@ -41,7 +41,7 @@ from tests.scaler.matrix.layout import (
 )
 from tests.scaler.matrix.reference import BATCH, KINDS, Kind, Net, Reference, batch, loss_of
 
-__all__ = ["ALL_LAYOUTS", "LAYOUTS", "WORLD", "Layout", "layout_named"]
+__all__ = ["ALL_LAYOUTS", "LAYOUTS", "WORLD", "Layout"]
 
 
 class DDPSubgroups(DDP):
@@ -413,32 +413,6 @@ class _Sparse(Layout):
         return functional_call(_TokenNet(*self.widths, sparse=False), dict(parameters), (x,))
 
 
-# -- several devices of one process; on the CPU as any other ------------------------------------
-
-
-class _SpreadNet(Net):
-    """The second half may lie on another device than the first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.second(torch.tanh(self.first(x))))
-        x = x.to(self.head.weight.device)
-        return self.tail(torch.tanh(self.head(x)))
-
-
-class _Spread(Layout):
-    def make_net(self) -> nn.Module:
-        return _SpreadNet(*self.widths)
-
-    def place(self, net: nn.Module) -> nn.Module:
-        net = super().place(net)
-        if (device := here()).type != "cpu":
-            count = torch.accelerator.device_count()
-            other = torch.device(device.type, (device.index + count // 2) % count)
-            net.head.to(other)
-            net.tail.to(other)
-        return net
-
-
 # -- the table ---------------------------------------------------------------------------------
 
 # What random programs are drawn from: full precision, dense, on one device.
@@ -478,13 +452,3 @@ ALL_LAYOUTS: dict[str, type[Layout]] = {
     "FSDP2, bf16 parameters": _with(Parameters, FSDP2, **_BFLOAT16_PARAMETERS),
     "DDP, sparse": _with(_Sparse, DDP),
 }
-# On the simulated accelerator and on GPUs; on the CPU both devices are one.
-DEVICE_LAYOUTS: dict[str, type[Layout]] = {
-    "two devices": _with(_Spread, Alone),
-    "DDP, two devices": _with(_Spread, DDP),
-}
-
-
-def layout_named(name: str) -> type[Layout]:
-    """The layout of this name, of any of the tables."""
-    return (ALL_LAYOUTS | DEVICE_LAYOUTS)[name]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,11 +135,7 @@ class Reference:
         return math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
 
     def clip(self, part: int, max_norm: float) -> None:
-        """``torch.nn.utils.clip_grad_norm_``'s rule."""
-        factor = min(1.0, max_norm / (self.norm(part) + 1e-6))
-        for name in self.parts[part]:
-            if (gradient := self.parameters[name].grad) is not None:
-                gradient *= factor
+        nn.utils.clip_grad_norm_([self.parameters[name] for name in self.parts[part]], max_norm)
 
     def step(self, part: int) -> None:
         self._optimizers[part].step()
@@ -147,25 +143,17 @@ class Reference:
 
 @dataclass
 class ScaleRule:
-    """torch's dynamic rule, on Python floats, within the bounds that distamp documents."""
+    """torch's dynamic rule, within the bounds that distamp documents."""
 
     scale: float
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    growth_interval: int
     tracker: int = 0
-    bounds: tuple[float, float] = field(default=(2.0**-24, 2.0**127))
 
     def update(self, overflow: bool) -> None:
-        if overflow:
-            self.scale *= self.backoff_factor
-            self.tracker = 0
-        elif self.tracker + 1 == self.growth_interval:
-            self.scale *= self.growth_factor
-            self.tracker = 0
-        else:
-            self.tracker += 1
-        self.scale = min(max(self.scale, self.bounds[0]), self.bounds[1])
+        scale, tracker = torch.tensor(self.scale), torch.tensor(self.tracker, dtype=torch.int32)
+        found_inf = torch.tensor(float(overflow))
+        torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, self.growth_interval)
+        self.scale, self.tracker = scale.clamp(2.0**-24, 2.0**127).item(), int(tracker)
 
     def by_hand(self) -> float:
         """Another scale within the bounds, as a user might set it."""

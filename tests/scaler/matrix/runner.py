@@ -17,12 +17,11 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from distamp import DistGradScaler, StepGuard
 from tests.place import device_type
 from tests.scaler.matrix.layout import local_values
-from tests.scaler.matrix.layouts import WORLD, Layout, layout_named
+from tests.scaler.matrix.layouts import ALL_LAYOUTS, WORLD, Layout
 from tests.scaler.matrix.programs import Iteration, Outcome, Program
 from tests.scaler.matrix.reference import KINDS, Reference, ScaleRule
 
 MAX_NORM = 0.05
-VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
 
 def _group(layout: Layout) -> dist.ProcessGroup | None:
@@ -62,7 +61,7 @@ def run_on_rank(program: Program, scaler: str) -> list[Outcome]:
 class Runner:
     def __init__(self, program: Program, scaler: str) -> None:
         self.program = program
-        self.layout = layout_named(program.layout)()
+        self.layout = ALL_LAYOUTS[program.layout]()
         self.new_scaler = functools.partial(SCALERS[scaler], program, self.layout)
         self.scaler = self.new_scaler()
         self.guards = scaler == "guard"
@@ -78,7 +77,7 @@ class Runner:
         for i, optimizer in enumerate(self.optimizers):
             optimizer.register_step_post_hook(lambda *_, i=i: self.stepped.add(i))
         self.reference: Reference = self.layout.reference(kind, program.optimizers)
-        self.rule = ScaleRule(program.init_scale, growth_interval=program.growth_interval)
+        self.rule = ScaleRule(program.init_scale, program.growth_interval)
         if not self.real:
             self.rule.scale = 1.0
 
@@ -168,9 +167,9 @@ class Runner:
         layout = self.layout
         layout.backward(self.scaler, number, iteration.micro, self._factors)
         for fault in iteration.faults:
-            if fault.rank == layout.rank and fault.value in VALUES:
+            if fault.rank == layout.rank and fault.value not in ("loss", "sum"):
                 optimizer = self.optimizers[fault.optimizer % len(self.optimizers)]
-                layout.plant(optimizer, VALUES[fault.value], fault.where)
+                layout.plant(optimizer, float(fault.value), fault.where)
 
     def _overflows(self) -> list[bool]:
         """For each optimizer, whether any rank of this domain holds inf or NaN; counted here."""
