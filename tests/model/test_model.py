@@ -11,32 +11,23 @@ from tests.ranks import RankPool
 
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")
 
-HELD = [each for each in RUNS if not each.breaks]
 # Every test run plants one in each model; `python -m tests.model` all.
-FAULTS = ["OWN_FLAG", "OWN_NORM", "LANES_SHARE_MEMORY"]
-
-
-@needs_spin
-@pytest.mark.parametrize("each", [r for r in HELD if r.quick], ids=lambda r: r.name)
-def test_a_model_holds(each: Run) -> None:
-    assert check(each).found == ""
+FAULTS = ("OWN_FLAG", "OWN_NORM", "LANES_SHARE_MEMORY")
 
 
 @needs_spin
 @pytest.mark.parametrize(
     "each",
-    [r for r in RUNS if r.breaks and r.defines.endswith(tuple(FAULTS))],
-    ids=lambda r: r.name,
+    [
+        pytest.param(each, id=each.name, marks=[] if each.quick else pytest.mark.slow)
+        for each in RUNS
+        if not each.breaks or each.defines.endswith(FAULTS)
+    ],
 )
-def test_a_planted_fault_is_found(each: Run) -> None:
-    assert each.breaks in check(each).found
-
-
-@needs_spin
-@pytest.mark.slow
-@pytest.mark.parametrize("each", [r for r in RUNS if not r.quick], ids=lambda r: r.name)
-def test_a_large_model_holds(each: Run) -> None:
-    assert check(each).found == ""
+def test_a_model_holds_and_a_planted_fault_is_found(each: Run) -> None:
+    found = check(each).found
+    assert each.breaks in found
+    assert bool(each.breaks) == bool(found), found
 
 
 @needs_spin

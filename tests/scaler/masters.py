@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
 from tests.ranks import mesh
-from tests.scaler.steps import leaf
+from tests.scaler.steps import cpu_scaler, leaf
 
 __all__ = [
     "ByHand",
@@ -121,9 +121,7 @@ def one_master(*values: float, dtype: torch.dtype = F16, split: bool = False) ->
     return parameter, optimizer, MasterParameters(optimizer, split=split)
 
 
-def master_scaler(init_scale: float = 1024.0, **settings: object) -> DistGradScaler:
-    """The scaler under test."""
-    return DistGradScaler("cpu", init_scale=init_scale, fp16_grads="master", **settings)
+master_scaler = functools.partial(cpu_scaler, fp16_grads="master")
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

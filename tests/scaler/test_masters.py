@@ -10,6 +10,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,10 +80,7 @@ def _rows(model: nn.Module, batch: int, factor: float = 1.0) -> Tensor:
     return model(tokens).float().square().sum() * factor
 
 
-def _table() -> nn.Module:
-    return nn.Embedding(6, 4, sparse=True).half()
-
-
+TABLE = partial(nn.Embedding, 6, 4, sparse=True, dtype=F16)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     **{name: (half_mlp, make, loss_of) for name, make in OPTIMIZERS.items()},
     "bfloat16": (lambda: half_mlp(dtype=BF16), adamw, loss_of),
@@ -92,8 +90,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
         adamw,
         loss_of,
     ),
-    "sparse": (_table, lambda ps: torch.optim.SGD(ps, lr=0.1), _rows),
-    "SparseAdam": (_table, lambda ps: torch.optim.SparseAdam(list(ps), lr=0.1), _rows),
+    "sparse": (TABLE, lambda ps: torch.optim.SGD(ps, lr=0.1), _rows),
+    "SparseAdam": (TABLE, lambda ps: torch.optim.SparseAdam(list(ps), lr=0.1), _rows),
 }
 CLIPPED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "optimizer": lambda model, optimizer: optimizer,

@@ -287,17 +287,6 @@ class MeshExperts(DDPExperts):
 CHUNKS = 2
 
 
-class _Stage(nn.Module):
-    def __init__(self, layer: nn.Module, last: bool) -> None:
-        super().__init__()
-        self.layer = layer
-        self.last = last
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        return x if self.last else torch.tanh(x)
-
-
 class Pipeline(World):
     """torch's GPipe schedule: each rank holds one layer and nothing of the others."""
 
@@ -309,7 +298,8 @@ class Pipeline(World):
     def wrap(self, net: nn.Module) -> nn.Module:
         rank = self.rank
         self.layer = getattr(net, LAYERS[rank])
-        self.stage = PipelineStage(_Stage(self.layer, rank == WORLD - 1), rank, WORLD, here())
+        after = nn.Identity() if rank == WORLD - 1 else nn.Tanh()
+        self.stage = PipelineStage(nn.Sequential(self.layer, after), rank, WORLD, here())
         return net
 
     def parts(self) -> list[list[nn.Parameter]]:
