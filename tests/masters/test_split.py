@@ -131,7 +131,8 @@ def _alive(elements: int) -> int:
     """Bytes of all tensors that are alive and not small, each storage once, for each element."""
     found = {}
     for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter):  # fake ones of other tests have no memory
+        # Fake and sparse ones of other tests have no memory of their own.
+        if type(each) in (Tensor, nn.Parameter) and not each.is_sparse:
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(size for size in found.values() if size > 1000) // elements
