@@ -18,7 +18,6 @@ from distamp.scaler import (
     Schedule,
 )
 
-FOUND = {flag: torch.full((), float(flag)) for flag in (False, True)}
 few = settings(max_examples=40, deadline=None)
 histories = st.lists(st.booleans(), min_size=1, max_size=60)
 counts = st.integers(1, 4)
@@ -29,7 +28,7 @@ def scales(schedule: Schedule, overflows: list[bool], scale: float = 65536.0) ->
     state, seen = ScaleState.initial(scale, 0, schedule.initial_hysteresis, torch.device("cpu")), []
     for overflow in overflows:
         before, kept = state, copy.deepcopy(state)
-        state = schedule.next_state(before, FOUND[overflow])
+        state = schedule.next_state(before, torch.tensor(float(overflow)))
         assert before == kept
         assert (state.scale.shape, state.scale.dtype) == ((), torch.float32)
         seen.append(state.scale.item())

@@ -43,7 +43,6 @@ def test_op_lists_hold_on_their_device_and_leave_the_other_alone(device, other):
 
 def _trained(by_hand: bool) -> Any:
     """Forward in threads that take the region along, backward in autograd's own thread."""
-    torch.manual_seed(0)
     layer, x = nn.Linear(4, 4, bias=False), torch.randn(4, 4)
     if not by_hand:
         layer, x = layer.to("sim"), x.to("sim")

@@ -69,7 +69,6 @@ def test_a_hooked_run_is_as_on_the_cpu(sim_ranks, ranks, size, how, wire, attach
 def _bucket_on_a_stream() -> list[Tensor]:
     """Gradients made on the user's own stream, averaged by a hook, read there."""
     side = torch.Stream(here())
-    torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(64, 64).to(here()))
     register(model, "fp16")
     side.wait_stream(torch.accelerator.current_stream())
@@ -93,7 +92,6 @@ def test_a_hook_waits_for_the_stream_that_made_the_gradients(sim2):
 def _roots() -> float:
     """The worst error of blocks that are each an FSDP root, in a container that is not sharded."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
     # More than there are lanes.
     blocks = nn.ModuleList(nn.Linear(300, 300, bias=False) for _ in range(6)).to(here())
     for each in blocks:

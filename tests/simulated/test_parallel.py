@@ -30,7 +30,6 @@ def _replicas(parallel: bool, dtype: torch.dtype | None, masters: bool = False) 
 
     In a region of this dtype; with masters the model itself is of it.
     """
-    torch.manual_seed(0)
     net = nn.Sequential(Watched(8, 16), nn.Tanh(), nn.Linear(16, 4)).to("sim:0")
     net.to(dtype if masters else torch.float32)
     net[0].seen = set()

@@ -4,7 +4,6 @@ Each job is run on the CPU and, under every schedule, on the device. A sample of
 is compared to the bit; all of them in ``make test-all``.
 """
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -119,19 +118,14 @@ def recorded(device: str, what: str) -> Any:
 CASES = [(momentum_after_skips, ()), (recorded, ("backward",)), (recorded, ("step",))]
 
 
-def _run(job: Callable[..., Any], device: str, *arguments: Any) -> Any:
-    torch.manual_seed(0)
-    return job(device, *arguments)
-
-
 @pytest.mark.parametrize(
     ("job", "arguments", "schedule", "seed"),
     under_schedules(CASES),
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_a_job_is_done_as_on_the_cpu(sim, job, arguments, schedule, seed):
-    expected = sim.one(_run, job, "cpu", *arguments)
-    found = sim.one(_run, job, "sim", *arguments, schedule=schedule, seed=seed)
+    expected = sim.one(job, "cpu", *arguments)
+    found = sim.one(job, "sim", *arguments, schedule=schedule, seed=seed)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

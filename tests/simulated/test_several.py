@@ -153,7 +153,6 @@ def test_replicas_that_part_after_a_norm_are_seen_by_the_next_one():
 
 def level(name: str) -> Any:
     """Six steps by `distamp.initialize`, of which one overflows: the weights, and who stepped."""
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(here())
     model = DistributedDataParallel(distamp.cast_model(net, name))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -1,7 +1,6 @@
 """Run programs on this rank, beside the float64 reference, and note what happened."""
 
 import contextlib
-import functools
 import pickle
 import warnings
 import zlib
@@ -62,9 +61,7 @@ class Runner:
     def __init__(self, program: Program, scaler: str) -> None:
         self.program = program
         self.layout = ALL_LAYOUTS[program.layout]()
-        self.new_scaler = functools.partial(SCALERS[scaler], program, self.layout)
-        self.scaler = self.new_scaler()
-        self.guards = scaler == "guard"
+        self.scaler = SCALERS[scaler](program, self.layout)
         self.real = scaler not in ("none", "guard")
         kind = KINDS[program.kind]
         parts = self.layout.parts()
@@ -147,7 +144,7 @@ class Runner:
     def _astray(self, number: int) -> str | None:
         astray, last = self.program.astray, len(self.program.iterations) - 1
         goes = astray is not None and number == last and astray[1] == self.layout.rank
-        return astray[0] if goes and (self.real or self.guards) else None
+        return astray[0] if goes and (self.real or isinstance(self.scaler, StepGuard)) else None
 
     def _factors_of_faults(self, number: int, iteration: Iteration) -> list[float]:
         layout = self.layout
