@@ -22,7 +22,7 @@ from distamp.initialize.wrappers import (
     compute_device,
     units_of,
 )
-from distamp.masters import masters_of, refuse_share
+from distamp.masters import masters_of, refuse_held, refuse_share
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.report.following import module_names
@@ -60,6 +60,9 @@ def check(
             "model.to_empty(device=...) and its initialisation or a checkpoint, then initialize"
         )
     _check_optimizers(models, optimizers, precision)
+    if precision.master_weights and not any(wrapping.policies for wrapping in wrappings):
+        for optimizer in optimizers:
+            refuse_held(optimizer)
     if precision.float8 is not None:
         _check_ops(precision, ops)
         check_kernels(models, device, precision)

@@ -29,7 +29,7 @@ from distamp.masters.split import join, split
 from distamp.optimizers import find_closure, inner_optimizer, is_inner_step, parameters_of
 from distamp.sources import GradientSource, set_source, source_of
 
-__all__ = ["MasterParameters", "master_params", "masters_of", "refuse_share"]
+__all__ = ["MasterParameters", "master_params", "masters_of", "refuse_held", "refuse_share"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _version = operator.attrgetter("_version")
@@ -466,6 +466,7 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
             f"this {name} has master parameters already: masters_of(optimizer) returns them"
         )
     refuse_share(optimizer)
+    refuse_held(optimizer)
     parameters = parameters_of(optimizer)
     for parameter in parameters:
         _refuse_flat(parameter)
@@ -474,15 +475,6 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
             f"{name} holds float16 parameters, and a float32 value is a bfloat16 one and 16 bits, "
             "not a float16 one: take bf16-O2, or whole masters (split=False)"
         )
-    known = set(map(id, parameters))
-    for key, value in vars(optimizer).items():
-        if key not in ("param_groups", "state") and not known.isdisjoint(
-            map(id, tree_leaves(value))
-        ):
-            raise SettingError(
-                f"{name} holds its parameters in {key!r} as well, where masters cannot take their "
-                "place: its steps would change nothing. Take O1 or bf16, which need no masters"
-            )
     if not any(parameter.dtype in _LOW for parameter in parameters):
         raise ValueError(
             f"{name} holds no float16 or bfloat16 parameter, so there is nothing to make masters "
@@ -517,6 +509,23 @@ def refuse_share(optimizer: torch.optim.Optimizer) -> None:
             "masters, or fully_shard in its place, over a model that was cast, or over a float32 "
             "one with its own MixedPrecisionPolicy"
         )
+
+
+def refuse_held(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds its parameters outside of its groups too, as LBFGS does.
+
+    Raises:
+        SettingError: It does.
+    """
+    parameters = set(map(id, parameters_of(optimizer)))
+    for name, value in vars(optimizer).items():
+        held = () if name in ("param_groups", "state") else map(id, tree_leaves(value))
+        if not parameters.isdisjoint(held):
+            raise SettingError(
+                f"{type(optimizer).__name__} holds its parameters in {name!r} as well, where "
+                "masters cannot take their place: its steps would change nothing. Take O1 or "
+                "bf16, which need no masters"
+            )
 
 
 def _is_low(state: Any) -> bool:
