@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.errors import GradientError, SettingError, StageError
 from distamp.gradients import (
+    are_dense,
     combined,
     flag_of,
     is_dtensor,
@@ -22,6 +24,7 @@ from distamp.gradients import (
     local_of,
     multiply,
     power_of,
+    square_of,
     summed,
     without_grad,
 )
@@ -56,7 +59,6 @@ _PART, _REPLICA, _UNSURE = range(3)
 # By which Megatron and FSDP1 mark a parameter.
 _MARKS = frozenset(("shared", "tensor_model_parallel", "_fsdp_flattened"))
 _attributes = operator.attrgetter("__dict__")
-_is_sparse = operator.attrgetter("is_sparse")
 
 
 class Share(NamedTuple):
@@ -197,7 +199,12 @@ def local_sums(
     Raises:
         SettingError: A parameter is declared both.
     """
-    powers, _ = _powers(shares, norm_type, device, size, replicated, sharded)
+    powers: dict[int, list[Tensor]] = {}
+    for (kind, weight), tensors in _alike(shares, size, replicated, sharded).items():
+        power = power_of(tensors, norm_type, device)
+        if math.isinf(norm_type):
+            weight = float(weight > 0)
+        powers.setdefault(kind, []).append(power if weight == 1.0 else power * weight)
     kinds = (_PART, _REPLICA, _UNSURE)
     return torch.stack([combined(powers.get(kind, []), norm_type, device) for kind in kinds])
 
@@ -208,28 +215,27 @@ def local_square(
     size: int = 1,
     replicated: Declared | None = None,
     sharded: Declared | None = None,
-) -> tuple[Tensor, int]:
+) -> tuple[float | Tensor, int]:
     """Return what this rank adds to the square of the norm, and of how many gradients that is.
 
-    The first is 0-d float64, to be summed over ranks. One number, so it cannot tell that what it
-    counts as replicas differs between ranks, or that what it counts as parts is held by several;
-    `local_sums` can.
+    The first is to be summed over ranks: a number on the host, else 0-d float64. One, so it cannot
+    tell that what it counts as replicas differs between ranks, or that what it counts as parts is
+    held by several; `local_sums` can.
     """
-    powers, count = _powers(shares, 2.0, device, size, replicated, sharded)
-    if size > 1 and _REPLICA in powers:
-        powers[_REPLICA] = [power / size for power in powers[_REPLICA]]
-    return combined(list(itertools.chain(*powers.values())), 2.0, device), count
+    squares: list[float | Tensor] = []
+    alike = _alike(shares, size, replicated, sharded)
+    for (kind, weight), tensors in alike.items():
+        square = square_of(tensors, device)
+        share = weight / size if kind == _REPLICA else weight
+        squares.append(square if share == 1.0 else square * share)
+    square = functools.reduce(operator.add, squares or [square_of([], device)])
+    return square, sum(map(len, alike.values()))
 
 
-def _powers(
-    shares: Iterable[Share],
-    norm_type: float,
-    device: torch.device,
-    size: int,
-    replicated: Declared | None,
-    sharded: Declared | None,
-) -> tuple[dict[int, list[Tensor]], int]:
-    """Return for each kind what adds up to its power of the norm, 0-d float64; and of how many."""
+def _alike(
+    shares: Iterable[Share], size: int, replicated: Declared | None, sharded: Declared | None
+) -> dict[tuple[int, float], list[Tensor]]:
+    """Return the gradients by as which kind they count, and by how much."""
     alike: dict[tuple[int, float], list[Tensor]] = {}
     placed: dict[Any, float] = {}
     for share in shares:
@@ -242,21 +248,13 @@ def _powers(
                 continue
             key = _counted(parameter, gradient, share.part, size, replicated, sharded, placed)
             alike.setdefault(key, []).append(summed(gradient))
-    powers: dict[int, list[Tensor]] = {}
-    for (kind, weight), tensors in alike.items():
-        power = power_of(tensors, norm_type, device)
-        if math.isinf(norm_type):
-            weight = float(weight > 0)
-        powers.setdefault(kind, []).append(power if weight == 1.0 else power * weight)
-    return powers, sum(map(len, alike.values()))
+    return alike
 
 
 def _are_plain(share: Share, gradients: list[Tensor]) -> bool:
     """Return whether nothing in a share needs a look at each; asked of all at once, in C."""
-    if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
-        return False
     marks = map(_attributes, map(operator.itemgetter(0), share.pairs))
-    return all(map(_MARKS.isdisjoint, marks))
+    return are_dense(gradients) and all(map(_MARKS.isdisjoint, marks))
 
 
 def _counted(

@@ -7,6 +7,7 @@ several devices and dtypes. Everything after it sees plain local tensors.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import sys
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "are_dense",
     "carry_over",
     "combined",
     "flag_of",
@@ -31,6 +33,7 @@ __all__ = [
     "multiply",
     "power_of",
     "refuse_fp16",
+    "square_of",
     "summed",
     "unscale",
     "unscale_alike",
@@ -81,10 +84,12 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     Of a ``Partial`` DTensor, as the norms of sequence parallel have, it is this rank's summand.
     """
     gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
-    # Both questions are asked of all at once, in C; most models are dense and plain throughout.
-    if set(map(type, gradients)) - {Tensor} or any(map(_is_sparse, gradients)):
-        return list(_behind_wrappers(parameters))
-    return gradients
+    return gradients if are_dense(gradients) else list(_behind_wrappers(parameters))
+
+
+def are_dense(gradients: list[Tensor]) -> bool:
+    """Return whether all are plain and dense, as in most models; both are asked at once, in C."""
+    return set(map(type, gradients)) <= {Tensor} and not any(map(_is_sparse, gradients))
 
 
 _is_sparse = operator.attrgetter("is_sparse")
@@ -157,10 +162,8 @@ def unscale_alike(
         flags[device] = found_inf if same else flag_of(False, device)
     scale = inv_scale if same else host.moved(inv_scale, device)
     if gradients[0].is_complex():  # of which torch's kernel knows nothing
-        torch._foreach_mul_(gradients, scale)
-        largest = power_of(gradients, math.inf, device)
-        flags[device].masked_fill_(largest.isfinite().logical_not(), 1.0)
-        return
+        plain = (g.conj() if g.is_conj() else g for g in gradients)
+        gradients = list(map(torch.view_as_real, plain))
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flags[device], scale)
 
 
@@ -209,13 +212,25 @@ def power_of(gradients: list[Tensor], norm_type: float, device: torch.device) ->
     if math.isinf(norm_type):  # of no element there is no largest
         gradients = [gradient for gradient in gradients if gradient.numel()]
     powers: list[Tensor] = []
-    for (_, dtype), ((group,), _) in _grouped(gradients).items():
-        # float16 squares overflow from 256 on.
-        wide = torch.float32 if dtype.itemsize < 4 else None
-        norms = torch.stack(torch._foreach_norm(group, norm_type, wide))
-        norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64)
+    for norms in _norms(gradients, norm_type):
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type, dtype=torch.float64)
         powers.append(host.moved(norm if math.isinf(norm_type) else norm.pow(norm_type), device))
     return combined(powers, norm_type, device)
+
+
+def square_of(gradients: list[Tensor], device: torch.device) -> float | Tensor:
+    """Return `power_of` for a norm of 2: a number on the host, where kernels take longer."""
+    if not host.is_host(device):
+        return power_of(gradients, 2.0, device)
+    norm = math.hypot(*map(Tensor.item, itertools.chain(*_norms(gradients, 2.0))))
+    return norm * norm
+
+
+def _norms(gradients: list[Tensor], norm_type: float) -> Iterator[tuple[Tensor, ...]]:
+    """Yield for each device and dtype the norms of its gradients, 0-d."""
+    for (_, dtype), ((group,), _) in _grouped(gradients).items():
+        # float16 squares overflow from 256 on.
+        yield torch._foreach_norm(group, norm_type, torch.float32 if dtype.itemsize < 4 else None)
 
 
 def combined(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

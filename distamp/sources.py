@@ -22,14 +22,18 @@ class GradientSource:
 
     Args:
         optimizer: Holds the parameters.
+        inner: Steps this rank's share of them; None where that is all.
     """
 
     #: Whether gradients become float32 as they are unscaled: float16 ones are welcome then, and a
     #: fused kernel must not unscale by itself.
     casts = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None
+    ) -> None:
         self._holds = optimizer
+        self._steps = optimizer if inner is None else inner
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors whose ``.grad`` a backward pass fills."""
@@ -42,8 +46,7 @@ class GradientSource:
         gradient is the second's. ZeroRedundancyOptimizer and OSS hold all parameters, and an
         optimizer over this rank's share, which is shorter than `parameters`.
         """
-        inner = inner_optimizer(self._holds)
-        stepped = parameters_of(self._holds if inner is None else inner)
+        stepped = parameters_of(self._steps)
         return list(zip(stepped, stepped, strict=True))
 
     def value(self, stepped: Tensor) -> Tensor:
@@ -67,7 +70,8 @@ def set_source(optimizer: torch.optim.Optimizer, source: GradientSource) -> None
 def source_of(optimizer: Any) -> GradientSource:
     """Return where the gradients of an optimizer, or of the one it wraps, come from."""
     optimizer = unwrapped(optimizer)
+    inner = inner_optimizer(optimizer)
     found: GradientSource | None = getattr(optimizer, _ATTRIBUTE, None)
-    if found is None and (inner := inner_optimizer(optimizer)) is not None:
+    if found is None and inner is not None:
         found = getattr(inner, _ATTRIBUTE, None)
-    return GradientSource(optimizer) if found is None else found
+    return GradientSource(optimizer, inner) if found is None else found

@@ -12,7 +12,7 @@ from distamp import clipping, host
 from distamp.errors import SettingError
 from distamp.guard.ranks import Flag
 
-__all__ = ["ByNorm", "Verdict"]
+__all__ = ["NO_VERDICT", "ByNorm", "Verdict"]
 
 
 class ByNorm(NamedTuple):
@@ -64,10 +64,10 @@ class ByNorm(NamedTuple):
         limit = "late" if isinstance(self.skip_above, Tensor) else self.skip_above
         return f", max_norm={self.max_norm}, skip_above={limit}, declared={self.declared}"
 
-    def verdict(self, total: Tensor) -> Verdict:
-        """Return what follows from the square of the norm: 0-d float64, the same on all ranks."""
-        if host.is_host(total.device):
-            norm = math.sqrt(square) if (square := total.item()) >= 0.0 else math.nan
+    def verdict(self, total: float | Tensor) -> Verdict:
+        """Return what follows from the square of the norm, the same on all ranks."""
+        if not isinstance(total, Tensor):
+            norm = math.sqrt(total) if total >= 0.0 else math.nan
             limit = math.inf if self.skip_above is None else float(self.skip_above)
             factor = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
             finite = math.isfinite(norm)
@@ -99,3 +99,7 @@ class Verdict(NamedTuple):
     found: Flag
     spike: Flag
     factor: float | Tensor
+
+
+#: Where no norm decides.
+NO_VERDICT = Verdict(math.nan, False, False, 1.0)

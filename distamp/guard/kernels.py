@@ -30,12 +30,11 @@ def stepping(given: Any) -> Any:
 
 
 def takes_flags(optimizer: Any) -> bool:
-    """Return whether the optimizer's own kernel unscales and skips, as torch asks it.
+    """Return whether the kernel of what `stepping` returned unscales and skips, as torch asks it.
 
     One that a loaded state has made unfused does not: torch leaves its mark on the optimizer and
     fails in the step.
     """
-    optimizer = stepping(optimizer)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if not type(optimizer).step.__module__.startswith("torch.optim."):

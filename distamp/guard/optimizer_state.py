@@ -134,6 +134,7 @@ class Resolved:
         given: What the user gave: perhaps a wrapper.
         holder: What has the parameters.
         inside: What is inside all wrappers.
+        stepping: Whose own ``step`` runs.
         source: Where its gradients are.
         record: torch's record.
         state: What survives an iteration; None until it is looked at.
@@ -148,6 +149,7 @@ class Resolved:
     given: Any
     holder: Any
     inside: Any
+    stepping: Any
     source: GradientSource
     record: dict[str, Any]
     state: OptimizerState | None = None

@@ -195,8 +195,9 @@ class Ranks:
 
     def count_step(self, optimizer: object) -> None:
         """Note that an optimizer steps, or skips."""
-        place = self._places.get(optimizer, 0)
-        self.steps += 1 + _checksum(f"step {place}") % 2**16
+        if self._group is not None:
+            place = self._places.get(optimizer, 0)
+            self.steps += 1 + _checksum(f"step {place}") % 2**16
 
     # -- what the host learns later ----------------------------------------------------------------
 
@@ -305,11 +306,11 @@ class Ranks:
         self,
         group: Group,
         call: Call,
-        square: Tensor,
+        square: float | Tensor,
         limit: Tensor | None,
         asks: bool,
         error: Exception | None,
-    ) -> Tensor:
+    ) -> float | Tensor:
         """Return the sum of what each rank adds to the square of a norm, in one message.
 
         Two float64: the sum decides flag and clip, and the digest whether ranks do the same. On a
@@ -319,7 +320,7 @@ class Ranks:
         Args:
             group: From `group`.
             call: What this rank does.
-            square: 0-d float64, on the device of the loss scale.
+            square: A number, or 0-d float64 on the device of the loss scale; returned alike.
             limit: What the norm must not lie above, where the host does not know it.
             asks: Whether replicas are to be compared, on all ranks.
             error: What went wrong on this rank while it measured.
@@ -333,14 +334,18 @@ class Ranks:
         digest = self._digest(call, 0, scales)
         expected = float(digest * group.size)
         counted = self.iteration, self.steps
-        words = torch.zeros(2 if group.on_host else 4, dtype=torch.float64, device=group.device)
-        words[0].copy_(square, non_blocking=not group.on_host)
-        words[1].fill_(digest + (error is not None or (asks and group.on_host)))
-        if limit is not None:
-            words[2].copy_(limit, non_blocking=True)
-        if not group.on_host:
+        sent = digest + (error is not None or (asks and group.on_host))
+        if group.on_host:
+            words = torch.tensor([float(square), sent], dtype=torch.float64, device=group.device)
+        else:
+            words = torch.zeros(4, dtype=torch.float64, device=group.device)
+            words[0] = square
+            words[1].fill_(sent)
+            if limit is not None:
+                words[2].copy_(limit, non_blocking=True)
             words[3].fill_(asks)
         reach(group, _reduce, group.process_group, words)
+        total = words[0]
         if self._scales and not group.on_host:
             alike = words[1].eq(expected)
             if limit is not None:  # of equal float32 a float64 holds the very sum
@@ -353,12 +358,13 @@ class Ranks:
                 self.clips_agree = self.clips_agree and not values[1]
 
             self.later(torch.stack((alike.double(), words[3])), read)
-            return host.moved(torch.where(alike, words[0], math.nan), square.device)
-        if words[1].item() != expected or error is not None or not scales:
-            self._compare(group, call, counted, error)
-            self.clips_agree = False  # a rank asks, or they meet for the first time
-        self._scales = True
-        return host.moved(words[0], square.device)
+            total = torch.where(alike, total, math.nan)
+        else:
+            if words[1].item() != expected or error is not None or not scales:
+                self._compare(group, call, counted, error)
+                self.clips_agree = False  # a rank asks, or they meet for the first time
+            self._scales = True
+        return host.moved(total, square.device) if isinstance(square, Tensor) else total.item()
 
     def _digest(self, call: Call, start: int, scales: bool) -> int:
         kinds = tuple(map(_checksum, call.kinds))

@@ -30,7 +30,7 @@ from distamp.errors import (
 from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
 from distamp.guard import overflow
-from distamp.guard.by_norm import ByNorm, Verdict
+from distamp.guard.by_norm import NO_VERDICT, ByNorm, Verdict
 from distamp.guard.joining import Joins
 from distamp.guard.kernels import (
     leaves_garbage,
@@ -100,6 +100,16 @@ def _either(flag: Flag, spike: Flag) -> Flag:
     if isinstance(spike, Tensor):
         return torch.maximum(as_tensor(flag, spike.device), spike)
     return flag or spike if spike else flag
+
+
+def _unless_found(
+    square: float | Tensor, flags: Sequence[Tensor], device: torch.device
+) -> float | Tensor:
+    """Return the square of a norm, NaN where a flag is set."""
+    found = merged(flags, device) if flags else False
+    if isinstance(found, Tensor):
+        return torch.where(found > 0, math.nan, square)
+    return math.nan if found else square
 
 
 def _as_divisor(factor: float | Tensor, device: torch.device) -> Tensor:
@@ -209,7 +219,7 @@ class Steps(Joins):
             inside = innermost(holder)
             record = records[id(given)] = records[id(inside)]
             before: Resolved | None = record.get(OWN)
-            one = Resolved(given, holder, inside, source_of(holder), record)
+            one = Resolved(given, holder, inside, stepping(given), source_of(holder), record)
             if before is not None:
                 one.state, one.agreed = before.state, before.agreed
                 one.ranks, one.own = before.ranks, before.own
@@ -217,7 +227,7 @@ class Steps(Joins):
         one.only_check = False
         if to_step:
             check_step(one.record)
-            one.takes_flags = takes_flags(given)
+            one.takes_flags = takes_flags(one.stepping)
             one.only_check = one.takes_flags and not one.source.casts
         return one
 
@@ -346,7 +356,8 @@ class Steps(Joins):
     ) -> Verdict:
         """Look at gradients by their norm, one of all that is given; all ranks agree on it."""
         own, device, count = self._guard, divisor.device, 0
-        square, group = None, self._group(device)
+        group = self._group(device)
+        square: float | Tensor = math.nan
         before = [
             flag
             for one in ones
@@ -360,13 +371,10 @@ class Steps(Joins):
             square, count = self._square(divisor, ones, by, 1 if group is None else group.size)
 
         error = self._before_message(group, ones, look, error)
-        if square is None:  # on a device an error is raised at the next call; the norm is NaN
-            by, square = ByNorm(None, None), torch.full((), math.nan, dtype=torch.float64)
-            square = square.to(device)
-        total = square
-        if before:  # what was found, as by a clip over more than these, stays found
-            flag = as_tensor(merged(before, device), device)
-            total = torch.where(flag > 0, math.nan, square)
+        if error is not None:  # on a device it is raised at the next call; the norm is NaN
+            by, square = ByNorm(None, None), clipping.local_square([], device)[0] * math.nan
+        # What was found, as by a clip over more than these, stays found.
+        total = _unless_found(square, before, device)
         if group is not None:
             call = self._call("step by norm", divisor, ones, by.text)
             try:
@@ -383,9 +391,9 @@ class Steps(Joins):
         own.norm, who = verdict.norm, None
         bad: Flag | None = None
         if verdict.found is True and group is not None:
-            everyone = own.ranks.gather(not math.isfinite(square.item()), group)
+            everyone = own.ranks.gather(not math.isfinite(square), group)
             who = tuple(itertools.compress(group.global_ranks, everyone))
-        elif group is not None and not host.is_host(device):
+        elif group is not None and isinstance(square, Tensor):
             bad = square.isfinite().logical_not()
         found = as_tensor(verdict.found, device)
         for one in ones:
@@ -425,11 +433,12 @@ class Steps(Joins):
 
     def _square(
         self, divisor: Tensor, ones: Sequence[Resolved], by: ByNorm, size: int
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[float | Tensor, int]:
         """Unscale what no kernel does; return what `clipping.local_square` does of all."""
-        device = divisor.device
-        scaled, unscaled = list[clipping.Share](), list[clipping.Share]()
-        set_flags = list[Tensor]()
+        device, measure = divisor.device, clipping.local_square
+        scaled: list[clipping.Share] = []
+        unscaled: list[clipping.Share] = []
+        set_flags: list[Tensor] = []
         for one in ones:
             if one.record["stage"] is OptState.UNSCALED:
                 one.only_check = False
@@ -443,19 +452,14 @@ class Steps(Joins):
             shares = scaled if one.only_check and self._divides else unscaled
             shares.append(clipping.share_of(one.source))
 
-        def square_of(shares: Sequence[clipping.Share]) -> tuple[Tensor, int]:
-            return clipping.local_square(shares, device, size, by.replicated, by.sharded)
-
-        square, count = square_of(scaled or unscaled)
+        square, count = measure(scaled or unscaled, device, size, by.replicated, by.sharded)
         if scaled:
-            square = square / divisor.double().square()
+            scale = divisor.double() if isinstance(square, Tensor) else divisor.item()
+            square = square / (scale * scale)
         if scaled and unscaled:
-            more = square_of(unscaled)
-            square, count = square + more[0], count + more[1]
-        if set_flags:  # an override may have set one
-            flag = as_tensor(merged(set_flags, device), device)
-            square = torch.where(flag > 0, math.nan, square)
-        return square, count
+            more, others = measure(unscaled, device, size, by.replicated, by.sharded)
+            square, count = square + more, count + others
+        return _unless_found(square, set_flags, device), count  # an override may have set one
 
     # -- step --------------------------------------------------------------------------------------
 
@@ -509,7 +513,7 @@ class Steps(Joins):
             )
             self._look_to_step(divisor, [one], by, error)
             raise error
-        verdict = None
+        verdict = NO_VERDICT
         if by is not None:
             verdict = self._look_by_norm(divisor, [one], by)
         elif one.record["stage"] is OptState.READY:
@@ -565,14 +569,14 @@ class Steps(Joins):
         ones: Sequence[Resolved],
         by: ByNorm | None,
         error: Exception | None = None,
-    ) -> Verdict | None:
+    ) -> Verdict:
         """Look at what was not looked at; by a norm, at all."""
         if by is not None:
             return self._look_by_norm(divisor, ones, by, error)
         ready = [one for one in ones if one.record["stage"] is OptState.READY]
         if ready:
             self._look("step", divisor, ready, error=error)
-        return None
+        return NO_VERDICT
 
     def _lies_above(self, optimizers: Sequence[Any], by: ByNorm) -> bool:
         """Clip where nothing is guarded; return whether the step is skipped for its norm."""
@@ -593,7 +597,7 @@ class Steps(Joins):
         divisor: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        verdict: Verdict | None = None,
+        verdict: Verdict,
     ) -> Any:
         """Step by the flag, or skip."""
         ranks, record = self._guard.ranks, one.record
@@ -608,10 +612,7 @@ class Steps(Joins):
         if not ranks.iteration:  # as a rank counts that joins now
             state.counts = (*state.counts[:2], 0, state.counts[3])
         flags = list(record["found_inf_per_device"].values())
-        spike: Flag = False
-        factor: float | Tensor = 1.0
-        if verdict is not None:
-            spike, factor = verdict.spike, verdict.factor
+        _, _, spike, factor = verdict
         skip: Flag
         try:
             if one.takes_flags:
@@ -625,7 +626,7 @@ class Steps(Joins):
                 if not divisor.is_cpu:
                     # torch's own _maybe_opt_step reads it again.
                     record["found_inf_per_device"] = {_HOST: flag_of(found, _HOST)}
-                if verdict is not None and (factor := float(factor)) < 1.0:
+                if (factor := float(factor)) < 1.0:
                     _multiply(one.source, factor, divisor.device)
                 if not spike:
                     result = self._maybe_opt_step(one.given, record, *args, **kwargs)
@@ -652,7 +653,7 @@ class Steps(Joins):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step one whose own kernel unscales, clips and skips."""
-        optimizer = stepping(one.given)
+        optimizer = one.stepping
         asks_the_scaler = takes_scaler(cast("Any", type(optimizer)))
         if isinstance(factor, Tensor) or factor < 1.0:
             dtypes = map(_dtype, parameters_of(one.holder))
@@ -726,7 +727,7 @@ class Steps(Joins):
         values = [skip, divisor, as_tensor(spike, skip.device)]
         if one.own is not None:
             values.append(as_tensor(one.own, skip.device))
-        seen = replace(one, given=None, inside=None, record={})
+        seen = replace(one, given=None, inside=None, stepping=None, record={})
 
         def read(v: list[float]) -> None:
             seen.own = bool(v[3]) if v[3:] else None
@@ -779,11 +780,11 @@ class Steps(Joins):
     def _end_iteration(self, records: dict[int, dict[str, Any]]) -> None:
         """Begin the next iteration, and keep what ``step`` alone may still go by."""
         own = self._guard
-        stages = {key: record["stage"] for key, record in records.items()}
-        if OptState.STEPPED not in stages.values():
+        stages = [record["stage"] for record in records.values()]
+        if OptState.STEPPED not in stages:
             own.kept.clear()
-        elif OptState.UNSCALED in stages.values():
-            own.kept |= {k: r for k, r in records.items() if stages[k] is OptState.UNSCALED}
+        elif OptState.UNSCALED in stages:
+            own.kept |= {k: r for k, r in records.items() if r["stage"] is OptState.UNSCALED}
         for key, record in records.items():
             if key not in own.kept:
                 record.pop(OWN, None)  # which has the record: nothing waits for a collection
