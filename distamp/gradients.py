@@ -142,7 +142,7 @@ def unscale(
     """
     groups = _grouped(gradients)
     if not allow_fp16:
-        refuse_fp16([dtype for _, dtype in groups])
+        refuse_fp16(map(operator.itemgetter(1), groups))
     flags: dict[torch.device, Tensor] = {}
     for (group,), _ in groups.values():
         unscale_alike(group, inv_scale, found_inf, flags)

@@ -125,8 +125,10 @@ def _multiply(source: GradientSource, factor: float | Tensor, device: torch.devi
     """Clip an optimizer's gradients in place: what it steps, and what other ranks step of it."""
     if isinstance(factor, float):
         factor = torch.full((), factor, dtype=torch.float32, device=device)
-    tensors = {id(t): t for t in itertools.chain(source.parameters(), *source.stepped())}
-    multiply(local_gradients(tensors.values()), factor)
+    tensors = source.parameters()
+    if source.casts:
+        tensors += [stepped for parameter, stepped in source.stepped() if parameter is not stepped]
+    multiply(local_gradients(tensors), factor)
 
 
 class Steps(Joins):
@@ -190,7 +192,7 @@ class Steps(Joins):
         divisor = self._divisor("unscale_", given)
         if not given:
             raise TypeError("unscale_() needs at least one optimizer")
-        ones = [self._resolved(each) for each in given]
+        ones = list(map(self._resolved, given))
         for one in ones:
             check_unscale(one.record)
         self._look("step", divisor, ones)
@@ -215,8 +217,8 @@ class Steps(Joins):
             records[id(innermost(given))] = theirs
         one: Resolved | None = records[id(given)].get(OWN)
         if one is None or one.given is not given:
-            holder = unwrapped(given)
-            inside = innermost(holder)
+            inside = innermost(given)
+            holder = given if inside is given else unwrapped(given)
             record = records[id(given)] = records[id(inside)]
             before: Resolved | None = record.get(OWN)
             one = Resolved(given, holder, inside, stepping(given), source_of(holder), record)
