@@ -15,12 +15,12 @@ from distamp.optimizers import unwrapped
 
 __all__ = [
     "leaves_garbage",
+    "names_of_step",
     "refuse_mps",
     "refuse_names",
     "step_with",
     "stepping",
     "takes_flags",
-    "takes_scaler",
 ]
 
 
@@ -46,11 +46,6 @@ def takes_flags(optimizer: Any) -> bool:
 def names_of_step(kind: Hashable) -> frozenset[str]:
     """Return the names of what the ``step`` of a class takes."""
     return frozenset(inspect.signature(kind.step).parameters)  # type: ignore[attr-defined]
-
-
-def takes_scaler(kind: Hashable) -> bool:
-    """Return whether the ``step`` of a class takes the scaler itself: torch's older protocol."""
-    return "grad_scaler" in names_of_step(kind)
 
 
 def refuse_mps(device: torch.device | str) -> None:

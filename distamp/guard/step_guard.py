@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.distributed.algorithms.join import Joinable
 
 from distamp import host
@@ -19,7 +19,6 @@ from distamp.gradients import flag_of, local_gradients, power_of
 from distamp.groups import GroupLike, check_group
 from distamp.guard.asked import Guard
 from distamp.guard.kernels import refuse_mps
-from distamp.guard.optimizer_state import OWN
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Flag, Ranks
 from distamp.guard.steps import Steps, checked_limit, outside_the_graph
@@ -119,18 +118,10 @@ class StepGuard(Steps):
             StageError: No optimizer was looked at since the last ``update``.
             SettingError: Another ``new_scale`` than 1.
         """
-        records = self._per_optimizer_states
-        flags = [f for r in records.values() for f in r["found_inf_per_device"].values()]
-        if new_scale is None and not flags:
-            raise StageError("No inf checks were recorded prior to update.")
         if new_scale is not None and float(new_scale) != 1.0:
             raise SettingError(f"a StepGuard scales nothing: new_scale is 1.0, not {new_scale!r}")
-        self._replay(flags)
-        self._end_iteration(records)
-        # To look twice costs a pass and no more, but where masters took the gradients.
-        kept = self._guard.kept
-        self._guard.kept = {key: record for key, record in kept.items() if _was_taken(record)}
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._flags(new_scale)
+        self._end_iteration()
 
     @property
     def join_device(self) -> torch.device:
@@ -247,12 +238,6 @@ class StepGuard(Steps):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(state["ranks"], state["limit"])
-
-
-def _was_taken(record: dict[str, Any]) -> bool:
-    """Return whether masters have taken the gradients of an optimizer that waits for its step."""
-    waits = record["stage"] is OptState.UNSCALED and OWN in record
-    return waits and record[OWN].source.casts
 
 
 def _device_of(given: Any) -> torch.device:

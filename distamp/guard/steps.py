@@ -10,13 +10,14 @@ import itertools
 import math
 import operator
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from distamp import clipping, host
 from distamp.callers import stacklevel_of_caller
@@ -34,11 +35,11 @@ from distamp.guard.by_norm import NO_VERDICT, ByNorm, Verdict
 from distamp.guard.joining import Joins
 from distamp.guard.kernels import (
     leaves_garbage,
+    names_of_step,
     refuse_names,
     step_with,
     stepping,
     takes_flags,
-    takes_scaler,
 )
 from distamp.guard.optimizer_state import (
     OWN,
@@ -655,8 +656,8 @@ class Steps(Joins):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step one whose own kernel unscales, clips and skips."""
-        optimizer = one.stepping
-        asks_the_scaler = takes_scaler(cast("Any", type(optimizer)))
+        optimizer, kind = one.stepping, cast("Any", type(one.stepping))
+        asks_the_scaler = "grad_scaler" in names_of_step(kind)  # torch's older protocol
         if isinstance(factor, Tensor) or factor < 1.0:
             dtypes = map(_dtype, parameters_of(one.holder))
             if asks_the_scaler or torch.float64 in dtypes:  # the kernel divides by a float32
@@ -672,7 +673,7 @@ class Steps(Joins):
                 self._guard.ranks.settle()
                 skip = bool(skip)
             scale = host.moved(scale, _HOST) if on_host else scale
-        torchs = type(optimizer).__module__.startswith("torch.optim.")
+        torchs = kind.__module__.startswith("torch.optim.")
         if skip is True and torchs:
             return None  # its kernel would do nothing, or leave garbage
         # Where the host knows that nothing was found, torch's kernels need not ask.
@@ -774,25 +775,43 @@ class Steps(Joins):
                 "catch this, and before zero_grad() call overflow_report() on every rank"
             )
 
-    def _replay(self, flags: Iterable[Tensor]) -> None:
-        """Let a step that was kept be replayed, if it is skipped; before the scale moves."""
-        if self._guard.replay is not None:
-            self._guard.replay.step_ended(lambda: any(map(bool, flags)), self._divides)
+    def _flags(self, new_scale: object = None) -> list[Tensor]:
+        """Return the flags of this iteration, which a scale that is set does without.
 
-    def _end_iteration(self, records: dict[int, dict[str, Any]]) -> None:
+        By them a step that was kept is replayed, before the scale moves.
+        """
+        records, replay = self._per_optimizer_states.values(), self._guard.replay
+        flags = [flag for r in records for flag in r["found_inf_per_device"].values()]
+        if new_scale is None and not flags:
+            raise StageError("No inf checks were recorded prior to update.")
+        if replay is not None:
+            replay.step_ended(lambda: any(map(bool, flags)), self._divides)
+        return flags
+
+    def _waits(self, record: dict[str, Any]) -> bool:
+        """Return whether a step may still go by what was unscaled before an update.
+
+        Where nothing is divided, to look twice costs a pass and no more, but where masters took the
+        gradients.
+        """
+        waits = record["stage"] is OptState.UNSCALED
+        return waits and (self._divides or (OWN in record and record[OWN].source.casts))
+
+    def _end_iteration(self) -> None:
         """Begin the next iteration, and keep what ``step`` alone may still go by."""
-        own = self._guard
+        own, records = self._guard, self._per_optimizer_states
         stages = [record["stage"] for record in records.values()]
         if OptState.STEPPED not in stages:
             own.kept.clear()
         elif OptState.UNSCALED in stages:
-            own.kept |= {k: r for k, r in records.items() if r["stage"] is OptState.UNSCALED}
+            own.kept |= {key: record for key, record in records.items() if self._waits(record)}
         for key, record in records.items():
             if key not in own.kept:
                 record.pop(OWN, None)  # which has the record: nothing waits for a collection
         own.ranks.iteration += 1
         for hook in own.hooks:
             hook.iteration_ended()
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     @outside_the_graph
     def clip_grad_norm_(

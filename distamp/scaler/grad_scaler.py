@@ -261,15 +261,12 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         """
         if not self._enabled:
             return
-        own, records = self._distamp, self._per_optimizer_states
+        own = self._distamp
         scale, tracker = self._check_scale_growth_tracker("update")
         on_host = scale.is_cpu
         before: float | Tensor = scale.item() if on_host else scale.clone()
         if new_scale is None:
-            flags = [f for r in records.values() for f in r["found_inf_per_device"].values()]
-            if not flags:
-                raise StageError("No inf checks were recorded prior to update.")
-            self._replay(flags)
+            flags = self._flags()
             found_inf = flags[0]
             if len(flags) > 1 or found_inf.device != scale.device:
                 found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
@@ -283,8 +280,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             self._guard.ranks.steps += 1
         if not on_host or scale.item() != before:
             self._carry_over(scale, before)
-        self._end_iteration(records)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._end_iteration()
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
         """Multiply what no call looked at in this iteration by what the scale was multiplied by."""
