@@ -30,7 +30,7 @@ from distamp.gradients import (
 )
 from distamp.groups import Group, GroupLike, gather_sums, resolve
 from distamp.optimizers import unwrapped
-from distamp.sources import GradientSource, source_of
+from distamp.sources import source_of
 
 __all__ = [
     "Chosen",
@@ -45,7 +45,6 @@ __all__ = [
     "local_square",
     "local_sums",
     "positive",
-    "share_of",
     "total",
 ]
 
@@ -87,12 +86,6 @@ class Chosen(NamedTuple):
     multiplied: list[Tensor]
 
 
-def share_of(source: GradientSource) -> Share:
-    """Return what an optimizer, or the one it wraps, steps on this rank."""
-    pairs = source.stepped()
-    return Share(pairs, len(pairs) < len(source.parameters()))
-
-
 def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
     """Return what is clipped by an optimizer, or parameters of ``optimizers``.
 
@@ -108,7 +101,7 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
     multiplied = dict(wanted)
     for optimizer in [given] if is_one else optimizers:
         source = source_of(optimizer)
-        pairs, part = share_of(source)
+        pairs = source.stepped()
         held = {id(p): p for p in itertools.chain(source.parameters(), *pairs)}
         if not is_one:
             if wanted.keys().isdisjoint(held):
@@ -117,7 +110,7 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
             pairs = [pair for pair in pairs if not wanted.keys().isdisjoint(map(id, pair))]
             held = {id(stepped): stepped for _, stepped in pairs}
         owners.append(optimizer)
-        shares.append(Share(pairs, part))
+        shares.append(Share(pairs, source.part))
         multiplied |= held
     if left and scaled:
         raise StageError(

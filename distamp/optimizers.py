@@ -88,12 +88,9 @@ def innermost(optimizer: Any) -> Any:
     """Return what is inside all wrappers: the optimizer that steps on this rank."""
     if _INSIDE.isdisjoint(getattr(optimizer, "__dict__", _NOTHING)):
         return optimizer
-    for _ in range(8):
-        inner = _inside(optimizer) or inner_optimizer(optimizer)
-        if inner is None:
-            break
-        optimizer = inner
-    return optimizer
+    holder = unwrapped(optimizer)
+    inner = inner_optimizer(holder)
+    return holder if inner is None else unwrapped(inner)
 
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

@@ -28,12 +28,15 @@ class GradientSource:
     #: Whether gradients become float32 as they are unscaled: float16 ones are welcome then, and a
     #: fused kernel must not unscale by itself.
     casts = False
+    #: Whether a wrapper gives each rank another share of the parameters.
+    part = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None
     ) -> None:
         self._holds = optimizer
         self._steps = optimizer if inner is None else inner
+        self.part = inner is not None and len(parameters_of(inner)) < len(self.parameters())
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors whose ``.grad`` a backward pass fills."""

@@ -107,7 +107,7 @@ def _unless_found(
     square: float | Tensor, flags: Sequence[Tensor], device: torch.device
 ) -> float | Tensor:
     """Return the square of a norm, NaN where a flag is set."""
-    found = merged(flags, device) if flags else False
+    found = merged(flags, device)
     if isinstance(found, Tensor):
         return torch.where(found > 0, math.nan, square)
     return math.nan if found else square
@@ -377,7 +377,7 @@ class Steps(Joins):
         if error is not None:  # on a device it is raised at the next call; the norm is NaN
             by, square = ByNorm(None, None), clipping.local_square([], device)[0] * math.nan
         # What was found, as by a clip over more than these, stays found.
-        total = _unless_found(square, before, device)
+        total = _unless_found(square, before, device) if before else square
         if group is not None:
             call = self._call("step by norm", divisor, ones, by.text)
             try:
@@ -417,7 +417,7 @@ class Steps(Joins):
         """Compare replicas, on all ranks; return whether that showed that they are alike."""
         sums = torch.full((3,), math.nan, dtype=torch.float64, device=device)
         if error is None:
-            shares = [clipping.share_of(one.source) for one in ones]
+            shares = [clipping.Share(one.source.stepped(), one.source.part) for one in ones]
             sums = clipping.local_sums(shares, 2.0, device, group.size, by.replicated, by.sharded)
         self._compare_replicas(gather_sums(group, sums), 2.0)
         return self._guard.ranks.clips_agree
@@ -453,7 +453,7 @@ class Steps(Joins):
             else:
                 one.record["stage"] = OptState.UNSCALED
             shares = scaled if one.only_check and self._divides else unscaled
-            shares.append(clipping.share_of(one.source))
+            shares.append(clipping.Share(one.source.stepped(), one.source.part))
 
         square, count = measure(scaled or unscaled, device, size, by.replicated, by.sharded)
         if scaled:
@@ -462,7 +462,9 @@ class Steps(Joins):
         if scaled and unscaled:
             more, others = measure(unscaled, device, size, by.replicated, by.sharded)
             square, count = square + more, count + others
-        return _unless_found(square, set_flags, device), count  # an override may have set one
+        if set_flags:  # an override may have set one
+            square = _unless_found(square, set_flags, device)
+        return square, count
 
     # -- step --------------------------------------------------------------------------------------
 
