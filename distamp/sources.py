@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distamp.gradients import local_gradients, unscale, without_grad
-from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
+from distamp.optimizers import innermost, parameters_of, unwrapped
 
 __all__ = ["GradientSource", "set_source", "source_of"]
 
@@ -22,7 +22,7 @@ class GradientSource:
 
     Args:
         optimizer: Holds the parameters.
-        inner: Steps this rank's share of them; None where that is all.
+        inner: Steps them, or this rank's share of them.
     """
 
     #: Whether gradients become float32 as they are unscaled: float16 ones are welcome then, and a
@@ -31,12 +31,9 @@ class GradientSource:
     #: Whether a wrapper gives each rank another share of the parameters.
     part = False
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None
-    ) -> None:
-        self._holds = optimizer
-        self._steps = optimizer if inner is None else inner
-        self.part = inner is not None and len(parameters_of(inner)) < len(self.parameters())
+    def __init__(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+        self._holds, self._steps = optimizer, inner
+        self.part = inner is not optimizer and len(parameters_of(inner)) < len(self.parameters())
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors whose ``.grad`` a backward pass fills."""
@@ -72,9 +69,7 @@ def set_source(optimizer: torch.optim.Optimizer, source: GradientSource) -> None
 
 def source_of(optimizer: Any) -> GradientSource:
     """Return where the gradients of an optimizer, or of the one it wraps, come from."""
-    optimizer = unwrapped(optimizer)
-    inner = inner_optimizer(optimizer)
-    found: GradientSource | None = getattr(optimizer, _ATTRIBUTE, None)
-    if found is None and inner is not None:
-        found = getattr(inner, _ATTRIBUTE, None)
-    return GradientSource(optimizer, inner) if found is None else found
+    inner = innermost(optimizer)
+    holder = optimizer if inner is optimizer else unwrapped(optimizer)
+    found: GradientSource | None = getattr(holder, _ATTRIBUTE, getattr(inner, _ATTRIBUTE, None))
+    return GradientSource(holder, inner) if found is None else found
