@@ -222,11 +222,6 @@ class Ranks:
             copy, then = arriving.popleft()
             then(copy.values())
 
-    def settle_with_others(self) -> None:
-        """Read what other ranks read now, too: they all wait for a flag."""
-        if self._arriving and self._group is not None:
-            self.settle()
-
     # -- one message -------------------------------------------------------------------------------
 
     def agree(

@@ -625,7 +625,7 @@ class Steps(Joins):
                 skip = _either(merged(flags, divisor.device), spike)
                 result = self._step_fused(one, divisor, skip, factor, args, kwargs)
             else:
-                ranks.settle_with_others()  # so that they learn first what they differ in
+                ranks.settle()  # the host waits anyway; so ranks learn first what they differ in
                 found, spike = any(map(_item, flags)), bool(spike)
                 skip, result = found or spike, None
                 if not divisor.is_cpu:
