@@ -49,7 +49,7 @@ $(TRAINERS_READY): $(READY) tests/trainers/requirements.txt
 
 test-trainers: $(TRAINERS_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest tests/trainers \
-		-n $(JOBS) --dist loadgroup --trainers-table docs/results/trainers.md
+		-n $(JOBS) --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -45,7 +45,9 @@ def kill(job: subprocess.Popen[bytes], folder: Path, chance: random.Random) -> s
     what = chance.choice(["torchrun", "a rank"]) if ranks else "torchrun"
     (job if what == "torchrun" else chance.choice(ranks)).kill()
     job.wait()
-    _, left = psutil.wait_procs(ranks, timeout=20)
+    end = time.monotonic() + 20
+    while (left := processes_of(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
     for each in left:
         each.kill()
     return f"{what}, and {len(left)} were LEFT BEHIND" if left else what

@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,22 @@ WRONG = """
 -lr 1 | train | --lr 1 2 | --lr=one | --resume nowhere --auto-resume | --precision | --lr | --data
 --layers two | --lr nan | --schedule cosinus
 """
-# What a word that is nearly right is answered with.
-NEAR = {"--precison fp16": "--precision", "--optimizer adam": "adamw", "--precision bf61": "bf16"}
+# What other programs call a flag, or a word that is nearly right; and what is answered.
+NEAR = {
+    "--learning-rate 1": "--lr",
+    "--batch-size 8": "--batch",
+    "--epochs 2": "--steps",
+    "--max_steps=7": "--steps",
+    "--block-size 8": "--block",
+    "--opt-level O1": "--precision",
+    "--fp16": "--precision",
+    "--gradient-accumulation-steps 2": "--accumulate",
+    "--max-grad-norm 1": "--clip",
+    "--output-dir x": "--run-dir",
+    "--precison fp16": "--precision",
+    "--optimizer adam": "adamw",
+    "--precision bf61": "bf16",
+}
 
 
 def no_blocks(data: object) -> nn.Module:
@@ -134,7 +148,9 @@ def test_each_wrong_flag_is_named(text, tmp_path, capsys):
         words, said = case.replace("=", " ").split(), refused(capsys, *given, *case.split())
         assert words[0] in said or words[-1] in said, case
     for case, expected in NEAR.items():
-        assert expected in refused(capsys, *given, *case.split()).removeprefix(f"error: {case}")
+        assert expected in refused(capsys, *given, *case.split()).removeprefix(
+            f"error: {case.split()[0]}"
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -157,28 +173,25 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "damage", ["another model", "a torn file", "no index", "no flags", "a second run", "a file"]
-)
+# What became of a run, and what is then asked of it.
+GO_ON = "--resume {run} --steps 3"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another model": (lambda run: None, f"{GO_ON} --width 32"),
+    "a torn file": (lambda run: os.truncate(next(run.rglob("*.distcp")), 100), GO_ON),
+    "no index": (lambda run: next(run.rglob(".metadata")).unlink(), GO_ON),
+    "no flags": (lambda run: (run / "config.json").write_text("[]"), GO_ON),
+    "a second run": (lambda run: None, "--data {text} --run-dir {run}"),
+    "a file": (lambda run: None, "--data {text} --run-dir {run}/metrics.jsonl/run"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_cannot_go_on_is_named_and_nothing_is_lost(text, trained, tmp_path, capsys, damage):
-    args = ("--data", text, *TINY, "--steps", 2)
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    (checkpoint,) = checkpoints_of(tmp_path)
-    more = ["--resume", tmp_path, "--steps", "3"]
-    if damage == "another model":
-        more += ["--width", "32"]
-    elif damage == "a torn file":
-        file = next(checkpoint.glob("*.distcp"))
-        file.write_bytes(file.read_bytes()[:100])
-    elif damage == "no index":
-        (checkpoint / ".metadata").unlink()
-    elif damage == "no flags":
-        (tmp_path / "config.json").write_text("[]")
-    else:
-        below = "metrics.jsonl/run" if damage == "a file" else "."
-        more = [*args, "--run-dir", tmp_path / below]
+    spoil, asked = DAMAGES[damage]
+    spoil(tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    assert str(tmp_path) in refused(capsys, *more)
+    assert str(tmp_path) in refused(capsys, *asked.format(run=tmp_path, text=text).split())
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
@@ -245,27 +258,6 @@ def test_ranks_refuse_alike(ranks2, text, tmp_path, args, named):
 
 
 # -- what people try first -------------------------------------------------------------------------
-
-# What other programs call a flag.
-ELSEWHERE = {
-    "--learning-rate 1": "--lr",
-    "--batch-size 8": "--batch",
-    "--epochs 2": "--steps",
-    "--max_steps=7": "--steps",
-    "--block-size 8": "--block",
-    "--opt-level O1": "--precision",
-    "--fp16": "--precision",
-    "--gradient-accumulation-steps 2": "--accumulate",
-    "--max-grad-norm 1": "--clip",
-    "--output-dir x": "--run-dir",
-    "--precison fp16": "--precision",
-}
-
-
-@pytest.mark.parametrize("given", ELSEWHERE)
-def test_flag_of_another_program_is_answered_with_ours(text, tmp_path, capsys, given):
-    said = refused(capsys, "--data", text, *TINY, "--run-dir", tmp_path / "run", *given.split())
-    assert ELSEWHERE[given] in said.removeprefix(f"error: {given.split()[0]}")
 
 
 def test_help_has_groups_and_one_line_for_each_flag(capsys):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
@@ -22,7 +22,11 @@ from tests.ranks import RankPool
 
 __all__ = [
     "FAULT",
+    "GROUPS",
+    "SCALE",
+    "STEPS",
     "adamw",
+    "adapted",
     "batches",
     "data",
     "digest",
@@ -33,19 +37,32 @@ __all__ = [
     "needs",
     "plant_inf",
     "quiet",
-    "together",
+    "shard",
+    "train",
     "with_adapters",
 ]
 
-# The step, counted from 0, in which rank 1 alone overflows.
-FAULT = 2
+# A run's steps, counted from 0; in one rank 1 alone overflows.
+STEPS, FAULT = 6, 2
+# Workers of pytest, each of which imports some of the trainers.
+GROUPS = {"lightning": "lightning", "fabric": "lightning", "accelerate": "hugging_face"}
+GROUPS |= {"transformers": "hugging_face", "trl": "hugging_face"}
+# The first loss scale, at which no gradient of these models overflows by itself.
+SCALE = 2.0**10
 
 
 def needs(*packages: str) -> None:
     """Skip a module of tests without these packages, and import none of them to know."""
     for package in packages:
+        package = {"fabric": "lightning"}.get(package, package)
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}: make test-trainers", allow_module_level=True)
+
+
+def train(name: str, **options: Any) -> Any:
+    """Train in a rank, which alone imports the trainer."""
+    quiet()
+    return importlib.import_module(f"tests.trainers.in_{name}").train(**options)
 
 
 def in_ranks(test: Callable[..., None]) -> Callable[..., None]:
@@ -109,6 +126,18 @@ def with_adapters(net: nn.Module, *modules: str) -> nn.Module:
     return get_peft_model(net, LoraConfig(r=2, target_modules=[*modules]))
 
 
+def adapted(layout: str, net: nn.Module, *modules: str) -> nn.Module:
+    """The model, with adapters where the layout asks for that."""
+    return with_adapters(net, *modules) if layout.startswith("LoRA") else net
+
+
+def shard(net: nn.Module, mesh: Any) -> nn.Module:
+    """Shard each linear layer by itself."""
+    for module in [m for m in net.modules() if type(m) is nn.Linear]:
+        fully_shard(module, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
 def data(samples: int = 32) -> TensorDataset:
     """Inputs, and targets that can be learnt from them."""
     generator = torch.Generator().manual_seed(0)
@@ -170,13 +199,8 @@ def faulty(net: nn.Module, at: int = FAULT, value: float = float("inf")) -> nn.M
 
 
 def digest(net: nn.Module) -> float:
-    """One number for the whole weights, wherever ranks keep them."""
+    """One number for all trained weights, wherever ranks keep them."""
     with FullyShardedDataParallel.summon_full_params(net):
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+        trained = [p for p in net.parameters() if p.requires_grad]
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in trained]
         return sum(p.detach().double().abs().sum().item() for p in whole)
-
-
-def together(runs: list[Any]) -> bool:
-    """Whether two ranks end with the same weights and loss scale."""
-    one, other = ((run.weights, run.scale) for run in runs)
-    return one == other

@@ -7,17 +7,27 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision as Theirs
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from distamp.integrations.lightning import CommHook, FSDPPrecision, MixedPrecision, SkippedSteps
-from tests.trainers.common import FAULT, data, digest, model, plant_inf, quiet
+from distamp.integrations import lightning as integration
+from tests.trainers.common import (
+    FAULT,
+    SCALE,
+    STEPS,
+    adapted,
+    data,
+    digest,
+    model,
+    plant_inf,
+    shard,
+)
+from tests.trainers.in_fabric import plugin_of
 
-__all__ = ["Net", "Theirs", "Watch", "fit", "trainer_with"]
-
-SCALE = 2.0**10
+__all__ = ["Net", "Theirs", "Watch", "train"]
 
 
 class Net(pl.LightningModule):
@@ -25,19 +35,21 @@ class Net(pl.LightningModule):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.net = model()
-        self.options = options
-        self.backwards = 0
-        self.run = SimpleNamespace(rates=[], global_steps=[], losses=[])
+        self.layout = options.get("layout", "DDP")
+        self.net = adapted(self.layout, model(), "0", "2")
+        self.options, self.backwards = options, 0
+        self.run = SimpleNamespace(rates=[], global_steps=[0], skipped=[], weights=[], norms=[])
+
+    def configure_model(self) -> None:
+        if self.layout != "DDP" and not isinstance(next(self.net.parameters()), DTensor):
+            shard(self.net, self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if batch_idx == self.options.get("raises_at"):
             raise ZeroDivisionError(list(vars(self)))
         if batch_idx == self.options.get("no_loss_at"):
             return None
-        loss = (self.net(batch[0]).float() - batch[1]).square().mean()
-        self.run.losses.append(loss.item())
-        return loss
+        return (self.net(batch[0]).float() - batch[1]).square().mean()
 
     def on_after_backward(self) -> None:
         fault, value = self.options.get("fault", FAULT), self.options.get("value", float("inf"))
@@ -46,7 +58,9 @@ class Net(pl.LightningModule):
 
     def on_train_batch_end(self, *_: object) -> None:
         self.run.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.run.skipped.append(self.trainer.global_step == self.run.global_steps[-1])
         self.run.global_steps.append(self.trainer.global_step)
+        self.run.weights.append(digest(self.net))
 
     def configure_optimizers(self) -> Any:
         kind = getattr(torch.optim, self.options.get("optimizer", "AdamW"))
@@ -67,8 +81,8 @@ class Manual(Net):
             each.zero_grad()
         self.manual_backward((self.net(batch[0]).float() - batch[1]).square().mean())
         for each in optimizers:
-            if self.options.get("clip"):
-                self.clip_gradients(each, 0.01, self.options["clip"])
+            if self.options.get("by"):
+                self.clip_gradients(each, 0.01, self.options["by"])
             each.step()
 
     def configure_optimizers(self) -> Any:
@@ -101,57 +115,58 @@ class Watch(pl.Callback):
         self.own.append(copied.lr_scheduler_step.__self__ is copied)
 
 
-def strategy_of(kind: type[Net], devices: int) -> Any:
-    if devices == 1:
-        return "auto"
+def strategy_of(kind: type[Net], devices: int, layout: str) -> Any:
     if kind is Flat:
         return Fsdp(process_group_backend="gloo")
-    return "ddp"
+    if layout != "DDP":
+        return ModelParallelStrategy(2, 1)
+    return "ddp" if devices > 1 else "auto"
 
 
-def trainer_with(**options: Any) -> pl.Trainer:
-    """A Trainer on the CPU, of six batches, that writes nothing."""
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    silent |= {"enable_model_summary": False, "log_every_n_steps": 1}
-    return pl.Trainer(
-        accelerator="cpu", **silent, **{"max_epochs": 1, "limit_train_batches": 6} | options
-    )
+# A Trainer on the CPU, of STEPS batches, that writes nothing.
+TRAINER = {"accelerator": "cpu", "limit_train_batches": STEPS, "logger": False}
+TRAINER |= {"enable_checkpointing": False, "enable_progress_bar": False}
+TRAINER |= {"enable_model_summary": False, "log_every_n_steps": 1}
 
 
-def fit(
+def train(
     ours: bool = True,
     devices: int = 2,
+    precision: str = "fp16",
     module: str = "Net",
-    wire: str | None = None,
+    comm_hook: str | None = None,
     callbacks: tuple[pl.Callback, ...] = (),
-    checkpoint: str | None = None,
+    load: str | None = None,
     save: str | None = None,
+    clip: float | None = None,
     init_scale: float = SCALE,
     trainer: dict[str, Any] | None = None,
     **options: Any,
 ) -> SimpleNamespace:
-    """Train in the Trainer, and tell what that left on this rank."""
-    quiet()
+    """Train for an epoch, or go on for another; tell what that left on this rank."""
     kind = globals()[module]
     plugin: Any = Theirs("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
     if ours and kind is Flat:
-        plugin = FSDPPrecision("16-mixed", init_scale=init_scale)
+        plugin = integration.FSDPPrecision("16-mixed", init_scale=init_scale)
     elif ours:
-        plugin = MixedPrecision("16-mixed", "cpu", init_scale=init_scale)
-    hooks = [CommHook(wire)] if wire else []
+        plugin = plugin_of(integration, precision, init_scale=init_scale)
+    given = TRAINER | {"gradient_clip_val": clip, "max_epochs": 2 if load else 1}
+    hooks = [integration.CommHook(comm_hook)] if comm_hook else []
     net = kind(options)
-    runner = trainer_with(
+    runner = pl.Trainer(
         devices=devices,
-        strategy=strategy_of(kind, devices),
+        strategy=strategy_of(kind, devices, options.get("layout", "DDP")),
         plugins=plugin,
-        callbacks=[*callbacks, *hooks, *([SkippedSteps()] if ours else [])],
-        **(trainer or {}),
+        callbacks=[*callbacks, *hooks, *([integration.SkippedSteps()] if ours else [])],
+        **(given | (trainer or {})),
     )
-    runner.fit(net, DataLoader(data(), batch_size=2), ckpt_path=checkpoint, weights_only=False)
+    path = load and f"{load}/last.ckpt"
+    runner.fit(net, DataLoader(data(), batch_size=2), ckpt_path=path, weights_only=False)
     if save is not None:
-        runner.save_checkpoint(save)
+        runner.save_checkpoint(f"{save}/last.ckpt")
     run = net.run
-    run.weights, run.scale = digest(net), plugin.scaler.get_scale()
-    run.logged = {name: float(value) for name, value in runner.progress_bar_metrics.items()}
-    run.hook = [str(hook.state.stats()) for hook in hooks]
+    state = plugin.scaler.state_dict() if plugin.scaler else {}
+    run.scale, run.growth = state.get("scale"), state.get("_growth_tracker")
+    logged = runner.progress_bar_metrics
+    run.told = [logged.get(name) for name in ("loss_scale", "skipped_steps")]
     return run

@@ -1,7 +1,10 @@
-"""Weights and optimizers where libraries put them: found, stepped together, skipped bit for bit.
+"""Weights and optimizers where libraries put them, and a public trainer's step of them.
 
 One model is trained in fp16 by two ranks, of which one overflows in one step. Whatever the library,
 both ranks skip that step, and what they have then is what they had, optimizer state and all.
+
+verl's step is written from its public description, with the same calls in the same order: its FSDP
+engine (``FSDPEngine.optimizer_step``, November 2026), for FSDP1, FSDP2 and plain modules.
 """
 
 import copy
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,8 +22,10 @@ import distamp
 from distamp import DistGradScaler
 from tests.trainers.common import (
     FAULT,
+    STEPS,
     adamw,
     batches,
+    digest,
     model,
     needs,
     plant_inf,
@@ -29,7 +34,7 @@ from tests.trainers.common import (
 )
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
-STEPS, SCALE = 5, 2.0**8
+SCALE = 2.0**8
 Made = tuple[nn.Module, Any]
 
 
@@ -78,47 +83,77 @@ def schedule_free() -> Made:
     return net, optimizer
 
 
+def by_verl(wrap: Callable[[nn.Module], nn.Module]) -> Made:
+    net = wrap(model())
+    return net, adamw(net, fused=True)
+
+
+def flat(net: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 KINDS: dict[str, tuple[str, Callable[[], Made]]] = {
     "peft, half base": ("peft", peft_half_base),
     "peft, half base, FSDP2": ("peft", lambda: peft_half_base(is_sharded=True)),
     "torchao": ("torchao", torchao_base),
     "bitsandbytes": ("bitsandbytes", eight_bits),
     "schedulefree": ("schedulefree", schedule_free),
+    "verl, DDP": ("torch", lambda: by_verl(DistributedDataParallel)),
+    "verl, FSDP1": ("torch", lambda: by_verl(flat)),
+    "verl, FSDP2": ("torch", lambda: by_verl(fully_shard)),
 }
 
 
-def whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+def clip_as_verl(module: nn.Module, max_norm: float = 1.0) -> Tensor:
+    """Clip each kind of module its own way; return the norm before clipping."""
+    if isinstance(module, FullyShardedDataParallel):
+        return module.clip_grad_norm_(max_norm)
+    if not isinstance(module, FSDPModule):
+        return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
+    return norm
 
 
-def train(name: str) -> list[float]:
-    """One number for the trained weights after each step; the skipped one leaves all as it was."""
+def held(net: nn.Module, optimizer: Any) -> Any:
+    """A copy of this rank's weights and optimizer state."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
+    return copy.deepcopy(([p.detach() for p in local if p.requires_grad], optimizer.state_dict()))
+
+
+def train(name: str) -> tuple[list[float], float]:
+    """One number for the trained weights after each step, and the first norm before verl's clip."""
     quiet()
     net, optimizer = KINDS[name][1]()
-    trained = [p for p in net.parameters() if p.requires_grad]
-    runs = net if isinstance(trained[0], DTensor) else DistributedDataParallel(net, init_sync=False)
-    scaler, left = DistGradScaler("cpu", SCALE), []
+    is_wrapped = name.startswith("verl") or "FSDP2" in name
+    runs = net if is_wrapped else DistributedDataParallel(net, init_sync=False)
+    scaler, left, norms = DistGradScaler("cpu", SCALE), [], [0.0]
     for step, (inputs, targets) in zip(range(STEPS), batches(), strict=False):
         with distamp.autocast("cpu", dtype=torch.float16):
             outputs = runs(inputs * 0.1)
         scaler.scale((outputs.float() - targets).square().mean()).backward()
-        plant_inf(trained, step)
-        before = copy.deepcopy((list(map(whole, trained)), optimizer.state_dict()))
+        plant_inf(net.parameters(), step)
+        before = held(net, optimizer)
+        if name.startswith("verl"):
+            scaler.unscale_(optimizer)
+            norms.append(float(clip_as_verl(net)))
         scaler.step(optimizer)
         scaler.update()
         assert scaler.stepped(optimizer) is (step != FAULT)
         if step == FAULT:
-            after = list(map(whole, trained)), optimizer.state_dict()
-            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            torch.testing.assert_close(held(net, optimizer), before, rtol=0, atol=0)
         optimizer.zero_grad()
-        left.append(float(sum(whole(p).double().abs().sum() for p in trained)))
-    return left
+        left.append(digest(net))
+    return left, norms[:2][-1]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_are_found_and_a_skip_leaves_everything_as_it_was(ranks2, name):
     needs(KINDS[name][0])
-    left, other = ranks2.run(train, name)
-    assert left == other
+    (left, norm), other = ranks2.run(train, name)
+    assert other[0] == left
     assert len(set(left)) == STEPS - 1, "every step but the skipped one moves the weights"
+    if name.startswith("verl"):
+        assert norm == pytest.approx(ranks2.run(train, "verl, DDP")[0][1], rel=2e-2)

@@ -1,9 +1,8 @@
-"""torchtitan's Trainer made to run on a CPU, with a tokenizer and text of its own."""
+"""torchtitan's Trainer made to run on a CPU, with data of its own."""
 
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,62 +86,27 @@ def _causal(self: Any, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
     return attend(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+def _batches(dp_rank: int, dp_world_size: int, seq_len: int, **given: Any) -> Any:
+    """Sequences that count up from anywhere."""
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    begins = torch.randint(VOCABULARY, (64, 1), generator=torch.Generator().manual_seed(dp_rank))
+    places = torch.arange(seq_len)
+    tokens = (begins + places) % VOCABULARY
+    rows = [({"input": row, "positions": places}, (row + 1) % VOCABULARY) for row in tokens]
+    size = given["local_batch_size"]
+    return ParallelAwareDataloader(rows, dp_rank, dp_world_size, batch_size=size)
+
+
 def config_for(folder: str, steps: int) -> Callable[[Any], Any]:
     """A maker of configs of torchtitan's debug model, given the class to make."""
     from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-    from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.models.common.config_utils import decoder_vocab_size
     from torchtitan.models.llama3 import model_registry
-
-    class Bytes(BaseTokenizer):
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseTokenizer.Config):
-            pass
-
-        def __init__(self, config: Any, *, tokenizer_path: str | None = None) -> None:
-            super().__init__()
-            self.eos_id = 0
-
-        def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-            return list(text.encode())
-
-        def decode(self, ids: list[int], *_: Any, **__: Any) -> str:
-            return bytes(ids).decode(errors="replace")
-
-        def get_vocab_size(self) -> int:
-            return VOCABULARY
-
-    class Counting(BaseDataLoader):
-        """Sequences that count up from anywhere."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseDataLoader.Config):
-            pass
-
-        def __init__(
-            self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
-        ) -> None:
-            self.generator = torch.Generator().manual_seed(dp_rank)
-            self.shape = local_batch_size, seq_len
-
-        def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-            places = torch.arange(self.shape[1]).expand(self.shape).contiguous()
-            while True:
-                begin = torch.randint(VOCABULARY, (self.shape[0], 1), generator=self.generator)
-                tokens = (begin + places) % VOCABULARY
-                yield {"input": tokens, "positions": places}, (tokens + 1) % VOCABULARY
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"generator": self.generator.get_state()}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            if state_dict:
-                self.generator.set_state(state_dict["generator"])
 
     spec = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]  # of six
@@ -153,8 +117,8 @@ def config_for(folder: str, steps: int) -> Callable[[Any], Any]:
         return cls(
             model_spec=spec,
             loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),
-            tokenizer=Bytes.Config(),
-            dataloader=Counting.Config(),
+            tokenizer=types.SimpleNamespace(build=lambda **_: None),
+            dataloader=types.SimpleNamespace(build=_batches),
             optimizer=optimizer,
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
             training=TrainingConfig(
