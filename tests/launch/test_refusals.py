@@ -3,7 +3,6 @@
 import errno
 import itertools
 import os
-import re
 import shutil
 import socket
 import sys
@@ -15,10 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
-from rich.console import Console
 from torch import nn
 
-from launch.config import COMMAND, Config
+from launch.config import Config
 from launch.folder import begin, checkpoints_of
 from launch.job import make_model
 from launch.optim import make_optimizers
@@ -258,16 +256,6 @@ def test_ranks_refuse_alike(ranks2, text, tmp_path, args, named):
 
 
 # -- what people try first -------------------------------------------------------------------------
-
-
-def test_help_has_groups_and_one_line_for_each_flag(capsys):
-    COMMAND.help_print([], console=Console(width=150))
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("╭─ ")]) == 7  # one has --help
-    flags = [line for line in lines if line.startswith("│ --")]
-    assert len(flags) == len(Config.model_fields) + 1
-    assert len(flags) == len([line for line in lines if line.startswith("│")])
-    assert all(re.match(r"│ --.+?  +\S+ \S+", line) for line in flags)
 
 
 def test_betas_eps_and_weight_decay_reach_the_optimizer():

@@ -33,17 +33,9 @@ class Result(NamedTuple):
 
 
 def copied(folder: Path) -> Path:
-    """What git knows of the tree as it is now, and the simulated accelerator that was built."""
-    files = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for name in filter(None, files.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    if (ROOT / "build" / "simulated").exists():
-        shutil.copytree(ROOT / "build" / "simulated", folder / "build" / "simulated")
-    return folder
+    """The tree as it is now, with the simulated accelerator that was built."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "dist")
+    return Path(shutil.copytree(ROOT, folder, ignore=left_out, dirs_exist_ok=True))
 
 
 def pytest(tree: Path, tests: Iterable[str], *options: str) -> tuple[list[str], str]:
