@@ -72,11 +72,6 @@ class Block:
     how: str
 
     @property
-    def reason(self) -> str:
-        """Why it is not run; empty if it is."""
-        return self.how.removeprefix("not run:").strip() if self.how.startswith("not run:") else ""
-
-    @property
     def is_run_here(self) -> bool:
         """Whether `run_page` runs it."""
         return self.language == "python" and not re.match("run:|not run:", self.how)

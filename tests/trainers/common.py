@@ -1,13 +1,11 @@
 """What the tests of trainers share: a small model and data, and an inf planted on one rank."""
 
-import functools
 import importlib
 import importlib.util
-import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
-
-from tests.ranks import RankPool
 
 __all__ = [
     "FAULT",
@@ -32,7 +28,6 @@ __all__ = [
     "digest",
     "faulty",
     "fresh_accelerate",
-    "in_ranks",
     "model",
     "needs",
     "plant_inf",
@@ -63,28 +58,6 @@ def train(name: str, **options: Any) -> Any:
     """Train in a rank, which alone imports the trainer."""
     quiet()
     return importlib.import_module(f"tests.trainers.in_{name}").train(**options)
-
-
-def in_ranks(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on one device in each rank: these import the trainer for other tests anyway."""
-
-    def run(ranks2: RankPool, **given: Any) -> None:
-        ranks2.run(_in_rank, test.__module__, test.__name__, given)
-
-    here = inspect.Parameter("ranks2", inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(test).parameters.values()
-    functools.update_wrapper(run, test)
-    vars(run)["body"] = vars(run).pop("__wrapped__")
-    vars(run)["__signature__"] = inspect.Signature([*parameters, here])
-    return run
-
-
-def _in_rank(module: str, name: str, given: dict[str, Any]) -> None:
-    quiet()
-    if "tmp_path" in given:
-        given["tmp_path"] /= str(rank())
-        given["tmp_path"].mkdir()
-    getattr(importlib.import_module(module), name).body(**given)
 
 
 def quiet() -> None:

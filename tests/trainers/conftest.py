@@ -1,6 +1,6 @@
 """Ranks with time enough to import a trainer on a busy machine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -8,12 +8,7 @@ from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def trainer_ranks() -> Iterator[RankPool]:
+def ranks() -> Iterator[Callable[[int], RankPool]]:
     pool = RankPool(2, timeout=280)
-    yield pool
+    yield lambda world_size: pool
     pool.close()
-
-
-@pytest.fixture
-def ranks2(trainer_ranks: RankPool) -> RankPool:
-    return trainer_ranks

@@ -24,6 +24,7 @@ from tests.trainers.common import (
     fresh_accelerate,
     model,
     plant_inf,
+    quiet,
 )
 
 __all__ = ["accelerator_with", "fsdp_plugin", "train"]
@@ -33,6 +34,7 @@ def accelerator_with(
     ours: bool, precision: str = "fp16", parts: int = 1, layout: str = "DDP"
 ) -> Accelerator:
     """An Accelerator on the CPU; with torch's scaler where it is not to be ours."""
+    quiet()
     fresh_accelerate()
     made = Accelerator(
         cpu=True,

@@ -8,7 +8,8 @@ from torch import nn
 
 import distamp
 from distamp import DistGradScaler
-from tests.trainers.common import FAULT, STEPS, in_ranks, model, needs, train
+from tests.on_ranks import on_ranks
+from tests.trainers.common import FAULT, STEPS, model, needs, train
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 needs("accelerate")
@@ -39,7 +40,7 @@ def test_a_sharded_checkpoint_goes_on_with_the_count_it_was_saved_with(ranks2, t
 # -- what is kept, and refused ---------------------------------------------------------------------
 
 
-@in_ranks
+@on_ranks(2)
 def test_scalers_that_are_there_are_kept_and_optimizers_can_be_pickled():
     from accelerate.utils import GradScalerKwargs
     from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
@@ -61,7 +62,7 @@ def test_scalers_that_are_there_are_kept_and_optimizers_can_be_pickled():
         assert isinstance(get_fsdp2_grad_scaler(device="cpu"), DistGradScaler)
 
 
-@in_ranks
+@on_ranks(2)
 def test_what_cannot_be_is_refused():
     from distamp.integrations.accelerate import prepare
     from tests.trainers.in_accelerate import accelerator_with
@@ -80,7 +81,7 @@ def test_what_cannot_be_is_refused():
         prepare(accelerator)
 
 
-@in_ranks
+@on_ranks(2)
 def test_bases_in_the_other_order_are_refused():
     """The Trainer's own methods would hide the mixin's, without a word."""
     from transformers import Trainer

@@ -8,7 +8,8 @@ import torch
 
 import distamp
 from distamp import DistGradScaler, StepGuard
-from tests.trainers.common import SCALE, STEPS, in_ranks, needs, train
+from tests.on_ranks import on_ranks
+from tests.trainers.common import SCALE, STEPS, needs, train
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
 needs("lightning")
@@ -53,7 +54,7 @@ def test_shards_and_fused_optimizers_train_as_the_whole_model(ranks2, name, opti
 
 
 @pytest.mark.parametrize("by", ["norm", "value"])
-@in_ranks
+@on_ranks(2)
 def test_clipping_by_hand_clips_unscaled_gradients(by: str):
     options = {"module": "Manual", "fault": None, "devices": 1}
     scaled, unscaled = (
@@ -63,7 +64,7 @@ def test_clipping_by_hand_clips_unscaled_gradients(by: str):
     assert scaled.weights != train("lightning", **options).weights
 
 
-@in_ranks
+@on_ranks(2)
 def test_under_fabric_a_second_clip_before_the_step_finds_them_clipped():
     once, twice = (train("fabric", devices=1, clip_val=0.01, clips=n) for n in (1, 2))
     assert once.weights == twice.weights
@@ -72,7 +73,7 @@ def test_under_fabric_a_second_clip_before_the_step_finds_them_clipped():
 # -- what is kept, and refused --------------------------------------------------------------------
 
 
-@in_ranks
+@on_ranks(2)
 def test_the_module_can_be_copied_while_it_trains_and_is_as_it_was_after_an_error():
     from tests.trainers.in_lightning import Watch
 
@@ -84,7 +85,7 @@ def test_the_module_can_be_copied_while_it_trains_and_is_as_it_was_after_an_erro
 
 
 @pytest.mark.parametrize("package", ["lightning", "fabric"])
-@in_ranks
+@on_ranks(2)
 def test_what_plugins_take_and_refuse(package: str):
     ours = importlib.import_module(f"distamp.integrations.{package}")
     scaler = DistGradScaler("cpu")
@@ -103,7 +104,7 @@ def test_what_plugins_take_and_refuse(package: str):
         ours.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
-@in_ranks
+@on_ranks(2)
 def test_what_lightning_keeps_and_what_it_cannot_be():
     from distamp.integrations.lightning import MixedPrecision, SkippedSteps
     from tests.trainers.in_lightning import Theirs
@@ -121,7 +122,7 @@ def test_what_lightning_keeps_and_what_it_cannot_be():
         assert isinstance(Theirs("16-mixed", "cpu").scaler, DistGradScaler)
 
 
-@in_ranks
+@on_ranks(2)
 def test_the_region_is_for_the_device_that_is_there_whatever_torch_was_built_for():
     from distamp.integrations.fabric import FSDPPrecision
 
