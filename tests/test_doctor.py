@@ -18,7 +18,6 @@ from torch import nn
 import distamp
 from distamp.__main__ import main
 from distamp.doctor import advice, diagnose, milliseconds
-from tests.autocast.counting import Calls
 
 ROOT = Path(__file__).parents[1]
 

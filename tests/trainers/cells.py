@@ -66,7 +66,9 @@ def faults_of(runs: list[SimpleNamespace]) -> list[str]:
 
 
 def main() -> None:
-    versions = ", ".join(f"{each} {version(each)}" for each in {*TRAINERS.values(), "peft"})
+    versions = ", ".join(
+        f"{each} {version(each)}" for each in dict.fromkeys([*TRAINERS.values(), "peft"])
+    )
     print(f"# Trainers, precisions, layouts\n\n{time.strftime('%Y-%m-%d')}, torch", end=" ")
     print(f"{torch.__version__}, Python {platform.python_version()}, two gloo ranks; {versions}.")
     print((__doc__ or "").partition("\n")[2])

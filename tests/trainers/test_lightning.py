@@ -9,7 +9,7 @@ import torch
 import distamp
 from distamp import DistGradScaler, StepGuard
 from tests.on_ranks import on_ranks
-from tests.trainers.common import SCALE, STEPS, needs, train
+from tests.trainers.common import SCALE, STEPS, needs, quiet, train
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
 needs("lightning")
@@ -87,6 +87,7 @@ def test_the_module_can_be_copied_while_it_trains_and_is_as_it_was_after_an_erro
 @pytest.mark.parametrize("package", ["lightning", "fabric"])
 @on_ranks(2)
 def test_what_plugins_take_and_refuse(package: str):
+    quiet()
     ours = importlib.import_module(f"distamp.integrations.{package}")
     scaler = DistGradScaler("cpu")
     assert ours.FSDPPrecision("16-mixed", scaler).scaler is scaler
@@ -125,6 +126,8 @@ def test_what_lightning_keeps_and_what_it_cannot_be():
 @on_ranks(2)
 def test_the_region_is_for_the_device_that_is_there_whatever_torch_was_built_for():
     from distamp.integrations.fabric import FSDPPrecision
+
+    quiet()
 
     def built_for_cuda(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
