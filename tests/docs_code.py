@@ -6,7 +6,7 @@ the CPU stands in the place of CUDA. A comment before a block says what is speci
 
     <!-- ranks: 2 -->            the whole page runs on that many ranks, with a process group
     <!-- not run: the reason --> it is compiled, and not run
-    <!-- run: name -->           a test of its own runs it (`OWN_TESTS`)
+    <!-- run: name -->           a test of its own runs it, which looks for the name
     <!-- printed -->             lines that the code above prints, numbers and files apart
     <!-- output of: python ... --> lines that the command prints
 """
@@ -43,11 +43,6 @@ __all__ = [
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Pages with code that has a test of its own, with what it needs.
-OWN_TESTS = {
-    "frameworks.md": "tests/trainers/test_frameworks_page.py",
-    "moving.md": "tests/test_moving_from_apex.py",
-}
 _BLOCK = re.compile(
     r"(?:<!-- (?P<how>[^>]*?) -->\n+)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
     r"(?P<code>.*?)^ *```$",

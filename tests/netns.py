@@ -49,13 +49,7 @@ def missing() -> str | None:
         return "network namespaces need root"
     if lacking := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"no {', '.join(lacking)} here (apt-get install iproute2 ethtool util-linux)"
-    done = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "true"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return f"no namespaces here: {done.stderr.strip()}" if done.returncode else None
+    return None
 
 
 @dataclass(frozen=True)

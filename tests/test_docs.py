@@ -14,7 +14,6 @@ import pytest
 from distamp.__main__ import parser
 from launch.config import COMMAND as LAUNCHER
 from tests.docs_code import (
-    OWN_TESTS,
     PAGES,
     ROOT,
     blocks_of,
@@ -69,12 +68,6 @@ def test_each_output_says_what_prints_it() -> None:
     outputs = [b for page in PAGES for b in blocks_of(page) if not b.language]
     assert len(OUTPUTS) > 2
     assert all(re.match("printed$|output of: python ", b.how) for b in outputs)
-
-
-def test_code_that_is_run_elsewhere_has_a_test_that_is_there() -> None:
-    pages = {p.name for p in PAGES if any(b.how.startswith("run:") for b in blocks_of(p))}
-    assert pages == set(OWN_TESTS)
-    assert all((ROOT / test).is_file() for test in OWN_TESTS.values())
 
 
 def test_code_that_is_not_run_says_why() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
 from distamp.comm_hooks.formats import Feedback, Places, Source
+from tests.comm_hooks.training import heavy_tailed
 
 triton = pytest.importorskip("triton", reason="needs the package triton, of the test extra")
 
@@ -38,9 +39,7 @@ def _few_programs(monkeypatch):
 
 
 def values_of(numel: int, seed: int, kind: str = "plain") -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator)
-    values *= torch.randn(numel, generator=generator).mul_(3).exp_()
+    values = heavy_tailed(numel, seed)
     if kind == "nonfinite" and numel:
         for at, bad in zip(
             (0, numel // 2, numel - 1), (math.inf, math.nan, -math.inf), strict=True

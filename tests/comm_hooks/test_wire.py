@@ -8,6 +8,7 @@ from torch import Tensor
 
 from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
 from distamp.comm_hooks.formats import Places, Source
+from tests.comm_hooks.training import heavy_tailed
 
 FORMATS = list(WIRE_FORMATS.values())
 FP32_MAX = torch.finfo(torch.float32).max
@@ -16,13 +17,6 @@ LEAST_UNIT = 2.0**-126
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.505 * (1 + 2.0**-7) / 127}
 
 by_name = pytest.mark.parametrize("wire", FORMATS, ids=lambda each: each.name)
-
-
-def gradients(numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Heavy-tailed values over many orders of magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator)
-    return values * torch.randn(numel, generator=generator).mul_(2).exp_() * scale
 
 
 def places(numel: int) -> Places:
@@ -70,7 +64,7 @@ def allowed(wire: WireFormat, exact: Tensor) -> Tensor:
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 2.0**24, 1e30])
 @by_name
 def test_every_element_is_rounded_once(wire, scale, numel):
-    values = gradients(numel, scale=scale)
+    values = heavy_tailed(numel, scale=scale)
     exact = values.double() / 3
     error = (read(wire, values, 3.0).double() - exact).abs()
     assert (error <= allowed(wire, exact) * (1 + 1e-6)).all()
@@ -89,7 +83,7 @@ def test_nothing_finite_over_or_underflows(wire):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @by_name
 def test_other_dtypes_pass_through_fp32(wire, dtype):
-    values = gradients(1000).to(dtype)
+    values = heavy_tailed(1000).to(dtype)
     where = places(1000)
     assert torch.equal(written(wire, values, where), written(wire, values.float(), where))
 
@@ -101,7 +95,7 @@ def test_other_dtypes_pass_through_fp32(wire, dtype):
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @by_name
 def test_inf_and_nan_arrive(wire, value, position):
-    values = gradients(770, scale=1e-6)
+    values = heavy_tailed(770, scale=1e-6)
     without = values.clone()
     values[position], without[position] = value, 0.0
     back, expected = read(wire, values, 2.0), read(wire, without, 2.0)

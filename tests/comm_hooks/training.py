@@ -27,6 +27,7 @@ __all__ = [
     "errors",
     "full_gradients",
     "gradients",
+    "heavy_tailed",
     "inputs",
     "mlp",
     "random_layout",
@@ -85,6 +86,13 @@ def spread(wrapper: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
     if wrapper == "HSDP":
         return fully_shard(net, mesh=over), {}
     return fully_shard(net, mesh=over["shard"]), {"replicas": over["replicate"].get_group()}
+
+
+def heavy_tailed(numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Values over many orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator)
+    return values * torch.randn(numel, generator=generator).mul_(2).exp_() * scale
 
 
 def inputs(iteration: int, width: int, rows: int = 4) -> Tensor:
