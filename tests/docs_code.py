@@ -114,10 +114,12 @@ def run_page(path: str) -> list[str]:
     """Run the code of a page; returns what went wrong, with page and line."""
     page, names, faults = Path(path), stage(), []
     logging.disable(logging.WARNING)
-    before, printed = os.getcwd(), io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.chdir(folder)
+    printed = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        warnings.catch_warnings(action="ignore"),
+    ):
         for block in blocks_of(page):
             if block.how == "printed":
                 lines = not_printed(block.code, printed.getvalue())
@@ -134,7 +136,6 @@ def run_page(path: str) -> list[str]:
                     exec(compiled, names)
             except Exception as error:
                 faults.append(f"{page.name}:{block.line}: {type(error).__name__}: {error}"[:500])
-        os.chdir(before)
     logging.disable(logging.NOTSET)
     if dist.is_initialized():
         dist.barrier()

@@ -70,12 +70,6 @@ def test_each_output_says_what_prints_it() -> None:
     assert all(re.match("printed$|output of: python ", b.how) for b in outputs)
 
 
-def test_code_that_is_not_run_says_why() -> None:
-    left_out = [b for page in PAGES for b in blocks_of(page) if b.how.startswith("not run")]
-    assert all(len(block.how) > 20 for block in left_out)
-    assert len(left_out) <= 12, "run it, or leave it out of the docs"
-
-
 def commands() -> list[str]:
     """Every command of a shell that a page shows."""
     found = []

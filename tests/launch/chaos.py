@@ -86,8 +86,8 @@ def main() -> int:
     skipped = sum(not row.get("taken", True) for row in peace)
     agents = sum("torchrun" in each for each in hit)
     print(f"{given.flags}: {len(hit)} kills, {agents} of torchrun, {torn} of them in a save;")
-    print(f"{len(peace)} records, {skipped} of skipped steps: ", end="")
-    print("equal to the bit" if equal else "NOT EQUAL", end="; ")
+    verdict = "equal to the bit" if equal else "NOT EQUAL"
+    print(f"{len(peace)} records, {skipped} of skipped steps: {verdict}", end="; ")
     print("PROCESSES LEFT" if left else "no process left")
     return int(not equal or bool(left))
 

@@ -29,23 +29,16 @@ def killed_after(
     pool: RankPool, run: Path, args: Sequence[object], done: Collection[int], seconds: float
 ) -> None:
     """Go on with a run; kill all ranks with SIGKILL when its records are no more in ``done``."""
-    over = threading.Event()
 
     def kill() -> None:
-        while not over.wait(0.005):
-            if len(jobs.records(run)) not in done:
-                time.sleep(seconds)
-                pool.kill()
-                return
+        while len(jobs.records(run)) in done:
+            time.sleep(0.005)
+        time.sleep(seconds)
+        pool.kill()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        with pytest.raises(RankError, match="exit code -9"):
-            pool.run(jobs.train, run, args)
-    finally:
-        over.set()
-        killer.join()
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(RankError, match="exit code -9"):
+        pool.run(jobs.train, run, args)
 
 
 # The first time there is no checkpoint yet.

@@ -34,7 +34,6 @@ __all__ = [
     "quiet",
     "shard",
     "train",
-    "with_adapters",
 ]
 
 # A run's steps, counted from 0; in one rank 1 alone overflows.
@@ -92,16 +91,13 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
-def with_adapters(net: nn.Module, *modules: str) -> nn.Module:
-    """Adapters of peft over these modules of a frozen model."""
+def adapted(layout: str, net: nn.Module, *modules: str) -> nn.Module:
+    """The model, with adapters of peft over these modules of it, frozen, if the layout is LoRA."""
+    if not layout.startswith("LoRA"):
+        return net
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(net, LoraConfig(r=2, target_modules=[*modules]))
-
-
-def adapted(layout: str, net: nn.Module, *modules: str) -> nn.Module:
-    """The model, with adapters where the layout asks for that."""
-    return with_adapters(net, *modules) if layout.startswith("LoRA") else net
 
 
 def shard(net: nn.Module, mesh: Any) -> nn.Module:

@@ -24,13 +24,13 @@ from tests.trainers.common import (
     FAULT,
     STEPS,
     adamw,
+    adapted,
     batches,
     digest,
     model,
     needs,
     plant_inf,
     quiet,
-    with_adapters,
 )
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
@@ -39,7 +39,7 @@ Made = tuple[nn.Module, Any]
 
 
 def peft_half_base(is_sharded: bool = False) -> Made:
-    net = with_adapters(model().half(), "0", "2")  # in float32, over a frozen base
+    net = adapted("LoRA", model().half(), "0", "2")  # in float32, over a frozen base
     for module in net.modules():
         if is_sharded and hasattr(module, "lora_A"):
             fully_shard(module.lora_A["default"])
