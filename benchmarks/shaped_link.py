@@ -32,7 +32,7 @@ from benchmarks.shaped import run_on_hosts
 from distamp import comm_hooks
 from launch.config import Config
 from launch.model import GPT
-from tests.netns import Traffic
+from tests import netns
 
 COMPUTE, POLICY, BOTH = "compute", "bf16 policy", "int8 both"
 CONTENDERS = {
@@ -112,10 +112,10 @@ def _step(model: Any, tokens: tuple[Tensor, Tensor], sends: bool) -> None:
 def _sent_by(step: Callable[[], object]) -> int:
     """Return the bytes that leave this host in one more step."""
     dist.barrier()
-    before = Traffic.sent()
+    before = netns.sent()
     step()
     dist.barrier()
-    return (Traffic.sent() - before).payload
+    return netns.sent() - before
 
 
 def _ddp(model: nn.Module, name: str) -> nn.Module:

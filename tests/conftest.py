@@ -34,11 +34,6 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.fixture
-def ranks1(ranks: Callable[[int], RankPool]) -> RankPool:
-    return ranks(1)
-
-
-@pytest.fixture
 def ranks2(ranks: Callable[[int], RankPool]) -> RankPool:
     return ranks(2)
 

@@ -22,11 +22,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["HEADER_BYTES", "Host", "Hosts", "Traffic", "missing"]
+__all__ = ["HEADER_BYTES", "Host", "Hosts", "missing", "sent"]
 
 # Of each packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12.
 HEADER_BYTES = 66
@@ -52,32 +51,11 @@ def missing() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What left an interface.
-
-    Attributes:
-        bytes: With Ethernet, IP and TCP headers.
-        packets: Acknowledgements included.
-    """
-
-    bytes: int
-    packets: int
-
-    @property
-    def payload(self) -> int:
-        """Bytes without headers."""
-        return self.bytes - HEADER_BYTES * self.packets
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.bytes - other.bytes, self.packets - other.packets)
-
-    @classmethod
-    def sent(cls, process: int | str = "self") -> Traffic:
-        """Return what left the shaped interface of the host that a process runs on."""
-        lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
-        (counts,) = (line.split() for line in lines if line.lstrip().startswith(INTERFACE))
-        return cls(int(counts[9]), int(counts[10]))
+def sent(process: int | str = "self") -> int:
+    """Return the bytes, without headers, that left the interface of the host of a process."""
+    lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
+    (counts,) = (line.split() for line in lines if line.lstrip().startswith(INTERFACE))
+    return int(counts[9]) - HEADER_BYTES * int(counts[10])
 
 
 class Host:
@@ -121,9 +99,9 @@ class Host:
         """Run a command to its end and return its output; raise if it fails."""
         return _run(self.enter(command))
 
-    def sent(self) -> Traffic:
-        """Return what left this host's interface since it came up."""
-        return Traffic.sent(self.pid)
+    def sent(self) -> int:
+        """Return the bytes, without headers, that left this host since it came up."""
+        return sent(self.pid)
 
     def close(self) -> None:
         """End the host and every process on it."""
@@ -193,10 +171,6 @@ class Hosts(list[Host]):
 
     def _port(self, index: int, *how: str) -> None:
         self._switch.run(["ip", "link", "set", f"to-{self[index].name}", *how])
-
-    def sent(self) -> list[Traffic]:
-        """Return what left each host's interface since it came up."""
-        return [host.sent() for host in self]
 
     def _plug(self, switch: Host, host: Host) -> None:
         """Join a host to the switch and shape both ends of the cable."""

@@ -130,9 +130,9 @@ def _casts(between: str) -> int:
 
 
 @pytest.mark.parametrize("between", ["state", "again", "another type's"])
-def test_one_weight_is_cast_once_for_many_calls_in_a_region(ranks1, between):
+def test_one_weight_is_cast_once_for_many_calls_in_a_region(ranks, between):
     # In a process of its own: an op that any region has listed is not cached there again.
-    (casts,) = ranks1.run(_casts, between, group="fresh")
+    (casts,) = ranks(1).run(_casts, between, group="fresh")
     assert casts == 1 + 9  # the weight, and an input for each call
 
 

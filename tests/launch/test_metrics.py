@@ -120,13 +120,11 @@ def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, bare):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * token / 1e9, abs=1e-4)
 
 
-def figure(folder: Path, names: str, rows: list[dict[str, Any]]) -> Any:
-    """The picture of runs that have these records."""
-    for name in names.split():
-        (folder / name).mkdir()
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / name / "metrics.jsonl").write_text(lines)
-    return figure_of([folder / name for name in names.split()])
+def figure(folder: Path, rows: list[dict[str, Any]]) -> Any:
+    """The picture of a run that has these records."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(lines)
+    return figure_of([folder])
 
 
 def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_path):
@@ -134,7 +132,7 @@ def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_pa
     for step in range(1, 20):
         taken = step not in (1, 7)
         rows.append({"step": step, "loss": 3.0, "loss_scale": 65536.0 / step, "taken": taken})
-    made = figure(tmp_path, "run", rows)
+    made = figure(tmp_path, rows)
     made.draw_without_rendering()  # lays it out
     losses, scales = made.axes
     for axes in (losses, scales):
@@ -149,6 +147,6 @@ def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_pa
 
 def test_picture_without_a_loss_scale_has_one_panel_and_its_crosses_in_it(tmp_path):
     rows = [{"step": 1, "loss": 1.0, "taken": False}, {"step": 2, "loss": 0.5, "taken": True}]
-    (axes,) = figure(tmp_path, "run", rows).axes
+    (axes,) = figure(tmp_path, rows).axes
     (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
     assert crosses.get_xydata().tolist() == [[1.0, 1.0]]

@@ -36,10 +36,6 @@ def snippets() -> dict[str, str]:
     return {b.how.removeprefix("run: "): b.code for b in blocks_of(PAGE) if b.language == "python"}
 
 
-def on_cpu(code: str) -> str:
-    return code.replace('"cuda"', '"cpu"').replace('accelerator="gpu"', 'accelerator="cpu"')
-
-
 # -- what the code is given -----------------------------------------------------------------------
 
 
@@ -146,7 +142,7 @@ IN_BF16 = [
 def run(name: str, in_bf16: bool = False) -> tuple[float, float, str]:
     """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
     quiet()
-    text = on_cpu(snippets()[name])
+    text = snippets()[name].replace('"cuda"', '"cpu"').replace('"gpu"', '"cpu"')
     for old, new in IN_BF16 if in_bf16 else []:
         assert old in text
         text = text.replace(old, new)
