@@ -85,8 +85,8 @@ class WireFormat:
         return BLOCK * self.payload.itemsize + (2 if self.top else 0)
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of that dtype do not grow on the wire."""
-        return self.block_bytes <= BLOCK * dtype.to_real().itemsize
+        """Return whether gradients of that dtype are fewer bytes on the wire."""
+        return self.block_bytes < BLOCK * dtype.to_real().itemsize
 
     def payload_start(self, numel: int) -> int:
         """Return the byte at which the elements of a row begin; a multiple of 16."""

@@ -60,7 +60,7 @@ def register(
 
     Raises:
         ValueError: The format is unknown; FSDP2 has a hook already; replicas hold another
-            shard; the format is wider than the gradients; the group is not so many hosts.
+            shard; the format is no narrower than gradients; the group is not so many hosts.
         RuntimeError, AssertionError: torch's own, of a DDP or FSDP1 model that takes no hook.
         TypeError: The model is none of these wrappers, or replicas are no ProcessGroup (a
             DeviceMesh, for example).

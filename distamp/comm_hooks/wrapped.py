@@ -54,5 +54,5 @@ class Wrapped:
         return [*self.shards, *self.replicas]
 
     def fitting(self) -> list[str]:
-        """Return the names of the formats in which gradients do not grow."""
+        """Return the names of the formats in which gradients are fewer bytes."""
         return [name for name in self.formats if WIRE_FORMATS[name].fits(self.dtype)]

@@ -72,8 +72,12 @@ MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "needs error feedback": lambda: (spread("FSDP1")[0], {"wire": "int8"}),
     "not supported for hybrid strategies": _hybrid,
     "has a custom collective (WireReduceScatter) already": lambda: _registered("FSDP2"),
-    "reduced in torch.bfloat16, which takes 2: choose 'bf16'": lambda: spread(
+    "reduced in torch.bfloat16, which takes 2: choose 'int8' or no hook": lambda: spread(
         "FSDP2", mp_policy=MixedPrecisionPolicy(param_dtype=BF16)
+    ),
+    "format 'bf16' takes 2 bytes an element, and gradients are reduced in torch.float16": lambda: (
+        DistributedDataParallel(mlp(*WIDTHS).half()),
+        {"wire": "bf16"},
     ),
     "not DeviceMesh; of a DeviceMesh give mesh.get_group()": lambda: (
         spread("FSDP2")[0],
