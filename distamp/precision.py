@@ -219,7 +219,7 @@ class Precision:
             if self.autocasts or kept or pins
             else compute,
             # A policy may reduce in more, as FSDP's pages advise.
-            "reduce": either if self.casts_model else _SHORT[self.reduce],
+            "reduce": either if self.casts_model else (_SHORT[self.reduce],),
             "activations": sent if self.autocasts else compute,
             "masters": steps,
             "optimizer_state": steps,

@@ -343,8 +343,8 @@ class Amp:
         frozen = {p.dtype for m in self.models for p in m.parameters() if not p.requires_grad}
         words["parameters"] = (words["parameters"], *frozen)
         words["norms"] = (*words["norms"], *frozen)
-        if self.comm_hooks:
-            words["reduce"] = [hook.wire.name for hook in self.comm_hooks]
+        # Beside its format's dtype a hook has the level's, for what would grow in it.
+        words["reduce"] = (*words["reduce"], *(hook.wire.payload for hook in self.comm_hooks))
         found = Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)
         found.unseen += matched(self.models, self.precision, self.scaler.process_group)[1]
         return found

@@ -3,6 +3,7 @@
 import json
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import distamp
 from distamp import Breaches, Contract, SettingError
+from distamp.comm_hooks import WIRE_FORMATS, auto
+from distamp.comm_hooks.stats import Choice
 from tests.autocast.counting import Calls
 from tests.initialize.nets import train
 from tests.on_ranks import on_ranks
@@ -225,3 +228,17 @@ def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
     amp = distamp.initialize(model, torch.optim.AdamW(model.parameters()), "bf16")
     batch = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
     assert not amp.check(lambda: train(amp, [batch], max_norm=1.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("wire", "sent"), [("int8", "fp32"), ("torch bf16", "bf16")])
+def test_neither_what_would_grow_in_a_hooks_format_nor_torchs_own_hook_is_a_breach(wire, sent):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with mock.patch.object(auto, "timed_choice", return_value=Choice(wire, {}, 0, "")):
+        hook = wire if wire in WIRE_FORMATS else "auto"
+        amp = distamp.initialize(model, optimizer, "bf16", comm_hook=hook)
+    batch = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+    found = amp.check(lambda: train(amp, [batch], max_norm=1.0))
+    assert not found
+    assert list(found.seen["reduce"]) == [sent]
