@@ -7,6 +7,7 @@ put together what they saw: a collective is an origin only where no rank fed it 
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import math
 import os
@@ -319,7 +320,7 @@ def _user_line() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, _OURS, "<")):
+        if not path.startswith((_TORCH, _OURS, contextlib.__file__, "<")):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

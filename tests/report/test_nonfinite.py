@@ -203,6 +203,26 @@ def test_a_step_that_is_not_deterministic_is_said_to_be(fault: Any) -> None:
     assert search(model).notes == ()
 
 
+@pytest.mark.parametrize("kind", [distamp.DistGradScaler, torch.amp.GradScaler])
+def test_a_scaler_that_has_no_scale_yet_makes_no_step_random(kind: Any) -> None:
+    """It makes one in the first run alone."""
+    model, scaler = nn.Linear(4, 1), kind("cpu", init_scale=2.0**127)
+    step = lambda: scaler.scale(model(torch.full((2, 4), 1e3)).sum()).backward()  # noqa: E731
+    found = distamp.first_nonfinite(step, model)
+    assert found is not None
+    assert found.notes == ()
+
+
+def test_the_line_of_what_amp_scales_is_the_users() -> None:
+    model = nn.Linear(4, 1)
+    amp = distamp.initialize(model, torch.optim.SGD(model.parameters()), "O1")
+    found = distamp.first_nonfinite(
+        lambda: amp.backward(model(torch.ones(2, 4)).sum() * 1e37), model
+    )
+    assert found is not None
+    assert __file__ in found.line
+
+
 def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
     model = Net(log)
     compiled = torch.compile(model, backend="eager")
