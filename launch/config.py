@@ -273,20 +273,27 @@ class Config(
             UsageError: Naming the flag, what was given and what is allowed.
         """
         replicate, shard, tp = self.layout(world)
-        given = f"--replicate {self.replicate or replicate} --shard {self.shard} --tp {tp}"
-        product = f"{given}: their product must be the number of ranks, which is {world}"
-        fits = min(replicate, shard) > 0 and replicate * shard * tp == world
-        require(fits, f"{product} (torchrun --nproc-per-node)")
+        require(
+            min(replicate, shard) > 0 and replicate * shard * tp == world,
+            f"--replicate {self.replicate or replicate} --shard {self.shard} --tp {tp}: their "
+            f"product must be the number of ranks, which is {world} (torchrun --nproc-per-node)",
+        )
         fits = self.hook == "none" or (world > 1 and tp == 1)
         require(fits, f"--hook {self.hook}: it must be none on one rank, and with --tp")
         if self.model == "gpt":
+            require(
+                not self.model_args,
+                f"--model-args {' '.join(self.model_args)}: gpt takes --layers, --heads, --width",
+            )
             width, heads = f"--width {self.width}", f"--heads {self.heads}"
             require(self.width % self.heads == 0, f"{width}: it must be a multiple of {heads}")
             require(self.heads % tp == 0, f"{heads}: it must be a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
-        multiple = f"a multiple of --replicate x --shard x --accumulate = {share}"
-        hint = f"{multiple} (say {-(-self.batch // share) * share})"
-        require(self.batch % share == 0, f"--batch {self.batch}: it must be {hint}")
+        require(
+            self.batch % share == 0,
+            f"--batch {self.batch}: it must be a multiple of --replicate x --shard x --accumulate "
+            f"= {share} (say {-(-self.batch // share) * share})",
+        )
 
 
 def read_config(run: Path) -> Config:

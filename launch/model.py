@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launch.config import Config
 from launch.data import Data
-from launch.program import arguments, load_own, refusing, require
+from launch.program import arguments, load_own, near, refusing, require
 
 
 class Block(nn.Module):
@@ -101,9 +101,8 @@ def build(config: Config, data: Data) -> nn.Module:
             return GPT(config, data.classes)
     if kind == "hf":
         return _hugging_face(name, given, data.classes)
-    function = load_own("--model", config.model)
     with refusing(f"--model {config.model}", TypeError):
-        model: nn.Module = function(data, **given)
+        model: nn.Module = load_own("--model", config.model)(data, **given)
     trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
     require(trains, f"--model {config.model}: it returned no Module with something to train")
     return model
@@ -115,13 +114,27 @@ def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
         transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     auto, models = transformers.AutoConfig, transformers.AutoModelForCausalLM
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer
-    known = {"vocab_size": classes, **special, **given}
+    local, types = Path(name).is_dir(), transformers.CONFIG_MAPPING
+    require(
+        local or name in types,
+        f"--model hf:{name}: no folder here, and no type that transformers has; nothing is "
+        f"downloaded{near(name, types)}",
+    )
+    # No tokens of a tokenizer.
+    known = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    known |= {"vocab_size": classes, **given}
     with refusing(f"--model hf:{name}: transformers cannot build it", Exception):  # of any class
         if any(Path(name).glob("*.safetensors")):
             return Logits(models.from_pretrained(name, dtype=torch.float32, **given))
-        local = Path(name).is_dir()
         settings = auto.from_pretrained(name, **known) if local else auto.for_model(name, **known)
+        plain = auto.from_pretrained(name) if local else auto.for_model(name)
+        # A config takes any name. Those that it reads are its attributes, or do not stay.
+        strange = [each for each in given if each in vars(settings) and not hasattr(plain, each)]
+        require(
+            not strange,
+            f"--model-args {', '.join(strange)}: hf:{name} has none such"
+            f"{near(''.join(strange), dir(plain))}",
+        )
         return Logits(models.from_config(settings, dtype=torch.float32))
 
 

@@ -49,7 +49,8 @@ def pick_device(config: Config) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     best = "cpu" if accelerator is None else accelerator.type
     kind = best if config.device == "auto" else config.device
-    require(kind in ("cpu", best), f"--device {kind}: it must be auto, cpu or {best} here")
+    here = dict.fromkeys(("auto", "cpu", best))
+    require(kind in here, f"--device {kind}: here it must be {' or '.join(here)}")
     if kind == "cpu":
         return torch.device("cpu")
     ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()

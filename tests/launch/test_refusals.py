@@ -56,8 +56,8 @@ NOT_HERE = {
     "shard": "0 3",
     "hook": "fp16 auto",  # they want several ranks
     "compile async_save overwrite auto_resume tensorboard": "yes 1",
-    "model": "hf:gtp os:getcwd nowhere:f os:nothing",
-    "model_args": "width",
+    "model": "hf:gtp hf:owner/gpt2 os:getcwd nowhere:f os:nothing",
+    "model_args": "width width=3",  # which gpt takes by flags
     "data": "nowhere nowhere:f os:nothing os:getcwd",
     "tokenizer": "nowhere.json",
     "device": "toaster cuda:7",
@@ -73,7 +73,8 @@ WRONG = """
 --checkpoint-blocks all --model tests.launch.test_refusals:no_blocks
 --model tests.launch.test_refusals:frozen
 --model tests.launch.test_refusals:no_blocks --model-args depth=3
---model hf:gpt2 --model-args n_head=0 | --optimizer torch.optim:LBFGS --schedule what
+--model hf:gpt2 --model-args n_head=0 | --model hf:gpt2 --model-args nlayer=2
+ --optimizer torch.optim:LBFGS --schedule what
 --layer 2 | --opt-level O1 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
 -lr 1 | train | --lr 1 2 | --lr=one | --resume nowhere --auto-resume | --precision | --lr | --data
 --layers two | --lr nan | --schedule cosinus
@@ -93,6 +94,8 @@ NEAR = {
     "--precison fp16": "--precision",
     "--optimizer adam": "adamw",
     "--precision bf61": "bf16",
+    "--model hf:gtp2": "did you mean gpt2",
+    "--model hf:gpt2 --model-args nlayer=2": "did you mean n_layer",
 }
 
 
