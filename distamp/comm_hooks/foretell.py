@@ -62,10 +62,12 @@ def foretell(
         launch_us: Microseconds of a kernel or collective that does nothing.
 
     Raises:
-        ValueError: There is one host.
+        ValueError: There is one host, or a speed or the bucket is not above 0.
     """
     if hosts < 2 or ranks < 1:
         raise ValueError(f"{hosts} hosts of {ranks} ranks send nothing: give at least two hosts")
+    if not all(each > 0 for each in (gbit, bucket_mb, inner_gbs, memory_gbs)):
+        raise ValueError("gbit, bucket_mb, inner_gbs and memory_gbs must be above 0")
     size, count = int(bucket_mb * (1 << 20)), hosts * ranks
     link, inner, memory = gbit * 125.0, inner_gbs * 1e3, memory_gbs * 1e3  # bytes in a microsecond
 
@@ -108,7 +110,10 @@ def main() -> None:
     ):
         required = default is None
         parser.add_argument(f"--{name}", type=kind, default=default, help=text, required=required)
-    ways = foretell(**vars(parser.parse_args()))
+    try:
+        ways = foretell(**vars(parser.parse_args()))
+    except ValueError as error:
+        parser.error(str(error))
     print("way          MB a host   us of the link   us of the rest   us a bucket")
     for name, each in ways.items():
         times = f"{each.link:14.0f}   {each.rest:14.0f}   {each.beside:11.0f}"

@@ -83,6 +83,21 @@ def test_the_command_prints_a_line_for_each_way(monkeypatch, capsys):
     assert lines[-1].startswith("by arithmetic int8 is the fastest")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--hosts 1 --ranks 8 --gbit 100", "at least two hosts"),
+        ("--hosts 2 --ranks 1 --gbit 0", "above 0"),
+        ("--hosts 2 --ranks 1 --gbit nan", "above 0"),
+    ],
+)
+def test_the_command_says_in_a_line_what_it_cannot_foretell(monkeypatch, capsys, given, said):
+    monkeypatch.setattr(sys, "argv", ["foretell", *given.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
 # -- plans: never more bytes than gradients are, and far fewer where there are many ----------------
 
 by_name = pytest.mark.parametrize("wire", list(WIRE_FORMATS.values()), ids=lambda each: each.name)
