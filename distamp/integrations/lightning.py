@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from distamp.comm_hooks import CommHookState, register
+from distamp.comm_hooks import CommHookState, register, wire_format
 from distamp.errors import SettingError
 from distamp.integrations.shared import (
     MixedMixin,
@@ -235,12 +235,14 @@ class CommHook(_Callback):
         state: What ``register`` returned, with its ``stats()``; None before training.
 
     Raises:
-        ValueError: At the start of training, where the format or the model does not fit.
+        ValueError: There is no such format; at the start of training, where it does not fit.
     """
 
     state: CommHookState | None
 
     def __init__(self, wire: str = "fp16") -> None:
+        if wire != "auto":
+            wire_format(wire)
         self._wire = wire
         self.state = None
 

@@ -75,6 +75,8 @@ def test_what_cannot_be_is_refused():
         prepare(accelerator)
     with pytest.raises(TypeError, match=r"distamp\.DistGradScaler"):
         prepare(accelerator_with(False), scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="'fp17'"):
+        prepare(accelerator_with(False), comm_hook="fp17")  # also where one rank has no use for it
     accelerator = accelerator_with(True)
     accelerator.prepare(nn.Linear(2, 1))
     with pytest.raises(ValueError, match=r"before accelerator\.prepare"):

@@ -107,9 +107,11 @@ def test_what_plugins_take_and_refuse(package: str):
 
 @on_ranks(2)
 def test_what_lightning_keeps_and_what_it_cannot_be():
-    from distamp.integrations.lightning import MixedPrecision, SkippedSteps
+    from distamp.integrations.lightning import CommHook, MixedPrecision, SkippedSteps
     from tests.trainers.in_lightning import Theirs
 
+    with pytest.raises(ValueError, match="'fp17'"):
+        CommHook("fp17")  # also where one device has no use for it
     bf16 = MixedPrecision("bf16-mixed", "cpu")
     bf16.load_state_dict({})  # as Lightning's own has it
     bf16.load_state_dict(bf16.state_dict())
