@@ -126,7 +126,8 @@ def _kernel_of(func: Any) -> Kernel:
         # Their schemas do not tell.
         outs = ("out", "output", "output_tensor", "outputs", "output_tensors", "tensors")
         written |= set() if meets == "send" else {*names} & {*outs}
-    view = bool(func.is_view) or name == "_unsafe_view"
+    # record_function, which optimizers and FSDP open around what they do, is the profiler's.
+    view = bool(func.is_view) or name == "_unsafe_view" or namespace == "profiler"
     return Kernel(name, namespace, view, names, frozenset(written), overwrites, meets)
 
 

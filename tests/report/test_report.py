@@ -236,6 +236,17 @@ def test_the_table_has_modules_alike_as_one_and_those_of_two_classes_apart(repor
     assert sum(shown) == report.totals.calls
 
 
+def test_what_is_marked_for_a_profiler_is_no_row_of_the_table():
+    """As an optimizer marks its step."""
+    model = nn.Linear(2, 2)
+    with precision_report(model) as report:
+        model(torch.ones(1, 2)).sum().backward()
+        rows = str(report).splitlines()[1:]
+        with torch.profiler.record_function("mine"):
+            pass
+    assert str(report).splitlines()[1:] == rows
+
+
 def test_explain_says_why_each_op_ran_as_it_did_and_what_would_change_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
     distamp.pin_precision(model[2], "fp32")
