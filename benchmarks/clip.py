@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import Timings, command, interleave, ratio, slowest, table
@@ -25,26 +26,33 @@ OURS, TORCHS = "ours", "torch's"
 
 
 class Case(NamedTuple):
-    """One row: what is stepped how; on several ranks under FSDP2."""
+    """One row: what is stepped how; with a wrapper, on two ranks."""
 
     step: str
     optimizer: str
     parameters: int
     elements: int
-    ranks: int = 1
+    wrapper: str = ""
+    dtype: torch.dtype = torch.float32
 
 
 SIZES = [(count, elements) for elements in (16, 2500) for count in (20, 300, 1000)]
 ALONE = (("clip", "fused"), ("clip", "foreach"), ("scale, clip", "fused"))
 CASES = [Case(*how, *size) for how in ALONE for size in SIZES]
-CASES += [Case("clip", optimizer, 300, 2500, 2) for optimizer in ("fused", "foreach")]
+CASES += [Case("guard alone", optimizer, 300, 2500) for optimizer in ("fused", "foreach")]
+CASES += [Case("clip", "fused", 300, 2500, dtype=torch.bfloat16)]
+CASES += [Case("clip", optimizer, 300, 2500, "FSDP2") for optimizer in ("fused", "foreach")]
+CASES += [Case("clip", "fused", count, 2500, "DDP") for count in (300, 1000)]
 
 
 def contender(case: Case, who: str) -> tuple[list[Tensor], Callable[[], None]]:
     """Return the gradients of a model, and one step of it."""
-    model: Any = nn.ParameterList(torch.ones(case.elements) for _ in range(case.parameters))
-    if case.ranks > 1:
-        fully_shard(model, mesh=mesh((case.ranks,), ("dp",)))
+    ones = torch.ones(case.elements, dtype=case.dtype)
+    model: Any = nn.ParameterList(ones.clone() for _ in range(case.parameters))
+    if case.wrapper == "FSDP2":
+        fully_shard(model, mesh=mesh((2,), ("dp",)))
+    elif case.wrapper == "DDP":
+        model = DistributedDataParallel(model)
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.01)
@@ -57,15 +65,17 @@ def contender(case: Case, who: str) -> tuple[list[Tensor], Callable[[], None]]:
         scaler = (DistGradScaler if who == OURS else torch.amp.GradScaler)("cpu", init_scale=SCALE)
         scaler.scale(torch.ones(()))
     ours = scaler or StepGuard()
+    clips = case.step != "guard alone"
 
     def by_ours() -> None:
-        ours.step(optimizer, max_norm=limit)
+        ours.step(optimizer, max_norm=limit if clips else None)
         ours.update()
 
     def by_torch() -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+        if clips:
+            nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
         if scaler is None:
             optimizer.step()
         else:
@@ -122,16 +132,17 @@ def main(*, rounds: int = 45, ops: bool = False) -> None:
     def rows() -> Iterator[list[object]]:
         with RankPool(1, timeout=600) as alone, RankPool(2, timeout=600) as pair:
             for case in CASES:
-                pool = alone if case.ranks == 1 else pair
+                pool = pair if case.wrapper else alone
                 if ops:
                     cells = pool.run(count, case)[0]
                 else:
                     small = case.parameters * case.elements < 10**5
                     found = slowest(pool.run(measure, case, rounds * (4 if small else 1)))
                     cells = [ratio(found[OURS], found[TORCHS])]
-                under = " under FSDP2" if case.ranks > 1 else ""
-                sizes = [f"{each:,}" for each in case[2:]]
-                yield [f"{case.step}{under}", f"{case.optimizer} AdamW", *sizes, *cells]
+                under = f" under {case.wrapper}" if case.wrapper else ""
+                kind = f"{case.optimizer} AdamW{' bf16' if case.dtype.itemsize < 4 else ''}"
+                sizes = f"{case.parameters:,}", f"{case.elements:,}", 2 if case.wrapper else 1
+                yield [f"{case.step}{under}", kind, *sizes, *cells]
 
     header = ["step", "optimizer", "parameters", "elements", "ranks"]
     table([*header, *([OURS, TORCHS] if ops else ["of torch's"])], rows())
