@@ -88,7 +88,7 @@ part() {
 small=() thin=() few=() tiny=()
 if "$python" -c 'import sys; from benchmarks.gpu import simulated; sys.exit(not simulated())'; then
     readonly simulated=1
-    small=(--rounds 2) thin=(--rounds 2 --width 64) few=(--rounds 2 --parameters 10) tiny=(--rounds 2 --elements 2000)
+    small=(--rounds 2) thin=(--rounds 2 --width 64) few=(--rounds 2 --parameters 10) tiny=(--rounds 2 --elements 500)
     export TRITON_INTERPRET=1
 else
     readonly simulated=0
