@@ -28,12 +28,12 @@ class GradientSource:
     #: Whether gradients become float32 as they are unscaled: float16 ones are welcome then, and a
     #: fused kernel must not unscale by itself.
     casts = False
-    #: Whether a wrapper gives each rank another share of the parameters.
+    #: Whether a wrapper gives each rank another share of the parameters; one rank may have all.
     part = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
         self._holds, self._steps = optimizer, inner
-        self.part = inner is not optimizer and len(parameters_of(inner)) < len(self.parameters())
+        self.part = inner is not optimizer and getattr(optimizer, "world_size", 2) > 1
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors whose ``.grad`` a backward pass fills."""
@@ -44,7 +44,7 @@ class GradientSource:
 
         The same tensor twice where nothing stands in its place. After `unscale` the unscaled
         gradient is the second's. ZeroRedundancyOptimizer and OSS hold all parameters, and an
-        optimizer over this rank's share, which is shorter than `parameters`.
+        optimizer over this rank's share.
         """
         stepped = parameters_of(self._steps)
         return list(zip(stepped, stepped, strict=True))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distamp import clip_grad_norm_
 from distamp.scaler import MasterParameters
@@ -89,6 +90,20 @@ def test_gradients_that_are_summands_or_whole_are_measured_clipped_and_stepped_a
     assert norms[:2] == pytest.approx([norms[2]] * 2, rel=1e-5)
     ours = [p.full_tensor() for p in net.parameters()]
     torch.testing.assert_close(ours, [*whole.parameters()])
+
+
+@on_ranks(2)
+def test_a_rank_that_steps_all_of_zero_has_a_share_all_the_same():
+    """Of one parameter the other rank steps nothing; a group of one rank has replicas."""
+    parameters, alone = with_gradients([3.0]), with_gradients([4.0])
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=1.0)
+    scaler, groups = cpu_scaler(), [dist.new_group([rank]) for rank in range(2)]
+    own = groups[dist.get_rank()]
+    replicas = ZeroRedundancyOptimizer(alone, torch.optim.SGD, process_group=own, lr=1.0)
+    norms = [clip_grad_norm_(each, 1e9).item() for each in (zero, replicas)]
+    assert norms == pytest.approx([3.0, 4.0])
+    scaler.scale(torch.ones(()))
+    assert scaler.clip_grad_norm_(zero, 1e9).item() == pytest.approx(3.0 / 1024)
 
 
 # What each rank gives; what every rank raises.
