@@ -305,11 +305,9 @@ def judge(level_name: str, layout: str, extra: str, answers: list[tuple[str, Any
     if not least <= off <= allowed:
         said = f"off by {off:.3g}, not {least:.3g} to {allowed:.3g}, of a step of {moved:.3g}"
         return Outcome("wrong", said)
-    # Compiled, emulated products of float8 are in float32; the norm's unit is too short for a hook.
+    # Compiled, emulated products of float8 are in float32.
     emulated = level.float8 is not None and extra == "compile"
     expected = {"compute": "fp32"} if extra == "op lists" or emulated else {}
-    if extra == "hook" and layout in SHARDED:
-        expected = {"reduce": "fp32"}
     if broken != expected:
         return Outcome("wrong", f"the level's contract is broken: {broken}")
     return Outcome("right")
