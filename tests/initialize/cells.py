@@ -242,6 +242,7 @@ def _cell(level_name: str, layout: str, extra: str) -> tuple[str, Any]:
         if not own_policy:
             distamp.cast_model(model, level, precision=pins)
         if extra == "compile":
+            torch._dynamo.reset()  # of the ninth kind of one module it would compile nothing
             model.hidden.compile(backend="aot_eager")
         model = wrapped(model, layout, level.param if own_policy else None, extra)
         trained = [p for p in model.parameters() if p.requires_grad]
