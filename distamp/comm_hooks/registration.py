@@ -149,16 +149,16 @@ def _fitting(name: str, wrapped: Wrapped) -> WireFormat:
         ValueError: There is none of that name, or gradients do not fit.
     """
     wire, dtype = wire_format(name), wrapped.dtype
-    allowed = ", ".join(map(repr, wrapped.fitting())) or "no format"
+    allowed = " or ".join([*map(repr, wrapped.fitting()), "no hook"])
     if name not in wrapped.formats:
         raise ValueError(
             f"{name} needs error feedback, which gradients of FSDP1 have not: use FSDP2 or "
-            f"DistributedDataParallel, or one of {allowed}"
+            f"DistributedDataParallel, or take {allowed}"
         )
     if not wire.fits(dtype):
         raise ValueError(
             f"format {name!r} takes {wire.block_bytes / 256:.3g} bytes an element, and gradients "
-            f"are reduced in {dtype}, which takes {dtype.itemsize}: choose {allowed} or no hook, "
+            f"are reduced in {dtype}, which takes {dtype.itemsize}: choose {allowed}, "
             "or reduce in torch.float32"
         )
     return wire

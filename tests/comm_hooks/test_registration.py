@@ -66,7 +66,7 @@ MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
         {},
     ),
     "can only be called once": lambda: _registered("DDP"),
-    "gradients are reduced in torch.float16, which takes 2": lambda: spread(
+    "reduced in torch.float16, which takes 2: choose no hook, or reduce in": lambda: spread(
         "FSDP1", mixed_precision=MixedPrecision(param_dtype=HALF)
     ),
     "needs error feedback": lambda: (spread("FSDP1")[0], {"wire": "int8"}),
