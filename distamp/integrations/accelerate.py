@@ -16,11 +16,12 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks import register, wire_format
+from distamp.comm_hooks import register
 from distamp.errors import SettingError
 from distamp.guard import StepGuard
 from distamp.integrations.shared import (
     Stepper,
+    check_wire,
     checked_scaler,
     scales,
     stepper_for,
@@ -89,8 +90,7 @@ def prepare(
             f"{what} in Accelerate scales and steps by itself, where distamp has no part; its "
             "steps are for fp16, bf16 and fp32 under DDP, FSDP and tensor parallel"
         )
-    if comm_hook not in (None, "auto"):
-        wire_format(comm_hook)
+    check_wire(comm_hook)
     if precision == "fp16":
         stepper = _give_scaler(accelerator, scaler, settings)
     elif settings or scaler is not None or not isinstance(stepper, StepGuard):  # of a call before

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from distamp.comm_hooks import CommHookState, register, wire_format
+from distamp.comm_hooks import CommHookState, register
 from distamp.errors import SettingError
 from distamp.integrations.shared import (
     MixedMixin,
     PlainMixin,
     ShardedMixin,
     Stepper,
+    check_wire,
     lightning_package,
     scales,
     skipped_steps,
@@ -241,8 +242,7 @@ class CommHook(_Callback):
     state: CommHookState | None
 
     def __init__(self, wire: str = "fp16") -> None:
-        if wire != "auto":
-            wire_format(wire)
+        check_wire(wire)
         self._wire = wire
         self.state = None
 

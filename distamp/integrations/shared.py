@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distamp.autocast import autocast
+from distamp.comm_hooks import wire_format
 from distamp.errors import SettingError, StageError
 from distamp.guard import GUARD_SETTINGS, StepGuard
 from distamp.scaler import DistGradScaler
@@ -20,6 +21,7 @@ __all__ = [
     "PlainMixin",
     "ShardedMixin",
     "Stepper",
+    "check_wire",
     "checked_scaler",
     "lightning_package",
     "scales",
@@ -60,6 +62,19 @@ def lightning_package(name: str) -> Any:
         "pip install lightning",
         name="lightning",
     )
+
+
+def check_wire(name: str | None) -> None:
+    """Refuse a wire format that there is not, where nothing is sent too, as in one process.
+
+    Args:
+        name: What `distamp.comm_hooks.register` takes; None for no hook.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name not in (None, "auto"):
+        wire_format(str(name))
 
 
 def checked_scaler(given: object, device: str | None, settings: dict[str, Any]) -> DistGradScaler:
