@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -48,32 +49,25 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo") if several else None
 
     def save(self) -> None:
-        """Write a checkpoint; every rank calls this.
+        """Write a checkpoint, or begin to; every rank calls this, and none while one is written.
 
         Raises:
             UsageError: It cannot be written, on any rank; those before it stay.
         """
-        self.wait()
         config, amp, progress = self._job.config, self._job.amp, self._job.progress
         state = amp.flat_state_dict() | self._job.average.values
         about = {**asdict(progress), "scaler": amp.scaler.state_dict()}
         about |= {"ranks": self._ranks, "optimizers": self._optimizers}
         state |= {"about": json.dumps(about), f"rank.{self._job.layout.rank}": self._own()}
-        folder = config.run_dir / "checkpoints" / f"step-{progress.step:08d}"
-        writer = dcp.FileSystemWriter(folder)
-        try:
-            with _refused(f"cannot write {folder}"):
-                if config.async_save:
-                    group = self._group
-                    self._future = dcp.async_save(state, storage_writer=writer, process_group=group)
-                else:
-                    dcp.save(state, storage_writer=writer)
-        except UsageError:
-            remove(folder)  # half of it would go on filling the disk
-            raise
-        if not config.async_save:
-            with _refused(f"cannot remove what is older than {folder}"):
-                self._prune()
+        self._folder = config.run_dir / "checkpoints" / f"step-{progress.step:08d}"
+        writer = dcp.FileSystemWriter(self._folder)
+        with self._writing():
+            if config.async_save:
+                group = self._group
+                self._future = dcp.async_save(state, storage_writer=writer, process_group=group)
+                return
+            dcp.save(state, storage_writer=writer)
+        self._prune()
 
     def wait(self) -> None:
         """Wait for the one that is being written.
@@ -83,14 +77,26 @@ class Checkpoints:
         """
         future, self._future = self._future, None
         if future is not None:
-            with _refused("cannot write a checkpoint"):
+            with self._writing():
                 future.result()
             self._prune()
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with _refused(f"cannot write {self._folder}"):
+                yield
+        except UsageError as error:
+            # Of a full disk torch has not always more to say than that its archive is odd.
+            free = shutil.disk_usage(self._job.config.run_dir).free / 2**30
+            remove(self._folder)  # half of it would go on filling the disk
+            raise UsageError(f"{error} ({free:.2f} GiB are free)") from None
+
     def _prune(self) -> None:
-        if self._job.layout.rank == 0:
-            for old in checkpoints_of(self._job.config.run_dir)[self._job.config.keep :]:
-                remove(old)
+        with _refused(f"cannot remove what is older than {self._folder}"):
+            if self._job.layout.rank == 0:
+                for old in checkpoints_of(self._job.config.run_dir)[self._job.config.keep :]:
+                    remove(old)
 
     def read(self, path: Path) -> None:
         """Put the run into the state of a checkpoint; every rank calls this.

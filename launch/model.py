@@ -118,7 +118,7 @@ def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
     require(
         local or name in types,
         f"--model hf:{name}: no folder here, and no type that transformers has; nothing is "
-        f"downloaded{near(name, types)}",
+        f"downloaded{near(types, name)}",
     )
     # No tokens of a tokenizer.
     known = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -133,7 +133,7 @@ def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
         require(
             not strange,
             f"--model-args {', '.join(strange)}: hf:{name} has none such"
-            f"{near(''.join(strange), dir(plain))}",
+            f"{near(dir(plain), *strange)}",
         )
         return Logits(models.from_config(settings, dtype=torch.float32))
 

@@ -1,5 +1,6 @@
 """Optimizers, the learning rate's schedule, and the average of the weights."""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,10 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
         return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
     own = load_own("--optimizer", name)
     with refusing(f"--optimizer {name}", TypeError, ValueError):
-        return [own(_groups(trained, config), lr=config.lr)]
+        optimizer = own(_groups(trained, config), lr=config.lr)
+    with refusing(f"--optimizer {name}: its step() is called without arguments", TypeError):
+        inspect.signature(optimizer.step).bind()
+    return [optimizer]
 
 
 def _adamw(parameters: list[nn.Parameter], config: Config) -> Optimizer:

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """Return a question after what is known and written alike, or nothing."""
-    return "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
+def near(known: Collection[str], *names: str) -> str:
+    """Return a question after what is known and written like some names, or nothing."""
+    alike = [each for name in names for each in get_close_matches(name, known, 1)]
+    return f"; did you mean {', '.join(alike)}?" if alike else ""
 
 
 def command(name: str, function: Callable[..., object]) -> cyclopts.App:
@@ -91,7 +92,7 @@ def refusal_of(error: pydantic.ValidationError) -> UsageError:
     allowed = fault["msg"].removeprefix("Value error, ").replace("Input", "it", 1)
     given = fault["input"]
     has_names = fault["type"] in ("literal_error", "value_error")
-    hint = near(given, re.findall(r"[\w-]+", allowed)) if has_names else ""
+    hint = near(re.findall(r"[\w-]+", allowed), given) if has_names else ""
     return UsageError(f"{flag(str(fault['loc'][0]))} {given}: {allowed}{hint}")
 
 
@@ -141,7 +142,7 @@ def load_own(flag: str, name: str) -> Any:
         raise UsageError(
             f"{flag} {name}: no module {module!r} here, nor where Python looks"
         ) from None
-    hint = near(attribute, dir(loaded))
+    hint = near(dir(loaded), attribute)
     require(hasattr(loaded, attribute), f"{flag} {name}: {module} has no {attribute!r}{hint}")
     return getattr(loaded, attribute)
 

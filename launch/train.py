@@ -142,7 +142,6 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
             if config.keep and ("save" in tasks or is_last):
                 save(job, checkpoints, metrics, must=is_last)
             metrics.start_clock()
-    checkpoints.wait()
     for hook in amp.comm_hooks:
         metrics.say(f"gradients: {hook.stats()}")
     metrics.summarize(ended=ended)
@@ -217,6 +216,10 @@ def save(job: Job, checkpoints: Checkpoints, metrics: Metrics, *, must: bool) ->
     Raises:
         UsageError: It cannot be written, and must be.
     """
+    try:
+        checkpoints.wait()
+    except UsageError as error:  # of the one before, in whose place comes this one
+        metrics.say(f"Warning: {error}")
     try:
         checkpoints.save()
         if must:

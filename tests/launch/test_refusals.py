@@ -1,8 +1,9 @@
 """What cannot be done ends in one sentence and exit code 2; and what people try first."""
 
-import errno
+import functools
 import itertools
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -16,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 from torch import nn
 
+from launch import checkpoint
 from launch.config import Config
-from launch.folder import begin, checkpoints_of
+from launch.folder import begin, checkpoints_of, remove
 from launch.job import make_model
 from launch.optim import make_optimizers
 from launch.parallel import Layout
@@ -61,7 +63,7 @@ NOT_HERE = {
     "data": "nowhere nowhere:f os:nothing os:getcwd",
     "tokenizer": "nowhere.json",
     "device": "toaster cuda:7",
-    "optimizer": "nowhere:X torch.optim:Nothing os:getcwd",
+    "optimizer": "nowhere:X torch.optim:Nothing os:getcwd torch.optim:LBFGS",
     "resume": "nowhere",
 }
 # What does not fit together, is not there, or is of another program.
@@ -74,7 +76,6 @@ WRONG = """
 --model tests.launch.test_refusals:frozen
 --model tests.launch.test_refusals:no_blocks --model-args depth=3
 --model hf:gpt2 --model-args n_head=0 | --model hf:gpt2 --model-args nlayer=2
- --optimizer torch.optim:LBFGS --schedule what
 --layer 2 | --opt-level O1 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
 -lr 1 | train | --lr 1 2 | --lr=one | --resume nowhere --auto-resume | --precision | --lr | --data
 --layers two | --lr nan | --schedule cosinus
@@ -96,6 +97,7 @@ NEAR = {
     "--precision bf61": "bf16",
     "--model hf:gtp2": "did you mean gpt2",
     "--model hf:gpt2 --model-args nlayer=2": "did you mean n_layer",
+    "--model hf:gpt2 --model-args nlayer=2 nhead=2": "did you mean n_layer, n_head?",
 }
 
 
@@ -202,22 +204,30 @@ def test_a_loss_that_is_not_finite_ends_a_run_before_its_checkpoint(text, tmp_pa
     assert not checkpoints_of(tmp_path)
 
 
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[], None]]:
+    """Writing fails half-way, as on a full disk, until this is called: files end at 16 KiB."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+    lift = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, hard))
+    yield lift
+    lift()
+
+
+# In one process torch says so, from a thread of its own.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("how", ["--no-async-save", "--async-save"])
 def test_on_a_full_disk_the_reason_is_the_last_word_and_no_half_checkpoint_stays(
-    text, tmp_path, capsys, monkeypatch
+    full_disk, text, tmp_path, capsys, monkeypatch, how
 ):
-    reason = OSError(errno.ENOSPC, "No space left on device")
-
-    def full(*_: Any, storage_writer: Any = None) -> None:
-        if storage_writer is None:
-            raise reason
-        Path(storage_writer.path).mkdir(parents=True)
-        raise dcp.CheckpointException("save", {0: (reason, None)})  # type: ignore[dict-item]
-
-    monkeypatch.setattr("torch.distributed.checkpoint.save", full)
-    monkeypatch.setattr("launch.metrics.draw", full)
-    args = ("--data", text, *TINY, "--steps", 2, "--save-every", 1, "--run-dir", tmp_path)
-    assert "No space left" in refused(capsys, *args)
+    args = ("--data", text, *TINY, "--steps", 2, "--save-every", 1, "--run-dir", tmp_path, how)
+    assert refused(capsys, *args).endswith(" GiB are free)\n")
     assert [*(tmp_path / "checkpoints").iterdir()] == []
+    # Where there is room again, the last one is written.
+    monkeypatch.setattr(checkpoint, "remove", lambda folder: (remove(folder), full_disk()))
+    assert main([*map(str, args), "--overwrite"]) == 0
+    assert "Warning: cannot write" in capsys.readouterr().out
+    assert [path.name for path in checkpoints_of(tmp_path)] == ["step-00000002"]
 
 
 def test_a_new_checkpoint_stays_where_an_old_one_cannot_be_removed(
@@ -329,6 +339,7 @@ def test_check_says_alone_whether_flags_can_run(text, tmp_path, capsys):
     assert main([*given, "--shard", "2", "--tp", "2"]) == 0
     assert "on 4 ranks" in capsys.readouterr().out
     assert "--heads" in refused(capsys, *given, "--heads", 3)
+    assert "closure" in refused(capsys, *given, "--optimizer", "torch.optim:LBFGS")
     assert not (tmp_path / "run").exists()
 
 
