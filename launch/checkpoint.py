@@ -126,8 +126,7 @@ class Checkpoints:
                 average[name].copy_(state[name.replace("ema.", "model.", 1)])
             for name in asdict(self._job.progress):
                 setattr(self._job.progress, name, about[name])
-            if amp.precision.loss_scale == "dynamic" and about["scaler"]:
-                amp.scaler.load_state_dict(about["scaler"])
+            amp.load_state_dict(about["scaler"])
             if own in state:
                 self._restore(state[own])
 
@@ -164,7 +163,7 @@ def load_run(path: Path, data: Data) -> Job:
         UsageError: There is no such run, or it is damaged or of another model.
     """
     run, checkpoint = checkpoint_of(path)
-    alone = {"replicate": 0, "shard": 1, "tp": 1, "hook": None, "accumulate": 1}
+    alone = {"replicate": 0, "shard": 1, "tp": 1, "hook": "none", "accumulate": 1}
     config = read_config(run).model_copy(
         update={**alone, "compile": False, "checkpoint_blocks": "none"}
     )
@@ -172,10 +171,9 @@ def load_run(path: Path, data: Data) -> Job:
     with _refused(f"{checkpoint}: it is damaged, or of another model"):
         reader = dcp.FileSystemReader(checkpoint)
         saved = reader.read_metadata().state_dict_metadata
-        state = {}
-        for name, tensor in job.amp.flat_state_dict().items():
-            average = name.replace("model.", "ema.", 1)
-            state[average if average in saved else name] = tensor
+        weights = job.amp.flat_state_dict()
+        named = {f"ema.{name.removeprefix('model.')}": name for name in weights}
+        state = {own if own in saved else name: weights[name] for own, name in named.items()}
         dcp.load(state, storage_reader=reader)
     return job
 

@@ -8,29 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.config import read_config
-from launch.metrics import draw, read_records
+from launch.metrics import figure_of, read_records
 from launch.program import flag, program, require
-
-
-def compare(runs: list[Path]) -> Table:
-    """Return a table of what runs came to, and of the flags that differ.
-
-    Raises:
-        UsageError: One of them is not there, or has no step.
-    """
-    table = Table("", *(run.name for run in runs))
-    outcomes = [_outcome(run) for run in runs]
-    for name in outcomes[0]:
-        table.add_row(name, *(outcome[name] for outcome in outcomes))
-    table.add_section()
-    flags = [
-        read_config(run).model_dump(exclude={"run_dir", "resume", "overwrite"}) for run in runs
-    ]
-    for name in flags[0]:
-        values = [str(each[name]) for each in flags]
-        if len(set(values)) > 1:
-            table.add_row(flag(name), *values)
-    return table
 
 
 def _outcome(run: Path) -> dict[str, str]:
@@ -58,9 +37,20 @@ def compare_runs(first: Path, second: Path, /, *others: Path, out: Path | None =
         out: A picture to draw, such as both.png.
     """
     runs = [first, second, *others]
-    Console().print(compare(runs))
+    table = Table("", *(run.name for run in runs))
+    outcomes = [_outcome(run) for run in runs]
+    for name in outcomes[0]:
+        table.add_row(name, *(outcome[name] for outcome in outcomes))
+    table.add_section()
+    left_out = {"run_dir", "resume", "overwrite"}
+    flags = [read_config(run).model_dump(exclude=left_out) for run in runs]
+    for name in flags[0]:
+        values = [str(each[name]) for each in flags]
+        if len(set(values)) > 1:
+            table.add_row(flag(name), *values)
+    Console().print(table)
     if out is not None:
-        draw(runs, out)
+        figure_of(runs).savefig(out)
 
 
 main = program("python -m launch.compare", compare_runs)

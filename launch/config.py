@@ -337,7 +337,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
         args: None: those of the process.
 
     Raises:
-        UsageError: It cannot be read, or the run to go on from is not there.
+        UsageError: It cannot be read, the run to go on from is not there, or another is in the way.
     """
     known: dict[str, Any] = Config.model_fields
     elsewhere = {
@@ -352,12 +352,15 @@ def parse(args: Sequence[str] | None = None) -> Config:
     again = config.auto_resume or began_here(config.run_dir)
     resume = config.run_dir if again and checkpoints_of(config.run_dir) else config.resume
     if resume is not None:
-        run, _ = checkpoint_of(resume, "--resume ")
+        run, checkpoint = checkpoint_of(resume, "--resume ")
         old = read_config(run).model_dump() | {"overwrite": False, "auto_resume": False}
-        config = Config(**{**old, "run_dir": run, **given, "resume": resume})
+        config = Config(**{**old, "run_dir": run, **given, "resume": checkpoint})
     # A run that was killed before its first checkpoint starts again.
     config = config.model_copy(update={"overwrite": config.overwrite or again})
     alone = config.smallest_world() if config.check else 1
     config.require_possible(int(os.environ.get("WORLD_SIZE", alone)))
     _ = config.level  # its file is read now, so that it is refused now
+    free = config.goes_on or config.overwrite or not (config.run_dir / "metrics.jsonl").exists()
+    hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"
+    require(free, f"--run-dir {config.run_dir}: it has a run; {hint}")
     return config

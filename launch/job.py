@@ -1,7 +1,6 @@
 """A model, its precision and its ranks, as the flags ask for them: to be trained, or to be used."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -103,19 +102,24 @@ def make_job(
     optimizers = make_optimizers(inner, config) if trains else []
     # After the cast, as DDP's buckets have the dtypes that it finds; before a hook, which it calls.
     model = wrap(inner, layout, data, device) if trains else inner
-    settings: dict[str, Any] = {}
-    if not config.level.scales:  # a scale that is too large is found by skips in a row
-        settings["max_consecutive_skips"] = 3
-    if config.level.loss_scale == "dynamic":
-        schedule = DynamicSchedule(growth_interval=config.growth_interval)
-        settings |= {"init_scale": config.init_scale, "schedule": schedule}
-    if config.hook != "none":
-        two_levels = layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
-        replicas = layout.mesh["replicate"].get_group() if layout.mesh and two_levels else None
-        settings |= {"comm_hook": config.hook, "replicas": replicas}
+    level, hook = config.level, None if config.hook == "none" else config.hook
+    is_dynamic = level.loss_scale == "dynamic"
+    two_levels = hook and layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
     flags = f"--precision {config.precision} --hook {config.hook}"
     with refusing(flags, ValueError, RuntimeError):
-        amp = initialize(model, optimizers, config.level, **settings)
+        amp = initialize(
+            model,
+            optimizers,
+            level,
+            init_scale=config.init_scale if is_dynamic else None,
+            schedule=DynamicSchedule(growth_interval=config.growth_interval)
+            if is_dynamic
+            else None,
+            # A scale that is too large is found by skips in a row.
+            max_consecutive_skips=None if level.scales else 3,
+            comm_hook=hook,
+            replicas=layout.mesh["replicate"].get_group() if layout.mesh and two_levels else None,
+        )
     # After the masters, of which it is the average.
     average = Average(amp, config.ema if trains else 0.0)
     return Job(config, data, device, layout, model, amp, average)

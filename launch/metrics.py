@@ -1,5 +1,6 @@
 """What a run shows and leaves to look at: lines, JSON lines, TensorBoard, a picture."""
 
+import contextlib
 import json
 import math
 import resource
@@ -38,8 +39,8 @@ _SHOWN = {
 }
 
 
-class Metrics:
-    """Where the records of a run go; on other ranks than the first, nowhere.
+class Metrics(contextlib.ExitStack):
+    """Where the records of a run go, until it is left; on other ranks than the first, nowhere.
 
     Args:
         job: The run.
@@ -49,14 +50,15 @@ class Metrics:
     """
 
     def __init__(self, job: Job) -> None:
+        super().__init__()
         self._job, self._is_first = job, job.layout.rank == 0
         self._board: Any = None
         self._targets, self._flops = targets_of(job.data), flops_per_example(job)
         job.layout.on_first(self._open)
         console = Console(highlight=False, soft_wrap=True, quiet=not self._is_first)
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._bar = self.enter_context(bar)
         self._task = self._bar.add_task("", total=job.config.steps, completed=job.progress.step)
-        self._bar.start()
         self._say_what_begins()
         self._started = time.monotonic()
         self.start_clock()
@@ -64,7 +66,7 @@ class Metrics:
     def _open(self) -> None:
         config, data, step = self._job.config, self._job.data, self._job.progress.step
         run = config.run_dir
-        self._lock = begin(run, step if config.goes_on else None)
+        self.enter_context(begin(run, step if config.goes_on else None))
         about = {"data": data.name, "classes": data.classes, "text": data.text is not None}
         write_whole(run / "data.json", json.dumps(about) + "\n")
         write_whole(run / "config.json", config.model_dump_json(indent=1) + "\n")
@@ -77,11 +79,14 @@ class Metrics:
         # What came after the checkpoint comes again.
         kept = [row for row in read_records(run) if row["step"] <= step] if config.goes_on else []
         write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._file = self.enter_context(file)
+        self.callback(self._draw)
         if config.tensorboard:
             with refusing("--tensorboard: pip install -e '.[tensorboard]'", ImportError):
                 from torch.utils.tensorboard import SummaryWriter
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+            self.callback(self._board.close)
 
     def _say_what_begins(self) -> None:
         config, data, layout = self._job.config, self._job.data, self._job.layout
@@ -165,14 +170,11 @@ class Metrics:
         """Say how a run went, what can be done with it, and why it ended before its last step."""
         config, progress = self._job.config, self._job.progress
         run, keep = config.run_dir, config.keep
-        self._bar.stop()
         rows = read_records(run) if self._is_first else []
-        which = [str(row["step"]) for row in rows if not row.get("taken", True)][-8:]
-        if len(which) < progress.skipped:
-            which.insert(0, "...")
-        skipped = f"{progress.skipped} skipped on every rank: {', '.join(which)}"
-        taken = f"{progress.step - progress.skipped} steps taken"
-        self.say(f"{taken}, {skipped if which else 'none skipped'}")
+        last = [str(row["step"]) for row in rows if not row.get("taken", True)][-8:]
+        which = ", ".join(["..."] * (len(last) < progress.skipped) + last)
+        skipped = f"{progress.skipped} skipped on every rank: {which}" if which else "none skipped"
+        self.say(f"{progress.step - progress.skipped} steps taken, {skipped}")
         took = timedelta(seconds=round(time.monotonic() - self._started))
         gigabytes = peak_memory(self._job.device) / 2**30
         self.say(f"it took {took}; peak memory of rank 0: {gigabytes:.2f} GiB")
@@ -180,20 +182,15 @@ class Metrics:
             self.say(f"ended early: {ended}" + (f"; go on with --resume {run}" if keep else ""))
         self.say(f"Results are in {run}" + ("" if keep else ", without a checkpoint (--keep 0)"))
         if keep and self._job.data.text is not None:
-            program = shlex.join([sys.executable, "-m", "launch.sample", str(run)])
-            self.say(f"For text from it:\n  {program}")
+            words = sys.executable, "-m", "launch.sample", str(run)
+            self.say(f"For text from it:\n  {shlex.join(words)}")
 
-    def close(self) -> None:
-        """Write what is left, and draw the curves."""
-        self._bar.stop()
-        if self._board is not None:
-            self._board.close()
-        if self._is_first:
-            with self._lock, self._file:
-                try:
-                    draw([self._job.config.run_dir], self._job.config.run_dir / "curves.png")
-                except OSError as error:  # why the run ended is to be read
-                    self.say(f"Warning: no curves.png: {error}")
+    def _draw(self) -> None:
+        run = self._job.config.run_dir
+        try:
+            figure_of([run]).savefig(run / "curves.png")
+        except OSError as error:  # why the run ended is to be read
+            self.say(f"Warning: no curves.png: {error}")
 
 
 def _given(name: str, value: Any) -> str:
@@ -238,18 +235,13 @@ def read_records(run: Path) -> list[Record]:
         return [json.loads(line) for line in lines]
 
 
-def draw(runs: list[Path], path: Path) -> None:
-    """Draw runs over each other into a file."""
-    figure_of(runs).savefig(path, dpi=120)
-
-
 def figure_of(runs: list[Path]) -> Any:
     """Return a picture of losses, and of loss scales where a run has one; a cross is a skip."""
     from matplotlib.figure import Figure
 
     records = {run.name: read_records(run) for run in runs}
     scaled = any("loss_scale" in row for rows in records.values() for row in rows)
-    figure = Figure(figsize=(8, 5) if scaled else (8, 3.5), layout="constrained")
+    figure = Figure(figsize=(8, 5) if scaled else (8, 3.5), dpi=120, layout="constrained")
     ratios = (3, 1) if scaled else (1,)
     panels = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     losses, scales = panels[0], panels[-1]

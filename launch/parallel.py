@@ -63,14 +63,11 @@ def pick_device(config: Config) -> torch.device:
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    with contextlib.ExitStack() as stack:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group(timeout=timedelta(seconds=config.timeout))
+            stack.callback(dist.destroy_process_group)
         yield
-        return
-    dist.init_process_group(timeout=timedelta(seconds=config.timeout))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -149,20 +146,18 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
         UsageError: The model has no blocks.
     """
     kind, blocks = config.checkpoint_blocks, blocks_of(model)
-    if kind == "none" and not config.compile:
-        return
+    asked = f"--compile {config.compile} --checkpoint-blocks {kind}"
     fault = f"--model {config.model} has no blocks (members of a ModuleList)"
-    require(blocks, f"--compile {config.compile} --checkpoint-blocks {kind}: {fault}")
-    options: dict[str, Any] = {"use_reentrant": False}
-    if kind == "selective":
-        contexts = checkpoint.create_selective_checkpoint_contexts
-        options["context_fn"] = functools.partial(contexts, _SLOW_OPS)
+    require(blocks or (kind == "none" and not config.compile), f"{asked}: {fault}")
+    contexts = functools.partial(checkpoint.create_selective_checkpoint_contexts, _SLOW_OPS)
+    kept: dict[str, Any] = {"context_fn": contexts} if kind == "selective" else {}
+    again = functools.partial(checkpoint.checkpoint, use_reentrant=False, **kept)
     for block in blocks:
-        forward = block.forward
         if kind != "none":
-            forward = functools.partial(checkpoint.checkpoint, forward, **options)
-        # Compiled last, so that the compiler sees what is to be computed again.
-        block.forward = torch.compile(forward) if config.compile else forward
+            block.forward = functools.partial(again, block.forward)
+        # Last, so that the compiler sees what is to be computed again.
+        if config.compile:
+            block.forward = torch.compile(block.forward)
 
 
 def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> None:

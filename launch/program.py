@@ -2,9 +2,9 @@
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
+import pkgutil
 import re
 import signal
 import sys
@@ -131,20 +131,10 @@ def load_own(flag: str, name: str) -> Any:
     Raises:
         UsageError: It is not there; an error inside the module is the user's own.
     """
-    module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports another that is not
-        raise UsageError(
-            f"{flag} {name}: no module {module!r} here, nor where Python looks"
-        ) from None
-    hint = near(dir(loaded), attribute)
-    require(hasattr(loaded, attribute), f"{flag} {name}: {module} has no {attribute!r}{hint}")
-    return getattr(loaded, attribute)
+    with refusing(f"{flag} {name}", ImportError, AttributeError, ValueError):
+        return pkgutil.resolve_name(name)
 
 
 # -- how a program ends ----------------------------------------------------------------------------
@@ -201,12 +191,10 @@ def listening(minutes: float) -> Iterator[Asked]:
             raise KeyboardInterrupt  # someone at a terminal will not wait
         heard.append(number)
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, hear))
         yield lambda: (bool(heard), end - time.monotonic())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def die_with_parent(*_: object) -> None:

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,6 @@ from launch.checkpoint import Checkpoints
 from launch.config import Config, parse
 from launch.data import Batch, batches, load_data, order
 from launch.evaluate import evaluate
-from launch.folder import checkpoint_of
 from launch.job import Job, cast, make_job
 from launch.metrics import Metrics
 from launch.model import build, loss_of
@@ -36,7 +35,6 @@ from launch.program import (
     die_with_parent,
     exit_code_of,
     listening,
-    require,
 )
 
 
@@ -63,7 +61,7 @@ def run(config: Config, asked_to_end: Asked) -> None:
     Raises:
         UsageError: It cannot be done, as every rank finds.
     """
-    data, device, checkpoint = load_data(config), pick_device(config), start_from(config)
+    data, device = load_data(config), pick_device(config)
     if config.check:
         make_optimizers(cast(build(config, data), config), config)
         print(f"these flags can run, on {config.smallest_world()} ranks or more of their kind")
@@ -73,36 +71,23 @@ def run(config: Config, asked_to_end: Asked) -> None:
         # After all that is alike on the ranks: dropout draws other numbers on each.
         torch.manual_seed(config.seed + 1 + job.layout.data_rank)
         checkpoints = Checkpoints(job)
-        if checkpoint is not None:
-            checkpoints.read(checkpoint)
+        if config.resume is not None:
+            checkpoints.read(config.resume)
         # Last: what is refused above has left the run's folder as it was.
-        metrics = Metrics(job)
-        try:
+        with Metrics(job) as metrics:
             train(job, checkpoints, metrics, asked_to_end)
-        finally:
-            metrics.close()
-
-
-def start_from(config: Config) -> Path | None:
-    """Return the checkpoint to go on from, if there is to be one.
-
-    Raises:
-        UsageError: There is none, or another run is in the way.
-    """
-    begun = (config.run_dir / "metrics.jsonl").exists()
-    free = config.goes_on or config.overwrite or not begun
-    hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"
-    require(free, f"--run-dir {config.run_dir}: it has a run; {hint}")
-    return None if config.resume is None else checkpoint_of(config.resume)[1]
 
 
 def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: Asked) -> None:
     """Train to the last step, or until a rank is asked to stop."""
     config, amp, layout, progress = job.config, job.amp, job.layout, job.progress
+    examples = job.data.train
     rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
     if config.on_nonfinite == "report":
         amp.scaler.replay = StepReplay(job.model)
-    source = read_ahead(job)
+    ranks = layout.data_rank, layout.data_world
+    chosen = order(len(examples), config.seed, progress.position, job.microbatch, *ranks)
+    source = batches(examples, chosen, job.device, config.workers)
     ended = ""
     if progress.step == 0:
         metrics.note({"step": 0, **evaluate(job, config.eval_examples)})
@@ -116,10 +101,8 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
         # Without a record to write, nothing here waits for the device.
         scale = amp.scaler.get_scale() if tasks else 1.0
         microbatches = [next(source) for _ in range(config.accumulate)]
-        if config.check_precision and progress.step == 1:
-            loss, taken = checked_step(job, metrics, microbatches)
-        else:
-            loss, taken = train_step(job, metrics, microbatches)
+        do_step = checked_step if config.check_precision and progress.step == 1 else train_step
+        loss, taken = do_step(job, metrics, microbatches)
         rates.count(taken)
         job.average.count(taken)
         amp.zero_grad()
@@ -129,9 +112,14 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
             has_signal, seconds = asked_to_end()
             loss_sum, signalled, late = layout.sum(loss, has_signal, seconds <= 0)
             progress.skipped = progress.step - int(rates.taken)
-            record = {"step": progress.step, "loss": loss_sum / layout.data_world}
-            record |= {"gradient_norm": float(amp.scaler.grad_norm()), "learning_rate": float(rate)}
-            record |= {"taken": bool(taken), "skipped": progress.skipped}
+            record = {
+                "step": progress.step,
+                "loss": loss_sum / layout.data_world,
+                "gradient_norm": float(amp.scaler.grad_norm()),
+                "learning_rate": float(rate),
+                "taken": bool(taken),
+                "skipped": progress.skipped,
+            }
             if config.level.scales:
                 record["loss_scale"] = scale
             metrics.note(record, seconds)
@@ -145,14 +133,6 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
     for hook in amp.comm_hooks:
         metrics.say(f"gradients: {hook.stats()}")
     metrics.summarize(ended=ended)
-
-
-def read_ahead(job: Job) -> Iterator[Batch]:
-    """Yield this rank's microbatches, from where the run is."""
-    config, layout, examples = job.config, job.layout, job.data.train
-    ranks = layout.data_rank, layout.data_world
-    chosen = order(len(examples), config.seed, job.progress.position, job.microbatch, *ranks)
-    return batches(examples, chosen, job.device, config.workers)
 
 
 def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
