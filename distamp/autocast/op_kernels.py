@@ -56,8 +56,13 @@ def register(overload: OpOverload, device_type: str) -> None:
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "IMPL")
         kernel = _Kernel(overload, device_type)
+        # torch 2.11 would refuse where somebody else's is there.
         _libraries[namespace].impl(
-            overload, kernel.call, autocast_key(device_type), with_keyset=True
+            overload,
+            kernel.call,
+            autocast_key(device_type),
+            with_keyset=True,
+            allow_override=True,
         )
         _registered.add(slot)
 

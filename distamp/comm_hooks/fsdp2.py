@@ -195,11 +195,10 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> W
 
 def _reduced_in(group: Any) -> torch.dtype:
     """Return the dtype in which gradients of a parameter group are reduced."""
-    policy = group.mp_policy
-    trained = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
-    own = trained[0].dtype if trained else torch.float32
-    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or own
-    return found
+    trained = (each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad)
+    first: Any = next(trained, None)
+    own = torch.float32 if first is None else first.grad_dtype or first.dtype
+    return torch_compat.policy_of(group.modules[0], own)[1]
 
 
 def _refusal(

@@ -1,7 +1,6 @@
 """The names that torch keeps to itself and hooks need, in one place.
 
-Each is used through a function here and tested against the torch that is installed
-(``tests/comm_hooks/test_torch_compat.py``). The supported versions are 2.11 and 2.13.
+Each is used through a function here. They ran with torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket, PrefixStore
 from torch.distributed import ProcessGroup
 from torch.futures import Future
+from torch.torch_version import TorchVersion
 
 __all__ = [
     "GradBucket",
@@ -32,10 +32,14 @@ __all__ = [
     "new_gloo",
     "not_compiled",
     "param_groups",
+    "policy_of",
     "reduce_scatter",
     "replicas_to_hook",
     "shut_down",
 ]
+
+# Whether FSDP2 reduces gradients in their own dtype, where a policy has param_dtype alone.
+_IN_OWN_DTYPE = TorchVersion(torch.__version__) >= "2.15"
 
 
 def _private(owner: Any, name: str) -> Any:
@@ -176,6 +180,18 @@ def param_groups(module: Any) -> list[Any]:
     return [one] if one else []
 
 
+def policy_of(module: Any, own: torch.dtype) -> tuple[torch.dtype | None, torch.dtype]:
+    """Return the dtypes in which FSDP2 gathers one module, if it casts, and reduces it.
+
+    Args:
+        module: One to which ``fully_shard`` was applied.
+        own: Of its parameters' gradients.
+    """
+    policy = _private(_private(module, "_get_fsdp_state")(), "_mp_policy")
+    follows = None if _IN_OWN_DTYPE else policy.param_dtype
+    return policy.param_dtype, policy.reduce_dtype or follows or own
+
+
 def mesh_groups(group: Any) -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Return the ranks that a parameter group is sharded over, and those torch averages between.
 
@@ -213,7 +229,7 @@ def replicas_to_hook(group: Any) -> None:
     sharded = mesh_groups(group)[0] is not None
     kind: Any = common.FSDPMeshInfo if sharded else common.DataParallelMeshInfo
     left = kind(**{each.name: getattr(known, each.name) for each in fields(kind) if each.init})
-    if sharded:
+    if sharded and hasattr(known, "reduce_scatter_process_group"):  # since torch 2.13
         left.reduce_scatter_process_group = known.reduce_scatter_process_group
     if group.post_forward_mesh_info == known:
         group.post_forward_mesh_info = left

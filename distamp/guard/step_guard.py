@@ -171,9 +171,7 @@ class StepGuard(Steps):
     def _device(self) -> str:
         if self._scale is not None:
             return self._scale.device.type
-        there = (
-            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        )
+        there = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if there is None else there.type
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:

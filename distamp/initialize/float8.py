@@ -98,7 +98,7 @@ def convert(model: nn.Module, precision: Precision) -> None:
         )
     device = next(model.parameters()).device
     if device.type == "meta":
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     emulate = not _has_kernels(device, precision)
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(str(precision.float8)),

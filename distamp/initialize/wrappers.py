@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._composable_state as composable_state
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from distamp.comm_hooks.torch_compat import policy_of
 from distamp.errors import StageError
 from distamp.gradients import is_dtensor
 
@@ -180,10 +180,13 @@ class OnePassEach:
 
 
 def _policy(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return the dtypes that FSDP gathers and reduces one module in; None for the parameters'."""
+    """Return the dtypes that FSDP gathers and reduces one module in; None for the parameters'.
+
+    What is reduced in the parameters' own dtype is taken for float32, which FSDP2's masters are.
+    """
+    if name_of(module) == FSDP2:
+        return policy_of(module, torch.float32)
     policy: Any = getattr(module, "mixed_precision", None)
-    if name_of(module) == FSDP2:  # torch has no public way to ask
-        policy = getattr(composable_state._get_module_state(module), "_mp_policy", None)
     return getattr(policy, "param_dtype", None), getattr(policy, "reduce_dtype", None)
 
 

@@ -28,8 +28,7 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
         ValueError: torch knows no such device.
         SettingError: It is MPS.
     """
-    is_there = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if is_there else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         device = "cpu" if accelerator is None else accelerator.type
     if not isinstance(device, (str, torch.device)):

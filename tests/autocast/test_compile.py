@@ -50,6 +50,8 @@ HOW: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("how", HOW)
 def test_regions_are_part_of_the_graph(how):
+    if torch.__version__ < "2.12" and how in ("compiled", "exported strict"):
+        pytest.skip("torch 2.11 breaks the graph where a subclass of its region is made")
     assert [each.dtype for each in HOW[how](Regions(autocast))(X)] == [BF16, BF16, FP32]
 
 

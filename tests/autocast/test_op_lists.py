@@ -292,7 +292,7 @@ def test_lists_hold_for_an_op_that_gets_a_kernel_for_autocast_later():
     for late in (False, True):
         if late:
             with warnings.catch_warnings(action="ignore"):
-                library.impl("op", lambda x: x.half(), "AutocastCPU")
+                library.impl("op", lambda x: x.half(), "AutocastCPU", allow_override=True)
         with autocast("cpu", ops=lists):
             assert op(HALF).dtype is FP32
     with autocast("cpu"):

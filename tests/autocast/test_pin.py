@@ -162,6 +162,7 @@ def test_what_others_lay_over_a_pin_or_under_it_stays(over, first):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 breaks the graph at a region")
 def test_a_pinned_module_compiles_in_one_graph(dtype):
     net = pinned("fp32").to(dtype)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)

@@ -85,6 +85,34 @@ newer_than_2_11 = pytest.mark.skipif(
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 
+class Reduces:
+    """FSDP2's reduce-scatter, which notes what it is given."""
+
+    def __init__(self) -> None:
+        self.found: set[torch.dtype] = set()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
+        self.found.add(input_tensor.dtype)
+        output_tensor.zero_()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduces", [None, torch.float32, torch.float16])
+@pytest.mark.parametrize("gathers", [None, torch.bfloat16])
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_gradients_are_reduced_in_the_dtype_that_is_foretold(own, gathers, reduces):
+    """Without ``reduce_dtype`` it is another one since torch 2.15."""
+    policy = MixedPrecisionPolicy(gathers, reduces, output_dtype=torch.float32)
+    layer = fully_shard(nn.Linear(64, 64, dtype=own), mp_policy=policy)
+    comm = Reduces()
+    layer.set_custom_reduce_scatter(comm)
+    layer(torch.ones(2, 64, dtype=own)).sum().backward()
+    assert comm.found == {torch_compat.policy_of(layer, own)[1]}
+
+
 @on_ranks("world")
 @pytest.mark.parametrize(
     ("world", "name", "micros", "settings", "bound"),
@@ -210,7 +238,7 @@ def test_replicate_is_hooked_and_a_small_layer_of_another_dtype_refuses_nothing(
     model, over = Net(), mesh((dist.get_world_size(),), ("replicate",))
     for each in (model.first, model.second):
         replicate_with_fsdp.replicate(each, mesh=over)
-    policy = MixedPrecisionPolicy(dtype, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(dtype, dtype, output_dtype=torch.float32)
     replicate_with_fsdp.replicate(model.last, mesh=over, mp_policy=policy)
     state = register(model, "fp16")
     loss_of(model, dist.get_rank()).backward()

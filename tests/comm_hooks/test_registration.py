@@ -73,7 +73,7 @@ MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "not supported for hybrid strategies": _hybrid,
     "has a custom collective (WireReduceScatter) already": lambda: _registered("FSDP2"),
     "reduced in torch.bfloat16, which takes 2: choose 'int8' or no hook": lambda: spread(
-        "FSDP2", mp_policy=MixedPrecisionPolicy(param_dtype=BF16)
+        "FSDP2", mp_policy=MixedPrecisionPolicy(BF16, BF16)
     ),
     "format 'bf16' takes 2 bytes an element, and gradients are reduced in torch.float16": lambda: (
         DistributedDataParallel(mlp(*WIDTHS).half()),
@@ -231,7 +231,7 @@ def test_what_is_slow_on_one_rank_alone_is_chosen_by_none(slow, wire):
 def test_gradients_of_two_bytes_are_not_sent_in_more(wrapper):
     model: Any = DistributedDataParallel(mlp(*WIDTHS).half())
     if wrapper == "FSDP2":
-        model, _ = spread(wrapper, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+        model, _ = spread(wrapper, mp_policy=MixedPrecisionPolicy(HALF, HALF))
     choice = comm_hooks.register(model, "auto").stats().choice
     assert choice.wire in list(choice.seconds) == ["float16", "int8"]
 

@@ -89,6 +89,16 @@ def test_emulation_is_said_and_a_model_on_another_device_is_refused(caplog, monk
         initialize(model, sgd(model), "fp8")
 
 
+def test_weights_on_meta_will_be_where_a_device_is_whatever_torch_was_built_for(monkeypatch):
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    with torch.device("meta"):
+        model = cells.Net()
+    assert cast_model(model, "fp8").first.config.emulate
+
+
 def test_a_layer_in_float8_cannot_be_pinned_and_without_torchao_there_is_none(monkeypatch):
     with pytest.raises(ValueError, match="computes in float8"):
         pin_precision(cast_model(cells.Net(), "fp8").first, "fp32")

@@ -200,7 +200,7 @@ def partly(model: nn.Module) -> nn.Module:
 
 
 def casting(model: nn.Module) -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=HALF)
+    policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=HALF)
     return fully_shard(model, mesh=shard(), mp_policy=policy)  # type: ignore[return-value]
 
 

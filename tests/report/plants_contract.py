@@ -323,7 +323,13 @@ PLANTS: tuple[Breach, ...] = (
         lambda: _fsdp1(param_dtype=BF16, reduce_dtype=BF16),
     ),
     Breach("FSDP1 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp1(reduce_dtype=FP32)),
-    Breach("FSDP2 without reduce_dtype", 2, REDUCE, "bf16", lambda: _fsdp2(param_dtype=BF16)),
+    Breach(
+        "FSDP2 reduces in bf16",
+        2,
+        REDUCE,
+        "bf16",
+        lambda: _fsdp2(param_dtype=BF16, reduce_dtype=BF16),
+    ),
     Breach("FSDP2 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp2(reduce_dtype=FP32)),
     Breach(
         "one block under another policy",
@@ -339,7 +345,14 @@ PLANTS: tuple[Breach, ...] = (
         4,
         REDUCE,
         "bf16",
-        lambda: trained(sharded(_net(), mesh((2, 2), ("replicate", "shard")), param_dtype=BF16)),
+        lambda: trained(
+            sharded(
+                _net(),
+                mesh((2, 2), ("replicate", "shard")),
+                param_dtype=BF16,
+                reduce_dtype=BF16,
+            )
+        ),
     ),
     Breach(
         "an average by hand in bf16",

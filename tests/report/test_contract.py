@@ -179,6 +179,7 @@ def test_a_planted_breach_is_found(size, place):
     ), str(breaches)
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="mended in torch 2.15")
 @on_ranks(2)
 def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks():
     """pytorch#190626, as the original code does it."""
