@@ -225,12 +225,13 @@ def local_square(
     return square, sum(map(len, alike.values()))
 
 
+@without_grad
 def _alike(
     shares: Iterable[Share], size: int, replicated: Declared | None, sharded: Declared | None
 ) -> dict[tuple[int, float], list[Tensor]]:
     """Return the gradients by as which kind they count, and by how much."""
     alike: dict[tuple[int, float], list[Tensor]] = {}
-    placed: dict[Any, float] = {}
+    placed: dict[Any, tuple[int, float]] = {}
     for share in shares:
         gradients = [gradient for _, p in share.pairs if (gradient := p.grad) is not None]
         if replicated is None and sharded is None and _are_plain(share, gradients):
@@ -247,7 +248,7 @@ def _alike(
 def _are_plain(share: Share, gradients: list[Tensor]) -> bool:
     """Return whether nothing in a share needs a look at each; asked of all at once, in C."""
     marks = map(_attributes, map(operator.itemgetter(0), share.pairs))
-    return are_dense(gradients) and all(map(_MARKS.isdisjoint, marks))
+    return are_dense(gradients) and _MARKS.isdisjoint(itertools.chain.from_iterable(marks))
 
 
 def _counted(
@@ -257,7 +258,7 @@ def _counted(
     size: int,
     replicated: Declared | None,
     sharded: Declared | None,
-    placed: dict[Any, float],
+    placed: dict[Any, tuple[int, float]],
 ) -> tuple[int, float]:
     """Return as which kind a gradient counts, and by how much.
 
@@ -269,7 +270,7 @@ def _counted(
         size: Ranks that hold the model.
         replicated: As declared.
         sharded: As declared.
-        placed: What the placements seen in this call count.
+        placed: As which kind the placements seen in this call count, and by how much.
     """
     is_replica = replicated is not None and bool(replicated(parameter))
     cut = None if sharded is None else sharded(parameter)
@@ -282,20 +283,23 @@ def _counted(
         return _PART, 1.0 / size
     if getattr(parameter, "shared", None) is True:
         return _PART, 0.0
-    share = 1.0
+    kind, share = _REPLICA, 1.0
     if is_dtensor(gradient):
         key = id(gradient.device_mesh), gradient.placements
         if key not in placed:  # of whose mesh some ranks hold the same
             mesh, kinds = gradient.device_mesh, enumerate(gradient.placements)
             copies = [mesh.size(i) for i, p in kinds if p.is_replicate() or p.is_partial()]
-            placed[key] = 1.0 / float(math.prod(copies))
-        share = placed[key]
+            placed[key] = (
+                _PART if mesh.size() >= size else _UNSURE,
+                1.0 / float(math.prod(copies)),
+            )
+        kind, share = placed[key]
     if isinstance(cut, (ProcessGroup, DeviceMesh)):
         return _PART, share * cut.size() / size
     if cut:
         return _PART, share
-    if is_dtensor(gradient):
-        return (_PART if gradient.device_mesh.size() >= size else _UNSURE), share
+    if kind != _REPLICA:
+        return kind, share
     if part or getattr(parameter, "tensor_model_parallel", None) is True:
         return _PART, 1.0
     if getattr(parameter, "_fsdp_flattened", False):

@@ -84,7 +84,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     Of a ``Partial`` DTensor, as the norms of sequence parallel have, it is this rank's summand.
     """
     gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
-    return gradients if are_dense(gradients) else list(_behind_wrappers(parameters))
+    return gradients if are_dense(gradients) else _behind_wrappers(parameters)
 
 
 def are_dense(gradients: list[Tensor]) -> bool:
@@ -96,20 +96,20 @@ _is_sparse = operator.attrgetter("is_sparse")
 _values = operator.methodcaller("_values")
 
 
-def _behind_wrappers(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        with torch.no_grad():  # without a graph, this is the local tensor itself, not a view of it
-            gradient = local_of(gradient)
-        if gradient.is_sparse:
-            if gradient.dtype is torch.float16 and not gradient.is_coalesced():
-                # Rows that come twice may add up beyond 65504, so the sums are what is checked; in
-                # float32, because float16 cannot be coalesced on every device.
-                gradient = parameter.grad = gradient.float().coalesce().half()
-            gradient = _values(gradient)
-        yield gradient
+@without_grad  # without a graph, what a DTensor holds is the local tensor itself, not a view of it
+def _behind_wrappers(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [_dense(p, local_of(p.grad)) for p in parameters if p.grad is not None]
+
+
+def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return what a sparse gradient holds; any other is itself returned."""
+    if gradient.is_sparse:
+        if gradient.dtype is torch.float16 and not gradient.is_coalesced():
+            # Rows that come twice may add up beyond 65504, so the sums are what is checked; in
+            # float32, because float16 cannot be coalesced on every device.
+            gradient = parameter.grad = gradient.float().coalesce().half()
+        gradient = _values(gradient)
+    return gradient
 
 
 def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
@@ -242,12 +242,12 @@ def combined(powers: list[Tensor], norm_type: float, device: torch.device) -> Te
     return torch.stack(powers).amax() if math.isinf(norm_type) else torch.stack(powers).sum()
 
 
-@torch.no_grad()
 def summed(gradient: Tensor) -> Tensor:
     """Return this rank's part of a gradient as its norm sees it: sums, where it is summands.
 
-    Rows of a sparse one that come twice are added up, in float32 where they are float16; a
-    ``Partial`` DTensor is reduced over its mesh, which all ranks of that do together.
+    Called under no_grad. Rows of a sparse one that come twice are added up, in float32 where they
+    are float16; a ``Partial`` DTensor is reduced over its mesh, which all ranks of that do
+    together.
     """
     if is_dtensor(gradient):
         if any(placement.is_partial() for placement in gradient.placements):
