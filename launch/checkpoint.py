@@ -39,8 +39,10 @@ class Checkpoints:
     def __init__(self, job: Job) -> None:
         self._job = job
         # What decides whether optimizers, and what a rank has for itself, mean the same again.
-        self._optimizers = [type(optimizer).__name__ for optimizer in job.amp.optimizers]
-        self._ranks = [job.layout.world, job.device.type]
+        self._kinds = {
+            "optimizers": [type(optimizer).__name__ for optimizer in job.amp.optimizers],
+            "ranks": [job.layout.world, job.device.type],
+        }
         on_device = [torch.get_device_module(job.device)] if job.device.type != "cpu" else []
         self._random: list[Any] = [torch.random, *on_device]  # what draws random numbers
         self._future: Any = None
@@ -56,8 +58,7 @@ class Checkpoints:
         """
         config, amp, progress = self._job.config, self._job.amp, self._job.progress
         state = amp.flat_state_dict() | self._job.average.values
-        about = {**asdict(progress), "scaler": amp.scaler.state_dict()}
-        about |= {"ranks": self._ranks, "optimizers": self._optimizers}
+        about = {**asdict(progress), "scaler": amp.scaler.state_dict(), **self._kinds}
         state |= {"about": json.dumps(about), f"rank.{self._job.layout.rank}": self._own()}
         self._folder = config.run_dir / "checkpoints" / f"step-{progress.step:08d}"
         writer = dcp.FileSystemWriter(self._folder)
@@ -115,10 +116,10 @@ class Checkpoints:
             first: dict[str, Any] = {"about": None}
             dcp.load(first, storage_reader=reader)
             about = json.loads(first["about"])
-            alike = about["optimizers"] == self._optimizers
+            alike = about["optimizers"] == self._kinds["optimizers"]
             state = amp.flat_state_dict(saved if alike else None)
             state |= {name: value for name, value in average.items() if name in saved}
-            if about["ranks"] == self._ranks:
+            if about["ranks"] == self._kinds["ranks"]:
                 state[own] = None
             dcp.load(state, storage_reader=reader)
             amp.load_flat_state_dict(state)

@@ -305,10 +305,10 @@ def read_config(run: Path) -> Config:
     with refusing(f"{run}: no run there, or none of this version", OSError, ValidationError):
         config = Config.model_validate_json((run / "config.json").read_text(encoding="utf-8"))
     # Copies that the run has made, so that it needs nothing else.
-    copies: dict[str, Any] = {"tokenizer": config.tokenizer and run / "tokenizer.json"}
-    if config.precision.endswith(".toml"):
-        copies["precision"] = str(run / "precision.toml")
-    return config.model_copy(update=copies)
+    tokenizer = config.tokenizer and run / "tokenizer.json"
+    has_rules = config.precision.endswith(".toml")
+    precision = str(run / "precision.toml") if has_rules else config.precision
+    return config.model_copy(update={"tokenizer": tokenizer, "precision": precision})
 
 
 def flags(

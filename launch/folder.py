@@ -17,7 +17,7 @@ from launch.program import UsageError, refusing, require
 # Of the word that says which torchrun a run belongs to, in the store of its agent.
 _KEY = "launch/run"
 # What a run writes now and then, beside what each run writes.
-_REPORTS = ("nonfinite.jsonl", "precision.txt")
+_REPORTS = ("nonfinite.jsonl", "precision.txt", "precision.toml", "tokenizer.json")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -58,9 +58,7 @@ def read_about(path: Path) -> dict[str, Any]:
         UsageError: There is none.
     """
     with refusing(f"{path}: no run there", OSError):
-        text = (run_of(path) / "data.json").read_text(encoding="utf-8")
-    values: dict[str, Any] = json.loads(text)
-    return values
+        return dict(json.loads((run_of(path) / "data.json").read_text(encoding="utf-8")))
 
 
 def began_here(run: Path) -> bool:

@@ -66,16 +66,16 @@ class Metrics(contextlib.ExitStack):
     def _open(self) -> None:
         config, data, step = self._job.config, self._job.data, self._job.progress.step
         run = config.run_dir
+        rules = config.precision if config.precision.endswith(".toml") else None
+        given = {"tokenizer.json": config.tokenizer, "precision.toml": rules}
+        # Read before the folder is emptied, in which they may lie.
+        copies = {name: Path(path).read_bytes() for name, path in given.items() if path}
         self.enter_context(begin(run, step if config.goes_on else None))
         about = {"data": data.name, "classes": data.classes, "text": data.text is not None}
         write_whole(run / "data.json", json.dumps(about) + "\n")
         write_whole(run / "config.json", config.model_dump_json(indent=1) + "\n")
-        rules = config.precision if config.precision.endswith(".toml") else None
-        for name, given in (("tokenizer.json", config.tokenizer), ("precision.toml", rules)):
-            if given is not None:
-                (run / name).write_bytes(Path(given).read_bytes())
-            elif not config.goes_on:
-                (run / name).unlink(missing_ok=True)
+        for name, content in copies.items():
+            (run / name).write_bytes(content)
         # What came after the checkpoint comes again.
         kept = [row for row in read_records(run) if row["step"] <= step] if config.goes_on else []
         write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))

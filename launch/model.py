@@ -120,9 +120,8 @@ def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
         f"--model hf:{name}: no folder here, and no type that transformers has; nothing is "
         f"downloaded{near(types, name)}",
     )
-    # No tokens of a tokenizer.
-    known = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    known |= {"vocab_size": classes, **given}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer
+    known = {**special, "vocab_size": classes, **given}
     with refusing(f"--model hf:{name}: transformers cannot build it", Exception):  # of any class
         if any(Path(name).glob("*.safetensors")):
             return Logits(models.from_pretrained(name, dtype=torch.float32, **given))
@@ -140,10 +139,11 @@ def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return what is gathered, compiled or checkpointed as one: members of the ModuleLists."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        blocks += [*child] if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return blocks
+    return [
+        block
+        for child in model.children()
+        for block in (child if isinstance(child, nn.ModuleList) else blocks_of(child))
+    ]
 
 
 @torch.no_grad()
@@ -167,8 +167,8 @@ def draw(model: Any, seed: int, device: torch.device) -> None:
         model.init_weight(name, drawn)
         drawn = drawn.to(device, weight.dtype)
         if isinstance(weight, DTensor):  # every rank has drawn the same, so none is sent
-            mesh, placements = weight.device_mesh, weight.placements
-            drawn = distribute_tensor(drawn, mesh, placements, src_data_rank=None)
+            where = weight.device_mesh, weight.placements
+            drawn = distribute_tensor(drawn, *where, src_data_rank=None)
         weight.copy_(drawn)
 
 

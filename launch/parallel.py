@@ -46,10 +46,9 @@ def pick_device(config: Config) -> torch.device:
     Raises:
         UsageError: If it is not there.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    best = "cpu" if accelerator is None else accelerator.type
-    kind = best if config.device == "auto" else config.device
-    here = dict.fromkeys(("auto", "cpu", best))
+    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    kind = best.type if config.device == "auto" else config.device
+    here = dict.fromkeys(("auto", "cpu", best.type))
     require(kind in here, f"--device {kind}: here it must be {' or '.join(here)}")
     if kind == "cpu":
         return torch.device("cpu")

@@ -35,6 +35,7 @@ from launch.program import (
     die_with_parent,
     exit_code_of,
     listening,
+    refusing,
 )
 
 
@@ -162,10 +163,8 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tup
         replay.found = None
     loss = run_passes(job, microbatches)
     max_norm, skip_above = config.clip or math.inf, config.skip_above or None
-    try:
+    with refusing(f"step {job.progress.step} (a smaller --lr may help)", NonFiniteGradients):
         taken = job.amp.step(max_norm=max_norm, skip_above=skip_above, sharded=cut_over).taken
-    except NonFiniteGradients as error:
-        raise UsageError(f"step {job.progress.step}: {error}; a smaller --lr may help") from None
     if replay is not None and replay.found is not None:
         metrics.blame(replay.found)
     return loss, taken
