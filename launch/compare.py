@@ -1,7 +1,6 @@
 """Runs over each other: ``python -m launch.compare runs/fp32 runs/fp16 --out both.png``."""
 
 import statistics
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -56,4 +55,4 @@ def compare_runs(first: Path, second: Path, /, *others: Path, out: Path | None =
 main = program("python -m launch.compare", compare_runs)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

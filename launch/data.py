@@ -29,17 +29,17 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _TARGETS = ("labels", "label", "targets", "target")
 
 
+@dataclass(frozen=True, eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a text; the target of each token is the token that follows it.
 
-    Args:
+    Attributes:
         tokens: 1-D integers, in memory or memory-mapped.
         block: Tokens in a window.
     """
 
-    def __init__(self, tokens: Tokens, block: int) -> None:
-        self.tokens = tokens
-        self.block = block
+    tokens: Tokens
+    block: int
 
     def __len__(self) -> int:
         return int(max(0, len(self.tokens) - 1) // self.block)

@@ -1,7 +1,6 @@
 """The loss of a model on held-out examples: ``python -m launch.evaluate runs/latest``."""
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,4 +68,4 @@ def evaluate_run(run: Path, /, *, data: str | None = None, examples: NonNegative
 main = program("python -m launch.evaluate", evaluate_run)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -26,13 +26,16 @@ from launch.program import flag, refusing
 Record = dict[str, Any]
 # How a line shows what a record has.
 _SHOWN = {
+    "of": "step {}",
     "loss": "loss {:.4f}",
     "gradient_norm": "norm {:.3g}",
     "learning_rate": "lr {:.3g}",
     "loss_scale": "scale {:.10g}",
     "skipped": "skipped {}",
-    "tokens_per_second": "{:,.0f} tokens/s",
+    "tokens_per_second": "{:,.0f} {unit}/s",
     "mfu": "mfu {:.1%}",
+    "left": "{} left",
+    "why": "SKIPPED: {}",
     "validation_loss": "held out: loss {:.4f}",
     "bits_per_byte": "{:.4f} bits a byte",
     "accuracy": "accuracy {:.4f}",
@@ -54,6 +57,7 @@ class Metrics(contextlib.ExitStack):
         self._job, self._is_first = job, job.layout.rank == 0
         self._board: Any = None
         self._targets, self._flops = targets_of(job.data), flops_per_example(job)
+        self._unit = "examples" if self._targets == 1 else "tokens"
         job.layout.on_first(self._open)
         console = Console(highlight=False, soft_wrap=True, quiet=not self._is_first)
         bar = Progress(console=console, transient=True, disable=not console.is_terminal)
@@ -132,19 +136,18 @@ class Metrics(contextlib.ExitStack):
 
     def _line(self, record: Record, seconds: float) -> str:
         step, config = record["step"], self._job.config
-        parts = [f"step {step:>{len(str(config.steps))}}/{config.steps}"]
-        parts += [form.format(record[key]) for key, form in _SHOWN.items() if key in record]
-        if self._targets == 1:
-            parts = [each.replace("tokens/s", "examples/s") for each in parts]
+        shown = {**record, "of": f"{step:>{len(str(config.steps))}}/{config.steps}"}
         if "loss" in record:
             tokens = (config.steps - step) * config.batch * self._targets
             seconds = min(seconds, tokens / max(0.1, record["tokens_per_second"]))
-            parts.append(f"{timedelta(seconds=max(0, round(seconds)))} left")
+            shown["left"] = timedelta(seconds=max(0, round(seconds)))
         if not record.get("taken", True):
             finite = math.isfinite(record["gradient_norm"])
-            reason = f"norm above --skip-above {config.skip_above:g}" if finite else "not finite"
-            parts.append(f"SKIPPED: {reason}")
-        return "  ".join(parts)
+            shown["why"] = (
+                f"norm above --skip-above {config.skip_above:g}" if finite else "not finite"
+            )
+        parts = [(form, shown[key]) for key, form in _SHOWN.items() if key in shown]
+        return "  ".join(form.format(value, unit=self._unit) for form, value in parts)
 
     def start_clock(self) -> None:
         """Begin to measure speed, after a step and all that was due."""
@@ -241,8 +244,8 @@ def figure_of(runs: list[Path]) -> Any:
 
     records = {run.name: read_records(run) for run in runs}
     scaled = any("loss_scale" in row for rows in records.values() for row in rows)
-    figure = Figure(figsize=(8, 5) if scaled else (8, 3.5), dpi=120, layout="constrained")
-    ratios = (3, 1) if scaled else (1,)
+    size, ratios = ((8, 5), (3, 1)) if scaled else ((8, 3.5), (1,))
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     panels = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     losses, scales = panels[0], panels[-1]
     if scaled:
@@ -263,9 +266,9 @@ def figure_of(runs: list[Path]) -> Any:
         ):
             points = [(row["step"], row[key]) for row in shown if row.get(key) is not None]
             panel = scales if key == "loss_scale" else losses
-            named = {"color": f"C{number}", "lw": width, "label": f"{name}, {label}"}
             if points:
-                panel.plot(*zip(*points, strict=True), **named, **style)
+                (line,) = panel.plot(*zip(*points, strict=True), **style)
+                line.set(color=f"C{number}", lw=width, label=f"{name}, {label}")
     for panel in panels:
         panel.margins(y=0.15)  # a cross is drawn around its point
         if panel.lines:

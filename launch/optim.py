@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -14,7 +15,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from distamp.initialize import Amp
 from launch.config import Config
 from launch.model import blocks_of, unwrapped
-from launch.parallel import cut_over
 from launch.program import load_own, refusing, require
 
 
@@ -76,6 +76,11 @@ def _groups(parameters: Sequence[nn.Parameter], config: Config) -> list[dict[str
         {"params": alike, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), alike in groups.items()
     ]
+
+
+def cut_over(parameter: Tensor) -> DeviceMesh | None:
+    """Return the ranks over which a weight is cut; the other ranks have copies of its parts."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def part_of_peak(config: Config, taken: int) -> float:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
@@ -193,11 +192,6 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
         if not isinstance(block, FSDPModule):
             fully_shard(block, mesh=mesh, mp_policy=inside)
     fully_shard(model, mesh=mesh, mp_policy=outside)
-
-
-def cut_over(parameter: Tensor) -> DeviceMesh | None:
-    """Return the ranks over which a weight is cut; the other ranks have copies of its parts."""
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def wrap(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> nn.Module:

@@ -166,10 +166,10 @@ def exit_code_of(action: Callable[[], object]) -> int:
     return code
 
 
-def program(name: str, function: Callable[..., object]) -> Callable[[Sequence[str]], int]:
+def program(name: str, function: Callable[..., object]) -> Callable[..., int]:
     """Return the ``main`` of a program: from the words of its command line to its exit code."""
     app = command(name, function)
-    return lambda args: exit_code_of(lambda: call(app, args))
+    return lambda args=None: exit_code_of(lambda: call(app, args))
 
 
 # Whether a signal asks a process to end, and the seconds that --max-time leaves it.

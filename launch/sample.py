@@ -1,6 +1,5 @@
 """Text from a trained model: ``python -m launch.sample runs/latest``."""
 
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -83,4 +82,4 @@ def sample_run(
 main = program("python -m launch.sample", sample_run)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

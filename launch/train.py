@@ -27,8 +27,8 @@ from launch.evaluate import evaluate
 from launch.job import Job, cast, make_job
 from launch.metrics import Metrics
 from launch.model import build, loss_of
-from launch.optim import Rates, make_optimizers
-from launch.parallel import Layout, cut_over, pick_device, process_group
+from launch.optim import Rates, cut_over, make_optimizers
+from launch.parallel import Layout, pick_device, process_group
 from launch.program import (
     Asked,
     UsageError,
@@ -158,8 +158,7 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tup
     config, guard = job.config, job.amp.scaler
     replay: Any = guard.replay
     if replay is not None:
-        tensors = [(each.inputs, {**each.named}, each.targets) for each in microbatches]
-        guard.keep(lambda: run_passes(job, microbatches), tensors)
+        guard.keep(lambda: run_passes(job, microbatches), *map(vars, microbatches))
         replay.found = None
     loss = run_passes(job, microbatches)
     max_norm, skip_above = config.clip or math.inf, config.skip_above or None
