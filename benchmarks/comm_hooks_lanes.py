@@ -70,7 +70,7 @@ def imagined(
         mock.patch.object(torch.accelerator, "current_stream", Nothing),
         mock.patch.object(torch.Tensor, "record_stream", Nothing),
     ):
-        table = Hosts("name", places, "two levels")
+        table = Hosts(iter(["name"]), places, "two levels")
         exchange = exchanges.Exchange(table, group, META, HookStats())
         values, form = torch.empty(NUMEL, device=META), WIRE_FORMATS[wire]
         fed = torch.empty(3, device=META)

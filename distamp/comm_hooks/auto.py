@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS, WireFormat, as_it_is
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import Choice
@@ -53,29 +51,26 @@ def auto(wrapped: Wrapped, tables: Tables) -> tuple[Choice, WireFormat, Tables]:
     Returns:
         The choice, its format, and the hosts as the ranks are to see them.
     """
-    plain = as_it_is(wrapped.dtype)
+    plain, fitting = as_it_is(wrapped.dtype), wrapped.fitting()
     ways = {plain.name: (plain, tables)}
     if any(group.size() > 1 for group in wrapped.over):
         levels = {"": tables}
         if any(len(tables[group].ranks) < group.size() for group in wrapped.over):
             levels[" in one level"] = {group: hosts.flat() for group, hosts in tables.items()}
         for name in FORMATS:
-            if name == "int8" and wrapped.torchs and wrapped.dtype is torch.float32:
+            if name == "int8" and wrapped.torchs:
                 ways[TORCHS.name] = TORCHS, tables
-            for level, hosts in levels.items() if name in wrapped.fitting() else ():
+            for level, hosts in levels.items() if name in fitting else ():
                 ways[name + level] = WIRE_FORMATS[name], hosts
-    numel, device = wrapped.numel, wrapped.devices[0]
-    values = torch.empty(numel, device=device, dtype=wrapped.dtype)
-    drawn = torch.randn(numel, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    values.copy_(drawn)
+    values = torch.empty(wrapped.numel, device=wrapped.devices[0], dtype=wrapped.dtype)
+    drawn = torch.Generator("cpu").manual_seed(0)
+    values.copy_(torch.randn(wrapped.numel, generator=drawn, device="cpu"))
     trials: dict[str, Trial] = {}
     with ExitStack() as stack:
         for way, (wire, hosts) in ways.items():
-            state = CommHookState(wire, wrapped.over[0])
+            state = stack.enter_context(CommHookState(wire, wrapped.over[0]))
             if wire.encodes:
-                stack.enter_context(state)
-                apart = {g: replace(each, name=f"{each.name}/{way}") for g, each in hosts.items()}
-                connect(state, wrapped, apart)
+                connect(state, wrapped, hosts)
             trials[way] = partial(_send, wrapped, state, values[:0])
         choice = timed_choice(trials, values, wrapped.over)
     return choice, *ways[choice.wire]
@@ -151,11 +146,13 @@ def _round(
     for place in range(len(names)):
         name = names[(number + place) % len(names)]
         sent.copy_(values)
-        dist.all_reduce(torch.zeros_like(values[:1]), group=groups[0])
-        _synchronize(sent.device)
+        ready = torch.zeros_like(values[:1])
+        dist.all_reduce(ready, group=groups[0])
+        # Reading waits for what a device was given.
+        ready.tolist()
         start = time.perf_counter()
         trials[name](sent)
-        _synchronize(sent.device)
+        sent[:1].tolist()
         mine[name] = time.perf_counter() - start
     seconds = [mine[name] for name in names]
     slowest = torch.tensor(seconds, dtype=torch.float64, device=values.device)
@@ -166,21 +163,9 @@ def _round(
 
 def _send(wrapped: Wrapped, state: CommHookState, anchor: Tensor, sent: Tensor) -> None:
     """Send gradients as a hook of this state does, or as torch in the dtype that it stands for."""
+    dtype = sent.dtype
     for group in wrapped.over:
-        out = None
-        if group in wrapped.shards:
-            out = sent.new_empty(sent.numel() // group.size())
-        if state.wire.encodes:
-            state.reduce(sent, group, 1.0, out, parameters=[anchor]).wait()
-        elif out is None:
-            narrow = sent.to(state.wire.payload)
-            dist.all_reduce(narrow, group=group)
-            sent.copy_(narrow)
-        else:
-            torch_compat.reduce_scatter(out, sent, group)
-        sent = sent if out is None else out
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        out = sent.new_empty(sent.numel() // group.size()) if group in wrapped.shards else None
+        given = sent if state.wire.encodes else sent.to(state.wire.payload)
+        state.reduce(given, group, 1.0, out, parameters=[anchor]).wait()
+        sent = (given if out is None else out).to(dtype)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,33 +28,9 @@ from distamp.comm_hooks.formats import Feedback, Source, WireFormat
 from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.plans import Part, Plan, bucket_plan, shard_plan, weight_plan
 from distamp.comm_hooks.stats import HookStats
-from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane
+from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Job, Lane
 
 __all__ = ["Exchange"]
-
-
-class _Buffers(NamedTuple):
-    """A lane's memory: uint8 rows, but for the first two.
-
-    Args:
-        others: (ranks of this host - 1, elements): their values of this rank's part.
-        parts: The same for each rank of this host, of which its own is empty.
-        received: (hosts, bytes): what other hosts sent of this rank's part.
-        sent: (hosts, bytes): what it sends to them.
-        mean: (1, bytes): of these, what it sends to none: there is the mean that it owns.
-        means: (hosts, bytes): those of the other hosts, in the place of ``others``.
-        flat: (ranks of this host, bytes): those of all of them, of which ``means`` is this rank's.
-        rows: (ranks, bytes): the same, a row for each.
-    """
-
-    others: Tensor
-    parts: list[Tensor]
-    received: Tensor
-    sent: Tensor
-    mean: Tensor
-    means: Tensor
-    flat: Tensor
-    rows: Tensor
 
 
 class Exchange:
@@ -93,11 +69,8 @@ class Exchange:
             self._math = kernels
         outer = [ranks[self.local] for ranks in hosts.ranks]
         levels = {"inner": hosts.ranks[self.host], "outer": outer, "all": range(self._size)}
-        self.transport: HostTransport | DeviceTransport
-        if device.type == "cpu":
-            self.transport = HostTransport(hosts.name, group, levels, stats)
-        else:
-            self.transport = DeviceTransport(hosts.name, group, levels, device)
+        kind = HostTransport if device.type == "cpu" else DeviceTransport
+        self.transport = kind(next(hosts.names), group, levels, device, stats)
 
     def plan(
         self, kind: str, wire: WireFormat, numels: Sequence[int], itemsize: int
@@ -143,18 +116,20 @@ class Exchange:
         self._count(wire.name, 2 * part.row_bytes, 2 * values.nbytes, 8 * small)
 
         def run(lane: Lane) -> Tensor:
-            source, buffers = self._encoded(wire, values, part, inverse, of_mine, lane)
-            with lane.turn:
-                self.transport.all_to_all("outer", lane, buffers.received, buffers.sent)
-                self._math.sum_encode(wire, source, buffers.received, buffers.mean, of_mean)
-                # All that was added up is read: the means of all owners take its place.
-                self.transport.all_gather("outer", lane, buffers.means, buffers.mean)
+            source, received, sent = self._encoded(wire, values, part, inverse, of_mine, lane)
+            # What it sends to none: there is the mean that it owns.
+            mean = sent[self.host : self.host + 1]
+            # All that was added up is read: the means of all owners take its place.
+            rows = self._rows(part, lane)
+            with lane.turn():
+                self.transport.all_to_all("outer", lane, received, sent)
+                self._math.sum_encode(wire, source, received, mean, of_mean)
+                self.transport.all_gather("outer", lane, rows[self.local], mean)
                 if small:
                     total = values[plan.small].float().mul_(inverse)
                     self.transport.all_reduce(lane, total)
                     values[plan.small] = total.to(values.dtype)
-            self._pass_on(lane, buffers)
-            self._math.decode(wire, buffers.rows, part.whole, values)
+            self._math.decode(wire, self._passed_on(lane, rows), part.whole, values)
             return values
 
         return self.transport.submit(run, [values, *chain(*feedback)])
@@ -181,24 +156,39 @@ class Exchange:
         shards, inverse, small = values.view(self._size, -1), 1.0 / divisor, plan.small.numel()
         row = sum(part.row_bytes for part in plan.parts)
         self._count(wire.name, row, values.nbytes, 8 * small * self._size)
-        before, done = 0, []
-        for part in plan.parts:
-            fed = feedback[0].part(before, part.mine.numel) if feedback else None
-            job = partial(self._scatter, out, shards, wire, part, inverse, fed)
-            done.append(self.transport.submit(job, [*chain(*feedback)]))
-            before += part.mine.numel
+
+        def scatter(part: Part, fed: Feedback | None, lane: Lane) -> Tensor:
+            given = values[part.start :]
+            if self.here > 1:
+                # To each rank of this host, of every host's part what belongs to it there.
+                length = part.lengths[0] // self.wide
+                packed = lane.memory("packed", self._size * length * values.itemsize)
+                given = packed.view(values.dtype)
+                some = shards[:, part.start : part.start + length]
+                torch.index_select(some, 0, self._index, out=given.view(-1, length))
+            source, received, sent = self._encoded(wire, given, part, inverse, fed, lane)
+            with lane.turn():
+                self.transport.all_to_all("outer", lane, received, sent)
+            self._math.sum_rows(wire, source, received, out[part.start :])
+            return out
 
         def add_small(lane: Lane) -> Tensor:
-            with lane.turn:
+            with lane.turn():
                 total = shards[:, plan.small].float().mul_(inverse)
                 self.transport.all_reduce(lane, total)
                 out[plan.small] = total[self._rank].to(out.dtype)
             return out
 
+        jobs: list[Job] = []
+        before = 0
+        for part in plan.parts:
+            fed = feedback[0].part(before, part.mine.numel) if feedback else None
+            jobs.append(partial(scatter, part, fed))
+            before += part.mine.numel
         if small:
-            done.append(self.transport.submit(add_small))
-        for each in done:
-            each.wait()
+            jobs.append(add_small)
+        for done in [self.transport.submit(job, [*chain(*feedback)]) for job in jobs]:
+            done.wait()
 
     def gather(self, out: Tensor, values: Tensor, wire: WireFormat, plan: Plan) -> None:
         """Write what each rank gives to ``out``, one after another; the same on all ranks.
@@ -213,50 +203,23 @@ class Exchange:
         self._count(f"{wire.name} weights", part.row_bytes, out.nbytes, 4 * small * self._size)
 
         def run(lane: Lane) -> Tensor:
-            buffers = self._buffers(part, values.dtype, lane)
+            rows = self._rows(part, lane)
+            mine = rows[self.local, self.host : self.host + 1]
             source = Source(values, values.view(1, -1)[:0], part.mine, 1, 1.0)
-            mine = buffers.means[self.host : self.host + 1]
             self._math.encode(wire, source, mine)
             exact = values.new_empty(self._size, small)
             exact[self._rank] = values[plan.small]
-            with lane.turn:
-                self.transport.all_gather("outer", lane, buffers.means, mine)
+            with lane.turn():
+                self.transport.all_gather("outer", lane, rows[self.local], mine)
                 if small:
                     everyone = exact.view(torch.uint8)
                     own = everyone[self._rank].clone().view(1, -1)
                     self.transport.all_gather("all", lane, everyone, own)
-            self._pass_on(lane, buffers)
-            self._math.decode(wire, buffers.rows, part.whole, out)
+            self._math.decode(wire, self._passed_on(lane, rows), part.whole, out)
             out.view(self._size, -1)[:, plan.small] = exact
             return out
 
         self.transport.submit(run, [out, values]).wait()
-
-    def _scatter(
-        self,
-        out: Tensor,
-        shards: Tensor,
-        wire: WireFormat,
-        part: Part,
-        inverse: float,
-        feedback: Feedback | None,
-        lane: Lane,
-    ) -> Tensor:
-        """Add up a part of this rank's shard."""
-        length = part.lengths[0] // self.wide
-        given = shards.view(-1)[part.start :]
-        if self.here > 1:
-            # To each rank of this host, of every host's part what belongs to it there.
-            packed = lane.memory("packed", self._size * length * shards.itemsize)
-            given = packed.view(shards.dtype)
-            some = shards[:, part.start : part.start + length]
-            torch.index_select(some, 0, self._index, out=given.view(-1, length))
-        source, buffers = self._encoded(wire, given, part, inverse, feedback, lane)
-        with lane.turn:
-            self.transport.all_to_all("outer", lane, buffers.received, buffers.sent)
-        some = out[part.start : part.start + length]
-        self._math.sum_rows(wire, source, buffers.received, some)
-        return out
 
     def _encoded(
         self,
@@ -266,54 +229,39 @@ class Exchange:
         inverse: float,
         feedback: Feedback | None,
         lane: Lane,
-    ) -> tuple[Source, _Buffers]:
+    ) -> tuple[Source, Tensor, Tensor]:
         """Divide values between the ranks of this host, and encode rows of the sum for the hosts.
 
         Returns:
-            What this host has, and buffers of which ``sent`` is to be sent.
+            What this host has; and uint8 (hosts, bytes) to receive in, and to send.
         """
-        buffers = self._buffers(part, values.dtype, lane)
+        numel, of_rows = part.lengths[self.local], self.wide * part.row_bytes
+        nbytes = numel * values.itemsize
+        # What other ranks of this host give, and later what all of them got, lies beside.
+        beside = (self.here - 1) * -(-max(nbytes, of_rows) // 16) * 16
+        memory = lane.memory("received", beside + of_rows)
+        others = memory[: (self.here - 1) * nbytes].view(values.dtype).view(self.here - 1, numel)
+        sent = lane.memory("sent", of_rows).view(self.wide, -1)
         if self.here > 1:
-            parts = [*values.split_with_sizes(part.lengths)]
-            values, parts[self.local] = parts[self.local], buffers.parts[self.local]
-            self.transport.all_to_all_parts("inner", lane, buffers.parts, parts)
-        source = Source(values, buffers.others, part.mine, self.host, inverse)
-        self._math.encode(wire, source, buffers.sent, feedback)
-        return source, buffers
+            parts, given = [*values.split_with_sizes(part.lengths)], [*others]
+            given.insert(self.local, others[0, :0])
+            values, parts[self.local] = parts[self.local], others[0, :0]
+            self.transport.all_to_all_parts("inner", lane, given, parts)
+        source = Source(values, others, part.mine, self.host, inverse)
+        self._math.encode(wire, source, sent, feedback)
+        return source, memory[beside:].view(self.wide, -1), sent
 
-    def _buffers(self, part: Part, dtype: torch.dtype, lane: Lane) -> _Buffers:
-        """Return a lane's memory as a part of a plan uses it; made once."""
-        key = part, dtype
-        if key not in lane.views:
-            own = part.lengths[self.local] if part.lengths else 0
-            shape, rows_bytes = (self.wide, part.row_bytes), self.wide * part.row_bytes
-            nbytes = own * dtype.itemsize
-            beside = (self.here - 1) * -(-max(nbytes, rows_bytes) // 16) * 16
-            memory = lane.memory("received", beside + rows_bytes)
-            # Weights are written where they are gathered.
-            sent = lane.memory("sent", rows_bytes if part.lengths else 0).view(-1, part.row_bytes)
-            others = memory[: (self.here - 1) * nbytes].view(dtype).view(self.here - 1, own)
-            parts = [*others]
-            parts.insert(self.local, others.view(-1)[:0])
-            rows = memory[: self.here * rows_bytes].view(self.here, *shape)
-            lane.views[key] = _Buffers(
-                others=others,
-                parts=parts,
-                received=memory[beside:].view(shape),
-                sent=sent,
-                mean=sent[self.host : self.host + 1],
-                means=rows[self.local],
-                flat=rows.flatten(1),
-                rows=rows.flatten(0, 1),
-            )
-        found: _Buffers = lane.views[key]
-        return found
+    def _rows(self, part: Part, lane: Lane) -> Tensor:
+        """Return a lane's memory for what all get: uint8 (ranks of this host, hosts, bytes)."""
+        nbytes = self.here * self.wide * part.row_bytes
+        return lane.memory("received", nbytes).view(self.here, self.wide, -1)
 
-    def _pass_on(self, lane: Lane, buffers: _Buffers) -> None:
-        """Send the other ranks of this host what other hosts sent."""
+    def _passed_on(self, lane: Lane, rows: Tensor) -> Tensor:
+        """Send the ranks of this host what other hosts sent; return a row for each of all ranks."""
         if self.here > 1:
-            own = buffers.flat[self.local : self.local + 1]
-            self.transport.all_gather("inner", lane, buffers.flat, own)
+            flat = rows.flatten(1)
+            self.transport.all_gather("inner", lane, flat, flat[self.local : self.local + 1])
+        return rows.flatten(0, 1)
 
     def _count(self, what: str, row_bytes: int, nbytes: int, small: int) -> None:
         """Count what leaves a host, beside its ranks' share of what a ring of all ranks sends."""

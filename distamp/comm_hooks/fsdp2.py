@@ -157,7 +157,9 @@ class WireAllGather(_Comm):
             plan = exchange.plan("weights", self._wire, numels, input_tensor.itemsize)
             if plan is not None:
                 return exchange.gather(output_tensor, input_tensor, self._wire, plan)
-        return torch_compat.all_gather_as_torch(output_tensor, input_tensor, group, async_op)
+        return torch_compat.all_gather_as_torch(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
 
 
 def _of(param_group: Any) -> tuple[list[int], list[Tensor]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +79,14 @@ class Hosts:
     """The ranks of a group by host, by their numbers in the group; as many on each.
 
     Args:
-        name: Of connections between them, no other's.
+        names: Of connections between them, no other's; each is for one exchange.
         ranks: Of each host; one rank each where all exchange with all; none where no hook should
             be: in one level a host of several ranks sends several times what a ring does.
         text: The same in words, for `HookStats`.
         on_one: Whether all are on one host.
     """
 
-    name: str
+    names: Iterator[str]
     ranks: Sequence[list[int]]
     text: str
     on_one: bool = False
@@ -93,7 +94,7 @@ class Hosts:
     def flat(self) -> Hosts:
         """Return the same ranks in one level."""
         ranks = [[rank] for rank in sorted(rank for host in self.ranks for rank in host)]
-        return Hosts(f"{self.name}/flat", ranks, f"one level of {len(ranks)} ranks")
+        return Hosts(self.names, ranks, f"one level of {len(ranks)} ranks")
 
 
 def hosts_of(rows: Sequence[Row]) -> Hosts:
@@ -117,12 +118,12 @@ def hosts_of(rows: Sequence[Row]) -> Hosts:
     for index, row in enumerate(rows):
         key = (row.host, row.rank // local if known else 0) if given is None else index // given
         by_host.setdefault(key, []).append(index)
-    ranks = list(by_host.values())
+    ranks, names = list(by_host.values()), map(f"{rows[0].name}/{{}}".format, itertools.count())
     sizes = sorted({len(each) for each in ranks})
     if len(ranks) in (1, count):
         flat, text = [[index] for index in range(count)], f"one level of {count} ranks"
-        return Hosts(rows[0].name, flat, text, on_one=len(ranks) == 1)
+        return Hosts(names, flat, text, on_one=len(ranks) == 1)
     if len(sizes) > 1:
         text = f"hosts have from {sizes[0]} to {sizes[-1]} ranks"
-        return Hosts(rows[0].name, [], text)
-    return Hosts(rows[0].name, ranks, f"two levels: {len(ranks)} hosts of {sizes[0]} ranks")
+        return Hosts(names, [], text)
+    return Hosts(names, ranks, f"two levels: {len(ranks)} hosts of {sizes[0]} ranks")

@@ -6,7 +6,6 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,10 +112,8 @@ class CommHookState(ErrorFeedback):
         if key not in self._exchanges:
             hosts = hosts or hosts_of(agreed(own_row(self.wire.name), group))
             self.counts.levels = hosts.text
-            # Of several devices of one process each has connections of its own.
-            named = replace(hosts, name=f"{hosts.name}/{len(self._exchanges)}")
             even = bool(hosts.ranks)
-            found = Exchange(named, group, device, self.counts) if even else None
+            found = Exchange(hosts, group, device, self.counts) if even else None
             self._exchanges[key] = found
             self._levels |= {found.levels} if found is not None else set()
         return self._exchanges[key]
@@ -191,7 +188,7 @@ class CommHookState(ErrorFeedback):
             result: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
             return result
         total = out if out.dtype is values.dtype else out.to(values.dtype)
-        torch_compat.reduce_scatter(total, values, group)
+        torch_compat.reduce_scatter(total, values, group=group)
         return torch_compat.completed(out.copy_(total))
 
     def planned(

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket, PrefixStore
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.torch_version import TorchVersion
 
 __all__ = [
-    "GradBucket",
     "all_gather",
     "all_gather_as_torch",
     "completed",
@@ -29,7 +27,6 @@ __all__ = [
     "is_destroyed",
     "mesh_groups",
     "new_communicator",
-    "new_gloo",
     "not_compiled",
     "param_groups",
     "policy_of",
@@ -55,6 +52,10 @@ def _private(owner: Any, name: str) -> Any:
 
 # -- process groups ---------------------------------------------------------------------------
 
+# By torch's newer names where there are, which do not warn.
+all_gather_as_torch: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def default_group() -> ProcessGroup:
     """Return the default group.
@@ -65,33 +66,26 @@ def default_group() -> ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def new_gloo(name: str, parent: ProcessGroup) -> Any:
-    """Return a gloo backend over the ranks of ``parent``; no other has its name.
-
-    torch's ``new_group`` would need the ranks outside the group too, or name it by its ranks and by
-    how many groups a rank has, which may differ.
-    """
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), _timeout_of(parent, "cpu"))
-
-
 def new_communicator(
     name: str, parent: ProcessGroup, ranks: Sequence[int], device: torch.device
 ) -> Any:
     """Return a backend for tensors of a device, made by its own members alone, from the store.
 
-    A group of torch's ``new_group`` may be a split of the default one, which all ranks must make.
+    A group of torch's ``new_group`` may be a split of the default one, which all ranks must make,
+    or have a name by its ranks and by how many groups a rank has, which may differ.
 
     Args:
         name: No other's.
-        parent: Whose kind of backend and timeout it has.
+        parent: Whose timeout it has, and kind of backend; on a host it is gloo.
         ranks: Its members, by their numbers in ``parent``.
         device: Where the tensors lie.
     """
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    kind, timeout = _backends_of(parent)[device.type], _timeout_of(parent, device.type)
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    mine, timeout = list(ranks).index(parent.rank()), _timeout_of(parent, device.type)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, mine, len(ranks), timeout)
+    kind = _backends_of(parent)[device.type]
     members = [dist.get_global_rank(parent, rank) for rank in ranks]
-    mine = list(ranks).index(parent.rank())
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         setattr(options, "_timeout", timeout)  # noqa: B010  # torch's own, which it sets so
@@ -113,12 +107,6 @@ def all_gather(backend: Any, out: Tensor, own: Tensor) -> Any:
     return _private(backend, "_allgather_base")(out, own)
 
 
-def all_gather_as_torch(out: Tensor, values: Tensor, group: ProcessGroup, async_op: bool) -> Any:
-    """Gather as torch does, by its newer name where there is."""
-    by_torch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return by_torch(out, values, group=group, async_op=async_op)
-
-
 def shut_down(backend: Any) -> None:
     """Give back what a backend holds; not all have more than their memory."""
     with suppress(RuntimeError):
@@ -135,12 +123,6 @@ def completed(value: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future(devices=[value.device] if value.device.type != "cpu" else [])
     future.set_result(value)
     return future
-
-
-def reduce_scatter(out: Tensor, values: Tensor, group: ProcessGroup) -> None:
-    """Sum this rank's part as torch does, by its newer name where there is."""
-    by_torch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    by_torch(out, values, group=group)
 
 
 def _backends_of(group: ProcessGroup) -> dict[str, str]:

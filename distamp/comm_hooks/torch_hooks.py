@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS, WireFormat
 from distamp.comm_hooks.state import CommHookState, reals_in, state_of
-from distamp.comm_hooks.torch_compat import GradBucket
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 
 __all__ = [
@@ -35,11 +34,11 @@ __all__ = [
 ]
 
 State: TypeAlias = CommHookState | dist.ProcessGroup | None
-Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
+Hook: TypeAlias = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
 # torch's DDP compares annotations with the very objects, so they are not strings in this file.
-def fp16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
+def fp16_compress_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket through fp16 with an exponent for each block, summed in fp32.
 
     Unlike ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``, which
@@ -60,7 +59,7 @@ def fp16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     return wire_hook(state_of(state, "fp16"), bucket)
 
 
-def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
+def bf16_compress_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket through bf16, summed in fp32.
 
     Unlike torch's hook of this name it needs no NCCL and rounds twice, however many the ranks.
@@ -69,7 +68,7 @@ def bf16_compress_hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     return wire_hook(state_of(state, "bf16"), bucket)
 
 
-def wire_hook(state: CommHookState, bucket: GradBucket) -> Future[Tensor]:
+def wire_hook(state: CommHookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average what DDP hands to a hook, in the format of ``state``.
 
     Returns and raises what `fp16_compress_hook` does.
@@ -138,7 +137,7 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
         numel=min(numel, max(1, model.bucket_bytes_cap // dtype.itemsize)),
         what=f"{sum(numels.values())} elements",
         attach=attach,
-        torchs=True,
+        torchs=dtype is torch.float32,
     )
 
 

@@ -12,9 +12,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +26,7 @@ from torch.futures import Future
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.stats import HookStats
 
-__all__ = ["DeviceTransport", "HostTransport", "Job", "Lane"]
+__all__ = ["DeviceTransport", "HostTransport", "Job", "Lane", "Transport"]
 
 LANES = 2
 
@@ -33,22 +34,19 @@ LANES = 2
 class Lane:
     """What one exchange after another uses.
 
-    ``turn`` is entered while a job uses the network between hosts: on a host in the order of
-    submission. A stream waits for its own messages alone. ``views`` are those of ``memory``, by who
-    made them.
+    ``turn()`` is entered while a job uses the network between hosts: on a host in the order of
+    submission. A stream waits for its own messages alone.
     """
 
-    # What survives a job: buffers by name, and their views; on a host the turn of the last job.
+    # What survives a job: buffers by name; on a host the turn of the last job.
     def __init__(self, index: int, device: torch.device) -> None:
         self.index, self._device = index, device
         self._memory: dict[str, Tensor] = {}
-        self.views: dict[Hashable, Any] = {}
-        self.turn: AbstractContextManager[None] = nullcontext()
+        self.turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def memory(self, name: str, nbytes: int) -> Tensor:
         """Return uint8 of that length, of which the next exchange of this lane has the same."""
         if name not in self._memory or self._memory[name].numel() < nbytes:
-            self.views.clear()
             self._memory.pop(name, None)
             self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._memory[name][:nbytes]
@@ -58,16 +56,46 @@ Job: TypeAlias = Callable[[Lane], Tensor]
 # The ranks of a level, by their numbers in the group: "inner" are those of this host, "outer" those
 # of other hosts that have the same part as this one, "all" are all. This rank is one of them.
 Levels: TypeAlias = Mapping[str, Sequence[int]]
+_CLOSED = "this communication hook was closed: wrap the model and register a hook again"
 
 
-class _Lanes:
-    """The lanes of a transport, and the first failure, after which nothing is exchanged."""
+class Transport:
+    """Lanes, what they send by, and the first failure, after which nothing is exchanged.
 
-    # What survives a call: the lanes, and whose turn it is; why nothing is exchanged.
-    def __init__(self, device: torch.device) -> None:
+    Owned by whoever makes it, and given back by `close`, when it is collected, or as the
+    interpreter ends. Unlike groups of ``torch.distributed.new_group``, its connections are no
+    other's, and making them concerns their own ranks alone.
+
+    Args:
+        name: Of its connections, the same on all ranks and no other's.
+        group: The ranks.
+        levels: Those of each level.
+        device: Where messages lie.
+        stats: Where waiting is counted.
+    """
+
+    # What survives a call: the lanes, and whose turn it is; on a device their streams; why nothing
+    # is exchanged. Threads and backends, and what gives them back.
+    def __init__(
+        self,
+        name: str,
+        group: ProcessGroup,
+        levels: Levels,
+        device: torch.device,
+        stats: HookStats,
+    ) -> None:
+        self._rank, self._levels, self._device, self._stats = group.rank(), levels, device, stats
         self.lanes = [Lane(index, device) for index in range(LANES)]
-        self._count = 0
-        self._failure: str | None = None
+        self._count, self._failure = 0, ""
+        self._streams: Sequence[torch.Stream] = ()
+        self._workers: list[ThreadPoolExecutor] = []
+        self._backends: dict[tuple[str, int], Any] = {}
+        self._connect(name, group)
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._backends)
+
+    def _connect(self, name: str, group: ProcessGroup) -> None:
+        """Make what lanes send by."""
+        raise NotImplementedError
 
     def next(self) -> Lane:
         """Return the lane of the next job.
@@ -81,7 +109,7 @@ class _Lanes:
 
     def check(self) -> None:
         """Raise where a job failed before, on any lane, or it is closed."""
-        if self._failure is not None:
+        if self._failure:
             raise RuntimeError(self._failure)
 
     def failed(self, error: Exception) -> None:
@@ -91,58 +119,33 @@ class _Lanes:
             "more; end this job, and start it again from its last checkpoint"
         )
 
-    def closed(self) -> None:
-        """Exchange nothing any more."""
-        self._failure = self._failure or (
-            "this communication hook was closed: wrap the model and register a hook again"
-        )
+    def close(self) -> None:
+        """Give threads and connections back, when what was submitted is done. Not collective."""
+        for worker in self._workers:
+            worker.shutdown()
+        for stream in self._streams:
+            stream.synchronize()
+        self._failure = self._failure or _CLOSED
+        self._finalizer()
 
 
-class _Turn:
-    """That of one job on a host.
-
-    Args:
-        before: What is set when the job before has had its turn.
-    """
-
-    def __init__(self, before: threading.Event | None) -> None:
-        self._before, self.over = before, threading.Event()
-
-    def __enter__(self) -> None:
-        if self._before is not None:
-            self._before.wait()
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-
-
-class HostTransport(_Lanes):
+class HostTransport(Transport):
     """Runs jobs in turn on two lanes, while the caller goes on; sends what they send.
 
-    Owned by whoever makes it, and given back by `close`, when it is collected, or as the
-    interpreter ends. Unlike groups of ``torch.distributed.new_group``, its connections are no
-    other's, and making them concerns their own ranks alone.
+    A thread a lane takes its jobs in turn. The interpreter joins it before it ends: one that it
+    finds in torch aborts the process.
 
     Exchanges with one rank after another, and one bucket after another: streams that share a link
     divide it unevenly, and all wait for the slowest.
-
-    Args:
-        name: Of a new gloo backend, the same on all ranks and no other's.
-        group: The ranks.
-        levels: Those of each level.
-        stats: Where waiting is counted.
     """
 
-    # A thread a lane, which takes its jobs in turn, and which the interpreter joins before it ends:
-    # one that it finds in torch aborts the process. What ends the turn of the last job. What gives
-    # threads and connections back.
-    def __init__(self, name: str, group: ProcessGroup, levels: Levels, stats: HookStats) -> None:
-        super().__init__(torch.device("cpu"))
-        self._workers = [ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes]
-        self._over: threading.Event | None = None
-        self._backends: list[Any] = [torch_compat.new_gloo(name, group)]
-        self._rank, self._levels, self._stats = group.rank(), levels, stats
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._backends)
+    def _connect(self, name: str, group: ProcessGroup) -> None:
+        self._workers.extend(ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes)
+        ranks = self._levels["all"]
+        self._backends["all", 0] = torch_compat.new_communicator(name, group, ranks, self._device)
+        # What ends the turn of the last job.
+        self._over = threading.Event()
+        self._over.set()
 
     def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
         """Return the future of what ``job`` returns; whoever waits for it raises what it raised.
@@ -154,21 +157,14 @@ class HostTransport(_Lanes):
         Raises:
             RuntimeError: A job failed before, or it is closed.
         """
-        lane, done, turn = self.next(), Future[Any](), _Turn(self._over)
-        self._over = turn.over
+        lane, done, over = self.next(), Future[Any](), threading.Event()
+        turn, self._over = partial(_turn, self._over, over), over
         self._workers[lane.index].submit(self._run, job, lane, turn, done)
         # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
         # a callback, which starts no collective, it arrives as an error.
         return done.then(_value_or_raise)
 
-    def close(self) -> None:
-        """Give threads and connections back, when what was submitted is done. Not collective."""
-        for worker in self._workers:
-            worker.shutdown()
-        self.closed()
-        self._finalizer()
-
-    def _run(self, job: Job, lane: Lane, turn: _Turn, done: Future[Any]) -> None:
+    def _run(self, job: Job, lane: Lane, turn: Any, done: Future[Any]) -> None:
         lane.turn = turn
         try:
             self.check()
@@ -181,7 +177,7 @@ class HostTransport(_Lanes):
             self._backends.clear()
             traceback.clear_frames(error.__traceback__)
             outcome = error
-        with turn:
+        with turn():
             done.set_result(outcome)
 
     def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
@@ -201,7 +197,7 @@ class HostTransport(_Lanes):
         """Do the same with a tensor for each rank, of its own length, which may be none."""
         start = time.perf_counter()
         self.check()
-        (backend,), ranks = self._backends, self._levels[level]
+        backend, ranks = self._backends["all", 0], self._levels[level]
         size, mine = len(ranks), ranks.index(self._rank)
         tag = 2 * lane.index + (level == "inner")
         for turn in range(1, size):
@@ -230,35 +226,19 @@ class HostTransport(_Lanes):
     def all_reduce(self, lane: Lane, values: Tensor) -> None:
         """Add up a few values over all ranks, in place."""
         self.check()
-        (backend,) = self._backends
-        backend.allreduce([values]).wait()
+        self._backends["all", 0].allreduce([values]).wait()
 
 
-def _value_or_raise(done: Future[Any]) -> Tensor:
-    outcome: Tensor | Exception = done.value()
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-class DeviceTransport(_Lanes):
+class DeviceTransport(Transport):
     """As `HostTransport`, on a device, of which each lane has a stream."""
 
-    # A stream for each lane, and communicators by level and lane; what gives these back.
-    def __init__(
-        self, name: str, group: ProcessGroup, levels: Levels, device: torch.device
-    ) -> None:
-        super().__init__(device)
-        self._device = device
-        self._streams = [torch.Stream(device, priority=-1) for _ in self.lanes]
-        self._backends = {
-            (level, lane.index): torch_compat.new_communicator(
-                f"{name}/{level}/{min(ranks)}/{lane.index}", group, ranks, device
-            )
-            for level, ranks in levels.items()
-            for lane in (self.lanes if len(ranks) > 1 else ())
-        }
-        self._finalizer = weakref.finalize(self, _end, [], self._backends)
+    def _connect(self, name: str, group: ProcessGroup) -> None:
+        self._streams = [torch.Stream(self._device, priority=-1) for _ in self.lanes]
+        for level, ranks in self._levels.items():
+            for lane in self.lanes if len(ranks) > 1 else ():
+                own = f"{name}/{level}/{min(ranks)}/{lane.index}"
+                made = torch_compat.new_communicator(own, group, ranks, self._device)
+                self._backends[level, lane.index] = made
 
     def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
         """As `HostTransport.submit`; the caller puts what the job does on a stream."""
@@ -275,13 +255,6 @@ class DeviceTransport(_Lanes):
                 self.failed(error)
                 raise
         return result
-
-    def close(self) -> None:
-        """As `HostTransport.close`."""
-        for stream in self._streams:
-            stream.synchronize()
-        self.closed()
-        self._finalizer()
 
     def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
         """As `HostTransport.all_to_all`. One buffer: its cost does not grow with the ranks."""
@@ -302,10 +275,27 @@ class DeviceTransport(_Lanes):
         self._backends["all", lane.index].allreduce([values]).wait()
 
 
-def _end(workers: Sequence[ThreadPoolExecutor], backends: Any) -> None:
+@contextmanager
+def _turn(before: threading.Event, over: threading.Event) -> Iterator[None]:
+    """Wait for the end of the turn before; end this one. Of one job on a host."""
+    before.wait()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _value_or_raise(done: Future[Any]) -> Tensor:
+    outcome: Tensor | Exception = done.value()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _end(workers: Sequence[ThreadPoolExecutor], backends: MutableMapping[Any, Any]) -> None:
     """Let threads end with what they do, and give connections back."""
     for worker in workers:
         worker.shutdown(wait=False)
-    for backend in backends.values() if isinstance(backends, dict) else ():
+    for backend in backends.values():
         torch_compat.shut_down(backend)
     backends.clear()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import torch_compat, transport
+from distamp.comm_hooks import HookStats, torch_compat, transport
 from tests.comm_hooks.training import inputs, mlp
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
@@ -42,7 +42,9 @@ def waits(lane):
 
 torch.slow = Slow()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-transport = HostTransport("name", dist.group.WORLD, {"inner": [0], "outer": [0]}, HookStats())
+levels = dict.fromkeys(["inner", "outer", "all"], [0])
+place = torch.device("cpu")
+transport = HostTransport("name", dist.group.WORLD, levels, place, HookStats())
 transport.submit(waits)
 """
 
@@ -136,7 +138,8 @@ def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock
         mock.patch.object(torch, "Stream", mock.MagicMock()) as stream,
     ):
         levels = {"inner": [group.rank()], "outer": [0, 1]}
-        made = transport.DeviceTransport("name", group, levels, torch.device("meta"))
+        place = torch.device("meta")
+        made = transport.DeviceTransport("name", group, levels, place, HookStats())
         backends = list(made._backends.values())
         made.close()
     assert {call.kwargs["priority"] for call in stream.call_args_list} == {-1}
