@@ -60,7 +60,7 @@ def imagined(
 ) -> Iterator[Callable[[], object]]:
     """Yield what averages a bucket of 25 MiB between hosts of so many ranks, on no device."""
     places = [[host * ranks + each for each in range(ranks)] for host in range(hosts)]
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: hosts * ranks)
+    group = mock.Mock(rank=lambda: 0, size=lambda: hosts * ranks)
     with (
         mock.patch.object(transports, "LANES", lanes),
         mock.patch.object(transports, "Future", Nothing),

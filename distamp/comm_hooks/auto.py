@@ -125,40 +125,38 @@ def timed_choice(
     else:
         size = groups[0].size()
         few = values[: FEW // size * size]
-        for number in range(WARMUP):
-            spent = sum(_round(trials, few, groups, number))
         # All ranks hold the same times, and so come to the same number.
+        spent = sum(times[-1] for times in _times(trials, few, groups, WARMUP).values())
         some = values[: max(1, int(SECONDS / ROUNDS / spent)) * few.numel()]
-        rounds = [_round(trials, some, groups, number) for number in range(ROUNDS)]
-        choice = choose(dict(zip(trials, zip(*rounds, strict=True), strict=True)), some.nbytes)
+        choice = choose(_times(trials, some, groups, ROUNDS), some.nbytes)
     if all(group.rank() == 0 for group in groups):
         _log.info("%s", choice)
     return choice
 
 
-def _round(
-    trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup], number: int
-) -> list[float]:
-    """Time each trial once; return the times of the slowest rank."""
-    sent, mine = torch.empty_like(values), {}
-    # Each has each place in turn, so that none always follows the same.
-    names = list(trials)
-    for place in range(len(names)):
-        name = names[(number + place) % len(names)]
-        sent.copy_(values)
-        ready = torch.zeros_like(values[:1])
-        dist.all_reduce(ready, group=groups[0])
-        # Reading waits for what a device was given.
-        ready.tolist()
-        start = time.perf_counter()
-        trials[name](sent)
-        sent[:1].tolist()
-        mine[name] = time.perf_counter() - start
-    seconds = [mine[name] for name in names]
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=values.device)
+def _times(
+    trials: Mapping[str, Trial], values: Tensor, groups: Sequence[ProcessGroup], rounds: int
+) -> dict[str, list[float]]:
+    """Time each trial once a round; return the times of the slowest rank."""
+    sent, names = torch.empty_like(values), list(trials)
+    times = torch.empty(len(names), rounds, dtype=torch.float64, device="cpu")
+    for number in range(rounds):
+        # Each has each place in turn, so that none always follows the same.
+        for place in range(number, number + len(names)):
+            index = place % len(names)
+            sent.copy_(values)
+            ready = torch.zeros_like(values[:1])
+            dist.all_reduce(ready, group=groups[0])
+            # Reading waits for what a device was given.
+            ready.tolist()
+            start = time.perf_counter()
+            trials[names[index]](sent)
+            sent[:1].tolist()
+            times[index, number] = time.perf_counter() - start
+    slowest = times.to(values.device)
     for group in groups:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return [float(each) for each in slowest.tolist()]
+    return dict(zip(names, slowest.tolist(), strict=True))
 
 
 def _send(wrapped: Wrapped, state: CommHookState, anchor: Tensor, sent: Tensor) -> None:

@@ -7,7 +7,8 @@ and sends the encoded mean back to them. The ranks of a host then send each othe
 same bytes, so that all ranks read the same. What leaves a host is what leaves a host with one rank,
 and a gradient is rounded twice however many ranks there are. Shards are kept where they were added
 up; weights begin where shards are. Where each rank counts as a host, all exchange with all in one
-level.
+level. What a plan calls small goes as it is, by the same connections: where one rank fails, they
+end, and the others hear of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from distamp.comm_hooks.formats import Feedback, Source, WireFormat
 from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.plans import Part, Plan, bucket_plan, shard_plan, weight_plan
 from distamp.comm_hooks.stats import HookStats
-from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Job, Lane
+from distamp.comm_hooks.transport import DeviceTransport, HostTransport, Lane
 
 __all__ = ["Exchange"]
 
@@ -120,14 +121,13 @@ class Exchange:
             # What it sends to none: there is the mean that it owns.
             mean = sent[self.host : self.host + 1]
             # All that was added up is read: the means of all owners take its place.
-            rows = self._rows(part, lane)
+            *_, rows = self._buffers(part, values.dtype, lane)
             with lane.turn():
                 self.transport.all_to_all("outer", lane, received, sent)
                 self._math.sum_encode(wire, source, received, mean, of_mean)
                 self.transport.all_gather("outer", lane, rows[self.local], mean)
                 if small:
-                    total = values[plan.small].float().mul_(inverse)
-                    self.transport.all_reduce(lane, total)
+                    total = self._sum_small(values, plan, inverse, lane)
                     values[plan.small] = total.to(values.dtype)
             self._math.decode(wire, self._passed_on(lane, rows), part.whole, values)
             return values
@@ -157,7 +157,8 @@ class Exchange:
         row = sum(part.row_bytes for part in plan.parts)
         self._count(wire.name, row, values.nbytes, 8 * small * self._size)
 
-        def scatter(part: Part, fed: Feedback | None, lane: Lane) -> Tensor:
+        def scatter(part: Part, lane: Lane) -> Tensor:
+            fed = feedback[0].part(part.begin, part.mine.numel) if feedback else None
             given = values[part.start :]
             if self.here > 1:
                 # To each rank of this host, of every host's part what belongs to it there.
@@ -169,24 +170,13 @@ class Exchange:
             source, received, sent = self._encoded(wire, given, part, inverse, fed, lane)
             with lane.turn():
                 self.transport.all_to_all("outer", lane, received, sent)
+                if small and part is plan.parts[0]:
+                    total = self._sum_small(shards, plan, inverse, lane)[self._rank]
+                    out[plan.small] = total.to(out.dtype)
             self._math.sum_rows(wire, source, received, out[part.start :])
             return out
 
-        def add_small(lane: Lane) -> Tensor:
-            with lane.turn():
-                total = shards[:, plan.small].float().mul_(inverse)
-                self.transport.all_reduce(lane, total)
-                out[plan.small] = total[self._rank].to(out.dtype)
-            return out
-
-        jobs: list[Job] = []
-        before = 0
-        for part in plan.parts:
-            fed = feedback[0].part(before, part.mine.numel) if feedback else None
-            jobs.append(partial(scatter, part, fed))
-            before += part.mine.numel
-        if small:
-            jobs.append(add_small)
+        jobs = [partial(scatter, part) for part in plan.parts]
         for done in [self.transport.submit(job, [*chain(*feedback)]) for job in jobs]:
             done.wait()
 
@@ -203,23 +193,27 @@ class Exchange:
         self._count(f"{wire.name} weights", part.row_bytes, out.nbytes, 4 * small * self._size)
 
         def run(lane: Lane) -> Tensor:
-            rows = self._rows(part, lane)
+            *_, rows = self._buffers(part, values.dtype, lane)
             mine = rows[self.local, self.host : self.host + 1]
             source = Source(values, values.view(1, -1)[:0], part.mine, 1, 1.0)
             self._math.encode(wire, source, mine)
             exact = values.new_empty(self._size, small)
-            exact[self._rank] = values[plan.small]
+            own = values[plan.small].view(torch.uint8).view(1, -1)
             with lane.turn():
                 self.transport.all_gather("outer", lane, rows[self.local], mine)
                 if small:
-                    everyone = exact.view(torch.uint8)
-                    own = everyone[self._rank].clone().view(1, -1)
-                    self.transport.all_gather("all", lane, everyone, own)
+                    self.transport.all_gather("all", lane, exact.view(torch.uint8), own)
             self._math.decode(wire, self._passed_on(lane, rows), part.whole, out)
             out.view(self._size, -1)[:, plan.small] = exact
             return out
 
         self.transport.submit(run, [out, values]).wait()
+
+    def _sum_small(self, rows: Tensor, plan: Plan, inverse: float, lane: Lane) -> Tensor:
+        """Add up what is not encoded of rows over all ranks, in fp32."""
+        total = rows[..., plan.small].float().mul_(inverse)
+        self.transport.all_reduce(lane, total)
+        return total
 
     def _encoded(
         self,
@@ -235,13 +229,7 @@ class Exchange:
         Returns:
             What this host has; and uint8 (hosts, bytes) to receive in, and to send.
         """
-        numel, of_rows = part.lengths[self.local], self.wide * part.row_bytes
-        nbytes = numel * values.itemsize
-        # What other ranks of this host give, and later what all of them got, lies beside.
-        beside = (self.here - 1) * -(-max(nbytes, of_rows) // 16) * 16
-        memory = lane.memory("received", beside + of_rows)
-        others = memory[: (self.here - 1) * nbytes].view(values.dtype).view(self.here - 1, numel)
-        sent = lane.memory("sent", of_rows).view(self.wide, -1)
+        others, received, sent, _ = self._buffers(part, values.dtype, lane)
         if self.here > 1:
             parts, given = [*values.split_with_sizes(part.lengths)], [*others]
             given.insert(self.local, others[0, :0])
@@ -249,12 +237,31 @@ class Exchange:
             self.transport.all_to_all_parts("inner", lane, given, parts)
         source = Source(values, others, part.mine, self.host, inverse)
         self._math.encode(wire, source, sent, feedback)
-        return source, memory[beside:].view(self.wide, -1), sent
+        return source, received, sent
 
-    def _rows(self, part: Part, lane: Lane) -> Tensor:
-        """Return a lane's memory for what all get: uint8 (ranks of this host, hosts, bytes)."""
-        nbytes = self.here * self.wide * part.row_bytes
-        return lane.memory("received", nbytes).view(self.here, self.wide, -1)
+    def _buffers(self, part: Part, dtype: torch.dtype, lane: Lane) -> tuple[Tensor, ...]:
+        """Return a lane's memory as a part of a plan uses it; made once.
+
+        Returns:
+            (ranks of this host - 1, elements): their values of this rank's part. Of uint8, (hosts,
+            bytes): what other hosts sent of it, and what it sends to them. (ranks of this host,
+            hosts, bytes), in the place of the first: what all of them get.
+        """
+        key = part, dtype
+        if key not in lane.views:
+            numel = part.lengths[self.local] if part.lengths else 0
+            nbytes, of_rows = numel * dtype.itemsize, self.wide * part.row_bytes
+            beside = (self.here - 1) * -(-max(nbytes, of_rows) // 16) * 16
+            memory = lane.memory("received", beside + of_rows)
+            # Weights are written where they are gathered.
+            sent = lane.memory("sent", of_rows if part.lengths else 0)
+            lane.views[key] = (
+                memory[: (self.here - 1) * nbytes].view(dtype).view(self.here - 1, numel),
+                memory[beside:].view(self.wide, -1),
+                sent.view(-1, part.row_bytes),
+                memory[: self.here * of_rows].view(self.here, self.wide, -1),
+            )
+        return lane.views[key]
 
     def _passed_on(self, lane: Lane, rows: Tensor) -> Tensor:
         """Send the ranks of this host what other hosts sent; return a row for each of all ranks."""

@@ -63,11 +63,10 @@ class ErrorFeedback:
             mine = {*key[1]}
             for other in [k for k in self._residuals if k[0] == where and mine & {*k[1]}]:
                 del self._residuals[other]
-            found = [torch.zeros(n, dtype=torch.float32, device=device) for n in numels]
             loaded = self._loaded.pop(self._name(key), [])
+            found = [torch.zeros(n, dtype=torch.float32, device=device) for n in numels]
             if _fits(loaded, numels):
-                for residual, each in zip(found, loaded, strict=True):
-                    residual.copy_(each)
+                found = [each.to(device, copy=True) for each in loaded]
             self._residuals[key] = found
         units = self._units_of(device)
         return [Feedback(each, units) for each in found]
@@ -175,8 +174,7 @@ class ErrorFeedback:
         residuals, ranks = dict(state_dict["residuals"]), state_dict["ranks"]
         theirs = {name.partition(", ")[0] for name in residuals}
         mine = {f"{who()} in {each}" for each in self._levels}
-        if not mine:
-            mine = {each for each in theirs if each.startswith(f"{who()} in ")}
+        mine = mine or {each for each in theirs if each.startswith(f"{who()} in ")}
         same = ranks == dist.get_world_size() and theirs <= mine
         if not same and (residuals or self._residuals):
             warnings.warn(

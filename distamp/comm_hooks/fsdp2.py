@@ -197,8 +197,7 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> W
 
 def _reduced_in(group: Any) -> torch.dtype:
     """Return the dtype in which gradients of a parameter group are reduced."""
-    trained = (each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad)
-    first: Any = next(trained, None)
+    first: Any = next(iter(_of(group)[1]), None)
     own = torch.float32 if first is None else first.grad_dtype or first.dtype
     return torch_compat.policy_of(group.modules[0], own)[1]
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from distamp.errors import LockstepError
 
-__all__ = ["Hosts", "Row", "agreed", "hosts_of", "own_row"]
+__all__ = ["Hosts", "Row", "agreed", "hosts_of"]
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,21 @@ class Row:
     name: str
 
 
-def own_row(what: str | None, ranks_per_host: int | None = None) -> Row:
-    """Return what this rank says of itself."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    local = int(given) if given.isdigit() else 0
-    name = secrets.token_hex(8)
-    return Row(dist.get_rank(), socket.gethostname(), local, ranks_per_host, what, name)
-
-
-def agreed(row: Row, group: ProcessGroup) -> list[Row]:
-    """Return what all ranks of a group say, who must ask for the same. Collective.
+def agreed(what: str | None, group: ProcessGroup, ranks_per_host: int | None = None) -> Hosts:
+    """Return which ranks of a group are on which hosts, who must ask for the same. Collective.
 
     Args:
-        row: What this rank says.
+        what: The format and the model, in words; None where this rank raises an error of its own.
         group: The ranks.
+        ranks_per_host: What the user says; None to find out.
 
     Raises:
         LockstepError: A rank has another format or model, or raises an error of its own.
+        ValueError: There are no hosts of as many ranks as the user says.
     """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local, name = int(given) if given.isdigit() else 0, secrets.token_hex(8)
+    row = Row(dist.get_rank(), socket.gethostname(), local, ranks_per_host, what, name)
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, row, group=group)
     said: dict[str, list[int]] = {}
@@ -71,7 +68,7 @@ def agreed(row: Row, group: ProcessGroup) -> list[Row]:
             f"the ranks register different hooks: {'; '.join(parts)}. Give every rank the same "
             "format and model"
         )
-    return rows
+    return hosts_of(rows)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Part:
         row_bytes: Of a row.
         lengths: How many elements each rank of this host adds up; of weights not used.
         start: The first element, of a shard.
+        begin: The same of what is encoded.
     """
 
     mine: Places
@@ -41,6 +42,7 @@ class Part:
     row_bytes: int
     lengths: Sequence[int] = ()
     start: int = 0
+    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def shard_plan(
         stride = numel if here == 1 else length
         inside = [(begin - first, at - start, n) for begin, at, n in some]
         mine = Places(size, inside, range(0, wide * stride, stride))
-        parts.append(Part(mine, mine, wire.row_bytes(size), [wide * length] * here, start))
+        parts.append(Part(mine, mine, wire.row_bytes(size), [wide * length] * here, start, first))
     # A rank of many sends its part of what is small to all, and gets it from all.
     nbytes = sum(part.row_bytes for part in parts) + 8 * len(small)
     if not parts or nbytes >= numel * itemsize:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp.comm_hooks import torch_compat, torch_hooks
 from distamp.comm_hooks.auto import AUTO, auto, connect
 from distamp.comm_hooks.formats import WireFormat, as_it_is, wire_format
-from distamp.comm_hooks.hosts import Hosts, agreed, hosts_of, own_row
+from distamp.comm_hooks.hosts import Hosts, agreed
 from distamp.comm_hooks.state import CommHookState
 from distamp.comm_hooks.stats import Choice
 from distamp.comm_hooks.wrapped import Tables, Wrapped
@@ -36,7 +36,8 @@ def register(
     """Average the gradients of a wrapped model through a wire format.
 
     Unlike ``model.register_comm_hook``, it works for each wrapper, and checks that format and
-    gradients fit. Call it on every rank at the same point, between any two backward passes.
+    gradients fit. Call it on every rank at the same point, between any two backward passes. Under
+    ``Join``, ``divide_by_initial_world_size=False`` has no effect, as with torch's hooks.
 
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
@@ -91,8 +92,7 @@ def register(
     for group in wrapped.over:
         # The other ranks may have nothing to refuse, and wait for this one in every group.
         try:
-            rows = agreed(own_row(None if failure else asked, ranks_per_host), group)
-            found[group] = hosts_of(rows)
+            found[group] = agreed(None if failure else asked, group, ranks_per_host)
         except (LockstepError, ValueError) as error:
             failure = failure or error
     if failure is not None:

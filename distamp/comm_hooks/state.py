@@ -6,6 +6,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.exchange import Exchange
 from distamp.comm_hooks.feedback import ErrorFeedback
 from distamp.comm_hooks.formats import Feedback, WireFormat, wire_format
-from distamp.comm_hooks.hosts import Hosts, agreed, hosts_of, own_row
+from distamp.comm_hooks.hosts import Hosts, agreed
 from distamp.comm_hooks.plans import Plan
 from distamp.comm_hooks.stats import HookStats
 
@@ -30,7 +31,7 @@ def reals_in(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-class CommHookState(ErrorFeedback):
+class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
     """The state of a hook that averages gradients through a wire; `register` returns one.
 
     Unlike the process group that torch's own hooks take for a state, it counts what it sends, and a
@@ -55,9 +56,8 @@ class CommHookState(ErrorFeedback):
         super().__init__()
         self.wire = wire if isinstance(wire, WireFormat) else wire_format(wire)
         self.counts = HookStats()
-        self._group: Callable[[], ProcessGroup | None] = torch_compat.default_group
-        if process_group is not None:
-            self._group = weakref.ref(process_group)
+        given = None if process_group is None else weakref.ref(process_group)
+        self._group: Callable[[], ProcessGroup | None] = given or torch_compat.default_group
         self._exchanges: dict[tuple[str, torch.device], Exchange | None] = {}
 
     def stats(self) -> HookStats:
@@ -90,9 +90,6 @@ class CommHookState(ErrorFeedback):
         for each in filter(None, self._exchanges.values()):
             each.transport.close()
 
-    def __enter__(self) -> CommHookState:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -110,12 +107,12 @@ class CommHookState(ErrorFeedback):
         """
         key = group.group_name, device
         if key not in self._exchanges:
-            hosts = hosts or hosts_of(agreed(own_row(self.wire.name), group))
+            hosts = hosts or agreed(self.wire.name, group)
             self.counts.levels = hosts.text
-            even = bool(hosts.ranks)
-            found = Exchange(hosts, group, device, self.counts) if even else None
-            self._exchanges[key] = found
-            self._levels |= {found.levels} if found is not None else set()
+            self._exchanges[key] = None
+            if hosts.ranks:
+                self._exchanges[key] = found = Exchange(hosts, group, device, self.counts)
+                self._levels.add(found.levels)
         return self._exchanges[key]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def new_communicator(
     mine, timeout = list(ranks).index(parent.rank()), _timeout_of(parent, device.type)
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, mine, len(ranks), timeout)
-    kind = _backends_of(parent)[device.type]
+    backends = dict(each.split(":") for each in dist.get_backend_config(parent).split(","))
+    kind = backends[device.type]
     members = [dist.get_global_rank(parent, rank) for rank in ranks]
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -123,11 +124,6 @@ def completed(value: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future(devices=[value.device] if value.device.type != "cpu" else [])
     future.set_result(value)
     return future
-
-
-def _backends_of(group: ProcessGroup) -> dict[str, str]:
-    """Return the names of a group's backends by type of device."""
-    return dict(each.split(":") for each in dist.get_backend_config(group).split(","))
 
 
 def _timeout_of(group: ProcessGroup, device: str) -> Any:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -35,18 +35,21 @@ class Lane:
     """What one exchange after another uses.
 
     ``turn()`` is entered while a job uses the network between hosts: on a host in the order of
-    submission. A stream waits for its own messages alone.
+    submission. A stream waits for its own messages alone. ``views`` are those of ``memory``, by who
+    made them.
     """
 
-    # What survives a job: buffers by name; on a host the turn of the last job.
+    # What survives a job: buffers by name, and their views; on a host the turn of the last job.
     def __init__(self, index: int, device: torch.device) -> None:
         self.index, self._device = index, device
         self._memory: dict[str, Tensor] = {}
+        self.views: dict[Hashable, tuple[Tensor, ...]] = {}
         self.turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def memory(self, name: str, nbytes: int) -> Tensor:
         """Return uint8 of that length, of which the next exchange of this lane has the same."""
         if name not in self._memory or self._memory[name].numel() < nbytes:
+            self.views.clear()
             self._memory.pop(name, None)
             self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._memory[name][:nbytes]

@@ -200,10 +200,10 @@ def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, wire, bound
 # -- failures, and copies --------------------------------------------------------------------------
 
 
-def _fails(wrapper: str, how: str) -> list[str]:
+def _fails(wrapper: str, how: str, wire: str = "fp16") -> list[str]:
     """What passes say from the third on, in which rank 1 fails or is gone."""
     model, _ = spread(wrapper)
-    comm_hooks.register(model, "fp16")
+    comm_hooks.register(model, wire)
     said = []
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -224,12 +224,19 @@ def _fails(wrapper: str, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "how"), [("DDP", "raises"), ("DDP", "one hears late"), ("FSDP2", "raises")]
+    ("wrapper", "how", "wire"),
+    [
+        ("DDP", "raises", "fp16"),
+        ("DDP", "one hears late", "fp16"),
+        # In which some parameters go as they are.
+        ("DDP", "raises", "int8"),
+        ("FSDP2", "raises", "fp16"),
+    ],
 )
 def test_an_exchange_that_fails_on_one_rank_is_raised_on_every_rank_and_from_then_on(
-    new_ranks, wrapper, how
+    new_ranks, wrapper, how, wire
 ):
-    found = new_ranks(3, group_timeout=120).run(_fails, wrapper, how)
+    found = new_ranks(3, group_timeout=120).run(_fails, wrapper, how, wire)
     assert all(
         [each.split(":")[0] for each in said] == ["in pass 2", "in pass 3", "in pass 4"]
         for said in found

@@ -133,7 +133,7 @@ def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock
     mocked = {"ProcessGroupNCCL": _Backend}
     with (
         mock.patch.multiple(dist, create=True, **mocked),
-        mock.patch.object(torch_compat, "_backends_of", return_value={"meta": "nccl"}),
+        mock.patch.object(dist, "get_backend_config", return_value="meta:nccl"),
         mock.patch.object(torch_compat, "_timeout_of", return_value=timedelta(seconds=9)),
         mock.patch.object(torch, "Stream", mock.MagicMock()) as stream,
     ):
