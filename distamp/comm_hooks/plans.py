@@ -34,7 +34,7 @@ class Part:
         row_bytes: Of a row.
         lengths: How many elements each rank of this host adds up; of weights not used.
         start: The first element, of a shard.
-        begin: The same of what is encoded.
+        begin: Of residuals, the first of what is encoded.
     """
 
     mine: Places
@@ -108,7 +108,8 @@ def shard_plan(
         stride = numel if here == 1 else length
         inside = [(begin - first, at - start, n) for begin, at, n in some]
         mine = Places(size, inside, range(0, wide * stride, stride))
-        parts.append(Part(mine, mine, wire.row_bytes(size), [wide * length] * here, start, first))
+        lengths, begin = [wide * length] * here, wide * first
+        parts.append(Part(mine, mine, wire.row_bytes(size), lengths, start, begin))
     # A rank of many sends its part of what is small to all, and gets it from all.
     nbytes = sum(part.row_bytes for part in parts) + 8 * len(small)
     if not parts or nbytes >= numel * itemsize:

@@ -187,6 +187,20 @@ def test_what_rounding_takes_of_shards_comes_back():
     assert 2e-2 > found[0] > 5 * found[-1]
 
 
+@on_ranks(4)
+def test_what_rounding_takes_comes_back_to_the_part_of_a_shard_that_it_was_taken_of():
+    size, width = dist.get_world_size(), 600
+    layer = fully_shard(nn.Linear(width, width, bias=False))
+    register(layer, "int8")
+    everyone = torch.randn(size, width, width, generator=torch.Generator().manual_seed(0))
+    found = []
+    for step in range(1, 11):
+        # Gradients add up where they are.
+        (layer(torch.eye(width)) * everyone[dist.get_rank()].T).sum().backward()
+        found.append(relative(layer.weight.grad.full_tensor(), everyone.mean(0) * step))
+    assert 2e-2 > found[0] > 5 * found[-1]
+
+
 @on_ranks("world")
 @pytest.mark.parametrize(
     ("world", "hosts", "wire", "bound"),
