@@ -294,7 +294,7 @@ def _counted(
                 1.0 / float(math.prod(copies)),
             )
         kind, share = placed[key]
-    if isinstance(cut, (ProcessGroup, DeviceMesh)):
+    if cut and isinstance(cut, (ProcessGroup, DeviceMesh)):  # a mesh is asked in Python
         return _PART, share * cut.size() / size
     if cut:
         return _PART, share
