@@ -240,7 +240,9 @@ def test_gradients_of_two_bytes_are_not_sent_in_more(wrapper):
 def test_torchs_own_bf16_is_registered_where_it_is_chosen():
     chosen = Choice("torch bf16", {}, 0, "the link is the bottleneck")
     model = DistributedDataParallel(mlp(*WIDTHS))
-    with mock.patch.object(auto, "timed_choice", return_value=chosen):
+    # It times exchanges, so no rank leaves before all are connected.
+    waits = mock.Mock(side_effect=lambda *_: dist.barrier() or chosen)
+    with mock.patch.object(auto, "timed_choice", waits):
         state = comm_hooks.register(model, "auto")
     assert 1e-4 < _beside_ddp(model)[1] < 1e-2
     assert str(state.stats()) == "chose torch bf16: the link is the bottleneck"

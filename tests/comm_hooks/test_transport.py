@@ -85,12 +85,12 @@ def test_threads_and_connections_are_given_back(how):
         dist.barrier()
         # The last to let go may be a thread, which ends a moment later.
         for _ in range(50):
-            if (now := _counts())[0] == before[0]:
+            if (now := _counts())[0] <= before[0]:
                 break
             time.sleep(0.1)
         found.append(now)
     assert found[0] == found[1]
-    assert found[0][0] == before[0]
+    assert found[0][0] <= before[0]  # a test before may still have had one
 
 
 @on_ranks(2)

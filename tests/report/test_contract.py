@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import distamp
@@ -236,7 +237,10 @@ def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
 def test_neither_what_would_grow_in_a_hooks_format_nor_torchs_own_hook_is_a_breach(wire, sent):
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    with mock.patch.object(auto, "timed_choice", return_value=Choice(wire, {}, 0, "")):
+    chosen = Choice(wire, {}, 0, "")
+    # It times exchanges, so no rank leaves before all are connected.
+    waits = mock.Mock(side_effect=lambda *_: dist.barrier() or chosen)
+    with mock.patch.object(auto, "timed_choice", waits):
         hook = wire if wire in WIRE_FORMATS else "auto"
         amp = distamp.initialize(model, optimizer, "bf16", comm_hook=hook)
     batch = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
