@@ -18,7 +18,8 @@ _ATTRIBUTE = "_distamp_gradients"
 class GradientSource:
     """The gradients of an optimizer that steps its own parameters, or this rank's share of them.
 
-    fp32 masters are another one: they override what differs. A source is asked and never told.
+    fp32 masters are another one: they override what differs. A source is asked and never told,
+    but for what it stands in with, by another rank.
 
     Args:
         optimizer: Holds the parameters.
@@ -52,6 +53,13 @@ class GradientSource:
     def value(self, stepped: Tensor) -> Tensor:
         """Return what is stepped, as it is between steps; where it has no storage, a copy."""
         return stepped.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what stands in the place of parameters: nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on another rank, whose parameters are the same."""
 
     @without_grad
     def unscale(

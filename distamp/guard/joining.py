@@ -1,7 +1,8 @@
 """Uneven inputs: what a guard and a scaler do inside ``Join``.
 
 Ranks that ``Join`` joins hold replicas, whose gradients are equal, so they need no message: none is
-sent while it lasts. At its end a rank that had inputs to the last tells the others how it went on.
+sent while it lasts. At its end a rank that had inputs to the last tells the others how it went on,
+and sends what DDP does not: what its optimizers remember, and masters.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.utils._pytree import tree_map_only
 
 from distamp.errors import StageError
 from distamp.groups import Group
 from distamp.guard.asked import Asked
+from distamp.guard.optimizer_state import OptimizerStates
+from distamp.sources import source_of
 
 __all__ = ["Joins"]
 
@@ -29,6 +33,8 @@ class _TakeOver(JoinHook):
         device: Where the group's messages lie.
         read: Returns what was counted, and what moves a scale, as float64.
         write: Takes the same over; empty where there is nothing to take over.
+        optimizers: Those that were seen. What they remember is taken over, unless each rank has
+            its own share of it.
     """
 
     def __init__(
@@ -37,9 +43,11 @@ class _TakeOver(JoinHook):
         device: torch.device,
         read: Callable[[], Tensor],
         write: Callable[[Sequence[float]], None],
+        optimizers: OptimizerStates,
     ) -> None:
         self._group, self._device = group, device
         self._read, self._write = read, write
+        self._optimizers = optimizers
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Broadcast from the highest of the ranks that ended last."""
@@ -48,11 +56,34 @@ class _TakeOver(JoinHook):
 
     def _broadcast(self, group: dist.ProcessGroup, is_last_joiner: bool) -> list[float]:
         rank = dist.get_rank(group) if is_last_joiner else -1
-        last = torch.tensor(rank, device=self._device)
+        last = torch.tensor((rank, not is_last_joiner), device=self._device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
+        rank, one_was_early = last.tolist()
+        source = dist.get_global_rank(group, rank)
         state = self._read().to(self._device)
-        dist.broadcast(state, dist.get_global_rank(group, int(last.item())), group=group)
+        dist.broadcast(state, source, group=group)
+        if one_was_early:
+            self._broadcast_optimizers(group, source, is_last_joiner)
         return [] if is_last_joiner else state.tolist()
+
+    def _broadcast_optimizers(
+        self, group: dist.ProcessGroup, source: int, is_last_joiner: bool
+    ) -> None:
+        sources = [
+            (optimizer, source_of(optimizer))
+            for optimizer, _ in self._optimizers.live()
+            if not source_of(optimizer).part
+        ]
+        own = [(each.state_dict()["state"], of.state_dict()) for each, of in sources]
+        # A tensor of a device would be unpickled on that of the rank that sends.
+        sent = [tree_map_only(Tensor, Tensor.cpu, own) if dist.get_rank() == source else None]
+        dist.broadcast_object_list(sent, source, group=group)
+        if is_last_joiner:
+            return
+        for (optimizer, of), (state, standing_in) in zip(sources, sent[0] or (), strict=False):
+            # Learning rates are the user's, whose schedule goes on with them.
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            of.load_state_dict(standing_in)
 
 
 class Joins(Asked, Joinable):
@@ -80,7 +111,11 @@ class Joins(Asked, Joinable):
         """
         self._guard.ranks.settle()  # while no rank is in Join's own collectives yet
         return _TakeOver(
-            self.join_process_group, self.join_device, self._joined_state, self._take_over
+            self.join_process_group,
+            self.join_device,
+            self._joined_state,
+            self._take_over,
+            self._guard.optimizers,
         )
 
     @property

@@ -18,8 +18,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from distamp import DistGradScaler, StepGuard
+from distamp.scaler import MasterParameters
+from distamp.sources import source_of
 from tests.on_ranks import on_ranks
 from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, iteration, leaf, sgd
@@ -305,3 +308,38 @@ def test_join_of_model_and_scaler_trains_on_uneven_inputs(by, batches, overflow_
     assert model.module.weight.item() == 1.0 - sum(moved) - 0.25
     if by == "scaler":
         assert scaler.get_scale() == (1024.0 if overflow_at is None else 512.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("masters", [None, "whole", "split"])
+@pytest.mark.parametrize("batches", [(1, 3), (3, 1)])
+def test_a_rank_that_ended_early_goes_on_with_what_the_others_optimizer_remembers(batches, masters):
+    inner = nn.Linear(4, 2).to(torch.bfloat16 if masters else torch.float32)
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard, rank = StepGuard(), dist.get_rank()
+    if masters:
+        MasterParameters(optimizer, split=masters == "split")
+
+    def state() -> list[torch.Tensor]:
+        moments = [value for each in optimizer.state.values() for value in each.values()]
+        of = source_of(optimizer)
+        return [each.clone() for each in moments + [of.value(p) for _, p in of.stepped()]]
+
+    def step(number: int) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        inputs = torch.full((1, 4), 1.0 + number + rank, dtype=inner.weight.dtype)
+        model(inputs).float().sum().backward()
+        guard.step(optimizer)
+        guard.update()
+        return state()
+
+    with Join([model, guard]):
+        for number in range(batches[rank]):
+            last = step(number)
+    seen: list[Any] = [None, None]
+    dist.all_gather_object(seen, last)
+    for mine, theirs in zip(state(), seen[batches.index(3)], strict=True):
+        assert_close(mine, theirs, rtol=0, atol=0)
+    dist.all_gather_object(seen, step(3))
+    assert_close(*seen, rtol=0, atol=0)
