@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
 from distamp.report.following import Follower, Kernel, group_of, held_by, storage_of, tensors_in
@@ -267,6 +268,8 @@ class Observer(Follower):
         return any(each.startswith(block) for each in self._blocks)
 
     def _count(self, seen: Seen, *tensors: Tensor) -> None:
+        if any(map(is_fake, tensors)):
+            return  # a compiler traces: it did not run, and its sizes may be symbols
         size = sum(each.numel() * each.element_size() for each in tensors)
         with self._lock:
             calls, sizes = self.seen.get(seen, (0, 0))

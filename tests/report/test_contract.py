@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import distamp
 from distamp import Breaches, Contract, SettingError
@@ -135,6 +136,24 @@ def test_compiled_modules_stay_compiled_and_what_is_in_them_is_listed_as_unseen(
     assert "head" in places
     assert any("blocks.0" in line and "compiled" in line for line in found.unseen)
     assert found.seen["norms"] == {"fp32": 7}, "of the other block alone"
+
+
+def test_what_a_compiler_traces_is_not_counted():
+    x, weight = torch.ones(6, 8), torch.ones(8, 8, requires_grad=True)
+
+    def gradient(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.autograd.grad((x @ weight).sum(), weight)[0]
+
+    def traced(x: Tensor, weight: Tensor) -> None:
+        make_fx(gradient, tracing_mode="symbolic")(x, weight)
+        gradient(x, weight)
+
+    counts = []
+    for step in (gradient, traced):
+        with Contract(compute="fp32").watch(nn.Linear(2, 2)) as found:
+            step(x, weight)
+        counts.append(found.seen["compute"])
+    assert counts[0] == counts[1] != {}
 
 
 def test_it_is_json_and_a_contract_comes_back_from_it(tmp_path):
