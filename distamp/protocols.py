@@ -40,9 +40,11 @@ class Replay(Protocol):
     def keep(self, step: Callable[[], Any], *batches: Any) -> None:
         """Keep a step before it runs."""
 
-    def step_ended(self, skipped: Callable[[], bool], scaled: bool) -> None:
+    def step_ended(
+        self, skipped: Callable[[], bool], scaled: bool, stepped: Sequence[Tensor]
+    ) -> None:
         """Replay the step that was kept, if there is one and it was skipped.
 
         Before the scale moves. ``skipped`` waits for the device; ``scaled`` is whether a loss scale
-        may be why.
+        may be why; ``stepped`` are the optimizers' parameters, masters if they have some.
         """

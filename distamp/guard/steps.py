@@ -787,7 +787,8 @@ class Steps(Joins):
         if new_scale is None and not flags:
             raise StageError("No inf checks were recorded prior to update.")
         if replay is not None:
-            replay.step_ended(lambda: any(map(bool, flags)), self._divides)
+            stepped = [p for each, _ in self._guard.optimizers.live() for p in parameters_of(each)]
+            replay.step_ended(lambda: any(map(bool, flags)), self._divides, stepped)
         return flags
 
     def _waits(self, record: dict[str, Any]) -> bool:

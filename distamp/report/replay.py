@@ -197,12 +197,15 @@ class StepReplay:
         versions = [(each, _version(each)) for each in tensors_in(batches)]
         self._kept = step, _Kept(self._model), versions
 
-    def step_ended(self, skipped: Callable[[], bool], scaled: bool) -> None:
+    def step_ended(
+        self, skipped: Callable[[], bool], scaled: bool, stepped: Sequence[Tensor]
+    ) -> None:
         """Replay what was kept, if it was skipped as it should not be.
 
         Args:
             skipped: Reads whether any optimizer skipped its step, the same on every rank.
             scaled: Whether a loss is scaled: then some steps are skipped for its overflow.
+            stepped: What optimizers step: masters have taken the model's gradients.
         """
         if self._kept is None:
             return
@@ -211,7 +214,9 @@ class StepReplay:
             self._skips = 0
         elif self._skips >= 0:
             self._skips += 1
-            nan = any(range_of("", local_of(it)).is_nan for _, it in _gradients(self._model))
+            taken = [each.grad for each in stepped if each.grad is not None]
+            gradients = taken + [gradient for _, gradient in _gradients(self._model)]
+            nan = any(range_of("", local_of(each)).is_nan for each in gradients)
             if any(every_rank(nan or not scaled or self._skips >= 3)):
                 mine = any(_version(each) != version for each, version in versions)
                 changed = any(every_rank(mine))

@@ -413,6 +413,21 @@ def test_a_scaler_replays_a_nan_at_once_and_an_overflow_at_the_third() -> None:
     assert scaler.replay.found.kind == "unseen", "what was spoilt by hand the replay has not"
 
 
+def test_a_nan_is_replayed_at_once_where_masters_took_the_gradients() -> None:
+    model = nn.Linear(8, 8)
+    amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
+    amp.scaler.replay = distamp.StepReplay(model)
+    inputs = torch.full((2, 8), float("nan"))
+
+    def step() -> None:
+        amp.backward(amp.model(inputs).sum())
+
+    amp.scaler.keep(step, inputs)
+    step()
+    assert not amp.step()
+    assert amp.scaler.replay.found.kind == "input"
+
+
 def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
     model = nn.Linear(8, 8)
     nn.init.zeros_(model.weight)
