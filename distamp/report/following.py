@@ -211,7 +211,9 @@ class Follower:
         thread.cause = "autocast" if _any_autocast() and not asked else "explicit"
         try:
             out = func(*args, **kwargs)
-            if nodes := _nodes_of(out):
+            # Without grad none is made, and some views must not be asked: an optimizer's, of what is
+            # complex.
+            if torch.is_grad_enabled() and (nodes := _nodes_of(out)):
                 _mark(nodes, (args, kwargs), self.maker(), through=False)
             return out
         finally:

@@ -282,6 +282,17 @@ def test_the_share_of_updates_below_half_an_ulp(rate, lost):
     assert kept == 1 - lost, "as rounding itself has it"
 
 
+def test_a_step_of_complex_parameters_is_reported():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, foreach=False)
+    model = Calls(lambda x: (weight * x).abs().sum())
+    with precision_report(model) as report:
+        model(torch.ones(4)).backward()
+        optimizer.step()
+    assert weight[0].real < 1.0
+    assert any(row.op == "mul" for row in report.rows)
+
+
 def test_json_comes_back_equal_and_another_file_is_refused_by_name(report, tmp_path):
     path = tmp_path / "report.json"
     report.to_json(path)
