@@ -95,13 +95,11 @@ class Text:
         classes: How many tokens there are.
         encode: From a str to a list of tokens.
         decode: Back.
-        of_bytes: Whether each token is a byte, whose loss is known in bits.
     """
 
     classes: int
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    of_bytes: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +245,6 @@ def text_of(tokenizer: Path | None) -> Text:
             classes=256,
             encode=lambda text: list(text.encode()),
             decode=lambda tokens: bytes(tokens).decode(errors="replace"),
-            of_bytes=True,
         )
     with refusing("--tokenizer: pip install -e '.[hf]' brings tokenizers", ImportError):
         tokenizers: Any = importlib.import_module("tokenizers")

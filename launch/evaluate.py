@@ -45,7 +45,7 @@ def evaluate(job: Job, examples: int) -> dict[str, float]:
         sums[2] += len(share)
     loss_sum, right_sum, counted = layout.sum(*sums)
     measured = {"validation_loss": loss_sum / counted}
-    if job.data.text is not None and job.data.text.of_bytes:
+    if job.data.text is not None and job.config.tokenizer is None:  # each token is a byte
         measured["bits_per_byte"] = loss_sum / counted / math.log(2)
     return measured | ({"accuracy": right_sum / counted} if classifies else {})
 
