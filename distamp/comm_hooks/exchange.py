@@ -229,23 +229,23 @@ class Exchange:
         Returns:
             What this host has; and uint8 (hosts, bytes) to receive in, and to send.
         """
-        others, received, sent, _ = self._buffers(part, values.dtype, lane)
+        others, given, received, sent, _ = self._buffers(part, values.dtype, lane)
         if self.here > 1:
-            parts, given = [*values.split_with_sizes(part.lengths)], [*others]
-            given.insert(self.local, others[0, :0])
-            values, parts[self.local] = parts[self.local], others[0, :0]
+            parts = [*values.split_with_sizes(part.lengths)]
+            values, parts[self.local] = parts[self.local], given[self.local]
             self.transport.all_to_all_parts("inner", lane, given, parts)
         source = Source(values, others, part.mine, self.host, inverse)
         self._math.encode(wire, source, sent, feedback)
         return source, received, sent
 
-    def _buffers(self, part: Part, dtype: torch.dtype, lane: Lane) -> tuple[Tensor, ...]:
+    def _buffers(self, part: Part, dtype: torch.dtype, lane: Lane) -> tuple[Any, ...]:
         """Return a lane's memory as a part of a plan uses it; made once.
 
         Returns:
-            (ranks of this host - 1, elements): their values of this rank's part. Of uint8, (hosts,
-            bytes): what other hosts sent of it, and what it sends to them. (ranks of this host,
-            hosts, bytes), in the place of the first: what all of them get.
+            (ranks of this host - 1, elements): their values of this rank's part. The same by rank,
+            of which its own is empty. Of uint8, (hosts, bytes): what other hosts sent of it, and
+            what it sends to them. (ranks of this host, hosts, bytes), in the place of the first:
+            what all of them get.
         """
         key = part, dtype
         if key not in lane.views:
@@ -255,12 +255,12 @@ class Exchange:
             memory = lane.memory("received", beside + of_rows)
             # Weights are written where they are gathered.
             sent = lane.memory("sent", of_rows if part.lengths else 0)
-            lane.views[key] = (
-                memory[: (self.here - 1) * nbytes].view(dtype).view(self.here - 1, numel),
-                memory[beside:].view(self.wide, -1),
-                sent.view(-1, part.row_bytes),
-                memory[: self.here * of_rows].view(self.here, self.wide, -1),
-            )
+            others = memory[: (self.here - 1) * nbytes].view(dtype).view(self.here - 1, numel)
+            given = [*others]
+            given.insert(self.local, others.view(-1)[:0])
+            received, sent = memory[beside:].view(self.wide, -1), sent.view(-1, part.row_bytes)
+            rows = memory[: self.here * of_rows].view(self.here, self.wide, -1)
+            lane.views[key] = others, given, received, sent, rows
         return lane.views[key]
 
     def _passed_on(self, lane: Lane, rows: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Lane:
     def __init__(self, index: int, device: torch.device) -> None:
         self.index, self._device = index, device
         self._memory: dict[str, Tensor] = {}
-        self.views: dict[Hashable, tuple[Tensor, ...]] = {}
+        self.views: dict[Hashable, tuple[Any, ...]] = {}
         self.turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def memory(self, name: str, nbytes: int) -> Tensor:
