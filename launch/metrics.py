@@ -204,8 +204,9 @@ def _given(name: str, value: Any) -> str:
 
 
 def targets_of(data: Data) -> int:
-    """Return how many targets one example has: of a text, its tokens."""
-    return data.first(torch.device("cpu")).targets.numel()
+    """Return how many targets one example has: of a text, its tokens; of values, one."""
+    targets = data.first(torch.device("cpu")).targets
+    return 1 if targets.is_floating_point() else targets.numel()
 
 
 def flops_per_example(job: Job) -> float:

@@ -35,7 +35,6 @@ from launch.program import (
     die_with_parent,
     exit_code_of,
     listening,
-    refusing,
 )
 
 
@@ -162,8 +161,15 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tup
         replay.found = None
     loss = run_passes(job, microbatches)
     max_norm, skip_above = config.clip or math.inf, config.skip_above or None
-    with refusing(f"step {job.progress.step} (a smaller --lr may help)", NonFiniteGradients):
+    try:
         taken = job.amp.step(max_norm=max_norm, skip_above=skip_above, sharded=cut_over).taken
+    except NonFiniteGradients as error:
+        where = "--on-nonfinite report says" if replay is None else "nonfinite.jsonl says"
+        what, _, _ = str(error).partition(". ")
+        raise UsageError(
+            f"step {job.progress.step}: {what}; {where} where inf or NaN came from, and a smaller "
+            "--lr may help"
+        ) from None
     if replay is not None and replay.found is not None:
         metrics.blame(replay.found)
     return loss, taken

@@ -211,8 +211,7 @@ class Follower:
         thread.cause = "autocast" if _any_autocast() and not asked else "explicit"
         try:
             out = func(*args, **kwargs)
-            # Without grad none is made, and some views must not be asked: an optimizer's, of what is
-            # complex.
+            # Without grad there is none, and an optimizer's complex views must not be asked.
             if torch.is_grad_enabled() and (nodes := _nodes_of(out)):
                 _mark(nodes, (args, kwargs), self.maker(), through=False)
             return out

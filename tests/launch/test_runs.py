@@ -24,6 +24,7 @@ from launch.job import Job
 from launch.model import blocks_of
 from launch.optim import Average, part_of_peak
 from launch.parallel import Layout
+from launch.program import UsageError
 from launch.train import main
 from tests.launch import jobs
 from tests.launch.jobs import FP16, TINY, losses
@@ -365,6 +366,18 @@ def test_batch_with_a_nan_is_skipped_on_every_rank_and_its_birth_is_told(ranks2,
     assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
     told = [json.loads(line) for line in (tmp_path / "nonfinite.jsonl").read_text().splitlines()]
     assert [(each["step"], each["kind"]) for each in told] == [(step, "input") for step in skipped]
+
+
+def hopeless() -> tuple[list[Any], list[Any], int]:
+    train, held_out, classes = examples("ints")
+    return [(torch.full((6,), torch.nan), label) for _, label in train], held_out, classes
+
+
+def test_run_that_only_skips_ends_and_says_where_to_look(tmp_path):
+    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:hopeless", *TINY, "--steps", 6)
+    said = "3 steps in a row were skipped; nonfinite.jsonl says where"
+    with pytest.raises(UsageError, match=said):
+        jobs.train(tmp_path, (*own, "--precision", "bf16", "--on-nonfinite", "report"))
 
 
 def test_step_whose_norm_is_a_spike_is_skipped(text, tmp_path):
