@@ -13,9 +13,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from distamp.errors import DistampError, SettingError
+from distamp.errors import SettingError
 from distamp.precision import Precision
-from distamp.report.following import every_rank
+from distamp.report.following import every_rank, raised_on_every_rank
 from distamp.report.observing import Observer, Seen
 from distamp.report.rows import Written, collapsed, short, text_table
 
@@ -273,15 +273,8 @@ class Contract:
         observer = Observer(models, optimizers, hooks)
         self._require_matches([*observer.names.values()])
         found = Breaches(self)
-        try:
-            with observer.observing():
-                yield found
-        except Exception as error:
-            _tell(f"{type(error).__name__}: {error}")
-            raise
-        raised = _tell("")
-        if raised:
-            raise DistampError(f"the step that a contract watches raised on {', '.join(raised)}")
+        with raised_on_every_rank("the step that a contract watches"), observer.observing():
+            yield found
         found.fill(every_rank((observer.seen, observer.unseen())))
 
     def judge(self, ranks: Sequence[Mapping[Seen, tuple[int, int]]]) -> Iterator[Breach]:
@@ -381,24 +374,6 @@ def _breach(
         tuple(rank for rank, rows in enumerate(of) if rows),
     )
     return replace(breach, fix=next((fix for applies, fix in _FIXES if applies(breach)), ""))
-
-
-def _tell(error: str) -> list[str]:
-    """Tell all ranks by the store how the step ended here; hear it of all, unless it failed.
-
-    No collective: where a step fails on one rank, others may stand in one of its own.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    from torch.distributed import distributed_c10d
-
-    store = distributed_c10d._get_default_store()
-    rank, ranks = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
-    call = store.add(f"distamp.contract/{rank}", 1)
-    store.set(f"distamp.contract/{call}/{rank}", f"{error} ")
-    heard = [] if error else [store.get(f"distamp.contract/{call}/{each}") for each in ranks]
-    said = [(each, text.decode().strip()) for each, text in enumerate(heard)]
-    return [f"rank {each}: {text}" for each, text in said if text]
 
 
 _HALF = ("bf16", "fp16")

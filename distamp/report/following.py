@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from distamp.autocast.op_names import schema_of
+from distamp.errors import DistampError
 from distamp.report.rows import OUTSIDE
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "inside_compiled_ones",
     "local_of",
     "module_names",
+    "raised_on_every_rank",
     "storage_of",
     "tensors_in",
 ]
@@ -445,6 +447,35 @@ def every_rank(own: Any) -> list[Any]:
         gathered *= dist.get_world_size()
         dist.all_gather_object(gathered, own)
     return gathered
+
+
+@contextmanager
+def raised_on_every_rank(what: str) -> Iterator[None]:
+    """Raise on every rank where the block raises on one; ``what`` it is, for the others."""
+    try:
+        yield
+    except Exception as error:
+        _tell(f"{type(error).__name__}: {error}")
+        raise
+    raised = _tell("")
+    if raised:
+        raise DistampError(f"{what} raised on {', '.join(raised)}")
+
+
+def _tell(error: str) -> list[str]:
+    """Tell all ranks by the store how the step ended here; hear it of all, unless it failed.
+
+    No collective: where a step fails on one rank, others may stand in one of its own.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    call = store.add(f"distamp.raised/{rank}", 1)
+    store.set(f"distamp.raised/{call}/{rank}", f"{error} ")
+    heard = [] if error else [store.get(f"distamp.raised/{call}/{each}") for each in ranks]
+    said = [(each, text.decode().strip()) for each, text in enumerate(heard)]
+    return [f"rank {each}: {text}" for each, text in said if text]
 
 
 def group_of(arguments: Iterable[Any]) -> Any:

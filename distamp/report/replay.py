@@ -22,6 +22,7 @@ from distamp.report.following import (
     inside_compiled_ones,
     local_of,
     module_names,
+    raised_on_every_rank,
     tensors_in,
 )
 from distamp.report.nonfinite import NonFinite
@@ -143,6 +144,7 @@ def first_nonfinite(step: Callable[[], Any], model: nn.Module) -> NonFinite | No
 
     Raises:
         TypeError: ``model`` is not a module, or ``step`` cannot be called.
+        DistampError: ``step`` raised on another rank. Where it raises here, that is raised.
     """
     if not isinstance(model, nn.Module) or not callable(step):
         raise TypeError(
@@ -247,7 +249,8 @@ def _search(
         for _ in range(3):
             kept.put_back()
             watch = Watch(model)
-            _run(step, model, watch)
+            with raised_on_every_rank("the step that is replayed"):
+                _run(step, model, watch)
             everyone = every_rank((watch.fed, watch.reached, watch.total))
             found.append(first_of([each[:2] for each in everyone]))
             totals.append([each[2] for each in everyone])
@@ -256,7 +259,9 @@ def _search(
                 break
         kept.put_back()
         if found[0] is None:
-            finite = all(every_rank(_run(step, model, None) and finite))
+            with raised_on_every_rank("the step that is replayed"):
+                finite &= _run(step, model, None)
+            finite = all(every_rank(finite))
     finally:
         now.put_back()
         _drop_gradients(model)

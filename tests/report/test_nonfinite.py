@@ -448,6 +448,23 @@ def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
     assert (found.op, found.kernel, found.direction) == ("linear", "mm", "backward")
 
 
+@on_ranks(2)
+def test_a_step_that_raises_on_one_rank_raises_on_all() -> None:
+    model, odd = nn.Linear(4, 4), dist.get_rank() == 1
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        if odd:
+            raise ValueError("no data")
+
+    says = "^no data$" if odd else "^the step that is replayed raised on rank 1: ValueError: no"
+    with pytest.raises(ValueError if odd else distamp.DistampError, match=says):
+        distamp.first_nonfinite(step, model)
+    assert model.weight.grad is None
+    odd = False
+    assert distamp.first_nonfinite(step, model) is None
+
+
 def test_a_batch_that_changed_in_place_is_said() -> None:
     model, inputs = Net(log), inputs_of()
     guard = replaying(model)
