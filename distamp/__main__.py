@@ -97,7 +97,16 @@ def _made(name: str, *arguments: str) -> dict[str, Any]:
     if not attribute:
         raise ValueError(f"the factory is named package.module:name, got {name!r}")
     sys.path.insert(0, os.getcwd())  # as for `python -m`
-    made = getattr(importlib.import_module(module), attribute)()
+    factory = getattr(importlib.import_module(module), attribute)
+    try:
+        made = factory()
+    except Exception as error:
+        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Mapping | tuple | list):
+        raise TypeError(
+            f"{name} returned a {type(made).__name__}, not ({', '.join(arguments)}), of which the "
+            "last may be left out, or a dict of these"
+        )
     return dict(made if isinstance(made, Mapping) else zip(arguments, made, strict=False))
 
 

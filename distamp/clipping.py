@@ -342,8 +342,9 @@ def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
             "clip_grad_norm_ counts plain tensors as replicas, and the norms of their gradients "
             f"differ between ranks, from {least:g} to {most:g}. If each rank holds "
             "other parameters or parts (experts, stages), declare those: sharded=lambda p: p is "
-            "such a part, or the group over which it is cut; "
-            "if they are replicas whose gradients differ, replicated=lambda p: True"
+            "such a part, or the group over which it is cut. If they should be the same, some were "
+            "not reduced: the parameter was frozen when the model was wrapped, or the pass went "
+            "around the wrapper. If only rounding makes them differ: replicated=lambda p: True"
         )
     unsure = [each[_UNSURE] for each in sums]
     twice = [sum(abs(a - b) <= _NEAR * a for b in unsure) > 1 for a in unsure]

@@ -170,6 +170,8 @@ class Precision:
         row = level if isinstance(level, Precision) else LEVELS.get(level)
         if row is None:
             hint = "; the O is a letter" if str(level).startswith("0") else ""
+            if level in _SHORT.values():
+                hint = "; fp32 is O0, and fp16 is O1"
             raise SettingError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
         words = {"True": True, "False": False}
         given = {

@@ -202,8 +202,8 @@ def test_weights_are_made_only_where_it_is_asked_for(capsys):
         ("tests.absent:fine", "tests.absent"),
         ("tests.test_doctor:absent", "absent"),
         ("tests.test_doctor:not_callable", "not callable"),
-        ("tests.test_doctor:wrong", "Linear"),
-        ("tests.test_doctor:raises", "no data"),
+        ("tests.test_doctor:wrong", "returned a Linear, not (model, example_inputs, loss_fn)"),
+        ("tests.test_doctor:raises", "tests.test_doctor:raises raised RuntimeError: no data"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, factory, message):

@@ -83,6 +83,7 @@ def test_overrides_are_spelled_as_in_apex(given, field, value):
         ("O2", {"loss_scale": True}, "must be 'dynamic' or a number > 0"),
         ("02", {}, "the O is a letter"),
         ("O4", {}, "must be one of"),
+        ("fp16", {}, "fp16 is O1"),
         *((level, {"master_weights": "split"}, "or True") for level in ("O0", "O1", "O2", "bf16")),
     ],
 )

@@ -80,7 +80,7 @@ def initialize(
             that have the same shard, between which the hook averages too.
         ops: Of the autocast region, as in `autocast`.
         cache_enabled: Of the autocast region, as in `autocast`.
-        apex: Apex's other arguments, which raise with what to use instead.
+        apex: Apex's other arguments, and a scaler's, which raise with what to use instead.
 
     Raises:
         SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
@@ -91,7 +91,7 @@ def initialize(
     Source: Apex's documentation of amp.initialize.
     """
     for name in apex:
-        hint = f"; Apex's {name}: {_APEX[name]}" if name in _APEX else ""
+        hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise TypeError(f"initialize() got an unexpected keyword argument {name!r}{hint}")
     level = Precision.of(
         opt_level,
@@ -206,7 +206,7 @@ def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
     return several
 
 
-_APEX = {
+_ELSEWHERE = {
     "num_losses": "leave it out: all losses share one scale",
     "cast_model_type": "choose it by the level: O2 and O3 cast the model to float16, bf16-O2 and "
     "bf16-O3 to bfloat16",
@@ -217,4 +217,8 @@ _APEX = {
     "verbosity": "nothing is printed",
     "min_loss_scale": "pass schedule=DynamicSchedule(min_scale=...)",
     "max_loss_scale": "pass schedule=DynamicSchedule(max_scale=...)",
+    **{
+        name: f"pass schedule=DynamicSchedule({name}=...)"
+        for name in ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale")
+    },
 }

@@ -128,6 +128,6 @@ def test_replicas_are_compared_again_where_more_take_part_or_are_declared_otherw
             apart.grad = None
             guard.step(optimizer, max_norm=1.0)
         else:
-            with pytest.raises(GradientError, match="differ between ranks"):
+            with pytest.raises(GradientError, match=r"differ between ranks.*some were not reduced"):
                 guard.step(optimizer, max_norm=1.0)
         guard.update()

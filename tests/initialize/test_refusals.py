@@ -173,10 +173,11 @@ def test_a_setting_that_cannot_work(case):
         ("num_losses", "share one scale"),
         ("min_loss_scale", "min_scale"),
         ("max_loss_scale", "max_scale"),
-        ("lose_scale", "'lose_scale'"),
+        ("growth_interval", r"schedule=DynamicSchedule\(growth_interval="),
+        ("lose_scale", "'lose_scale'$"),
     ],
 )
-def test_what_apex_took_and_this_does_not_names_its_replacement(name, hint):
+def test_what_apex_or_a_scaler_takes_and_this_does_not_names_its_replacement(name, hint):
     with pytest.raises(TypeError, match=hint):
         initialize(net(), None, "O1", **{name: 1})
 
