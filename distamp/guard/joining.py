@@ -74,15 +74,21 @@ class _TakeOver(JoinHook):
             for optimizer, _ in self._optimizers.live()
             if not source_of(optimizer).part
         ]
-        own = [(each.state_dict()["state"], of.state_dict()) for each, of in sources]
+        own = [(each.state_dict(), of.state_dict()) for each, of in sources]
         # A tensor of a device would be unpickled on that of the rank that sends.
         sent = [tree_map_only(Tensor, Tensor.cpu, own) if dist.get_rank() == source else None]
         dist.broadcast_object_list(sent, source, group=group)
         if is_last_joiner:
             return
-        for (optimizer, of), (state, standing_in) in zip(sources, sent[0] or (), strict=False):
-            # Learning rates are the user's, whose schedule goes on with them.
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        pairs = zip(sources, own, sent[0] or (), strict=False)
+        for (optimizer, of), (ours, _), (theirs, standing_in) in pairs:
+            # schedulefree counts in its groups. A learning rate that is a tensor stays that tensor.
+            groups = zip(ours["param_groups"], theirs["param_groups"], strict=True)
+            counted = [
+                mine | {key: each for key, each in other.items() if not isinstance(each, Tensor)}
+                for mine, other in groups
+            ]
+            optimizer.load_state_dict({**theirs, "param_groups": counted})
             of.load_state_dict(standing_in)
 
 

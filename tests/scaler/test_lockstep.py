@@ -310,19 +310,28 @@ def test_join_of_model_and_scaler_trains_on_uneven_inputs(by, batches, overflow_
         assert scaler.get_scale() == (1024.0 if overflow_at is None else 512.0)
 
 
+class CountsInItsGroup(torch.optim.AdamW):
+    """As schedulefree's."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0.0) + 1.0
+        return super().step(closure)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("masters", [None, "whole", "split"])
 @pytest.mark.parametrize("batches", [(1, 3), (3, 1)])
 def test_a_rank_that_ended_early_goes_on_with_what_the_others_optimizer_remembers(batches, masters):
     inner = nn.Linear(4, 2).to(torch.bfloat16 if masters else torch.float32)
     model = DistributedDataParallel(inner)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = CountsInItsGroup(model.parameters(), lr=torch.tensor(0.01))
     guard, rank = StepGuard(), dist.get_rank()
     if masters:
         MasterParameters(optimizer, split=masters == "split")
 
     def state() -> list[torch.Tensor]:
         moments = [value for each in optimizer.state.values() for value in each.values()]
+        moments.append(torch.tensor(optimizer.param_groups[0]["count"]))
         of = source_of(optimizer)
         return [each.clone() for each in moments + [of.value(p) for _, p in of.stepped()]]
 
