@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -215,3 +216,32 @@ def test_each_bad_rank_logs_its_own_skip(fused):
         guard.step_counts(optimizer)
     assert len(told) == dist.get_rank()
     assert all("step 2 of AdamW" in line and "on rank 1" in line for line in told)
+
+
+@on_devices(2)
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_rank_that_ended_early_takes_over_moments_and_masters_onto_its_device(masters):
+    rank = dist.get_rank()
+    inner = nn.Linear(4, 2, device=here()).to(torch.bfloat16 if masters else torch.float32)
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    _kept = masters and MasterParameters(optimizer)
+    guard = StepGuard()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        inputs = torch.full((1, 4), 1.0 + rank, device=here(), dtype=inner.weight.dtype)
+        model(inputs).float().sum().backward()
+        guard.step(optimizer)
+        guard.update()
+
+    with Join([model, guard]):
+        for _ in range(1 + 2 * rank):
+            step()
+    step()
+    seen: list[Any] = [None, None]
+    moments = [value for each in optimizer.state.values() for value in each.values()]
+    assert {each.device for each in moments} == {inner.weight.device}
+    mine = [each.tolist() for each in [*moments, *optimizer.param_groups[0]["params"]]]
+    dist.all_gather_object(seen, mine)
+    assert seen[0] == seen[1]
