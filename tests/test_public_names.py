@@ -113,9 +113,11 @@ assert issubclass(cls, torch.autocast) and cls is distamp.autocast and callable(
 with cls("cpu"):
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 """
-HEAVY = {"torch._dynamo", "torch._inductor", "sympy", "lightning", "transformers", "tokenizers"}
-HEAVY |= {"rich", "matplotlib", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"}
-HEAVY |= {"triton", "datasets", "accelerate"}
+HEAVY = {
+    *("torch._dynamo", "torch._inductor", "sympy", "lightning", "transformers", "tokenizers"),
+    *("rich", "matplotlib", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"),
+    *("triton", "datasets", "accelerate"),
+}
 EXTRAS = "{'matplotlib', 'fairscale', 'torchao', 'triton', 'lightning', 'accelerate'}"
 # All modules but those that are for an extra alone.
 EVERY_MODULE = f"""

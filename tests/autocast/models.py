@@ -11,8 +11,10 @@ from torch import Tensor, nn
 # By all the names that configurations have for them.
 WIDTHS = ("hidden_size", "d_model", "n_embd")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
-HEADS = ("num_attention_heads", "n_head", "num_heads")
-HEADS += ("encoder_attention_heads", "decoder_attention_heads")
+HEADS = (
+    *("num_attention_heads", "n_head", "num_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
 INNER = ("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
 VOCABULARY = ("vocab_size", "max_position_embeddings", "n_positions")
 TINY = dict.fromkeys(WIDTHS, 32) | dict.fromkeys(LAYERS, 2) | dict.fromkeys(HEADS, 4)
@@ -20,8 +22,13 @@ TINY |= dict.fromkeys((*INNER, *VOCABULARY), 64) | {"d_kv": 8, "layerdrop": 0.0}
 TINY |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16}
 EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
-SOUND = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2)}
-SOUND |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+SOUND = {
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+}
 SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"}
 

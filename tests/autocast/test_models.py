@@ -84,11 +84,13 @@ def dtypes(op: Any, sample: Any, region: Any) -> Any:
 
 # In-place random ones, what has a dtype of its own or writes statistics, what torch makes of
 # other ops.
-NOT_CHANGED = {"cauchy", "exponential", "geometric", "log_normal", "normal", "uniform", "rand_like"}
-NOT_CHANGED |= {"nn.functional.interpolate", "nn.functional.normalize", "__rdiv__"}
-NOT_CHANGED |= {"nn.functional.batch_norm", "nn.functional.instance_norm"}
-NOT_CHANGED |= {"native_batch_norm"}  # Its statistics, so what it saves of them stays.
-NOT_CHANGED |= {"_native_batch_norm_legit"}  # Lists change its overload without statistics alone.
+NOT_CHANGED = {
+    *("cauchy", "exponential", "geometric", "log_normal", "normal", "uniform", "rand_like"),
+    *("nn.functional.interpolate", "nn.functional.normalize", "__rdiv__"),
+    *("nn.functional.batch_norm", "nn.functional.instance_norm"),
+    "native_batch_norm",  # Its statistics, so what it saves of them stays.
+    "_native_batch_norm_legit",  # Lists change its overload without statistics alone.
+}
 
 
 def to(dtype: torch.dtype, given: torch.dtype, value: Any) -> Any:

@@ -63,12 +63,10 @@ def test_a_pin_holds_for_the_modules_inside_and_none_undoes_all():
         layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     for dtype in ("fp32", "fp16", "fp32"):
         pin_precision(net[0], dtype)
-    assert dtypes(net) == [FP32, BF16]
-    assert seen == [FP32] * 3
+    assert (dtypes(net), seen) == ([FP32, BF16], [FP32] * 3)
     for _ in range(2):
         pin_precision(net[0], None)
-        assert dtypes(net) == [BF16, BF16]
-        assert type(net[0]) is nn.Sequential
+        assert (dtypes(net), type(net[0])) == ([BF16, BF16], nn.Sequential)
 
 
 def pickled(module: Any) -> Any:
@@ -101,8 +99,7 @@ def test_what_half_precision_brings_in_goes_out_in_it_unless_kept_or_in_a_region
         x = layer(X.to(dtype))
         wanted = torch.nn.functional.layer_norm(x.float(), (4,), norm.weight, norm.bias)
         assert torch.equal(norm(x), wanted.to(dtype))
-        assert layer(norm(x)).dtype is dtype
-        assert norm(X).dtype is FP32
+        assert (layer(norm(x)).dtype, norm(X).dtype) == (dtype, FP32)
         with autocast("cpu", dtype):
             assert norm(x).dtype is FP32
         assert torch.equal(pin_precision(norm, "fp32:keep")(x), wanted)
@@ -154,8 +151,8 @@ def test_what_others_lay_over_a_pin_or_under_it_stays(over, first):
             assert pin_precision(each, None)(X).dtype is BF16
             assert pin_precision(each, "fp32")(X).dtype is FP32
             pin_precision(each, None)
-    assert isinstance(module, Mark) is (over == "a class")
-    assert hasattr(module, "parametrizations") is (over == "a parametrization")
+    stays = (isinstance(module, Mark), hasattr(module, "parametrizations"))
+    assert stays == (over == "a class", over == "a parametrization")
     assert dict(module._forward_hooks) == hooks
     assert type(module) in kinds
 
@@ -171,14 +168,16 @@ def test_a_pinned_module_compiles_in_one_graph(dtype):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"must be one of .*, got 'fp8'; did you mean 'fp32'"):
-        pin_precision(nn.Linear(1, 1), "fp8")
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function"):
-        pin_precision(torch.nn.functional.softmin, "fp32")  # type: ignore[arg-type]
     layer = nn.Linear(1, 1)
     layer.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="forward"):
-        pin_precision(layer, "fp32")
+    wrong: list[tuple[Any, str, type[Exception], str]] = [
+        (nn.Linear(1, 1), "fp8", ValueError, "must be one of .*, got 'fp8'; did you mean 'fp32'"),
+        (torch.nn.functional.softmin, "fp32", TypeError, r"torch\.nn\.Module, got function"),
+        (layer, "fp32", ValueError, "forward"),
+    ]
+    for module, dtype, error, says in wrong:
+        with pytest.raises(error, match=says):
+            pin_precision(module, dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

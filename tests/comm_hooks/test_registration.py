@@ -172,8 +172,7 @@ def test_a_rank_that_registers_another_format_or_refuses_alone_keeps_no_other_wa
 )
 def test_the_most_exact_way_that_is_not_slower_wins(fp32, fp16, int8, wire):
     choice = choose({"fp32": fp32, "fp16": fp16, "int8": int8}, 26_214_400)
-    assert choice.wire == wire
-    assert choice.compressed == (wire != "fp32")
+    assert (choice.wire, choice.compressed) == (wire, wire != "fp32")
     assert str(choice).startswith(f"chose {wire}")
     assert "26.2 MB in fp32" in str(choice)
 

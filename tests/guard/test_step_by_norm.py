@@ -50,8 +50,7 @@ def test_ranks_that_clip_by_another_norm_raise_on_every_rank():
     for given, expected, words in DIFFERING:
         given_here = given[dist.get_rank()]
         name, text = error_of(iteration, guard, optimizer, parameter, 1.0, **given_here)
-        assert (name, words in text) == (expected, True), text
-        assert parameter.item() == 1.0
+        assert (name, words in text, parameter.item()) == (expected, True, 1.0), text
         guard.update()
 
 

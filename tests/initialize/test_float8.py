@@ -23,9 +23,15 @@ pytest.importorskip("torchao")
 
 def layers() -> Any:
     """Of every kind that conversion meets."""
-    kinds: dict[str, nn.Module] = {"embedding": nn.Embedding(32, 32), "first": nn.Linear(32, 64)}
-    kinds |= {"router": nn.Linear(64, 16), "odd": nn.Linear(64, 20), "last": nn.Linear(64, 32)}
-    kinds |= {"attention": nn.MultiheadAttention(64, 4), "tied": nn.Linear(32, 32, bias=False)}
+    kinds = {
+        "embedding": nn.Embedding(32, 32),
+        "first": nn.Linear(32, 64),
+        "router": nn.Linear(64, 16),
+        "odd": nn.Linear(64, 20),
+        "last": nn.Linear(64, 32),
+        "attention": nn.MultiheadAttention(64, 4),
+        "tied": nn.Linear(32, 32, bias=False),
+    }
     model = nn.ModuleDict(kinds)
     model["tied"].weight = model["embedding"].weight
     return model
@@ -63,11 +69,11 @@ def test_a_pattern_leaves_layers_out_and_what_a_model_of_transformers_returns_is
     owned.get_output_embeddings = lambda: owned["last"]
     owned._keep_in_fp32_modules = ["first"]
     found = float8_layers(cast_model(owned, "fp8"))
-    assert (found["last"], found["first"]) == (
+    assert (found["last"], found["first"], found["router"]) == (
         "what the model returns",
         "declared fp32 by its owner",
+        "float8",
     )
-    assert found["router"] == "float8"
 
 
 @pytest.mark.parametrize("level", ["fp8", "fp8-rowwise"])

@@ -135,8 +135,7 @@ def made(layout: str, level: str, dora: bool) -> Any:
         policy = MixedPrecisionPolicy(BF16 if level == "bf16-O2" else None, F32)
         for part in (*model.base_model.model.model.layers, model):
             fully_shard(part, mesh=mesh((2,), ("shard",)), mp_policy=policy)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return initialize(model, torch.optim.AdamW(trained, lr=0.01), level)
+    return initialize(model, torch.optim.AdamW(trained(model), lr=0.01), level)
 
 
 def train(amp: Any, steps: range) -> list[float]:
@@ -156,8 +155,8 @@ def train(amp: Any, steps: range) -> list[float]:
 def reference(dora: bool) -> list[float]:
     """The same in float32, from the weights that the half base has."""
     model = llama_adapted(dora, F32)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return train(initialize(model, torch.optim.AdamW(trained, lr=0.01), "O0"), range(STEPS))
+    amp = initialize(model, torch.optim.AdamW(trained(model), lr=0.01), "O0")
+    return train(amp, range(STEPS))
 
 
 @on_ranks(2)

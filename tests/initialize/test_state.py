@@ -55,21 +55,21 @@ TORCHS = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=77).state
 
 
 @pytest.mark.parametrize(
-    ("state", "scale", "tracker"),
+    ("state", "scale", "tracker", "interval"),
     [
-        ({"loss_scaler0": APEX}, 4096.0, 7),
+        ({"loss_scaler0": APEX}, 4096.0, 7, 2000),
         # Of several losses the smallest.
-        ({"loss_scaler0": APEX, "loss_scaler1": APEX | {"loss_scale": 512.0}}, 512.0, 7),
-        (TORCHS, 512.0, 0),
+        ({"loss_scaler0": APEX, "loss_scaler1": APEX | {"loss_scale": 512.0}}, 512.0, 7, 2000),
+        (TORCHS, 512.0, 0, 77),
     ],
     ids=["Apex's", "Apex's of two losses", "torch's"],
 )
-def test_the_state_of_another_library_is_read(state, scale, tracker):
+def test_the_state_of_another_library_is_read(state, scale, tracker, interval):
     amp = made("O2")
     amp.load_state_dict(state)
     found = amp.scaler.state_dict()
-    assert (found["scale"], found["_growth_tracker"]) == (scale, tracker)
-    assert found["growth_interval"] == (77 if state is TORCHS else 2000)
+    keys = ("scale", "_growth_tracker", "growth_interval")
+    assert [found[key] for key in keys] == [scale, tracker, interval]
 
 
 def test_a_run_can_go_on_at_another_level():
@@ -105,8 +105,7 @@ def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
     if first.scaler.schedule.kind == "dynamic":
         first.scaler.load_state_dict({**first.scaler.state_dict(), "scale": 4.0})
     second.load_state_dict(first.state_dict())
-    assert second.scaler.get_scale() == scale
-    assert second.scaler.schedule.kind == kind
+    assert (second.scaler.get_scale(), second.scaler.schedule.kind) == (scale, kind)
 
 
 def test_another_version_and_a_copy_are_refused():

@@ -37,8 +37,10 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, job
     }
 
 
-CELLS = [(layout, "fp32") for layout in LAYOUTS if layout != "hsdp"]
-CELLS += [("fsdp2 x tp", "fp16"), ("fsdp2", "bf16"), ("hsdp", "O2")]
+CELLS = [
+    *((layout, "fp32") for layout in LAYOUTS if layout != "hsdp"),
+    *(("fsdp2 x tp", "fp16"), ("fsdp2", "bf16"), ("hsdp", "O2")),
+]
 
 
 @pytest.mark.parametrize(("layout", "precision"), CELLS)

@@ -102,9 +102,15 @@ def test_slurm_puts_a_job_whose_time_is_over_back_and_it_goes_on(hosts, one_host
     (programs / "scontrol").write_text(SCONTROL.format(names=names, log=log))
     for program in programs.iterdir():
         program.chmod(0o755)
-    slurm = {"SLURM_SUBMIT_DIR": str(repository), "SLURM_JOB_ID": "4321", "PROCESSES": "2"}
-    slurm |= {"SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_NUM_NODES": "2"}
-    slurm |= {"PATH": f"{programs}:{ENVIRONMENT['PATH']}", "SLURM_CPUS_PER_TASK": "2"}
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(repository),
+        "SLURM_JOB_ID": "4321",
+        "SLURM_JOB_NODELIST": "host[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "2",
+        "PROCESSES": "2",
+        "PATH": f"{programs}:{ENVIRONMENT['PATH']}",
+    }
     script = ["bash", str(ROOT / "launch" / "slurm.sh"), "--data", str(text), *map(str, RUN)]
     first = subprocess.Popen(script, env={**ENVIRONMENT, **slurm})
     until(repository / "runs" / "4321", 3)

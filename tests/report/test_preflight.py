@@ -51,8 +51,8 @@ def test_the_devices_lists_and_a_pins_dtype_show():
     # Both devices' lists have prod as an fp32 op; CUDA's tan, and the CPU's padding.
     for device_type, *wanted in (("cuda", "float32", "float16"), ("cpu", "float16", "float32")):
         found = ran(preflight(Calls(products), X, device_type, FP16))
-        assert (found["mm"], found["prod"]) == ("float16", "float32")
-        assert [found["tan"], found["reflection_pad1d"]] == wanted
+        given = [found[op] for op in ("mm", "prod", "tan", "reflection_pad1d")]
+        assert given == ["float16", "float32", *wanted]
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     pin_precision(net[1], "bf16")
     rows = preflight(net, X, "cuda", FP16).report.rows

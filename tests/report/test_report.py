@@ -1,7 +1,7 @@
 """What a precision report counts, beside an independent count; where it happened; how it reads."""
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -196,9 +196,7 @@ def test_a_wrapper_changes_no_name_and_hides_no_kernel(kind):
 def test_compiled_traced_and_wrapped_modules_have_plain_names():
     x, compiled = torch.randn(4, 8), torch.compile(nn.ReLU(), backend="eager")
     parts = nn.Sequential(checkpoint_wrapper(mlp()[0]), compiled, *mlp()[2:])
-    inside = nn.Sequential()
-    inside.add_module("module", nn.Linear(8, 8))
-    inside.add_module("other", nn.ReLU())
+    inside = nn.Sequential(OrderedDict(module=nn.Linear(8, 8), other=nn.ReLU()))
     whole: list[tuple[Any, Any]] = [
         (torch.compile(mlp(), backend="aot_eager"), FORWARD),
         (nn.DataParallel(parts), FORWARD),

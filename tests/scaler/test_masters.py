@@ -99,9 +99,11 @@ CLIPPED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "master_params": lambda model, optimizer: master_params(optimizer),
 }
 CALLS = ("step", "unscale_", "no scaler")
-CASES = [(name, how, False) for name in MODELS for how in (*CALLS, "disabled")]
-CASES += [(name, how, False) for name in ("AdamW", "SGD fused", "groups") for how in CLIPPED]
-CASES += [(name, how, True) for name in OPTIMIZERS for how in (*CALLS, *CLIPPED)]
+CASES = [
+    *((name, how, False) for name in MODELS for how in (*CALLS, "disabled")),
+    *((name, how, False) for name in ("AdamW", "SGD fused", "groups") for how in CLIPPED),
+    *((name, how, True) for name in OPTIMIZERS for how in (*CALLS, *CLIPPED)),
+]
 
 
 def _made(make_model: Callable[[], nn.Module], split: bool, layout: str) -> Any:
@@ -334,9 +336,12 @@ def test_an_optimizer_may_write_around_the_step_of_its_parent_class(split):
 def test_masters_that_cannot_be_are_refused_with_what_to_do():
     parameter, optimizer, masters = one_master(1.0)
     fp32 = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    refused: dict[str, Any] = {"cast the model": fp32, "Optimizer, not list": [fp32]}
-    refused |= {"has master parameters already": optimizer}
-    refused |= {"LBFGS holds its parameters in '_params'": torch.optim.LBFGS([parameter])}
+    refused: dict[str, Any] = {
+        "cast the model": fp32,
+        "Optimizer, not list": [fp32],
+        "has master parameters already": optimizer,
+        "LBFGS holds its parameters in '_params'": torch.optim.LBFGS([parameter]),
+    }
     for words, given in refused.items():
         with pytest.raises((ValueError, TypeError), match=words):
             MasterParameters(given)

@@ -100,8 +100,10 @@ def records_that_are_read(cls: Class) -> Any:
 
 
 def inner_settings(cls: Class) -> Any:
-    names = ("init_scale", "init_growth_tracker", "growth_factor", "backoff_factor")
-    names += ("growth_interval", "enabled", "device", "scale", "growth_tracker")
+    names = (
+        *("init_scale", "init_growth_tracker", "growth_factor", "backoff_factor"),
+        *("growth_interval", "enabled", "device", "scale", "growth_tracker"),
+    )
     scaler, (p, optimizer), seen = _made(cls, growth_interval=2), sgd(), []
     scaler._lazy_init_scale_growth_tracker(CPU)
     scaler._check_scale_growth_tracker("unscale_")
@@ -162,8 +164,10 @@ def _logs(cls: Class) -> Class:
 
         return method
 
-    names = ("scale", "unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
-    names += ("step", "update", "get_scale", "state_dict")
+    names = (
+        *("scale", "unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"),
+        *("step", "update", "get_scale", "state_dict"),
+    )
     return type("Logs", (cls,), {name: override(name) for name in names})
 
 

@@ -35,8 +35,7 @@ def test_the_class_is_torchs_with_its_names_and_positions():
     assert [p.default for p in same[1:]] == [p.default for p in torchs[1:]]
     assert all(p.kind is p.KEYWORD_ONLY for p in more)
     assert issubclass(StageError, (RuntimeError, AssertionError))
-    assert issubclass(SettingError, ValueError)
-    assert issubclass(SettingError, AssertionError)
+    assert {ValueError, AssertionError} <= {*SettingError.__mro__}
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -39,8 +39,10 @@ __all__ = [
 # A run's steps, counted from 0; in one rank 1 alone overflows.
 STEPS, FAULT = 6, 2
 # Workers of pytest, each of which imports some of the trainers.
-GROUPS = {"lightning": "lightning", "fabric": "lightning", "accelerate": "hugging_face"}
-GROUPS |= {"transformers": "hugging_face", "trl": "hugging_face"}
+GROUPS = {
+    **dict.fromkeys(("lightning", "fabric"), "lightning"),
+    **dict.fromkeys(("accelerate", "transformers", "trl"), "hugging_face"),
+}
 # The first loss scale, at which no gradient of these models overflows by itself.
 SCALE = 2.0**10
 

@@ -124,9 +124,15 @@ def strategy_of(kind: type[Net], devices: int, layout: str) -> Any:
 
 
 # A Trainer on the CPU, of STEPS batches, that writes nothing.
-TRAINER = {"accelerator": "cpu", "limit_train_batches": STEPS, "logger": False}
-TRAINER |= {"enable_checkpointing": False, "enable_progress_bar": False}
-TRAINER |= {"enable_model_summary": False, "log_every_n_steps": 1}
+TRAINER = {
+    "accelerator": "cpu",
+    "limit_train_batches": STEPS,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
 
 
 def train(

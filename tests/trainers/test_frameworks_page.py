@@ -66,10 +66,6 @@ def plain(wrap: bool = True) -> dict[str, Any]:
     }
 
 
-def given_unwrapped() -> dict[str, Any]:
-    return plain(wrap=False)
-
-
 def given_accelerate() -> dict[str, Any]:
     common.fresh_accelerate()
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -120,7 +116,7 @@ def given_torchtitan() -> dict[str, Any]:
 # For each piece of code its package, what it is given, and where its scaler is in the end.
 GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
     "lightning": ("lightning", given_lightning, "trainer.precision_plugin.scaler"),
-    "fabric": ("lightning", given_unwrapped, "plugin.scaler"),
+    "fabric": ("lightning", lambda: plain(wrap=False), "plugin.scaler"),
     "accelerate": ("accelerate", given_accelerate, "accelerator.scaler"),
     "transformers": ("transformers", given_transformers, "trainer.accelerator.scaler"),
     "trl": ("trl", given_transformers, "trainer.accelerator.scaler"),

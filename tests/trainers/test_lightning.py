@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric with distamp's plugins and callbacks: what is their own."""
 
 import importlib
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -115,12 +116,14 @@ def test_what_lightning_keeps_and_what_it_cannot_be():
     bf16 = MixedPrecision("bf16-mixed", "cpu")
     bf16.load_state_dict({})  # as Lightning's own has it
     bf16.load_state_dict(bf16.state_dict())
-    with pytest.raises(ValueError, match="skipped steps"):
-        train("lightning", ours=False, devices=1, callbacks=(SkippedSteps(),))
-    with pytest.raises(RuntimeError, match="closure"):
-        train("fabric", devices=1, closure=lambda: None)
-    with pytest.raises(ValueError, match="LBFGS"):
-        train("lightning", devices=1, optimizer="LBFGS")
+    wrong: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+        ("lightning", {"ours": False, "callbacks": (SkippedSteps(),)}, ValueError, "skipped steps"),
+        ("fabric", {"closure": lambda: None}, RuntimeError, "closure"),
+        ("lightning", {"optimizer": "LBFGS"}, ValueError, "LBFGS"),
+    ]
+    for name, given, error, says in wrong:
+        with pytest.raises(error, match=says):
+            train(name, devices=1, **given)
     with distamp.install():
         assert isinstance(Theirs("16-mixed", "cpu").scaler, DistGradScaler)
 

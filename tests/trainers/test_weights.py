@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp import DistGradScaler
+from tests.initialize.cells import Adapted
 from tests.trainers.common import (
     FAULT,
     STEPS,
@@ -51,18 +52,9 @@ def torchao_base() -> Made:
     """Adapters of one's own beside weights that torchao keeps in int8."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.low = nn.Linear(base.in_features, 2, bias=False)
-            self.high = nn.Linear(2, base.out_features, bias=False)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return self.base(inputs) + self.high(self.low(inputs))
-
     net = model()
     quantize_(net, Int8WeightOnlyConfig())
+    net.requires_grad_(False)
     net[0], net[2] = Adapted(net[0]), Adapted(net[2])
     return net, adamw(net)
 
