@@ -1,5 +1,7 @@
 """Fixtures for the whole suite: pools of real ranks."""
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 
@@ -21,16 +23,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     The pools live as long as the pytest process; one that fails is replaced at the next call.
     """
-    pools: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    yield pool
-    for each in pools.values():
-        each.close()
+    with contextlib.ExitStack() as pools:
+        yield functools.cache(lambda world_size: pools.enter_context(RankPool(world_size)))
 
 
 @pytest.fixture
@@ -46,15 +40,8 @@ def ranks4(ranks: Callable[[int], RankPool]) -> RankPool:
 @pytest.fixture
 def new_ranks() -> Iterator[Callable[..., RankPool]]:
     """``new_ranks(2)``: a pool of this test's own, for ranks that are killed."""
-    pools: list[RankPool] = []
-
-    def pool(world_size: int, **options: float) -> RankPool:
-        pools.append(RankPool(world_size, **options))
-        return pools[-1]
-
-    yield pool
-    for each in pools:
-        each.close()
+    with contextlib.ExitStack() as pools:
+        yield lambda world_size, **options: pools.enter_context(RankPool(world_size, **options))
 
 
 @pytest.fixture(scope="session")
@@ -63,19 +50,17 @@ def sim_ranks() -> Iterator[Callable[..., SimPool]]:
 
     The test is skipped where there can be none: another torch, or no compiler.
     """
-    pools: dict[tuple[int, str], SimPool] = {}
+    with contextlib.ExitStack() as pools:
 
-    def pool(world_size: int, name: str = "sim") -> SimPool:
-        if (world_size, name) not in pools:
+        @functools.cache
+        def pool(world_size: int, name: str = "sim") -> SimPool:
             try:
-                pools[world_size, name] = SimPool(world_size, name=name)
+                made = SimPool(world_size, name=name)
             except Unavailable as reason:
                 pytest.skip(str(reason))
-        return pools[world_size, name]
+            return pools.enter_context(contextlib.closing(made))
 
-    yield pool
-    for each in pools.values():
-        each.close()
+        yield pool
 
 
 @pytest.fixture

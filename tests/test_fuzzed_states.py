@@ -31,8 +31,11 @@ TENSORS: list[Any] = [
     torch.zeros(2, 2, dtype=torch.complex64),
     torch.tensor(7, dtype=torch.int64),
 ]
-WRONG: list[Any] = [None, "65536", b"\x00", [], [1, 2, 3], {}, {"scale": 1.0}, object()]
-WRONG += NUMBERS + TENSORS
+WRONG: list[Any] = [
+    *(None, "65536", b"\x00", [], [1, 2, 3], {}, {"scale": 1.0}, object()),
+    *NUMBERS,
+    *TENSORS,
+]
 MISSING = "missing"
 
 

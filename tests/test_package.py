@@ -37,8 +37,10 @@ def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
 def test_the_sdist_holds_what_its_tests_and_its_site_need(tmp_path: Path) -> None:
     with tarfile.open(built("sdist", tmp_path)) as made:
         names = {"/".join(name.split("/")[1:]) for name in made.getnames()}
-    needed = ["mkdocs.yml", "SECURITY.md", "CITATION.cff", "docs/index.md", "launch/train.py"]
-    needed += ["tests/ranks.py", "examples/first_run.py", "benchmarks/common.py", "constraints.txt"]
+    needed = [
+        *("mkdocs.yml", "SECURITY.md", "CITATION.cff", "constraints.txt", "docs/index.md"),
+        *("launch/train.py", "tests/ranks.py", "examples/first_run.py", "benchmarks/common.py"),
+    ]
     assert [name for name in needed if name not in names] == []
     assert [name for name in names if name.startswith((".venv", "runs", "tests/__pycache__"))] == []
 

@@ -112,10 +112,11 @@ def samples(ops: list[Any]) -> Iterator[tuple[Any, torch.dtype, Any]]:
 def test_ops_are_in_the_dtype_of_torchs_region_and_of_lists_of_ours(part):
     database = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
     ops = random.Random(0).sample(database, 10) if part is None else database[part::6]
-    differ = set()
-    for op, _, sample in samples(ops):
-        if dtypes(op, sample, autocast("cpu")) != dtypes(op, sample, torch.autocast("cpu")):
-            differ.add(op.name)
+    differ = {
+        op.name
+        for op, _, sample in samples(ops)
+        if dtypes(op, sample, autocast("cpu")) != dtypes(op, sample, torch.autocast("cpu"))
+    }
     assert differ == set()
     for op, given, sample in samples(ops):
         wanted = BF16 if given is torch.float32 else torch.float32

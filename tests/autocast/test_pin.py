@@ -69,11 +69,14 @@ def test_a_pin_holds_for_the_modules_inside_and_none_undoes_all():
         assert (dtypes(net), type(net[0])) == ([BF16, BF16], nn.Sequential)
 
 
-def pickled(module: Any) -> Any:
-    return pickle.loads(pickle.dumps(module))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, lambda it: AveragedModel(it).module])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda it: pickle.loads(pickle.dumps(it)),
+        lambda it: AveragedModel(it).module,
+    ],
+)
 def test_copies_keep_the_pin_and_their_own_weights(copied):
     net = pinned("fp32")
     twin = copied(net)

@@ -1,7 +1,6 @@
 """A scaler attached to a hook: the same skips as without; and what rounding took comes back."""
 
 import contextlib
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from distamp import DistGradScaler, comm_hooks
 from tests.comm_hooks.training import Given, agreed, inputs, mlp, relative, wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
+from tests.scaler.steps import through_a_file
 
 WIDTHS = (17, 40, 30, 3)
 
@@ -236,10 +236,7 @@ def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets():
         wrapped(mlp(*LARGE), "int8", find_unused_parameters=True) for _ in range(3)
     )
     _trained(whole, 0, 1, 2, 3)
-    buffer = io.BytesIO()
-    torch.save((whole.module.state_dict(), state.state_dict()), buffer)
-    buffer.seek(0)
-    weights, saved = torch.load(buffer)
+    weights, saved = through_a_file((whole.module.state_dict(), state.state_dict()))
     names = {n for key in saved["residuals"] for n in key.partition(": ")[2].split(", ")}
     assert {"0.weight", "2.weight"} <= names, "those of buckets that are not too small"
     for model, _ in others:

@@ -26,13 +26,8 @@ def places(numel: int) -> Places:
 
 def written(wire: WireFormat, values: Tensor, where: Places, divisor: float = 1.0) -> Tensor:
     out = torch.zeros(1, wire.row_bytes(where.numel), dtype=torch.uint8)
-    formats.encode(wire, source(values, where, 1 / divisor), out)
+    formats.encode(wire, Source(values, values.view(1, -1)[:0], where, 1, 1 / divisor), out)
     return out
-
-
-def source(values: Tensor, where: Places, inverse: float = 1.0) -> Source:
-    """Values of which the one row is written."""
-    return Source(values, values.view(1, -1)[:0], where, 1, inverse)
 
 
 def read(wire: WireFormat, values: Tensor, divisor: float = 1.0) -> Tensor:

@@ -44,9 +44,8 @@ WIDTHS = (31, 97, 64, 5)
 
 def mlp(*widths: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b), nn.Tanh()]
+    pairs = itertools.pairwise(widths)
+    layers = [each for a, b in pairs for each in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
 
 

@@ -150,10 +150,6 @@ def reference(level: Precision, extra: str) -> list[Tensor]:
 # -- a layout ----------------------------------------------------------------------------------
 
 
-def _leaves(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
-
-
 def _pinned(model: Any, extra: str) -> list[nn.Module]:
     return [model.norm, model.output] if extra == "pins" else []
 
@@ -175,7 +171,7 @@ def _fsdp2(model: Any, over: Any, half: torch.dtype | None, extra: str, **settin
     policy = MixedPrecisionPolicy(half, output_dtype=None if half is None else torch.float32)
     part_policy = MixedPrecisionPolicy(half)
     alone = {id(m) for m in _pinned(model, extra)}
-    for part in _leaves(model):
+    for part in [m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm)]:
         own = MixedPrecisionPolicy() if id(part) in alone else part_policy
         fully_shard(part, mesh=over, mp_policy=own, **settings)
     return fully_shard(model, mesh=over, mp_policy=policy, **settings)

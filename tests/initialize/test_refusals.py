@@ -66,12 +66,6 @@ def twice() -> Any:
     return tried(model, "O2", optimizer)
 
 
-def held() -> Any:
-    """An optimizer that holds its parameters outside of its groups too."""
-    model = net()
-    return tried(model, "O2", torch.optim.LBFGS(model.parameters()))
-
-
 PINS = {"no*": "fp32", "output": "fp32:keep"}
 GATHERED = Precision.of("fp8").replaced(float8_all_gather=True)
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
@@ -80,7 +74,10 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tried(net(), "O1", keep_batchnorm_fp32=True),
         "contradicts O1",
     ),
-    "masters of what is held elsewhere": (held, "LBFGS holds its parameters in '_params'"),
+    "masters of what is held elsewhere": (
+        lambda: tried(model := net(), "O2", torch.optim.LBFGS(model.parameters())),
+        "LBFGS holds its parameters in '_params'",
+    ),
     "masters at O1": (lambda: tried(net(), "O1", master_weights=True), "float32 already"),
     "negative scale": (lambda: tried(net(), "O2", loss_scale=-1.0), "a number > 0"),
     "two scales": (

@@ -1,7 +1,6 @@
 """What an Amp saves, and what it loads: its own, another level's, torch's and Apex's."""
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from distamp.errors import SettingError, StageError
 from distamp.initialize import Amp
 from distamp.scaler import HysteresisSchedule
 from tests.initialize.nets import adam, backward, batches, net, train, values
+from tests.scaler.steps import through_a_file
 
 BATCHES = [*batches(6)]
 SPLIT = Precision.of("bf16-O2", master_weights="split")
@@ -26,13 +26,11 @@ def made(level: str | Precision, seed: int = 0, **overrides: Any) -> Amp:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "bf16", "bf16-O2", SPLIT])
 def test_a_resumed_run_goes_on_to_the_bit(level):
-    amp, file = made(level), io.BytesIO()
+    amp = made(level)
     train(amp, BATCHES[:3])
     parts = (amp.model, amp.optimizers[0], amp)
-    torch.save([part.state_dict() for part in parts], file)
-    file.seek(0)
+    states = through_a_file([part.state_dict() for part in parts])
     resumed = made(level, seed=1)
-    states = torch.load(file, weights_only=True)
     for part, state in zip((resumed.model, resumed.optimizers[0], resumed), states, strict=True):
         part.load_state_dict(state)
     assert train(resumed, BATCHES[3:6]) == train(amp, BATCHES[3:6])

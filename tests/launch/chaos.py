@@ -19,8 +19,10 @@ import psutil
 from launch.folder import checkpoints_of
 from tests.launch import jobs
 
-RUN = (*jobs.TINY, "--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 5)
-RUN = (*RUN, "--dropout", 0.1, "--save-every", 2, "--eval-every", 50, "--keep", 3, "--auto-resume")
+RUN = (
+    *(*jobs.TINY, "--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 5),
+    *("--dropout", 0.1, "--save-every", 2, "--eval-every", 50, "--keep", 3, "--auto-resume"),
+)
 RANKS = 2
 
 

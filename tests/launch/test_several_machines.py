@@ -20,8 +20,10 @@ from tests.launch.jobs import ROOT, TINY, until
 # Each test starts up to sixteen processes that import torch.
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("launch"), pytest.mark.timeout(1200)]
 
-RUN = (*TINY, "--steps", 12, "--save-every", 5, "--precision", "fp16", "--init-scale", 2.0**24)
-RUN = (*RUN, "--dropout", 0.1)
+RUN = (
+    *(*TINY, "--steps", 12, "--save-every", 5, "--precision", "fp16", "--init-scale", 2.0**24),
+    *("--dropout", 0.1),
+)
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -134,9 +136,11 @@ def test_the_others_go_on_without_a_host_that_is_lost_and_with_it_again(hosts, t
 
     run = tmp_path / "run"
     args = ("--data", text, *TINY, "--steps", 100_000, "--save-every", 20, "--timeout", 20)
-    command = "torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 5 --rdzv-backend c10d"
-    command += " --rdzv-id lost --rdzv-endpoint host0:29602"
-    command += f" --rdzv-conf join_timeout=300,last_call_timeout=3 {ROOT / 'launch' / 'train.py'}"
+    command = (
+        "torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 5 --rdzv-backend c10d "
+        "--rdzv-id lost --rdzv-endpoint host0:29602 "
+        f"--rdzv-conf join_timeout=300,last_call_timeout=3 {ROOT / 'launch' / 'train.py'}"
+    )
     words = [*command.split(), *map(str, args), "--eval-every", "100000", "--run-dir", str(run)]
     started = [host.popen(words, env=ENVIRONMENT) for host in hosts]
     try:

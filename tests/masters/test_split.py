@@ -20,7 +20,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def of_bits(first: int, last: int) -> Tensor:
-    return torch.arange(first, last, dtype=torch.int64).to(torch.int32).view(F32)
+    """All finite values from one to another."""
+    values = torch.arange(first, last, dtype=torch.int64).to(torch.int32).view(F32)
+    return values[values.isfinite()]
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +49,6 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 def test_a_value_comes_back_to_the_bit_and_its_weight_is_rounded_half_away(start):
     """All values of two bfloat16 steps: around zero, among subnormal numbers, at the largest."""
     values = of_bits(start << 16, min((start + 2) << 16, 0xFF800000))
-    values = values[values.isfinite()]
     weights, remainders = halves(values)
     assert same_bits(joined(weights, remainders), values)
     assert same_bits(weights, half_away(values))
@@ -58,7 +59,6 @@ def test_no_finite_value_is_lost():
     """Rounded to nearest even 32,640 would be: a remainder of 2^15 does not fit in 16 bits."""
     for start in range(0, 2**32, 2**20):
         values = of_bits(start, start + 2**20)
-        values = values[values.isfinite()]
         assert same_bits(joined(*halves(values)), values)
 
 

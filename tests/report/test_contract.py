@@ -38,10 +38,6 @@ def checked(model: nn.Module, region: torch.dtype | None = BF16, **words: Any) -
     return Contract(**words or WORDS).check(*trained(model, region=region))
 
 
-def broken(found: Breaches) -> dict[str, tuple[str, int]]:
-    return {each.key: (each.found, each.count) for each in found}
-
-
 def test_a_step_as_declared_breaks_nothing_says_what_it_saw_and_leaves_nothing():
     model = Net()
     model.idle = nn.Linear(2, 2)
@@ -57,7 +53,7 @@ def test_a_step_as_declared_breaks_nothing_says_what_it_saw_and_leaves_nothing()
 
 def test_a_whole_model_in_bf16_is_a_line_for_each_word_that_it_breaks():
     found = checked(Net().bfloat16())
-    assert broken(found) == {
+    assert {each.key: (each.found, each.count) for each in found} == {
         "parameters": ("bf16", 25),
         "masters": ("bf16", 25),
         "optimizer_state": ("bf16", 50),

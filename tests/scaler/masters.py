@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp.scaler import MasterParameters
 from tests.ranks import mesh
-from tests.scaler.steps import cpu_scaler, leaf
+from tests.scaler.steps import cpu_scaler, leaf, through_a_file
 
 __all__ = [
     "ByHand",
@@ -164,11 +163,7 @@ class Job:
         return self
 
     def saved(self) -> dict[str, Any]:
-        """What a file holds, read back without unpickling anything but tensors."""
-        file = io.BytesIO()
-        torch.save(self.state(), file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
+        return through_a_file(self.state())
 
     def values(self) -> list[Tensor]:
         """Of the model, the masters and the optimizer's state, as they are from now on."""

@@ -1,5 +1,6 @@
 """Small training steps for the scaler's tests: a parameter whose gradient is what the test says."""
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +51,14 @@ def iteration(
 def cpu_scaler(init_scale: float = 1024.0, **settings: Any) -> DistGradScaler:
     """The scaler under test."""
     return DistGradScaler("cpu", init_scale=init_scale, **settings)
+
+
+def through_a_file(state: Any) -> Any:
+    """What is read back of a state without unpickling anything but tensors."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def torchs_keys(state: dict[str, Any]) -> dict[str, Any]:

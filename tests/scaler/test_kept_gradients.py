@@ -19,7 +19,10 @@ from tests.on_ranks import on_ranks
 from tests.scaler.masters import local, spread
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd, torch_scaler
 
-DRAWS, ALL_DRAWS = 60, 20_000
+DRAWS = 60
+MANY = pytest.param(
+    range(DRAWS, DRAWS + 20_000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
+)
 ZEROED: dict[str, Callable[[torch.optim.Optimizer, list[Tensor]], object]] = {
     "to None": lambda optimizer, grads: optimizer.zero_grad(),
     "in place": lambda optimizer, grads: optimizer.zero_grad(set_to_none=False),
@@ -94,15 +97,9 @@ def _run(seed: int) -> None:
         scaler.update(2.0 ** chance.randrange(4, 16) if by_hand else None)
 
 
-def test_random_loops_step_by_the_right_gradients() -> None:
-    for seed in range(DRAWS):
-        _run(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_many_random_loops_step_by_the_right_gradients() -> None:
-    for seed in range(DRAWS, DRAWS + ALL_DRAWS):
+@pytest.mark.parametrize("seeds", [range(DRAWS), MANY], ids=["some", "many"])
+def test_random_loops_step_by_the_right_gradients(seeds: range) -> None:
+    for seed in seeds:
         _run(seed)
 
 

@@ -231,12 +231,12 @@ def _run(settings: dict[str, Any], kinds: tuple[str, str], program: list[Any]) -
 KIND = st.sampled_from(list(OPTIMIZERS))
 
 
-def test_random_calls_do_what_torch_does():
-    hold(_run, 200, None, SETTINGS, st.tuples(KIND, KIND), PROGRAM)
+MANY = [
+    pytest.param(2500, part, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+    for part in range(8)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(8))
-def test_many_random_calls_do_what_torch_does(part):
-    hold(_run, 2500, part, SETTINGS, st.tuples(KIND, KIND), PROGRAM)
+@pytest.mark.parametrize(("draws", "seed"), [pytest.param(200, None, id="few"), *MANY])
+def test_random_calls_do_what_torch_does(draws, seed):
+    hold(_run, draws, seed, SETTINGS, st.tuples(KIND, KIND), PROGRAM)

@@ -12,11 +12,16 @@ from tests.scaler.matrix.drawn import hold, programs
 from tests.scaler.matrix.judge import Judge
 from tests.scaler.matrix.layouts import WORLD
 
-# Steps taken together by a scaler, and by a StepGuard, which also clips as it steps.
-FORMS = pytest.mark.parametrize("form", ["distamp", "guard"])
+TEN_THOUSAND = [
+    pytest.param(500, seed, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
+    for seed in range(20)
+]
 
 
-def _check(ranks, draws, seed, form):
+@pytest.mark.parametrize(("draws", "seed"), [pytest.param(12, None, id="few"), *TEN_THOUSAND])
+@pytest.mark.parametrize("form", ["distamp", "guard"])
+def test_invariant_holds_in_random_programs(ranks, form, draws, seed):
+    """Steps taken together by a scaler, and by a StepGuard, which also clips as it steps."""
     judge = Judge(ranks(WORLD), form)
 
     def holds(program):
@@ -26,16 +31,3 @@ def _check(ranks, draws, seed, form):
 
     # A draw is small as it is, and shrinking one takes hundreds of runs on real ranks.
     hold(holds, draws, seed, programs(), phases=[hypothesis.Phase.generate])
-
-
-@FORMS
-def test_invariant_holds_in_random_programs(ranks, form):
-    _check(ranks, 12, None, form)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@FORMS
-@pytest.mark.parametrize("seed", range(20))
-def test_invariant_holds_in_ten_thousand_random_programs(ranks, seed, form):
-    _check(ranks, 500, seed, form)

@@ -1,7 +1,6 @@
 """Checkpoints, pickles and copies: torch's five keys both ways, and one of ours."""
 
 import copy
-import io
 import itertools
 import json
 import pickle
@@ -16,7 +15,15 @@ import torch.distributed.checkpoint as dcp
 from distamp import DistGradScaler
 from distamp.errors import LossScaleCollapse, SettingError
 from distamp.scaler import DynamicSchedule, HysteresisSchedule, StaticSchedule
-from tests.scaler.steps import INF, cpu_scaler, iteration, leaf, sgd, torch_scaler
+from tests.scaler.steps import (
+    INF,
+    cpu_scaler,
+    iteration,
+    leaf,
+    sgd,
+    through_a_file,
+    torch_scaler,
+)
 
 # What ``state_dict`` and ``train(scaler, AFTER)`` gave in the version that names the folder; never
 # written again.
@@ -55,15 +62,12 @@ def _five(state: dict[str, Any]) -> dict[str, Any]:
 
 def _saved(scaler: Any, folder: Path) -> list[Any]:
     """The state as it is, and as each way to write one gives it back."""
-    file, state = io.BytesIO(), scaler.state_dict()
-    torch.save(state, file)
-    file.seek(0)
+    state = scaler.state_dict()
     there = copy.deepcopy(scaler)
     there.load_state_dict(_scaler("torch", 2.0).state_dict())
     dcp.save({"scaler": scaler}, checkpoint_id=folder, no_dist=True)
     dcp.load({"scaler": there}, checkpoint_id=folder, no_dist=True)
-    read = torch.load(file, weights_only=True)
-    return [state, read, json.loads(json.dumps(state)), there.state_dict()]
+    return [state, through_a_file(state), json.loads(json.dumps(state)), there.state_dict()]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is (disabled|unavailable)")

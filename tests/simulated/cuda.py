@@ -32,30 +32,31 @@ def become(path: str, devices: int) -> None:
 
     device.load(path, devices, name="cuda")
     native = device.native()
-    names = {
-        "_lazy_init": lambda: None,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": native.device_count,
-        "current_device": native.current_device,
-        "set_device": lambda d: native.set_device(device.index_of(d)),
-        "current_stream": torch.accelerator.current_stream,
-        "default_stream": device.default_stream,
-        "set_stream": torch.accelerator.set_stream,
-        "stream": lambda s: contextlib.nullcontext() if s is None else s,
-        "synchronize": torch.accelerator.synchronize,
-        "is_bf16_supported": lambda *_, **__: True,
-        "is_current_stream_capturing": lambda: False,
-        "manual_seed_all": device.seed_all,
-        "get_device_capability": lambda _=None: (9, 0),
-        "get_device_name": lambda _=None: "simulated",
-        "get_device_properties": lambda _=None: SimpleNamespace(
-            total_memory=1 << 34, multi_processor_count=1
-        ),
-        "Stream": torch.Stream,
-        "Event": torch.Event,
-    }
-    vars(torch.cuda).update(names)
+    vars(torch.cuda).update(
+        {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": native.device_count,
+            "current_device": native.current_device,
+            "set_device": lambda d: native.set_device(device.index_of(d)),
+            "current_stream": torch.accelerator.current_stream,
+            "default_stream": device.default_stream,
+            "set_stream": torch.accelerator.set_stream,
+            "stream": lambda s: contextlib.nullcontext() if s is None else s,
+            "synchronize": torch.accelerator.synchronize,
+            "is_bf16_supported": lambda *_, **__: True,
+            "is_current_stream_capturing": lambda: False,
+            "manual_seed_all": device.seed_all,
+            "get_device_capability": lambda _=None: (9, 0),
+            "get_device_name": lambda _=None: "simulated",
+            "get_device_properties": lambda _=None: SimpleNamespace(
+                total_memory=1 << 34, multi_processor_count=1
+            ),
+            "Stream": torch.Stream,
+            "Event": torch.Event,
+        }
+    )
     torch._C._cuda_getDevice = native.current_device
     torch._C._cuda_setDevice = native.set_device
     _take_groups()

@@ -144,31 +144,32 @@ def index_of(device: Any) -> int:
 def _module() -> ModuleType:
     """What torch and its wrappers look for in the module of a device type."""
     module = ModuleType("torch.sim", "The simulated accelerator.")
-    names: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "device_count": _native.device_count,
-        "current_device": _native.current_device,
-        "set_device": lambda device: _native.set_device(index_of(device)),
-        "device": lambda device: torch.accelerator.device_index(index_of(device)),
-        "current_stream": torch.accelerator.current_stream,
-        "default_stream": default_stream,
-        "set_stream": torch.accelerator.set_stream,
-        "stream": lambda stream: stream or contextlib.nullcontext(),
-        "synchronize": torch.accelerator.synchronize,
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
-        "manual_seed": lambda seed: _generator(None).manual_seed(seed),
-        "manual_seed_all": seed_all,
-        "get_rng_state": lambda device=None: _generator(device).get_state(),
-        "set_rng_state": lambda state, device=None: _generator(device).set_state(state),
-        "empty_cache": lambda: None,
-        "Stream": torch.Stream,
-        "Event": torch.Event,
-    }
-    vars(module).update(names)
+    vars(module).update(
+        {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "_is_in_bad_fork": lambda: False,
+            "init": lambda: None,
+            "_lazy_init": lambda: None,
+            "device_count": _native.device_count,
+            "current_device": _native.current_device,
+            "set_device": lambda device: _native.set_device(index_of(device)),
+            "device": lambda device: torch.accelerator.device_index(index_of(device)),
+            "current_stream": torch.accelerator.current_stream,
+            "default_stream": default_stream,
+            "set_stream": torch.accelerator.set_stream,
+            "stream": lambda stream: stream or contextlib.nullcontext(),
+            "synchronize": torch.accelerator.synchronize,
+            "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
+            "manual_seed": lambda seed: _generator(None).manual_seed(seed),
+            "manual_seed_all": seed_all,
+            "get_rng_state": lambda device=None: _generator(device).get_state(),
+            "set_rng_state": lambda state, device=None: _generator(device).set_state(state),
+            "empty_cache": lambda: None,
+            "Stream": torch.Stream,
+            "Event": torch.Event,
+        }
+    )
     return module
 
 

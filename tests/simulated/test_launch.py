@@ -53,8 +53,10 @@ def _waits(folder: Path, args: tuple[object, ...]) -> Counter[str]:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_no_step_waits_for_its_device(sim, text, tmp_path, precision):
     """But where a record is written: twice as many steps wait no more often."""
-    args = ("--data", text, *TINY, "--device", "sim", "--precision", precision, "--log-every", 99)
-    args = (*args, "--eval-every", 99, "--save-every", 99, "--keep", 0, "--no-check-precision")
+    args = (
+        *("--data", text, *TINY, "--device", "sim", "--precision", precision, "--log-every", 99),
+        *("--eval-every", 99, "--save-every", 99, "--keep", 0, "--no-check-precision"),
+    )
     few = sim.one(_waits, tmp_path / "few", (*args, "--steps", 4))
     assert sim.one(_waits, tmp_path / "many", (*args, "--steps", 8)) == few
 

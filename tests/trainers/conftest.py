@@ -9,6 +9,5 @@ from tests.ranks import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    pool = RankPool(2, timeout=280)
-    yield lambda world_size: pool
-    pool.close()
+    with RankPool(2, timeout=280) as pool:
+        yield lambda world_size: pool

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -39,10 +39,6 @@ def snippets() -> dict[str, str]:
 # -- what the code is given -----------------------------------------------------------------------
 
 
-def half_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.float() - targets).square().mean()
-
-
 def small(samples: int) -> TensorDataset:
     """Data whose gradients float16 holds at the first loss scale of 2^16."""
     return TensorDataset(*(each * 0.01 for each in data(samples).tensors))
@@ -62,7 +58,7 @@ def plain(wrap: bool = True) -> dict[str, Any]:
         "optimizer": optimizer,
         "schedule": schedule,
         "batches": list(zip(inputs, targets, strict=True)),
-        "loss_fn": half_loss,
+        "loss_fn": lambda outputs, targets: (outputs.float() - targets).square().mean(),
     }
 
 

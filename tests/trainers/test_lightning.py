@@ -133,9 +133,8 @@ def test_the_region_is_for_the_device_that_is_there_whatever_torch_was_built_for
     from distamp.integrations.fabric import FSDPPrecision
 
     quiet()
-
-    def built_for_cuda(check_available: bool = False) -> torch.device | None:
-        return None if check_available else torch.device("cuda")
-
-    with mock.patch.object(torch.accelerator, "current_accelerator", built_for_cuda):
+    with mock.patch.object(
+        *(torch.accelerator, "current_accelerator"),
+        lambda check_available=False: None if check_available else torch.device("cuda"),
+    ):
         assert FSDPPrecision("16-mixed").forward_context().device == "cpu"

@@ -391,8 +391,7 @@ class _TokenNet(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = ((x[:, :3] > 0).long() * torch.tensor([1, 2, 4], device=x.device)).sum(1)
-        x = torch.tanh(self.second(torch.tanh(self.first(tokens))))
-        return self.tail(torch.tanh(self.head(x)))
+        return super().forward(tokens)
 
 
 class _Sparse(Layout):
