@@ -190,9 +190,8 @@ def test_options_are_followed_and_an_error_is_exit_code_1(capsys, tmp_path):
 
 
 def test_weights_are_made_only_where_it_is_asked_for(capsys):
-    assert run(capsys, "tests.test_doctor:on_meta")[0] == 0
-    assert run(capsys, "tests.test_doctor:reads_values")[0] == 2
-    assert run(capsys, "tests.test_doctor:reads_values", "--allocate")[0] == 0
+    for code, *given in ((0, "on_meta"), (2, "reads_values"), (0, "reads_values", "--allocate")):
+        assert run(capsys, f"tests.test_doctor:{given[0]}", *given[1:])[0] == code
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,18 @@ HEADS = (
 )
 INNER = ("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
 VOCABULARY = ("vocab_size", "max_position_embeddings", "n_positions")
-TINY = dict.fromkeys(WIDTHS, 32) | dict.fromkeys(LAYERS, 2) | dict.fromkeys(HEADS, 4)
-TINY |= dict.fromkeys((*INNER, *VOCABULARY), 64) | {"d_kv": 8, "layerdrop": 0.0}
-TINY |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+TINY = {
+    **dict.fromkeys(WIDTHS, 32),
+    **dict.fromkeys(LAYERS, 2),
+    **dict.fromkeys(HEADS, 4),
+    **dict.fromkeys((*INNER, *VOCABULARY), 64),
+    "d_kv": 8,
+    "layerdrop": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16}
 EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
 SOUND = {

@@ -175,6 +175,8 @@ def test_mistakes_are_named(words, says):
 
 # Ranks and layouts.
 
+BATCH = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+
 
 @on_ranks("size")
 @pytest.mark.parametrize(
@@ -242,8 +244,7 @@ def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
     """As the bias of a classifier of two classes has."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     amp = distamp.initialize(model, torch.optim.AdamW(model.parameters()), "bf16")
-    batch = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
-    assert not amp.check(lambda: train(amp, [batch], max_norm=1.0))
+    assert not amp.check(lambda: train(amp, [BATCH], max_norm=1.0))
 
 
 @on_ranks(2)
@@ -257,7 +258,6 @@ def test_neither_what_would_grow_in_a_hooks_format_nor_torchs_own_hook_is_a_brea
     with mock.patch.object(auto, "timed_choice", waits):
         hook = wire if wire in WIRE_FORMATS else "auto"
         amp = distamp.initialize(model, optimizer, "bf16", comm_hook=hook)
-    batch = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
-    found = amp.check(lambda: train(amp, [batch], max_norm=1.0))
+    found = amp.check(lambda: train(amp, [BATCH], max_norm=1.0))
     assert not found
     assert list(found.seen["reduce"]) == [sent]

@@ -1,6 +1,7 @@
 """What a precision report counts, beside an independent count; where it happened; how it reads."""
 
 import copy
+import operator
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,6 +42,14 @@ def modules_of(report: PrecisionReport, phase: str = "forward") -> dict[str, str
     return {row.op: row.module for row in report.rows if row.phase == phase}
 
 
+def casts_by(rows: Any, *names: str) -> Counter[Any]:
+    """How many casts there are by these attributes of rows, where there are any."""
+    found: Counter[Any] = Counter()
+    for row in rows:
+        found[operator.attrgetter(*names)(row)] += row.casts
+    return +found
+
+
 @pytest.mark.parametrize("cls", [torch.autocast, distamp.autocast], ids=["torch", "distamp"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
@@ -68,11 +77,9 @@ def test_a_users_cast_is_told_from_autocasts():
             torch.softmax(x, -1, dtype=torch.float64)
             torch.empty(2).copy_(torch.ones(2, dtype=torch.int64))
         x.bfloat16()
-    causes: Counter[Any] = Counter()
-    for row in report.rows:
-        causes[row.cause, row.function] += row.casts
     by_hand = ("to", "float", "half", "softmax", "copy", "bfloat16")
-    assert +causes == {("autocast", "linear"): 3, **{("explicit", name): 1 for name in by_hand}}
+    causes = casts_by(report.rows, "cause", "function")
+    assert causes == {("autocast", "linear"): 3, **{("explicit", name): 1 for name in by_hand}}
 
 
 def test_the_gradient_of_a_cast_has_the_casts_cause_and_module():
@@ -81,12 +88,9 @@ def test_the_gradient_of_a_cast_has_the_casts_cause_and_module():
         with torch.autocast("cpu", dtype=BF16):
             out = model(torch.randn(2, 4))
         out.float().sum().backward()
-    casts: Counter[Any] = Counter()
-    for row in report.rows:
-        if row.phase == "backward":
-            casts[row.module, row.cause] += row.casts
+    casts = casts_by([r for r in report.rows if r.phase == "backward"], "module", "cause")
     by_hand = {("1", "explicit"): 1, (OUTSIDE, "explicit"): 1}
-    assert +casts == {("0", "autocast"): 2, ("2", "autocast"): 3, **by_hand}
+    assert casts == {("0", "autocast"): 2, ("2", "autocast"): 3, **by_hand}
 
 
 class Twice(torch.autograd.Function):
