@@ -63,8 +63,7 @@ def test_applying_puts_back_what_the_block_changed_or_left_open():
             torch.set_autocast_enabled("xpu", True)
             torch.set_autocast_cache_enabled(False)
             _ = 1 / 0
-        assert (AutocastState.capture(), thread_state()) == before
-        assert product() is FP32
+        assert (AutocastState.capture(), thread_state(), product()) == (*before, FP32)
 
 
 def test_an_applied_state_nests_in_regions_and_with_itself():

@@ -108,8 +108,10 @@ def test_a_state_of_an_earlier_version_loads_and_goes_on(file):
     written = json.loads(file.read_text())
     scaler = cpu_scaler(2.0, schedule=SCHEDULES.get(file.stem.split("-")[-1]))
     scaler.load_state_dict(written["state"])
-    assert scaler.get_scale() == written["state"]["scale"]
-    assert train(scaler, AFTER) == written["trace"]
+    assert (scaler.get_scale(), train(scaler, AFTER)) == (
+        written["state"]["scale"],
+        written["trace"],
+    )
 
 
 # -- Apex, and what cannot be right ----------------------------------------------------------------
