@@ -96,10 +96,11 @@ def test_emulation_is_said_and_a_model_on_another_device_is_refused(caplog, monk
 
 
 def test_weights_on_meta_will_be_where_a_device_is_whatever_torch_was_built_for(monkeypatch):
-    def built_for_cuda(check_available: bool = False) -> torch.device | None:
-        return None if check_available else torch.device("cuda")
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
+    )
     with torch.device("meta"):
         model = cells.Net()
     assert cast_model(model, "fp8").first.config.emulate

@@ -60,7 +60,9 @@ def library() -> Path:
                 f"the simulated accelerator needs {needed}; this is torch {version} "
                 f"on {sys.platform}"
             )
-    digest = hashlib.sha256(repr([version, sys.version, FLAGS]).encode())
+    digest = hashlib.sha256(
+        repr([version, sys.version, str(Path(sys.prefix).resolve()), FLAGS]).encode()
+    )
     for part in (_run([*compilers[0], "--version"]), *(p.read_bytes() for p in SOURCES)):
         digest.update(part)
     built = FOLDER / digest.hexdigest()[:16] / f"sim{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -73,7 +75,7 @@ def library() -> Path:
 
 
 def _build(compiler: list[str], built: Path) -> None:
-    torch = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
+    torch = Path(importlib.util.find_spec("torch").origin).resolve().parent  # type: ignore[union-attr, arg-type]
     folders = (torch / "include", torch / "include/torch/csrc/api/include", PYTHON)
     # The largest first, so that no core waits at the end.
     sources = [source for source in SOURCES if source.suffix == ".cpp"]
