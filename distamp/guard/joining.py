@@ -70,20 +70,22 @@ class _TakeOver(JoinHook):
         self, group: dist.ProcessGroup, source: int, is_last_joiner: bool
     ) -> None:
         sources = [
-            (optimizer, source_of(optimizer))
+            (optimizer, of)
             for optimizer, _ in self._optimizers.live()
-            if not source_of(optimizer).part
+            if not (of := source_of(optimizer)).part
         ]
-        own = [(each.state_dict(), of.state_dict()) for each, of in sources]
+        own = None
+        if dist.get_rank() == source:  # the state of split masters is a copy
+            own = [(each.state_dict(), of.state_dict()) for each, of in sources]
         # A tensor of a device would be unpickled on that of the rank that sends.
-        sent = [tree_map_only(Tensor, Tensor.cpu, own) if dist.get_rank() == source else None]
+        sent = [tree_map_only(Tensor, Tensor.cpu, own)]
         dist.broadcast_object_list(sent, source, group=group)
         if is_last_joiner:
             return
-        pairs = zip(sources, own, sent[0] or (), strict=False)
-        for (optimizer, of), (ours, _), (theirs, standing_in) in pairs:
+        for (optimizer, of), (theirs, standing_in) in zip(sources, sent[0] or (), strict=False):
             # schedulefree counts in its groups. A learning rate that is a tensor stays that tensor.
-            groups = zip(ours["param_groups"], theirs["param_groups"], strict=True)
+            ours = optimizer.state_dict()["param_groups"]
+            groups = zip(ours, theirs["param_groups"], strict=True)
             counted = [
                 mine | {key: each for key, each in other.items() if not isinstance(each, Tensor)}
                 for mine, other in groups
