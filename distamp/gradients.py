@@ -40,6 +40,9 @@ __all__ = [
     "without_grad",
 ]
 
+# So many gradients of one dimension, of at most so many elements, are measured as one on the host.
+MANY, SMALL = 64, 4096
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -228,9 +231,19 @@ def square_of(gradients: list[Tensor], device: torch.device) -> float | Tensor:
 
 def _norms(gradients: list[Tensor], norm_type: float) -> Iterator[tuple[Tensor, ...]]:
     """Yield for each device and dtype the norms of its gradients, 0-d."""
-    for (_, dtype), ((group,), _) in _grouped(gradients).items():
+    for (device, dtype), ((group,), _) in _grouped(gradients).items():
+        some = _joined(group) if host.is_host(device) else group
         # float16 squares overflow from 256 on.
-        yield torch._foreach_norm(group, norm_type, torch.float32 if dtype.itemsize < 4 else None)
+        yield torch._foreach_norm(some, norm_type, torch.float32 if dtype.itemsize < 4 else None)
+
+
+def _joined(gradients: list[Tensor]) -> list[Tensor]:
+    """Return many biases and the like as one: a call for each takes longer than its elements."""
+    small: list[Tensor] = []
+    rest: list[Tensor] = []
+    for gradient in gradients:
+        (small if gradient.dim() == 1 and gradient.numel() <= SMALL else rest).append(gradient)
+    return [torch.cat(small), *rest] if len(small) >= MANY else gradients
 
 
 def combined(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -34,6 +34,16 @@ def test_what_is_below_the_limit_is_not_written_to():
     assert parameters[0].grad._version == version
 
 
+def test_many_biases_beside_a_matrix_are_measured_as_if_they_were_one():
+    values = [[float(n % 7)] * (n % 70 + 1) for n in range(200)]
+    *biases, matrix = with_gradients(*values, [2.0] * 6)
+    matrix.data, matrix.grad = torch.ones(3, 2), matrix.grad.view(3, 2)
+    for half in biases[::2]:
+        half.data, half.grad = half.data.half(), half.grad.half()
+    squares = sum(len(each) * each[0] ** 2 for each in values) + 24.0
+    assert clip_grad_norm_([*biases, matrix], 1e3).item() == pytest.approx(squares**0.5, rel=1e-6)
+
+
 def test_an_optimizer_that_steps_a_part_by_another_is_measured_whole():
     """As Muon with an AdamW inside, which is no share of a wrapper like ZeRO."""
 

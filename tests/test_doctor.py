@@ -127,8 +127,7 @@ def on_meta():
 
 
 def reads_values():
-    scale = torch.ones(1).item()
-    return nn.Linear(8, int(scale)), torch.zeros(4, 8)
+    return nn.Linear(8, int(torch.ones(1).item())), torch.zeros(4, 8)
 
 
 def trains():

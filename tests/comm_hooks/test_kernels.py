@@ -94,8 +94,7 @@ def same_rows(wire: WireFormat, a: Tensor, b: Tensor, numel: int) -> bool:
 def source_of(given: Tensor, places: Places, rows: int, seed: int, inverse: float = 1.0) -> Source:
     """These values and up to two others, of which a row, or none, is not to be written."""
     others = torch.stack([values_of(len(given), 90 + other) for other in range(2)])[: seed % 3]
-    own = seed % (rows + 1)
-    return Source(given, others.to(given.dtype), places, own, inverse)
+    return Source(given, others.to(given.dtype), places, seed % (rows + 1), inverse)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -206,8 +206,7 @@ def test_a_pattern_needs_a_match_on_one_rank_alone_and_without_one_raises_on_all
     """Each rank has another part of a model, as a pipeline's stages."""
     model = nn.Sequential() if dist.get_rank() else net()
     model.add_module("head", nn.Linear(2, 2))
-    pins = {"hidden": "fp32", "head": "fp32"}
-    amp = initialize(model, None, "bf16", precision=pins)
+    amp = initialize(model, None, "bf16", precision={"hidden": "fp32", "head": "fp32"})
     unseen = amp.check(lambda: amp.model.head(torch.ones(1, 2))).unseen
     assert "the pattern 'hidden' of precision= matches nothing on ranks [1]" in unseen
     with pytest.raises(SettingError, match="the nearest are 'hidden', 'head'"):

@@ -75,8 +75,7 @@ def test_resumed_run_has_the_losses_of_one_never_stopped(ranks, text, tmp_path, 
     whole = pool.run(jobs.train, tmp_path, args)[0]
     # The newest checkpoint has lost what makes it whole, as in a run killed while it was written.
     (tmp_path / "checkpoints" / "step-00000008" / ".metadata").unlink()
-    again = pool.run(jobs.train, tmp_path, ("--resume", tmp_path))[0]
-    assert again == whole
+    assert pool.run(jobs.train, tmp_path, ("--resume", tmp_path))[0] == whole
     assert whole[-1]["step"] == 8
     assert sum(not row.get("taken", True) for row in whole) > 1
 

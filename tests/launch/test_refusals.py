@@ -273,8 +273,7 @@ def test_ranks_refuse_alike(ranks2, text, tmp_path, args, named):
 
 def test_betas_eps_and_weight_decay_reach_the_optimizer():
     config = Config(beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.3)
-    model = torch.nn.Linear(2, 2)
-    groups = make_optimizers(model, config)[0].param_groups
+    groups = make_optimizers(torch.nn.Linear(2, 2), config)[0].param_groups
     found = [(group["betas"], group["eps"], group["weight_decay"]) for group in groups]
     assert found == [((0.8, 0.99), 1e-6, 0.3), ((0.8, 0.99), 1e-6, 0.0)]  # of biases no decay
 

@@ -50,8 +50,7 @@ class DDPSubgroups(DDP):
     shards = 2
 
     def process_group(self) -> Any:
-        groups = [subgroup([0, 1]), subgroup([2, 3])]
-        return groups[self.domain_of(self.rank)]
+        return [subgroup([0, 1]), subgroup([2, 3])][self.domain_of(self.rank)]
 
     def wrap(self, net: nn.Module) -> nn.Module:
         return DistributedDataParallel(net, process_group=self.process_group())
