@@ -15,7 +15,7 @@ def is_host(device: torch.device) -> bool:
 
 def is_captured() -> bool:
     """Return whether a CUDA graph is being captured, of which the host reads nothing."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
