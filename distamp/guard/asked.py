@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Guard:
     def __init__(self, ranks: Ranks, limit: int | None) -> None:
         self.ranks = ranks
         self.limit = limit
-        self.names: MutableMapping[Tensor, str] = {}
+        self.names: dict[Tensor, str] = {}
         self.optimizers = OptimizerStates()
         self.hooks: list[CommHook] = []
         self.kept: dict[int, dict[str, Any]] = {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from distamp.gradients import local_gradients, local_of
 from distamp.optimizers import describe, parameter_names, parameters_of
@@ -72,14 +71,14 @@ class OverflowReport:
         return "\n".join([f"overflow at loss scale {self.scale:g}", head, *rows])
 
 
-def names_of(named: Iterable[tuple[str, Tensor]] | None) -> MutableMapping[Tensor, str]:
-    """Return the name of each parameter; parameters are held weakly.
+def names_of(named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """Return the name of each tensor, which is held: torch swaps none that has a weak reference.
 
     Raises:
         TypeError: ``named`` is no pairs, as ``model.named_parameters()`` gives them.
     """
     try:
-        return WeakIdKeyDictionary({parameter: name for name, parameter in named or ()})
+        return {parameter: name for name, parameter in named or ()}
     except (TypeError, ValueError):
         raise TypeError(
             "named_parameters must be pairs of name and parameter, as model.named_parameters() "
@@ -153,7 +152,7 @@ class Skip(NamedTuple):
     as_it_was: bool
 
 
-def log_skip(optimizer: Any, skip: Skip, names: MutableMapping[Tensor, str]) -> None:
+def log_skip(optimizer: Any, skip: Skip, names: dict[Tensor, str]) -> None:
     """Say at INFO that a step of ``optimizer`` was skipped, and why.
 
     Args:
@@ -188,7 +187,7 @@ def log_spike(logger: str, optimizer: Any, step: int) -> None:
 
 
 @torch.no_grad()
-def _spoilt(names: MutableMapping[Tensor, str]) -> list[str]:
+def _spoilt(names: dict[Tensor, str]) -> list[str]:
     """Return the names of buffers that are not finite, and take them out: each is told once."""
     buffers = [
         t for t in names if not t.requires_grad and t.grad is None and t.dtype.is_floating_point

@@ -59,6 +59,7 @@ def train(amp: Amp, layout: str) -> tuple[list[float], list[bool], list[Tensor]]
         norm = amp.clip_grad_norm_(0.5).item()
         taken.append(bool(amp.step()))
         norms += [norm] if taken[-1] else []
+        amp.model.cpu()  # as between two phases of reinforcement learning; FSDP2 swaps its tensors
     return norms, taken, whole(amp.model)
 
 
