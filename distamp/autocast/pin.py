@@ -186,13 +186,22 @@ def _half_precision(module: nn.Module) -> torch.dtype | None:
 
 
 class _TakeInFp32(TorchFunctionMode):
-    """Has every function take half precision parameters in float32."""
+    """Has every function take half precision parameters, and statistics, in float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = tree_map_only(nn.Parameter, _to_fp32, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if func is not nn.functional.batch_norm:
+            return func(*args, **kwargs)
+        # No kernel takes its statistics, which are buffers, in half precision beside float32.
+        given, args = args, tree_map_only(Tensor, _to_fp32, args)
+        output = func(*args, **kwargs)
+        if kwargs.get("training"):
+            for buffer, moved in zip(given[1:], args[1:], strict=True):
+                if buffer is not moved:
+                    buffer.copy_(moved)
+        return output
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from distamp.autocast import OpLists, pin_of
 from distamp.autocast.op_names import Category
@@ -230,7 +231,8 @@ def _check_optimizers(
             )
         if precision.master_weights:
             refuse_share(optimizer)
-        eps = min((group["eps"] for group in optimizer.param_groups if group.get("eps")), default=1)
+        given = tree_leaves([group.get("eps") for group in optimizer.param_groups])
+        eps = min(filter(None, given), default=1)  # Adafactor has a tuple
         steps_half = precision.param is torch.float16 and not precision.master_weights
         if steps_half and torch.tensor(float(eps), dtype=torch.float16) == 0:
             raise SettingError(

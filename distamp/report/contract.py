@@ -213,7 +213,11 @@ class Contract:
 
     @classmethod
     def of(cls, level: str | Precision, *models: nn.Module) -> Self:
-        """Return the contract of a level, such as ``"bf16"``; see `Precision.contract`."""
+        """Return the contract of a level, such as ``"bf16"``, for these models.
+
+        Without models it knows neither batch norms that stay float32 nor pins; see
+        `Precision.contract`.
+        """
         return cls(**Precision.of(level).contract(*models))
 
     def declared(self, key: str, where: str = "") -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def test_what_half_precision_brings_in_goes_out_in_it_unless_kept_or_in_a_region
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_half_precision_weights_of_a_module_in_fp32_are_taken_in_fp32(dtype):
-    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(dtype)
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)).to(dtype)
     head, plain = pin_precision(copy.deepcopy(net), "fp32:keep"), copy.deepcopy(net).float()
     found, wanted = head(X.to(dtype)), plain(X.to(dtype).float())
     assert torch.equal(found, wanted)
@@ -120,6 +120,7 @@ def test_half_precision_weights_of_a_module_in_fp32_are_taken_in_fp32(dtype):
     wanted.square().sum().backward()
     for one, other in zip(head.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad.to(dtype))  # type: ignore[union-attr, arg-type]
+    assert all(map(torch.equal, head.buffers(), plain.to(dtype).buffers()))
 
 
 def sharded(module: nn.Module) -> Any:

@@ -105,6 +105,12 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tried(model := net(), "O3", torch.optim.Adam(model.parameters())),
         "eps=1e-08",
     ),
+    "one eps of two at O3": (
+        lambda: tried(
+            model := net(), "O3", torch.optim.Adafactor(model.parameters(), eps=(1e-30, 1e-3))
+        ),
+        "eps=1e-30",
+    ),
     "a model without values": (
         lambda: initialize(nn.Linear(2, 2, device="meta"), None, "bf16"),
         "materialise it first",
