@@ -107,6 +107,10 @@ class Asked:
         optimizers = self._guard.optimizers
         return optimizers.find(innermost(given)) or optimizers.add(given)
 
+    def _unguarded(self, given: Any) -> OptimizerState:
+        """Return what a disabled scaler knows: of an optimizer without a norm, nothing."""
+        return self._guard.optimizers.find(innermost(given)) or OptimizerState(given)
+
     def _record_of(self, optimizer: Any) -> dict[str, Any] | None:
         """Return torch's record of this iteration, or what is kept of the last; None without."""
         key = id(innermost(optimizer))
@@ -141,7 +145,7 @@ class Asked:
             StageError: ``step(optimizer)`` was never called.
         """
         if not self._enabled:
-            return True
+            return not self._unguarded(optimizer).last_step
         last = self._asked("stepped", optimizer, "step()").last_step
         if last is None:
             raise StageError("stepped() was called before step() for this optimizer")
@@ -158,7 +162,7 @@ class Asked:
             StageError: The optimizer was never checked.
         """
         if not self._enabled:
-            return flag_of(False, "cpu")
+            return flag_of(bool(self._unguarded(optimizer).last_step), "cpu")
         flag, record = self._asked("found_inf", optimizer).last_step, self._record_of(optimizer)
         device = self._divisor("found_inf", optimizer).device
         if record is not None and OWN in record and record["stage"] is not OptState.STEPPED:
@@ -176,7 +180,7 @@ class Asked:
             StageError: The scaler never saw the optimizer.
         """
         if not self._enabled:
-            return StepCounts(0, 0)
+            return StepCounts(0, 0, self._unguarded(optimizer).counts[3])
         self._guard.ranks.settle()
         taken, skipped, _, spikes = self._asked("step_counts", optimizer).counts
         return StepCounts(taken, skipped, spikes)

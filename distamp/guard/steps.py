@@ -506,9 +506,8 @@ class Steps(Joins):
             refuse_names(optimizer, "max_norm", "skip_above")
             by = ByNorm(max_norm, skip_above)
         if not self._enabled:
-            if by is not None and self._lies_above([optimizer], by):
-                return None
-            return optimizer.step(*args, **kwargs)
+            skipped = self._skips_unguarded([optimizer], by)
+            return None if skipped else optimizer.step(*args, **kwargs)
         divisor = self._divisor("step", optimizer)
         one = self._resolved(optimizer, to_step=True)
         if (args or kwargs) and find_closure(args, kwargs) is not None:
@@ -560,9 +559,8 @@ class Steps(Joins):
         if together or max_norm is not None or skip_above is not None:
             by = ByNorm(max_norm, skip_above, replicated, sharded)
         if not self._enabled:
-            if by is not None and self._lies_above(optimizers, by):
-                return [None] * len(optimizers)
-            return [optimizer.step() for optimizer in optimizers]
+            skipped = self._skips_unguarded(optimizers, by)
+            return [None if skipped else optimizer.step() for optimizer in optimizers]
         divisor = self._divisor("step", optimizers)
         ones = [self._resolved(optimizer, to_step=True) for optimizer in optimizers]
         verdict = self._look_to_step(divisor, ones, by)
@@ -583,18 +581,26 @@ class Steps(Joins):
             self._look("step", divisor, ready, error=error)
         return NO_VERDICT
 
-    def _lies_above(self, optimizers: Sequence[Any], by: ByNorm) -> bool:
+    def _skips_unguarded(self, optimizers: Sequence[Any], by: ByNorm | None) -> bool:
         """Clip where nothing is guarded; return whether the step is skipped for its norm."""
-        limit, parameters = by.checked().skip_above, list[Tensor]()
-        for optimizer in optimizers:
-            parameters += [stepped for _, stepped in source_of(optimizer).stepped()]
-        norm = self.clip_grad_norm_(
-            optimizers[0] if len(optimizers) == 1 else parameters,
-            math.inf if by.max_norm is None else by.max_norm,
-            replicated=by.replicated,
-            sharded=by.sharded,
-        )
-        return limit is not None and norm.item() > float(limit)
+        spike = False
+        if by is not None:
+            limit, parameters = by.checked().skip_above, list[Tensor]()
+            for optimizer in optimizers:
+                parameters += [stepped for _, stepped in source_of(optimizer).stepped()]
+            norm = self.clip_grad_norm_(
+                optimizers[0] if len(optimizers) == 1 else parameters,
+                math.inf if by.max_norm is None else by.max_norm,
+                replicated=by.replicated,
+                sharded=by.sharded,
+            )
+            spike = limit is not None and norm.item() > float(limit)
+            for optimizer in optimizers:
+                self._state(optimizer).norm = norm
+        for state in map(self._unguarded, optimizers):
+            state.last_step = spike
+            state.counts = (0, 0, 0, state.counts[3] + spike)
+        return spike
 
     def _apply(
         self,
@@ -860,7 +866,7 @@ class Steps(Joins):
         given: Any = optimizer_or_parameters
         own = self._guard
         if not self._enabled:
-            return clipping.clip_grad_norm_(
+            own.norm = norm = clipping.clip_grad_norm_(
                 given,
                 max_norm,
                 norm_type,
@@ -868,6 +874,9 @@ class Steps(Joins):
                 replicated=replicated,
                 sharded=sharded,
             )
+            if clipping.is_optimizer(given):
+                self._state(given).norm = norm
+            return norm
         given = list(given) if isinstance(given, Iterator) else given  # it is looked at twice
         divisor = self._divisor("clip_grad_norm_", given)
         device, group, error = divisor.device, self._group(divisor.device), None

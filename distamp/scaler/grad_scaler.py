@@ -81,8 +81,8 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         growth_factor: Multiplies the scale after ``growth_interval`` clean iterations; > 1.
         backoff_factor: Multiplies the scale after an overflow; between 0 and 1.
         growth_interval: Clean iterations in a row before the scale grows.
-        enabled: If False, ``step`` only calls ``optimizer.step()``, and the other methods do
-            nothing. It must be the same on all ranks of a group.
+        enabled: If False, nothing is scaled or guarded: ``step`` clips and skips by the norm, if
+            asked to, and calls ``optimizer.step()``. It must be the same on all ranks of a group.
         process_group: The ranks that have a part of the model: a ProcessGroup, a DeviceMesh (all
             its dimensions as one group), or None for the default group if torch.distributed is
             initialised, else for this process only. Resolved at each message, not here.

@@ -17,10 +17,13 @@ from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, error_of, iteration, sgd
 
 
-def test_a_disabled_scaler_clips_and_leaves_spikes_out_too():
+def test_a_disabled_scaler_clips_and_leaves_spikes_out_and_says_so():
     (parameter, optimizer), scaler = sgd(0.0, 0.0), DistGradScaler("cpu", enabled=False)
-    for gradient in ([3.0, 4.0], [30.0, 40.0]):
+    for gradient, norm in (([30.0, 40.0], 50.0), ([3.0, 4.0], 5.0)):
         iteration(scaler, optimizer, parameter, gradient, max_norm=1.0, skip_above=10.0)
+        told = scaler.stepped(optimizer), scaler.found_inf(optimizer), scaler.grad_norm(optimizer)
+        assert told == (norm < 10.0, norm > 10.0, norm)
+    assert scaler.step_counts(optimizer).spikes == 1
     assert parameter.tolist() == pytest.approx([-0.6, -0.8])
 
 
@@ -46,10 +49,9 @@ DIFFERING: list[tuple[list[dict[str, Any]], str, str]] = [
 
 @on_ranks(2)
 def test_ranks_that_clip_by_another_norm_raise_on_every_rank():
-    (parameter, optimizer), guard = sgd(), StepGuard()
+    (parameter, optimizer), guard, rank = sgd(), StepGuard(), dist.get_rank()
     for given, expected, words in DIFFERING:
-        given_here = given[dist.get_rank()]
-        name, text = error_of(iteration, guard, optimizer, parameter, 1.0, **given_here)
+        name, text = error_of(iteration, guard, optimizer, parameter, 1.0, **given[rank])
         assert (name, words in text, parameter.item()) == (expected, True, 1.0), text
         guard.update()
 

@@ -91,8 +91,10 @@ def test_a_report_covers_every_optimizer_and_kind_of_gradient():
     fused.grad = torch.tensor([INF, 256.0])
     scaler = cpu_scaler(fp16_grads="inplace")
     scaler.scale(torch.ones(()))
-    optimizers = [torch.optim.SGD([table, narrow], lr=1.0)]
-    optimizers.append(torch.optim.SGD([fused], lr=1.0, fused=True))
+    optimizers = [
+        torch.optim.SGD([table, narrow], lr=1.0),
+        torch.optim.SGD([fused], lr=1.0, fused=True),
+    ]
     scaler.step_all(optimizers)
     # A fused step leaves the gradient scaled.
     assert [row[2:] for row in rows(scaler.overflow_report())] == [
@@ -156,8 +158,7 @@ def test_the_skip_in_a_row_that_reaches_the_limit_raises_and_the_user_may_go_on(
     """Three skipped steps in a row, which rank 1 overflowed; and on after it."""
     (parameter, optimizer), scaler = sgd(), cpu_scaler(max_consecutive_skips=3)
     for bad in (INF, INF, 0.25, INF, INF):
-        gradient = bad if dist.get_rank() == 1 else 0.25
-        iteration(scaler, optimizer, parameter, gradient)
+        iteration(scaler, optimizer, parameter, bad if dist.get_rank() == 1 else 0.25)
     with pytest.raises(LossScaleCollapse) as error:
         iteration(scaler, optimizer, parameter, NAN if dist.get_rank() == 1 else 0.25)
     for words in (
