@@ -3,17 +3,18 @@
 #
 #   sudo benchmarks/comm_hooks_figures.sh FOLDER
 #
-# Use a machine that does nothing else: other work makes every ratio worse. Needs root and network
-# namespaces. Writes a text file to FOLDER for each command, with the command in its first line.
+# Use a machine that does nothing else: other work makes every ratio worse. Needs root, network
+# namespaces, and cubic and bbr in net.ipv4.tcp_allowed_congestion_control. Writes a text file to
+# FOLDER for each command, with the command in its first line.
 # Set PYTHON to use another interpreter than .venv/bin/python.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/figures.sh"
 
-part link_4 benchmarks.shaped_link --congestion bbr --rounds 3 --only compute "torch fp16" fp16
-part link_2x2 benchmarks.shaped_link --congestion bbr --hosts 2 --local 2 --rounds 3 \
+part link_4 benchmarks.shaped_link --rounds 3 --only compute "torch fp16" fp16
+part link_4_bbr benchmarks.shaped_link --congestion bbr --rounds 3 --only compute "torch fp16" fp16
+part link_2x2 benchmarks.shaped_link --hosts 2 --local 2 --rounds 3 \
     --only compute "torch fp16" fp16 int8
-part link_1gbit benchmarks.shaped_link --congestion bbr --rate 1gbit --rounds 5 \
-    --only compute "torch fp16" fp16
+part link_1gbit benchmarks.shaped_link --rate 1gbit --rounds 5 --only compute "torch fp16" fp16
 part link_fsdp2_2x1 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --rate 1gbit --rounds 2
 part link_fsdp2 benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --local 2 --rate 1gbit --rounds 2
 part host benchmarks.comm_hooks_host

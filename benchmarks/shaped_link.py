@@ -48,7 +48,7 @@ def main(
     rate: str = "100mbit",
     hosts: int = 4,
     local: int = 1,
-    congestion: str | None = None,
+    congestion: str = "cubic",
     rounds: int = 5,
     only: Sequence[str] = (),
 ) -> None:
@@ -59,7 +59,7 @@ def main(
         rate: Of each link, as tc writes it.
         hosts: How many.
         local: Ranks of each host.
-        congestion: TCP's congestion control, if not the machine's own.
+        congestion: TCP's congestion control, one of net.ipv4.tcp_allowed_congestion_control.
         rounds: Timed steps of each.
         only: Of the contenders; all of them, if not given.
     """
@@ -68,7 +68,7 @@ def main(
     ranks = run_on_hosts("benchmarks.shaped_link", hosts, options, 7200, **where)
     title = (
         f"{wrapper}, {ranks[0]['parameters'] / 1e6:.1f} M parameters, {hosts} hosts of {local} "
-        f"ranks, {rate}, congestion control {congestion or 'as it is'}; the slowest link carries "
+        f"ranks, {rate}, congestion control {congestion}; the slowest link carries "
         f"{min(rank['link'] for rank in ranks):.0f} Mbit/s of payload"
     )
     times, sent = slowest([rank["times"] for rank in ranks]), ranks[0]["sent"]
