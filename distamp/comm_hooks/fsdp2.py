@@ -20,8 +20,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks.exchange import Exchange
 from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
-from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.plans import Plan
+from distamp.comm_hooks.state import NO_FEWER, UNEVEN, CommHookState
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 
 __all__ = ["WireAllGather", "WireReduceScatter", "wrapped"]
@@ -147,19 +149,28 @@ class WireAllGather(_Comm):
         async_op: bool = False,
     ) -> Any:
         """Gather, as ``torch.distributed.all_gather_single`` would; done when it returns."""
+        planned = self._planned(input_tensor, group)
+        if isinstance(planned, str):
+            self._state.counts.fallbacks[f"weights gathered as they are: {planned}"] += 1
+            return torch_compat.all_gather_as_torch(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
+        exchange, plan = planned
+        return exchange.gather(output_tensor, input_tensor, self._wire, plan)
+
+    def _planned(self, values: Tensor, group: ProcessGroup) -> tuple[Exchange, Plan] | str:
+        """Return what carries weights, and where they go; or why they should go as they are."""
+        if group is not torch_compat.mesh_groups(self._param_group)[0]:
+            return "after a forward pass, other parts than the shards"
         numels = [each.padded_sharded_param_size.numel() for each in self._param_group.fsdp_params]
-        # After a forward pass torch may gather other parts, of other ranks; and bytes.
-        known = group is torch_compat.mesh_groups(self._param_group)[0] and (
-            input_tensor.is_floating_point() and sum(numels) == input_tensor.numel()
-        )
-        exchange = self._state.exchange(group, input_tensor.device) if known else None
-        if exchange is not None:
-            plan = exchange.plan("weights", self._wire, numels, input_tensor.itemsize)
-            if plan is not None:
-                return exchange.gather(output_tensor, input_tensor, self._wire, plan)
-        return torch_compat.all_gather_as_torch(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
+        # Of several dtypes torch gathers bytes.
+        if not values.is_floating_point() or sum(numels) != values.numel():
+            return "of several dtypes in one module"
+        exchange = self._state.exchange(group, values.device)
+        if exchange is None:
+            return UNEVEN
+        plan = exchange.plan("weights", self._wire, numels, values.itemsize)
+        return NO_FEWER if plan is None else (exchange, plan)
 
 
 def _of(param_group: Any) -> tuple[list[int], list[Tensor]]:

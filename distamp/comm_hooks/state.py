@@ -23,7 +23,11 @@ from distamp.comm_hooks.hosts import Hosts, agreed
 from distamp.comm_hooks.plans import Plan
 from distamp.comm_hooks.stats import HookStats
 
-__all__ = ["CommHookState", "reals_in", "state_of"]
+__all__ = ["NO_FEWER", "UNEVEN", "CommHookState", "reals_in", "state_of"]
+
+# Why gradients or weights go as they are.
+UNEVEN = "hosts have different numbers of ranks"
+NO_FEWER = "too few elements, or too narrow ones, to be fewer bytes in blocks"
 
 
 def reals_in(parameter: Tensor) -> int:
@@ -211,12 +215,12 @@ class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
             return f"{dtype} is no wider than {self.wire.name}".removeprefix("torch.")
         exchange = self.exchange(group, device)
         if exchange is None:
-            return "hosts have different numbers of ranks"
+            return UNEVEN
         fed = self.wire.needs_error_feedback
         # Blocks begin where parameters do, where one unit would not do for two of them.
         plan = exchange.plan(kind, self.wire, numels if fed else [sum(numels)], dtype.itemsize)
         if plan is None:
-            return "too few elements, or too narrow ones, to be fewer bytes in blocks"
+            return NO_FEWER
         if not fed:
             return exchange, plan, ()
         where = f"{exchange.levels}, {kind}"

@@ -54,7 +54,8 @@ class HookStats:
             ranks, where a ring of all ranks all-reduces (of shards, reduce-scatters) the same
             gradients in their own dtype, and visits each host once.
         seconds_waiting: Time spent with the network, 0 where a device waits.
-        fallbacks: How many buckets went another way than the format's own, by reason.
+        fallbacks: How many buckets, or modules' weights, went another way than the format's own, by
+            reason.
         choice: What `register` chose and why; None where the format was given, and is used.
         levels: How ranks and hosts exchange; with the reason, where it is not as they are.
     """

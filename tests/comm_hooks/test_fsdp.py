@@ -222,6 +222,15 @@ def test_weights_are_gathered_through_the_wire_and_shards_stay_exact(world, host
 
 
 @on_ranks(2)
+def test_weights_of_several_dtypes_are_gathered_as_they_are_and_counted():
+    half = nn.Linear(64, 64).bfloat16().requires_grad_(False)
+    layers = fully_shard(nn.Sequential(nn.Linear(64, 64), half))
+    state = register(layers, "fp16", gather="int8")
+    layers.unshard()
+    assert "1 x weights gathered as they are: of several dtypes" in str(state.stats())
+
+
+@on_ranks(2)
 def test_residuals_of_shards_go_on_to_the_bit_by_torchs_checkpoints(tmp_path):
     def gradients(model: Any) -> list[Tensor]:
         model.zero_grad()
@@ -235,8 +244,9 @@ def test_residuals_of_shards_go_on_to_the_bit_by_torchs_checkpoints(tmp_path):
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's own
         checkpoint.save({"hook": state.state_dict()}, checkpoint_id=tmp_path)
         saved = {"hook": other.state_dict()}
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        checkpoint.load(saved, checkpoint_id=tmp_path, planner=planner)
+        checkpoint.load(
+            saved, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True)
+        )
     other.load_state_dict(saved["hook"])
     assert all(map(torch.equal, gradients(whole), gradients(resumed)))
 
@@ -343,8 +353,7 @@ class Peak(TorchDispatchMode):
 
 def _peak(wire: str | None, ranks_per_host: int | None, gather: str | None = None) -> int:
     torch.manual_seed(0)
-    over = mesh((dist.get_world_size(),), ("shard",))
-    model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=over)
+    model = fully_shard(nn.Linear(WIDTH, WIDTH))  # over all ranks
     if wire is not None:
         register(model, wire, ranks_per_host=ranks_per_host, gather=gather)
     peak = Peak()
