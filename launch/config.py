@@ -355,6 +355,8 @@ def parse(args: Sequence[str] | None = None) -> Config:
         run, checkpoint = checkpoint_of(resume, "--resume ")
         old = read_config(run).model_dump() | {"overwrite": False, "auto_resume": False}
         config = Config(**{**old, "run_dir": run, **given, "resume": checkpoint})
+        hint = f"{run} goes on with --optimizer {old['optimizer']} alone"
+        require(config.optimizer == old["optimizer"], f"--optimizer {config.optimizer}: {hint}")
     # A run that was killed before its first checkpoint starts again.
     config = config.model_copy(update={"overwrite": config.overwrite or again})
     alone = config.smallest_world() if config.check else 1
