@@ -169,7 +169,17 @@ def exit_code_of(action: Callable[[], object]) -> int:
 def program(name: str, function: Callable[..., object]) -> Callable[..., int]:
     """Return the ``main`` of a program: from the words of its command line to its exit code."""
     app = command(name, function)
-    return lambda args=None: exit_code_of(lambda: call(app, args))
+
+    def printed(args: Sequence[str] | None) -> None:
+        try:
+            call(app, args)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads has seen enough, as `head`
+            # What is left goes nowhere: else Python fails again as it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
+
+    return lambda args=None: exit_code_of(lambda: printed(args))
 
 
 # Whether a signal asks a process to end, and the seconds that --max-time leaves it.

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from launch.folder import begin, checkpoints_of, remove
 from launch.job import make_model
 from launch.optim import make_optimizers
 from launch.parallel import Layout
-from launch.program import exit_code_of, flag, refusal_of
+from launch.program import exit_code_of, flag, program, refusal_of
 from launch.train import main
 from tests.launch import jobs
 from tests.launch.jobs import TINY
@@ -164,8 +165,9 @@ def test_data_that_cannot_be_read_are_named(tmp_path, capsys):
         (tmp_path / name).write_bytes(content)
     for name in ("empty", "odd.bin", "none.bin", "short.txt"):
         assert name in refused(capsys, "--data", tmp_path / name, "--run-dir", tmp_path / "run")
-    words = ("--data", tmp_path / "short.txt", "--tokenizer", tmp_path / "tokenizer.json")
-    assert "tokenizer.json" in refused(capsys, *words)
+    assert "tokenizer.json" in refused(
+        capsys, "--data", tmp_path / "short.txt", "--tokenizer", tmp_path / "tokenizer.json"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +182,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 GO_ON = "--resume {run} --steps 3"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another model": (lambda run: None, f"{GO_ON} --width 32"),
+    "another optimizer": (lambda run: None, f"{GO_ON} --optimizer sgd"),
     "a torn file": (lambda run: os.truncate(next(run.rglob("*.distcp")), 100), GO_ON),
     "no index": (lambda run: next(run.rglob(".metadata")).unlink(), GO_ON),
     "no flags": (lambda run: (run / "config.json").write_text("[]"), GO_ON),
@@ -199,8 +202,10 @@ def test_what_cannot_go_on_is_named_and_nothing_is_lost(text, trained, tmp_path,
 
 
 def test_a_loss_that_is_not_finite_ends_a_run_before_its_checkpoint(text, tmp_path, capsys):
-    args = ("--data", text, *TINY, "--lr", "1e30", "--warmup", "0", "--steps", "5")
-    assert "--lr" in refused(capsys, *args, "--run-dir", tmp_path)
+    assert "--lr" in refused(
+        *(capsys, "--data", text, *TINY, "--run-dir", tmp_path, "--steps", 5),
+        *("--lr", "1e30", "--warmup", 0),
+    )
     assert not checkpoints_of(tmp_path)
 
 
@@ -240,8 +245,9 @@ def test_a_new_checkpoint_stays_where_an_old_one_cannot_be_removed(
         (old / ".metadata").mkdir(parents=True)  # no file, so it is not unlinked
 
     monkeypatch.setattr("torch.distributed.checkpoint.save", and_leave_one)
-    args = ("--data", text, *TINY, "--steps", 1, "--keep", 1, "--run-dir", tmp_path)
-    assert "cannot remove" in refused(capsys, *args)
+    assert "cannot remove" in refused(
+        capsys, "--data", text, *TINY, "--steps", 1, "--keep", 1, "--run-dir", tmp_path
+    )
     assert (old.parent / "step-00000001") in checkpoints_of(tmp_path)
 
 
@@ -326,10 +332,21 @@ def test_error_of_ones_own_names_its_line_and_keeps_its_traceback(
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(capsys):
-    def program() -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert (exit_code_of(program), capsys.readouterr().err.count("\n")) == (130, 1)
+    assert (exit_code_of(interrupted), capsys.readouterr().err.count("\n")) == (130, 1)
+
+
+def test_a_reader_that_has_seen_enough_ends_a_program_without_a_word():
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with (
+        os.fdopen(pipe, "w") as closed,
+        redirect_stdout(closed),
+        pytest.raises(SystemExit, match="141"),
+    ):
+        program("name", lambda: print("text"))([])
 
 
 def test_check_says_alone_whether_flags_can_run(text, tmp_path, capsys):

@@ -180,8 +180,11 @@ def test_schedules_rise_and_end_where_they_are_to(schedule):
 
 def test_rate_and_average_wait_while_steps_are_skipped_and_go_on(text, tmp_path):
     args = ("--data", text, *TINY, *FP16, "--steps", 16, "--warmup", 0, "--ema", 0.5)
-    again = ("--resume", tmp_path / "checkpoints" / "step-00000011")
-    rows = jobs.train(tmp_path, (*args, "--save-every", 1, "--keep", 16), again)
+    rows = jobs.train(
+        tmp_path,
+        (*args, "--save-every", 1, "--keep", 16),
+        ("--resume", tmp_path / "checkpoints" / "step-00000011"),
+    )
     steps = [row for row in rows if "loss" in row]
     assert steps[-1]["skipped"] == sum(not row["taken"] for row in steps) > 1
     first = next(index for index, row in enumerate(steps) if row["taken"])
@@ -268,8 +271,10 @@ def test_compare_shows_what_differs(finished, text, tmp_path, capsys):
 
 
 def test_time_that_is_over_saves_and_flags_count_when_it_is_resumed(tmp_path):
-    own = ("--data", f"{__name__}:pairs", "--model", f"{__name__}:classifier")
-    args = (*own, "--model-args", "width=16", *TINY, "--steps", 100000, "--max-time", 0.005)
+    args = (
+        *("--data", f"{__name__}:pairs", "--model", f"{__name__}:classifier"),
+        *("--model-args", "width=16", *TINY, "--steps", 100000, "--max-time", 0.005),
+    )
     assert main([*map(str, args), "--run-dir", str(tmp_path)]) == 0
     last = jobs.records(tmp_path)[-1]
     assert "validation_loss" in last
@@ -345,8 +350,7 @@ def noisy() -> tuple[list[Any], list[Any], int]:
 def test_examples_that_draw_random_numbers_draw_the_same_when_a_run_goes_on(tmp_path):
     own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:noisy", *TINY)
     whole = jobs.train(tmp_path, (*own, "--steps", 4, "--save-every", 2))
-    resume = ("--resume", tmp_path / "checkpoints" / "step-00000002")
-    assert jobs.train(tmp_path, resume) == whole
+    assert jobs.train(tmp_path, ("--resume", tmp_path / "checkpoints" / "step-00000002")) == whole
 
 
 def spoilt() -> tuple[list[Any], list[Any], int]:
@@ -450,17 +454,17 @@ def test_tokens_are_made_once_for_a_text_and_a_tokenizer(text, tokenizer, tmp_pa
 
 def test_sample_needs_the_folder_of_the_run_alone(text, tokenizer, tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()
-    (tmp_path / "there").mkdir()
     (tmp_path / "here" / "text.txt").write_text(text.read_text())
     monkeypatch.chdir(tmp_path / "here")
-    args = ("--data", "text.txt", "--tokenizer", "../tokenizer.json", *TINY, "--steps", 2)
-    jobs.train(tmp_path / "run", args)
-    monkeypatch.chdir(tmp_path / "there")
+    jobs.train(
+        tmp_path / "run",
+        ("--data", "text.txt", "--tokenizer", "../tokenizer.json", *TINY, "--steps", 2),
+    )
+    monkeypatch.chdir(tmp_path / "run")
     tokenizer.unlink()
-    flags = ["../run", "--tokens", "5", "--prompt", "row"]
     # The paths of a run are its own, wherever it is read from.
     assert Path(read_config(tmp_path / "run").data) == tmp_path / "here" / "text.txt"
     (tmp_path / "here" / "text.txt").unlink()
     capsys.readouterr()
-    assert sample.main(flags) == 0
+    assert sample.main(["../run", "--tokens", "5", "--prompt", "row"]) == 0
     assert capsys.readouterr().out.startswith("row")
