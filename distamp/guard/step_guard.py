@@ -46,7 +46,7 @@ class StepGuard(Steps):
             optimizer in a row.
         named_parameters: ``model.named_parameters()``, for names in `overflow_report` and in the
             log of skipped steps; add ``model.named_buffers()``, and that log names those which are
-            not finite.
+            not finite. They are held: give those of the wrapped model, for FSDP2 replaces them.
 
     Raises:
         SettingError: ``max_consecutive_skips`` is no integer >= 1.

@@ -98,7 +98,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             in a row.
         named_parameters: ``model.named_parameters()``, for names in `overflow_report` and in the
             log of skipped steps; add ``model.named_buffers()``, and that log names those which are
-            not finite.
+            not finite. They are held: give those of the wrapped model, for FSDP2 replaces them.
 
     Raises:
         SettingError: A setting is outside its range (a ValueError, and an AssertionError as in
