@@ -212,15 +212,22 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, factory, message):
     assert message in err
 
 
-def test_it_runs_as_a_module_from_any_folder(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("distamp preflight mine:make", 0, "linear"),
+        ("distamp.doctor", 1, "the command is python -m distamp doctor"),
+    ],
+)
+def test_it_runs_as_a_module_from_any_folder(tmp_path, words, code, said):
     (tmp_path / "mine.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "distamp", "preflight", "mine:make"],
+        [sys.executable, "-m", *words.split()],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, "linear" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done.stderr
