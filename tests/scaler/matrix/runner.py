@@ -207,7 +207,8 @@ class Runner:
             scaler.step(optimizer)
             return
         clip: dict[str, Any] = {"max_norm": MAX_NORM, "sharded": self.layout.sharded}
-        if iteration.micro == 2 and hasattr(scaler, "grad_norm"):  # in the step itself
+        # In the step itself, but where a norm of what is still scaled overflows.
+        if iteration.micro == 2 and hasattr(scaler, "grad_norm") and scaler.get_scale() < 2.0**48:
             scaler.step_all([optimizer], **clip)
             norm = scaler.grad_norm(optimizer)
         else:
