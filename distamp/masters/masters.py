@@ -524,7 +524,7 @@ def refuse_held(optimizer: torch.optim.Optimizer) -> None:
             raise SettingError(
                 f"{type(optimizer).__name__} holds its parameters in {name!r} as well, where "
                 "masters cannot take their place: its steps would change nothing. Take O1 or "
-                "bf16, which need no masters"
+                "bf16, which need no masters; for LBFGS O0, and its own step(closure)"
             )
 
 
