@@ -79,8 +79,9 @@ def pin_precision(
     name, _, keep = dtype.partition(":") if isinstance(dtype, str) else (dtype, "", "")
     chosen: Any = _DTYPES.get(name, name) if isinstance(name, str) else name
     if (chosen is not None and chosen not in _DTYPES.values()) or keep not in ("", "keep"):
-        hint = nearest(dtype, PINS)
-        raise ValueError(f"precision must be one of {list(PINS)}, got {dtype!r}{hint}")
+        raise ValueError(
+            f"precision must be one of {list(PINS)}, got {dtype!r}{nearest(dtype, PINS)}"
+        )
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         raise ValueError(
             f"the forward of this {type(module).__name__} is not its class's, and cannot be "
@@ -197,10 +198,9 @@ class _TakeInFp32(TorchFunctionMode):
         # No kernel takes its statistics, which are buffers, in half precision beside float32.
         given, args = args, tree_map_only(Tensor, _to_fp32, args)
         output = func(*args, **kwargs)
-        if kwargs.get("training"):
-            for buffer, moved in zip(given[1:], args[1:], strict=True):
-                if buffer is not moved:
-                    buffer.copy_(moved)
+        for buffer, moved in zip(given[1:], args[1:], strict=True):
+            if buffer is not moved and kwargs.get("training"):
+                buffer.copy_(moved)
         return output
 
 

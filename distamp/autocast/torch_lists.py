@@ -121,8 +121,7 @@ def category_in_torch(overload: OpOverload, device_type: str) -> Category:
 
 def listed_by_torch(device_type: str) -> dict[str, Category]:
     """Every op that this torch lists for a device type, here or not, and its category."""
-    key = autocast_key(device_type)
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
     names = {full.removeprefix("aten::").partition(".")[0] for full in registered}
     found = {
         name: category_in_torch(overload, device_type)
