@@ -40,8 +40,8 @@ __all__ = [
     "without_grad",
 ]
 
-# So many gradients of one dimension, of at most so many elements, are measured as one on the host.
-MANY, SMALL = 64, 4096
+# So many gradients of one dimension, of at most so many bytes, are measured as one on the host.
+MANY, SMALL = 64, 1 << 13
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -239,11 +239,11 @@ def _norms(gradients: list[Tensor], norm_type: float) -> Iterator[tuple[Tensor, 
 
 def _joined(gradients: list[Tensor]) -> list[Tensor]:
     """Return many biases and the like as one: a call for each takes longer than its elements."""
-    small: list[Tensor] = []
-    rest: list[Tensor] = []
-    for gradient in gradients:
-        (small if gradient.dim() == 1 and gradient.numel() <= SMALL else rest).append(gradient)
-    return [torch.cat(small), *rest] if len(small) >= MANY else gradients
+    small = [each for each in gradients if each.nbytes <= SMALL and each.dim() == 1]
+    if len(small) < MANY:
+        return gradients
+    rest = [each for each in gradients if each.nbytes > SMALL or each.dim() != 1]
+    return [torch.cat(small), *rest]
 
 
 def combined(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
