@@ -68,8 +68,7 @@ def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(tmp_path):
     module.write_as_apex_did(path)
     torch.manual_seed(0)
     model = module.NextByte().to(module.device())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    amp = initialize(model, optimizer, "O2")
+    amp = initialize(model, torch.optim.Adam(model.parameters(), lr=0.01), "O2")
     whole = module.train(amp) and module.train(amp, skip=module.STEPS)
     resumed = module.resume(torch.load(path, weights_only=True))
     assert module.train(resumed, skip=module.STEPS) == whole

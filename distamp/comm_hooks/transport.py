@@ -145,7 +145,10 @@ class HostTransport(Transport):
     def _connect(self, name: str, group: ProcessGroup) -> None:
         self._workers.extend(ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes)
         ranks = self._levels["all"]
-        self._backends["all", 0] = torch_compat.new_communicator(name, group, ranks, self._device)
+        made = torch_compat.new_communicator(name, group, ranks, self._device)
+        # Who is connected may close at once, as where torch refuses a hook: not before all are.
+        made.allreduce([torch.zeros(1, device=self._device)]).wait()
+        self._backends["all", 0] = made
         # What ends the turn of the last job.
         self._over = threading.Event()
         self._over.set()

@@ -95,7 +95,6 @@ def test_what_does_not_fit_is_refused(said):
     refused = (TypeError, ValueError, RuntimeError, AssertionError)  # the last is FSDP1's own
     with pytest.raises(refused, match=re.escape(said)):
         comm_hooks.register(model, **options)
-    dist.barrier()  # some still connect
 
 
 @on_ranks(2)

@@ -107,6 +107,23 @@ def test_the_first_use_after_the_group_was_destroyed_gives_them_back():
     assert _counts()[0] == threads
 
 
+@on_ranks(2)
+def test_nobody_has_connected_before_all_have():
+    """Or one that lets go at once, as where torch refuses a hook, would fail the others."""
+    store, new = dist.distributed_c10d._get_default_store(), torch_compat.new_communicator
+
+    def late(*given: Any) -> Any:
+        made = new(*given)
+        if dist.get_rank() == 0:
+            time.sleep(0.5)
+            store.set("connected last", "")
+        return made
+
+    with mock.patch.object(torch_compat, "new_communicator", late):
+        comm_hooks.register(DistributedDataParallel(mlp(8, 8)), "fp16")
+    assert store.check(["connected last"])
+
+
 class _Backend:
     """What NCCL's would be: it keeps how it was made, and can be given back."""
 

@@ -143,8 +143,7 @@ def test_of_two_optimizers_each_is_skipped_by_its_own_overflow_and_clipped_by_on
 @pytest.mark.parametrize("level", ["O1", "O2", "bf16"])
 def test_losses_and_microbatches_add_up_under_one_scale(level):
     model, reference = net(batchnorm=False), net(batchnorm=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = initialize(model, optimizer, level)
+    amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
     for loss_id, (context, following) in enumerate(batches(2)):
         for rows, wanted in zip(context.chunk(2), following.chunk(2), strict=True):
             with amp.autocast():
@@ -214,8 +213,7 @@ def test_what_cannot_be_called_now_says_what_to_do():
 
 def test_settings_of_the_region_and_the_scaler_are_handed_on():
     x = torch.ones(2, 2)
-    lists = distamp.OpLists(fp32={"mm"})
-    amp = made("O1", ops=lists, cache_enabled=False)
+    amp = made("O1", ops=distamp.OpLists(fp32={"mm"}), cache_enabled=False)
     with amp.autocast():
         assert (torch.mm(x, x).dtype, torch.is_autocast_cache_enabled()) == (torch.float32, False)
     amp = made(distamp.Precision.of("O2").replaced(output=torch.float16))

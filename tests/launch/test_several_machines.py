@@ -62,8 +62,7 @@ def documented() -> list[str]:
 def test_two_hosts_write_the_records_of_one(hosts, one_host, text, tmp_path):
     before = [host.sent() for host in hosts]
     flags = ["--data", text, "--run-dir", tmp_path / "run", *RUN]
-    command = [*documented(), *map(str, flags)]
-    there = ["env", f"--chdir={tmp_path}", *command]
+    there = ["env", f"--chdir={tmp_path}", *documented(), *map(str, flags)]
     started = [host.popen(there, env=ENVIRONMENT) for host in hosts]
     assert [process.wait(timeout=500) for process in started] == [0, 0]
     assert jobs.records(tmp_path / "run") == one_host

@@ -38,8 +38,7 @@ def drawn(lengths: list[int], seed: int, spread: float = 0.3) -> tuple[Tensor, T
     shape = len(lengths), max(lengths)
     sampler = -torch.rand(shape, generator=generator) * 3
     trainer = sampler + spread * torch.randn(shape, generator=generator)
-    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
-    return sampler, trainer, mask
+    return sampler, trainer, torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
 
 
 def differences(sampler: Tensor, trainer: Tensor, mask: Tensor) -> list[list[float]]:

@@ -123,8 +123,7 @@ def inputs_of(seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("kind", ALONE)
 def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
     fault = ALONE[kind]
-    model = Net(fault.change, how)
-    found = search(model)
+    found = search(Net(fault.change, how))
     assert (found.op, found.module) == (fault.function, "blocks.1")
     assert found.kernel in fault.kernels
     direction = "forward" if fault.forward else "backward"
@@ -224,9 +223,7 @@ def test_the_line_of_what_amp_scales_is_the_users() -> None:
 
 
 def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
-    model = Net(log)
-    compiled = torch.compile(model, backend="eager")
-    found = search(compiled)
+    found = search(torch.compile(Net(log), backend="eager"))
     assert (found.op, found.module) == ("log", "blocks.1")
     assert found.notes == ("compiled modules ran eagerly",)
 

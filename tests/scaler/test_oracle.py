@@ -129,8 +129,7 @@ class World:
             "generator": (loss for loss in losses),
         }[form]
         scaled = self.scaler.scale(structure)
-        kept = list(scaled) if isinstance(scaled, Iterator) else scaled
-        leaves = tree_leaves(kept)
+        leaves = tree_leaves(list(scaled) if isinstance(scaled, Iterator) else scaled)
         torch.autograd.backward(leaves)
         # Both come back lazily for a generator, from iterators of different types.
         container = "iterator" if isinstance(scaled, Iterator) else type(scaled).__name__

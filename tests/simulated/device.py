@@ -175,8 +175,8 @@ def _module() -> ModuleType:
 
 def default_stream(device: Any = None) -> torch.Stream:
     """The stream that work is on unless it is put elsewhere."""
-    kind = torch._C._get_accelerator()
-    ours = torch.Stream(kind)  # the number of the device type is written nowhere else
+    # The number of the device type is written nowhere else.
+    ours = torch.Stream(torch._C._get_accelerator())
     return torch.Stream(stream_id=0, device_index=index_of(device), device_type=ours.device_type)
 
 
