@@ -597,7 +597,8 @@ class Steps(Joins):
             spike = limit is not None and norm.item() > float(limit)
             for optimizer in optimizers:
                 self._state(optimizer).norm = norm
-        for state in map(self._unguarded, optimizers):
+        known = map(self._guard.optimizers.find, map(innermost, optimizers))
+        for state in filter(None, known):
             state.last_step = spike
             state.counts = (0, 0, 0, state.counts[3] + spike)
         return spike
