@@ -83,9 +83,8 @@ class OpLists:
             ValueError: This torch has no autocast for ``device_type``.
         """
         found = torch_lists.listed_by_torch(device_type)
-        return cls(
-            **{it.value: {op for op in found if found[op] is it} for it in Category}, exact=True
-        )
+        names = {it.value: {op for op in found if found[op] is it} for it in Category}
+        return cls(**names, exact=True)
 
     def __or__(self, other: OpLists) -> OpLists:
         """Return these lists with another's laid over them: where both name an op, the other's."""

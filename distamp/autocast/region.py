@@ -77,8 +77,7 @@ class autocast(torchs_autocast):
         """Make a region; in a compiled function, one of torch's."""
         # torch.compile knows torch's own class by identity, and can break a graph inside it.
         if is_dynamo_compiling() and cls is autocast and ops is None:
-            made: Any = torchs_autocast(*args, **settings)
-            return made  # type: ignore[no-any-return]
+            return torchs_autocast(*args, **settings)  # type: ignore[return-value]
         return object.__new__(cls)
 
     def __init__(
